@@ -2,7 +2,7 @@
 
 The dispatcher takes as long as a small call itself. It is needed where something watches or changes
 operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, counted
-FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. So find() looks for these. What
+FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. find() looks for these. What
 tensors and the thread's dispatch keys tell it looks at once, at the first call for a layout, and
 then has a guard: torch.compile's own test of tensors, which compares types, dispatch keys, dtypes,
 devices, shapes, strides and requires_grad in one call of C++.
@@ -45,8 +45,8 @@ try:  # none of it is in PyTorch's documentation
     CAN_ASK = True
 except ImportError:
     CAN_ASK = False
-# Not in PyTorch 2.4.
-saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "unknown")
+# The hooks for saved tensors that are set; PyTorch 2.4 does not tell.
+saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]
 Found = Optional[Tuple["DirectCall", Given]]
@@ -121,7 +121,7 @@ def is_watched() -> bool:
         _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or _profiler_enabled()
-        or (torch.is_grad_enabled() and saved_hooks(False))
+        or (saved_hooks is not None and torch.is_grad_enabled() and saved_hooks(False))
         or getattr(forward_ad, "_current_level", 0) >= 0
     )
 
@@ -130,25 +130,26 @@ def is_plain_state() -> bool:
     """Whether the thread dispatches as it does by default, or in inference mode."""
     included = _dispatch_tls_local_include_set().remove(DispatchKey.ADInplaceOrView)
     without_autograd = _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
-    return included == DispatchKeySet(DispatchKey.BackendSelect) and not (
+    return repr(included) == repr(DispatchKeySet(DispatchKey.BackendSelect)) and not (
         without_autograd and torch.is_grad_enabled()
     )
 
 
 @functools.lru_cache(maxsize=None)
-def plain_keys(device: str) -> tuple[Any, ...]:
-    """The dispatch keys of tensors that are nothing but numbers in memory."""
+def plain_keys(device: str) -> tuple[str, ...]:
+    """The dispatch keys of tensors that are nothing but numbers in memory, as text: sets of PyTorch
+    2.4 are not equal to others."""
     found = []
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):
-            found.append(_dispatch_keys(torch.empty(0, device=device)))
+            found.append(repr(_dispatch_keys(torch.empty(0, device=device))))
     return tuple(found)
 
 
 def is_plain(tensor: Any) -> bool:
     if type(tensor) not in PLAIN_TYPES or tensor.device.type not in DEVICES:
         return False
-    return _dispatch_keys(tensor) in plain_keys(tensor.device.type)
+    return repr(_dispatch_keys(tensor)) in plain_keys(tensor.device.type)
 
 
 def settings() -> tuple[Any, ...]:
@@ -219,7 +220,7 @@ def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCal
     whole, record = operator.operation, None
     operation = whole.with_results(whole.results[:count])
     if needs_gradients:
-        if operator.plan_record is None:
+        if operator.plan_record is None or saved_hooks is None:
             return None
         operation, record = operator.plan_record(arguments, count)
     prepared, _ = _call.find(operation, tensors, options, backend)

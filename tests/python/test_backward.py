@@ -243,30 +243,27 @@ def test_deterministic_gradients_are_the_same_bits(
 
 def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the argument, or by PyTorch's switch at the time that backward runs."""
-    asked = []
+    asked: list[bool] = []
+    run = _call.Prepared.run
 
-    def spied(operation: Any, tensors: Any, options: Any, backend: Any) -> Any:
-        named = dict(zip(operation.options, options))
-        if operation.function.endswith("backward"):
-            asked.append(named["deterministic"])
-            _call.memory.prepared.clear()  # so that the call is prepared anew
-            found = _call.call(operation, tensors, options, backend)
-            (prepared,) = _call.memory.prepared.values()
-            assert prepared.args.deterministic == asked[-1]
-            return found
-        return _call.call(operation, tensors, options, backend)
+    def spied(self: _call.Prepared) -> Any:
+        if self.operation.function.endswith("backward"):
+            asked.append(bool(self.args.deterministic))
+        return run(self)
 
-    monkeypatch.setattr(ops, "call", spied)
+    monkeypatch.setattr(_call.Prepared, "run", spied)
     tensors = make_fused(10)
-    for argument, switch in itertools.product((False, True), repeat=2):
+    calls = itertools.product((False, True), (False, True), (torch.sum, torch.norm))
+    for argument, switch, reduce in calls:  # norm's gradient is contiguous: a direct call takes it
         dense, _ = flash_dmattn.attention(*tensors[:3], deterministic=argument)
         outs = [dense, fused(*tensors, deterministic=argument)]
         with monkeypatch.context() as patch:
             asks = "are_deterministic_algorithms_enabled"
             patch.setattr(torch, asks, lambda answer=switch: answer)
             for out in outs:
-                out.sum().backward()
+                reduce(out).backward()
         assert asked[-2:] == [argument or switch] * 2
+    assert len(asked) == 16
 
 
 def test_only_linear_memory_is_kept() -> None:

@@ -1,0 +1,345 @@
+"""Direct calls, without PyTorch's dispatcher: when they are made, and that results are the same."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable, List
+
+import flash_dmattn
+import pytest
+import torch
+from cases import make_fused
+from evaluate import assert_same
+from flash_dmattn import _call, _direct, ops
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+OLD = not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # PyTorch 2.4
+records = pytest.mark.skipif(OLD, reason="this PyTorch cannot be asked for hooks")
+Tensors = List[torch.Tensor]
+
+
+def make(length: int = 20) -> Tensors:
+    return [x.detach() for x in make_fused(length, head_dim=8)]
+
+
+def require(tensors: Tensors) -> Tensors:
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+def fused(*tensors: torch.Tensor, window: Any = 4, **options: Any) -> Any:
+    return flash_dmattn.flash_dma_attention(*tensors, window, causal=True, **options)
+
+
+def gradients(tensors: Tensors, function: Callable[..., Any] = fused) -> Any:
+    return torch.autograd.grad(function(*tensors).cos().sum(), tensors)
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that the dispatcher has called since; nothing is remembered from before."""
+    called: list[str] = []
+
+    def spied(operation: Any, *rest: Any) -> Any:
+        called.append(operation.name)
+        return _call.call(operation, *rest)
+
+    monkeypatch.setattr(ops, "call", spied)
+    monkeypatch.setattr(_call, "memory", _call.Memory())
+    return called
+
+
+def by_dispatcher(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(_direct, "CAN_ASK", False)
+        return run()
+
+
+def test_eager_calls_are_direct(dispatched: list[str]) -> None:
+    tensors = make()
+    for _ in range(2):
+        with torch.no_grad():
+            fused(*tensors)
+            flash_dmattn.attention(*tensors[:3], causal=True)
+            scores, _ = flash_dmattn.score(tensors[2], *tensors[3:])
+            flash_dmattn.select(scores, 3)
+            cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 8, 4)
+            cache.attend(0, *(x[:, :1] for x in tensors[:3]), *tensors[3:])
+    assert dispatched == []
+
+
+@records
+def test_recorded_calls_are_direct(dispatched: list[str]) -> None:
+    for _ in range(2):
+        gradients(require(make()))
+        gradients(require(make()), lambda *x: fused(*x, return_lse=True)[1])
+        gradients(require(make())[:3], lambda *x: flash_dmattn.attention(*x, causal=True)[0])
+    assert dispatched == []
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "without bias": {"bias_form": "none"},
+    "recent and sinks": {"recent": 3, "sinks": 2, "softcap": 2.0},
+    "with a gap": {"gap": 1.5},
+    "dt_bias": {"dt_bias": torch.tensor([0.5, -2.0])},
+    "sink_logit": {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])},
+    "dropout": {"dropout_p": 0.25},
+    "lse": {"return_lse": True},
+    "probabilities": {"return_attn_probs": True, "return_lse": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("only", [None, 0, 2, 4])
+def test_the_dispatcher_gives_the_same(
+    name: str, only: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients: those of all tensors, or of one."""
+    options = {key: x for key, x in OPTIONS[name].items() if not isinstance(x, torch.Tensor)}
+    given = {key: x for key, x in OPTIONS[name].items() if isinstance(x, torch.Tensor)}
+
+    def run() -> Any:
+        torch.manual_seed(1)
+        tensors = [*make(), *given.values()]
+        for at, x in enumerate(tensors):
+            x.requires_grad = only is None or at == only
+        found = fused(*tensors[:5], **dict(zip(given, tensors[5:])), **options)
+        found = found if isinstance(found, tuple) else (found,)
+        loss = sum(x.cos().sum() for x in found if x.requires_grad)
+        leaves = [x for x in tensors if x.requires_grad]
+        return (*found, *torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+    wanted = by_dispatcher(run, monkeypatch)
+    for _ in range(2):
+        found = run()
+        found, expected = ([x.detach() for x in one] for one in (found, wanted))
+        assert_same(tuple(found), tuple(expected))
+
+
+def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(learns_bias: bool) -> Any:
+        torch.manual_seed(2)
+        rows = require(make()[:3])
+        bias = torch.randn(1, 1, 20, 20, requires_grad=learns_bias)
+        mask = torch.rand(1, 2, 20, 20) < 0.6
+        out, lse = flash_dmattn.attention(*rows, attn_mask=mask, attn_bias=bias, causal=True)
+        loss = out.cos().sum() + lse.clamp(-9).cos().sum()
+        return torch.autograd.grad(loss, [*rows, bias] if learns_bias else rows)
+
+    for learns_bias in (False, True, False):
+        wanted = by_dispatcher(lambda: run(learns_bias), monkeypatch)  # noqa: B023
+        assert_same(run(learns_bias), wanted)
+
+
+def test_layouts_are_told_apart() -> None:
+    """Calls of other shapes, strides, alignments and dtypes, in turns."""
+    whole = make(24)
+    shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
+    layouts = [
+        whole,
+        [*(x[:, :17] for x in whole[:3]), *whole[3:]],
+        [*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole[:3]), *whole[3:]],
+        shifted,
+        [x.bfloat16() for x in whole],
+        [*(x.bfloat16() for x in whole[:3]), *whole[3:]],
+        [x[:1] for x in whole[:3]] + whole[3:],
+    ]
+    for _ in range(3):
+        for tensors in layouts:
+            found = fused(*tensors)
+            wanted = fused(*(x.clone() for x in tensors), backend="reference")
+            error = 1e-5 if found.dtype == torch.float32 else 0.05
+            torch.testing.assert_close(found, wanted, rtol=error, atol=error)
+
+
+@records
+def test_requires_grad_is_told_apart() -> None:
+    """Of any tensor, and grad mode, after each other."""
+    tensors = make()
+    for _ in range(2):
+        assert not fused(*tensors).requires_grad
+        for at in range(5):
+            given = [*tensors]
+            given[at] = tensors[at].clone().requires_grad_()
+            out = fused(*given)
+            (gradient,) = torch.autograd.grad(out.cos().sum(), [given[at]])
+            assert gradient.abs().sum() > 0
+            with torch.no_grad():
+                assert not fused(*given).requires_grad
+            with torch.inference_mode():
+                assert fused(*given).is_inference()
+
+
+def test_what_watches_sees_operators(dispatched: list[str]) -> None:
+    tensors = make()
+    fused(*tensors)
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with FlopCounterMode(display=False) as counter:
+        fused(*tensors)
+    assert counter.get_total_flops() > 0
+    with Mode():
+        fused(*tensors)
+    assert any("flash_dma_output" in name for name in seen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused(*tensors)
+    assert any(event.key == "flash_dmattn::flash_dma_output" for event in profile.key_averages())
+    traced = torch.jit.trace(lambda *x: fused(*x), tuple(tensors), check_trace=False)
+    assert "flash_dma_output" in str(traced.graph)
+    assert len(dispatched) >= 4
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_see_operators(dispatched: list[str]) -> None:
+    tensors = make()
+    wanted = fused(*tensors)
+    mapped = torch.func.vmap(lambda query: fused(query, *tensors[1:]))(tensors[0][None])
+    assert torch.equal(mapped[0], wanted)
+    found = torch.func.grad(lambda *x: fused(*x).cos().sum())(*tensors)
+    assert torch.equal(found, gradients(require(tensors))[0])
+    assert dispatched
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_other_tensors_go_the_long_way(dispatched: list[str]) -> None:
+    tensors = make()
+    with torch.no_grad():
+        run_others(tensors, fused(*tensors), dispatched)
+
+
+def run_others(tensors: Tensors, wanted: torch.Tensor, dispatched: list[str]) -> None:
+    assert not dispatched
+    assert torch.equal(fused(tensors[0].as_subclass(Subclass), *tensors[1:]), wanted)
+    negative = torch._neg_view(-tensors[0])  # its memory has other numbers than it
+    assert torch.equal(fused(negative, *tensors[1:]), wanted)
+    assert fused(*(x.to("meta") for x in tensors)).is_meta
+    spread = torch.stack((tensors[0], tensors[0]), -1)[..., 0]
+    assert torch.equal(fused(spread, *tensors[1:]), wanted)
+    same = flash_dmattn.attention(tensors[0], tensors[0], tensors[0])[0]
+    copies = flash_dmattn.attention(*(tensors[0].clone() for _ in range(3)))[0]
+    assert torch.equal(same, copies)
+    assert len(dispatched) == 4
+
+
+@records
+def test_hooks_for_saved_tensors() -> None:
+    tensors = require(make())
+    wanted = gradients(tensors)  # a direct call is remembered
+    packed: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(x)
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = fused(*tensors)
+    assert len(packed) >= 8
+    assert_same(torch.autograd.grad(out.cos().sum(), tensors), wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant: bool) -> None:
+    def run(*x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(fused, *x, use_reentrant=use_reentrant)
+
+    for _ in range(2):
+        tensors = require(make())
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        run(*leaves).cos().sum().backward()
+        assert_same(tuple(x.grad for x in leaves), gradients(tensors))
+
+
+def test_second_derivatives_are_refused() -> None:
+    for _ in range(2):
+        tensors = require(make())
+        loss = fused(*tensors).cos().sum()
+        (gradient,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+            torch.autograd.grad(gradient.sum(), tensors[:1])
+
+
+def test_arguments_are_checked_after_others_like_them() -> None:
+    tensors = make()
+    fused(*tensors, window=1)
+    with pytest.raises(TypeError, match="keep_window_size: is True, a bool, want an int"):
+        fused(*tensors, window=True)
+    with pytest.raises(TypeError, match="keep_window_size: is 1.0, a float, want an int"):
+        fused(*tensors, window=1.0)
+    with pytest.raises(ValueError, match="recent: is -1, want 0 or more"):
+        fused(*tensors, recent=-1)
+    with pytest.raises(ValueError, match="value: axis 1 has 20 elements, key has 19"):
+        fused(tensors[0], tensors[1][:, :19], *tensors[2:], scope="global")
+
+
+def test_autocast_is_followed() -> None:
+    tensors = make()
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        assert fused(*tensors).dtype == torch.float32
+        with torch.autocast("cpu", dtype):
+            assert fused(*tensors).dtype == dtype
+            narrow = [x.bfloat16() for x in tensors]
+            assert fused(*narrow).dtype == dtype
+
+
+def test_forward_mode_is_refused_after_a_call() -> None:
+    tensors = make()
+    fused(*tensors)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+            fused(dual, *tensors[1:])
+
+
+def test_threads_have_their_own() -> None:
+    """Calls of one layout at once, whose gradients another thread computes."""
+    inputs = [require(make()) for _ in range(4)]
+    for at, tensors in enumerate(inputs):
+        tensors[0].data *= at + 1
+    wanted = [gradients(tensors) for tensors in inputs]
+    found: dict[int, list[Any]] = {at: [] for at in range(4)}
+
+    def run(at: int) -> None:
+        for _ in range(50):
+            found[at].append(gradients(inputs[at]))
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for at, expected in enumerate(wanted):
+        assert len(found[at]) == 50
+        for one in found[at]:
+            assert_same(one, expected)
+
+
+def test_few_layouts_are_tried() -> None:
+    """However many there are: the oldest ones of the same options are forgotten."""
+    with torch.no_grad():
+        for length in range(2, 20):
+            fused(*make(length))
+    assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
+
+
+def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) -> None:
+    """A PyTorch whose guards are others."""
+    tensors = make()
+    _direct.has_guards.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(_direct, "GUARDS", None)
+        out = fused(*tensors)
+    _direct.has_guards.cache_clear()
+    assert dispatched == ["flash_dma_output"]
+    assert torch.equal(out, fused(*tensors))
