@@ -27,8 +27,8 @@ from script import alternate, make_parser, make_rows, parse
 from torch.nn.functional import scaled_dot_product_attention
 
 CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
-Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-KEYS, WINDOW = 16, 8
+Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+KEYS, WINDOW = 8, 4
 HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
 
 MORE = f"""

@@ -133,9 +133,18 @@ def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(run(learns_bias), wanted)
 
 
-def test_layouts_are_told_apart() -> None:
+def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of other shapes, strides, alignments and dtypes, in turns."""
-    whole = make(24)
+    alignments: dict[Any, Any] = {}
+    run = _call.Prepared.run
+
+    def spied(self: _call.Prepared) -> Any:
+        own = [words[at] % _call.ALIGNMENT for words, at in self.inputs]
+        assert alignments.setdefault(self, own) == own
+        return run(self)
+
+    monkeypatch.setattr(_call.Prepared, "run", spied)
+    whole = [x.clone(memory_format=torch.contiguous_format) for x in make(24)]
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     layouts = [
         whole,
@@ -152,6 +161,7 @@ def test_layouts_are_told_apart() -> None:
             wanted = fused(*(x.clone() for x in tensors), backend="reference")
             error = 1e-5 if found.dtype == torch.float32 else 0.05
             torch.testing.assert_close(found, wanted, rtol=error, atol=error)
+    assert any(map(any, alignments.values()))
 
 
 @records
@@ -163,6 +173,8 @@ def test_requires_grad_is_told_apart() -> None:
         for at in range(5):
             given = [*tensors]
             given[at] = tensors[at].clone().requires_grad_()
+            with torch.no_grad():
+                fused(*given)
             out = fused(*given)
             (gradient,) = torch.autograd.grad(out.cos().sum(), [given[at]])
             assert gradient.abs().sum() > 0
