@@ -77,6 +77,7 @@ if(NOT cluster_code) # nvcc without an architecture would compile for one of its
   set(cluster_code 90)
 endif()
 fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
+fdma_add_cuda(fdma_cuda_top_sm90 src/cuda/select/sm90/top.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_cached_sm90_d${head_dim} src/cuda/decode/cached_sm90.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})

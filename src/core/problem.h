@@ -61,8 +61,11 @@ typedef struct fdma_problem {
     double gap;    /* of the selection; 0: off. If it is given and not made, slots may be empty */
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
     int64_t tile_len;
-    double scale;   /* never 0 */
-    double softcap; /* 0: off */
+    int64_t last_positions; /* select: at how many positions, up to the last key that exists, expiry
+                               and slot have to say which keys are kept; 0: at all. Kernels may
+                               ignore it */
+    double scale;           /* never 0 */
+    double softcap;         /* 0: off */
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: where its batch
                                             and its positions begin in those of the call, which

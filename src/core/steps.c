@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "core/signatures.h"
+#include "core/streams.h"
 
 /* A [batch, kv_heads, len] tensor in the workspace. */
 static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole, int64_t len,
@@ -41,6 +42,18 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
         whole->slot = take_key_ints(arena, whole);
 }
 
+/* At how many of the last positions a call reads its selection; 0: at all of them. A call needs the
+ * whole selection if the caller asks for it, or if there are tables of carried keys. */
+static int64_t last_positions_of(const fdma_problem *whole) {
+    enum { most_queries = 16 }; // as many as kernels for few queries take
+    const bool is_scratch = !is_present(&whole->expiry) && !is_present(&whole->slot);
+    const bool is_causal = whole->causal && whole->scope == FDMA_SCOPE_CAUSAL;
+    const bool is_few = whole->operation == operation_attention && whole->q_len <= most_queries;
+    return is_scratch && is_causal && is_few && !has_table(whole) && whole->carried_len == 0
+               ? whole->q_len
+               : 0;
+}
+
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
  * the table of `operation`. */
 static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
@@ -53,6 +66,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .recent = whole->recent,
         .sinks = whole->sinks,
         .gap = whole->gap,
+        .last_positions = whole->last_positions,
         .slots = whole->slots,
         .scale = whole->scale,
         .softcap = whole->softcap,
@@ -81,6 +95,7 @@ static fdma_status split_fused(call_steps *steps) {
     fdma_arena arena = fdma_arena_of(&whole);
     const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
     const bool needs_score = has_bias && !is_present(&whole.bias);
+    whole.last_positions = last_positions_of(&whole);
     add_scratch(&arena, &whole);
     fdma_set_aside(&whole.exec, &arena);
     steps->scratch = fdma_arena_size(&arena);

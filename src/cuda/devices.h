@@ -38,6 +38,7 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
 /* The table of every point. Among kernels of one operation, the first that takes a call runs it. */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \
+    X(fdma_cuda_sm90_top)                                                                          \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
     X(fdma_cuda_sm80_lists)                                                                        \

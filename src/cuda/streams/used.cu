@@ -55,10 +55,12 @@ static used_plan plan_used(const fdma_problem *problem, fdma_arena *arena) {
     return plan;
 }
 
-/* The problem with the keys that do not exist as padding. */
+/* The problem with the keys that do not exist as padding. A selection keeps kv_used, which says
+ * where its last positions are. */
 static fdma_problem padded_problem(const fdma_problem *problem, const used_plan &plan) {
     fdma_problem one = *problem;
-    one.kv_used = {};
+    if (problem->operation != operation_select)
+        one.kv_used = {};
     one.key_valid = fdma_tensor_2d(plan.valid, FDMA_UINT8, problem->batch, problem->kv_len);
     return one;
 }
