@@ -1,4 +1,5 @@
-/* The shared memory of select.cu, and how the blocks of a cluster write into each other's. */
+/* The shared memory of select.cu, and how the blocks of a cluster write into each other's; which
+ * clusters a device runs. */
 #pragma once
 
 #include "cuda/select/select.cuh"
@@ -102,4 +103,21 @@ __device__ static void broadcast_counts(select_memory<config> &shared, const clu
         if (work.warp < work.blocks && first + n < counts)
             store_at(work.warp, &shared.count[work.block][first + n],
                      *reinterpret_cast<const uint4 *>(&shared.own_count[first + n]));
+}
+
+/* ---- on the host ---- */
+
+/* Blocks of a cluster: at most, and on every device. */
+enum { most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
+
+static inline int64_t most_cluster_blocks(const cuda_device *device) {
+    return device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
+}
+
+/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
+ * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
+static inline int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
+    const int64_t groups = device->multiprocessors / cluster_group;
+    const int64_t clusters = groups * (cluster_group / blocks) - (blocks > 1);
+    return clusters > 1 ? clusters : 1;
 }

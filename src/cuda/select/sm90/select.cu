@@ -308,7 +308,7 @@ static __global__ void __launch_bounds__(threads, 1)
 
 /* ---- the kernel of the table ---- */
 
-enum { most_items = 11, most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
+enum { most_items = 11 };
 enum { most_packed_items = 4 }; // where sequences are packed, registers do not suffice for more
 
 /* The most blocks of a cluster: with the most keys a block has no room for the counts of more. */
@@ -316,14 +316,6 @@ static constexpr int most_blocks_of(int items) { return items < most_items ? mos
 
 template <int items, bool packed = false>
 using config_of = segment_config<items, most_blocks_of(items), packed>;
-
-/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
- * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
-static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
-    const int64_t groups = device->multiprocessors / cluster_group;
-    const int64_t clusters = groups * (cluster_group / blocks) - (blocks > 1);
-    return clusters > 1 ? clusters : 1;
-}
 
 template <class config>
 static fdma_status run_config(const fdma_problem *problem, const select_call &call,
@@ -367,7 +359,7 @@ static segment_plan plan_segments(const fdma_problem *problem) {
                    {8, run_with<8>},
                    {most_items, run_with<most_items>}};
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    const int64_t most = device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
+    const int64_t most = most_cluster_blocks(device);
     segment_plan best = {NULL, 0, INT64_MAX};
     for (const auto &choice : choices) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choice.items);

@@ -21,9 +21,8 @@
 enum {
     position_bits = 24,
     ranked_bits = key_bits + position_bits,
-    most_blocks = 16,    // of a cluster
-    portable_blocks = 8, // on every device
-    usual_items = 4,     // keys of a thread, until a cluster has all its blocks
+    fixed_items = 8, // an estimate: what a cluster does beside its keys takes as long as so many of
+                     // each thread
     most_positions = 16, // the last ones
     most_changes = most_positions - 1,
 };
@@ -119,9 +118,11 @@ __device__ static void count_keys(top_memory &shared, const top_work &work, rank
 __device__ static uint32_t choose_digit(top_memory &shared, const top_work &work, uint32_t left) {
     const uint32_t digit = digits - 1 - threadIdx.x; // descending by thread, as the best come first
     uint32_t own = 0, all;
-    if (threadIdx.x < digits)
-        for (uint32_t block = 0; block < work.blocks; block++)
-            own += load_at(block, &shared.count[work.turn % 2][digit]);
+    if (threadIdx.x < digits) {
+#pragma unroll
+        for (uint32_t block = 0; block < most_blocks; block++)
+            own += block < work.blocks ? load_at(block, &shared.count[work.turn % 2][digit]) : 0;
+    }
     const uint32_t lower_lanes = sum_lower_lanes(own), warp = __reduce_add_sync(all_lanes, own);
     const uint32_t above = lower_lanes + sum_lower_warps<warps>(shared.scratch, warp, &all);
     if (above < left && left <= above + own) {
@@ -330,17 +331,24 @@ struct cluster_shape {
     uint32_t blocks, items;
 };
 
+/* Few keys of a thread are fast as long as all clusters run at once. */
 static cluster_shape shape_of(const fdma_problem *problem) {
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    const int64_t most = device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
     const int64_t room = device->shared_bytes - (int64_t)sizeof(top_memory);
     const int64_t most_items = room / (int64_t)(threads * sizeof(uint32_t));
-    const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * usual_items);
-    const int64_t blocks = max(min(wanted, most), (int64_t)1);
-    const int64_t items = max(divide_up(problem->kv_len, blocks * threads), (int64_t)1);
-    if (items > most_items || problem->kv_len >> position_bits != 0)
-        return {0, 0};
-    return {(uint32_t)blocks, (uint32_t)items};
+    const int64_t segments = problem->batch * problem->kv_heads;
+    cluster_shape best = {0, 0};
+    int64_t least = INT64_MAX;
+    for (int64_t blocks = 1; blocks <= most_cluster_blocks(device); blocks *= 2) {
+        const int64_t items = max(divide_up(problem->kv_len, blocks * threads), (int64_t)1);
+        const int64_t waves = divide_up(segments, clusters_at_once(device, blocks));
+        const int64_t time = waves * (fixed_items + items + blocks / 4);
+        if (items <= most_items && time < least) {
+            best = {(uint32_t)blocks, (uint32_t)items};
+            least = time;
+        }
+    }
+    return problem->kv_len >> position_bits == 0 ? best : cluster_shape{0, 0};
 }
 
 static const char *refuses(const fdma_problem *problem) {
