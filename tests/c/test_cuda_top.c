@@ -221,13 +221,14 @@ static const char *name_of_select(call *x) {
     call_exec(x)->device = device_number;
     CHECK_OK(fdma_attention_kernel(&x->args.attention, &names));
     call_exec(x)->device = FDMA_CPU;
-    return names.select;
+    return names.select != NULL ? names.select : "none";
 }
 
 static void check_fused_case(uint64_t *state) {
+    const int64_t q_len = 1 + random_below(state, most_positions);
     const call_sizes n = {.batch = 1 + random_below(state, 2),
-                          .q_len = 1 + random_below(state, most_positions),
-                          .kv_len = 1 + random_below(state, random_below(state, 3) ? 700 : 20),
+                          .q_len = q_len,
+                          .kv_len = q_len + random_below(state, random_below(state, 3) ? 700 : 20),
                           .q_heads = 4,
                           .kv_heads = 2,
                           .head_dim = 64};
