@@ -157,7 +157,7 @@ __device__ static best_keys find_bound(top_memory &shared, top_work &work, uint3
         left -= shared.above;
         prefix = prefix << digit_bits | shared.digit;
         if (shared.keys == left) // of the whole keys no two are equal
-            return {prefix << shift, wanted};
+            return {max(prefix << shift, (ranked_key)1), wanted}; // 0 is no key
     }
 }
 
