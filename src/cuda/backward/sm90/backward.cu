@@ -156,7 +156,8 @@ static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_t
 
 template <class config>
 static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task task) {
-    task.pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
+    task.pass.slot_blocks = 1;
+    task.pass.dq_semaphore = NULL; // no two blocks add to one tile
     task.pass.query_blocks = count_blocks_in_row<config>(problem, task);
     return run_pass<config>(problem, task,
                             divide_up(task.plan.forward.lists, task.pass.query_blocks));
@@ -198,11 +199,13 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
         FDMA_TRY(run_slot_pass<config>(problem, task));
-        if (plan.is_rolling)
+        if (plan.is_rolling) // and write dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
-    FDMA_TRY(launch("backward", write_dq<config>,
-                    {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
+    if (plan.key_sums != NULL || !plan.is_rolling)
+        FDMA_TRY(launch("backward", write_dq<config>,
+                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
+                        pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 

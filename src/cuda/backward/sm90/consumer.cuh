@@ -332,14 +332,42 @@ template <class config> struct backward_consumer {
         sync_warpgroup();
     }
 
-    /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer. */
-    __device__ void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq, int n = 0) {
+    /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
+     * the additions of this pass, and those of the slot pass are over. */
+    __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
+                                  const float *from, const dq_tile &dq, int n) {
+        const int first = index * config::dq_channels + n * config::dq_columns;
+#pragma unroll
+        for (int i = 0; i < config::dq_registers; i += 16) {
+            float4 four[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                four[k] = __ldcg((const float4 *)(from + (i + 4 * k) * warpgroup_threads));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float *const own = &dq[i + 4 * k];
+                four[k] = make_float4(four[k].x + own[0], four[k].y + own[1], four[k].z + own[2],
+                                      four[k].w + own[3]);
+            }
+            write_dq_columns<config>(plan, memory->work.b, header.h, header.head_tile,
+                                     first + i / 16 * quad_channels, four);
+        }
+    }
+
+    /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer, or writes it if nothing
+     * more is added to it. */
+    __device__ void add_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                           const dq_tile &dq, int n = 0) {
         const step_header &header = memory->header[stage_of(step)];
         const int32_t half = ld_shared_by_first_lane(&header.tile) * config::consumers + index;
         float *const to =
             pass.dq_sum +
             ((int64_t)half * config::dq_products + n) * (config::dq_registers * warpgroup_threads) +
             opaque(threadIdx.x) % warpgroup_threads * 4;
+        if (config::is_diagonal && header.writes_dq) {
+            write_last_dq(plan, header, to, dq, n);
+            return;
+        }
         if (pass.dq_semaphore != NULL && n == 0)
             acquire_semaphore(pass, half, header);
 #pragma unroll
@@ -348,14 +376,15 @@ template <class config> struct backward_consumer {
     }
 
     /* Adds dq of a step, whose first channels have been issued. */
-    __device__ void finish_dq(const backward_pass &pass, int32_t step, dq_tile &dq) {
+    __device__ void finish_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                              dq_tile &dq) {
         wgmma_wait_group<0>();
-        add_dq(pass, step, dq);
-#pragma unroll
+        add_dq(plan, pass, step, dq);
+#pragma unroll 1
         for (int n = 1; n < config::dq_products; n++) {
             issue_dq(dq, step, n);
             wgmma_wait_group<0>();
-            add_dq(pass, step, dq, n);
+            add_dq(plan, pass, step, dq, n);
         }
     }
 
@@ -388,15 +417,15 @@ template <class config> struct backward_consumer {
             issue_dq(dq, now);
             wgmma_wait_group<1>(); // for dk and S, not for dq
             if (adds_dq_first)
-                finish_dq(pass, now, dq);
+                finish_dq(plan, pass, now, dq);
             is_masked = weigh(plan, pass, next, s, weights, sloped);
             if (!adds_dq_first)
-                finish_dq(pass, now, dq);
+                finish_dq(plan, pass, now, dq);
             release(&memory->step_free[stage_of(now)]);
         }
         wait_ds(now);
         issue_dq(dq, now);
-        finish_dq(pass, now, dq);
+        finish_dq(plan, pass, now, dq);
         release(&memory->step_free[stage_of(now)]);
         return now + 1;
     }
@@ -419,7 +448,7 @@ template <class config> struct backward_consumer {
             differentiate(plan, is_masked, now, dp, weights, sloped, ds);
             store_ds(now, ds);
             wait_ds(now);
-            multiply_wide(pass, now);
+            multiply_wide(plan, pass, now);
             release(&memory->step_free[stage_of(now)]);
             // until both consumers have read P and dS
             bar_sync(all_barrier, config::consumers * warpgroup_threads);
@@ -427,16 +456,17 @@ template <class config> struct backward_consumer {
         return now;
     }
 
-    __device__ void multiply_wide(const backward_pass &pass, int32_t now) {
+    __device__ void multiply_wide(const backward_plan &plan, const backward_pass &pass,
+                                  int32_t now) {
         dq_tile dq;
         issue_dq(dq, now);
         issue_wide_dv(now);
         wgmma_wait_group<1>();
-        add_dq(pass, now, dq);
+        add_dq(plan, pass, now, dq);
         issue_dq(dq, now, 1);
         issue_dk(now);
         wgmma_wait_group<1>();
-        add_dq(pass, now, dq, 1);
+        add_dq(plan, pass, now, dq, 1);
         wgmma_wait_group<0>();
     }
 

@@ -168,6 +168,15 @@ template <class config> struct backward_producer {
                 row_code_of(plan.forward, memory->work.b, h, first + 2 * n);
     }
 
+    /* Whether a step of the diagonal pass is the last one that adds to dq of a tile. Keys that
+     * arrive later than all of its queries do not count. By the first thread. */
+    __device__ bool writes_dq(int32_t tile, int32_t block) const {
+        constexpr int tiles = list_queries / config::q_rows;
+        const int32_t seen = (block % config::diagonal_blocks + 1) * config::slots;
+        return config::is_diagonal &&
+               (memory->is_last_of_queries || seen >= (tile % tiles + 1) * config::q_rows);
+    }
+
     /* Loads q, dout, lse and delta of 64 queries of head h. block: of entries, in the listed
      * pass. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
@@ -199,7 +208,10 @@ template <class config> struct backward_producer {
                                      order,
                                      (int16_t)(generation % slots_buffers),
                                      is_last,
-                                     first % 2 != 0};
+                                     first % 2 != 0,
+                                     writes_dq(tile, block),
+                                     h,
+                                     tile};
         }
         cp_async_mbarrier_arrive_noinc(&memory->step_ready[stage]);
         if (config::drops && threadIdx.x < 32)
@@ -219,11 +231,11 @@ template <class config> struct backward_producer {
     __device__ uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
                                  int32_t query_block) const {
         const backward_work &work = memory->work;
-        if (plan.is_rolling && !config::is_diagonal)
+        if (plan.is_rolling)
             return work.slot_block;
         const int32_t visible = min(visible_slots(plan, work, query_block), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
-        return config::is_diagonal ? work.slot_block : active - 1 - work.slot_block;
+        return active - 1 - work.slot_block;
     }
 
     /* The end of the queries of a block that may see a key of the slots: where a packed sequence
@@ -240,10 +252,10 @@ template <class config> struct backward_producer {
 
     /* Whether no query of a tile sees a key of the diagonal pass's slots: the n-th key to arrive
      * inside a query block arrives after the first n queries, or later. */
-    __device__ bool sees_none(int32_t tile) const {
+    __device__ static bool sees_none(int32_t tile, int32_t block) {
         constexpr int tiles = list_queries / config::q_rows;
-        return config::is_diagonal &&
-               memory->work.first_slot >= (tile % tiles + 1) * config::q_rows;
+        return config::is_diagonal && block % config::diagonal_blocks * config::slots >=
+                                          (tile % tiles + 1) * config::q_rows;
     }
 
     /* Loads the steps of a query block, or of the listed pass's for a block of entries. True if a
@@ -251,7 +263,9 @@ template <class config> struct backward_producer {
     __device__ bool load_query_block(const backward_plan &plan, const backward_pass &pass,
                                      int32_t block) {
         constexpr int tiles = list_queries / config::q_rows;
-        const int32_t query_block = config::is_listed ? memory->work.list : block;
+        const int32_t query_block = config::is_listed     ? memory->work.list
+                                    : config::is_diagonal ? block / config::diagonal_blocks
+                                                          : block;
         const int32_t group = plan.forward.group;
         bool changes = false;
 #pragma unroll 1
@@ -259,7 +273,7 @@ template <class config> struct backward_producer {
             const int32_t tile = opaque(query_block) * tiles + n % tiles;
             const int32_t end = end_of_queries(plan, pass, opaque(query_block));
             const bool is_tail = (tile + 1) * config::q_rows >= end;
-            if (tile * config::q_rows >= end || (sees_none(tile) && !is_tail))
+            if (tile * config::q_rows >= end || (sees_none(tile, block) && !is_tail))
                 continue; // but a block has at least one step
             const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
             if (ends)
@@ -271,29 +285,40 @@ template <class config> struct backward_producer {
         return changes;
     }
 
-    /* The next query block to visit: the diagonal pass visits those in which a key arrives. Where a
+    /* The next query block to visit, or in the diagonal pass the next slot block of it. Where a
      * packed sequence has ended, those follow in which no query sees a slot of this block. */
     __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
                                    int32_t query_block) const {
         if (config::is_listed)
             return min(query_block + pass.list_splits, memory->work.end);
-        const bool skips =
-            config::is_diagonal || (plan.is_rolling && plan.forward.sequences.ranges != NULL);
+        if (config::is_diagonal) {
+            constexpr int blocks = config::diagonal_blocks;
+            const int32_t next = query_block + 1;
+            const bool stays = next % blocks != 0 && count_arrivals(plan, memory->work.head,
+                                                                    query_block / blocks) >
+                                                         next % blocks * config::slots;
+            return stays ? next : (query_block + blocks) / blocks * blocks;
+        }
+        const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
         return skips ? find_query_block<config>(plan, memory->work, query_block + 1)
                      : query_block + 1;
     }
 
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t query_block =
-            config::is_listed
-                ? memory->work.query_block - pass.list_splits
-                : find_query_block<config>(plan, memory->work, memory->work.query_block) - 1;
+            config::is_listed     ? memory->work.query_block - pass.list_splits
+            : config::is_diagonal ? memory->work.query_block - 1
+                                  : find_query_block<config>(plan, memory->work,
+                                                             memory->work.query_block) -
+                                        1;
         step = 0;
         generation = -1;
         steps_ahead = no_keys;
         // the first round only finds the first generation
         for (;; query_block = block_after(plan, pass, query_block)) {
             const int32_t next_block = block_after(plan, pass, query_block);
+            if (config::is_diagonal && threadIdx.x == 0)
+                memory->is_last_of_queries = next_block % config::diagonal_blocks == 0;
             const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
                                   next_block < memory->work.end;
             const int32_t next =

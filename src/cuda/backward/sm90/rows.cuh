@@ -138,41 +138,48 @@ __device__ static void add_to_key_sums(const backward_plan &plan, const backward
         atomicAdd(dbias_of_key(plan, work.b, work.g, row.key), dbias);
 }
 
-/* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
- * queries. */
+/* Writes dq of tile `head_tile` of 64 queries of (b, h), for the 32 channels from c on, whose sums
+ * are laid out as accumulators. By a warpgroup. */
+template <class config>
+__device__ static void write_dq_columns(const backward_plan &plan, int32_t b, int32_t h,
+                                        int32_t head_tile, int c, const float4 (&sums)[4]) {
+    using element = typename config::element;
+    const forward_plan &forward = plan.forward;
+    const int32_t thread = threadIdx.x % warpgroup_threads;
+    const int channel = c + 8 * (thread % 4);
+    element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int32_t query = head_tile * config::q_rows + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+        uint32_t words[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            words[n] = element_type<element>::pack((i ? sums[n].z : sums[n].x) * forward.scale,
+                                                   (i ? sums[n].w : sums[n].y) * forward.scale);
+        transpose_quad(words);
+        if (query >= forward.q_len || channel >= forward.head_dim)
+            continue;
+        uint4 *const to = (uint4 *)(rows + query * plan.dq.row + channel);
+        *to = plan.accumulate ? add_words<element>(*to, words)
+                              : make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+/* Writes dq from dq_sum, where no diagonal pass does. A thread block takes a tile of 64 queries. */
 template <class config>
 static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
-    using element = typename config::element;
-    const forward_plan &forward = plan.forward;
-    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
-    const int32_t b = tile / pass.tiles / forward.q_heads, h = tile / pass.tiles % forward.q_heads;
+    const int32_t tile = blockIdx.x, head = tile / pass.tiles;
     const float4 *const sums =
         (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
-    element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
-        const int channel = c + 8 * lane;
         float4 four[4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
             four[n] = sums[(c / 8 + n) * warpgroup_threads + threadIdx.x];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int32_t query =
-                head_tile * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-            uint32_t words[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-                words[n] = element_type<element>::pack((i ? four[n].z : four[n].x) * forward.scale,
-                                                       (i ? four[n].w : four[n].y) * forward.scale);
-            transpose_quad(words);
-            if (query >= forward.q_len || channel >= forward.head_dim)
-                continue;
-            uint4 *const to = (uint4 *)(rows + query * plan.dq.row + channel);
-            *to = plan.accumulate ? add_words<element>(*to, words)
-                                  : make_uint4(words[0], words[1], words[2], words[3]);
-        }
+        write_dq_columns<config>(plan, head / plan.forward.q_heads, head % plan.forward.q_heads,
+                                 tile % pass.tiles, c, four);
     }
 }

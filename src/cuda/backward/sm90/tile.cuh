@@ -30,7 +30,7 @@ struct backward_config {
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
-    static constexpr bool is_narrow = is_diagonal && channels <= (has_softcap ? 64 : 128);
+    static constexpr bool is_narrow = is_diagonal && channels <= 64;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
@@ -44,6 +44,8 @@ struct backward_config {
     static constexpr int dq_columns = dq_channels > most_columns ? most_columns : dq_channels;
     static constexpr int dq_products = dq_channels / dq_columns;
     static constexpr int dq_registers = q_rows * dq_columns / warpgroup_threads;
+    // slot blocks of a query block in the diagonal pass, one after the other in a thread block
+    static constexpr int diagonal_blocks = (list_queries - 1 + slots - 1) / slots;
     // steps in flight
     static constexpr int stages = is_wide || is_narrow ? 2 : channels > 64 ? 3 : 4;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
@@ -82,8 +84,8 @@ struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
     int32_t slot_block, first_slot;
     int32_t partition;
-    int32_t query_block, end; // the range of query blocks; in the listed pass, of blocks of a
-                              // list's entries
+    int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
+                              // blocks; in the listed pass, of blocks of a list's entries
     int32_t list;             // in the listed pass: that of this query block
 };
 
@@ -106,6 +108,8 @@ struct alignas(16) step_header {
     int16_t slots_buffer; // of its generation, in backward_memory::slots
     bool is_last;         // of its generation
     bool is_odd;          // the position of its first query
+    bool writes_dq;       // in the diagonal pass: no other step adds to dq of these queries
+    int32_t h, head_tile; // of the tile
 };
 
 // slot records of three generations: the one being written out, the current one, the next one
@@ -136,6 +140,7 @@ template <class config> struct backward_memory {
     int32_t held_semaphore[config::consumers];
     uint32_t held_order[config::consumers];
     int32_t is_over; // 1: no generation follows
+    int32_t is_last_of_queries; // 1: in the diagonal pass, of the slot blocks of a query block
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t ds_ready[2];
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
@@ -165,9 +170,10 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_wor
         return key_of(forward, entry_at(list, query_block * config::slots + slot));
     }
     if (config::is_diagonal) {
-        const int2 count = list_counts(plan, head, query_block);
-        const int32_t n = count.x + slot;
-        return n < count.y ? key_of(forward, list_entry(forward, head, query_block, n)) : -1;
+        const int32_t t = query_block / config::diagonal_blocks;
+        const int2 count = list_counts(plan, head, t);
+        const int32_t n = count.x + query_block % config::diagonal_blocks * config::slots + slot;
+        return n < count.y ? key_of(forward, list_entry(forward, head, t, n)) : -1;
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
@@ -202,17 +208,19 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     for (int32_t base = from; base < work.end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
-        if (query_block < work.end && config::is_diagonal) {
-            const int2 count = list_counts(plan, work.head, query_block);
-            slots = count.y - count.x; // keys that arrive inside the block
-        } else if (query_block < work.end) {
+        if (query_block < work.end)
             slots = visible_slots(plan, work, query_block);
-        }
         const uint32_t mask = __ballot_sync(~0u, slots > work.first_slot);
         if (mask != 0)
             return base + __ffs(mask) - 1;
     }
     return work.end;
+}
+
+/* Keys that arrive inside a query block. */
+__device__ static int32_t count_arrivals(const backward_plan &plan, int32_t head, int32_t t) {
+    const int2 count = list_counts(plan, head, t);
+    return count.y - count.x;
 }
 
 /* The index in the grid, without an order, of the n-th block of a head in pass.order. */
@@ -247,6 +255,11 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.partition = config::is_diagonal ? 0 : range;
     work.query_block = range * query_blocks;
     work.end = min(work.query_block + query_blocks, all);
+    if (config::is_diagonal) {
+        work.query_block *= config::diagonal_blocks;
+        work.end *= config::diagonal_blocks;
+        return work;
+    }
     if (config::is_listed) { // the last list first, as it has the most keys where causal
         work.list = all - 1 - id / pass.list_splits / heads;
         work.query_block = id % pass.list_splits;
