@@ -46,6 +46,57 @@ __device__ static void mbarrier_arrive(uint64_t *barrier) {
                  : "memory");
 }
 
+/* Arrives, and makes the phase wait for this many bytes of bulk copies too. */
+__device__ static void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
+}
+
+/* Copies bytes, a multiple of 16, to shared memory. Both addresses are multiples of 16. They count
+ * for the barrier's mbarrier_arrive_expect_tx(). */
+__device__ static void cp_async_bulk(uint32_t shared, const void *global, uint32_t bytes,
+                                     uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                 "%2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Copies the box at these coordinates of a tensor map of rank 4 to shared memory. Its bytes count
+ * as in cp_async_bulk(). */
+__device__ static void cp_async_bulk_tensor(uint32_t shared, const void *map, int32_t x, int32_t y,
+                                            int32_t z, int32_t w, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Adds float32 numbers in shared memory to those in device memory. bytes: a multiple of 16, as both
+ * addresses are. */
+__device__ static void cp_reduce_async_bulk_add(float *global, uint32_t shared, uint32_t bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+        "r"(shared), "r"(bytes)
+        : "memory");
+}
+
+__device__ static void cp_async_bulk_commit_group(void) {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Waits until this thread's bulk operations have read shared memory. */
+__device__ static void cp_async_bulk_wait_group_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* Waits until this thread's bulk operations are over. */
+__device__ static void cp_async_bulk_wait_group(void) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 __device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n"
@@ -57,22 +108,6 @@ __device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
                  : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
     return done != 0;
-}
-
-/* A word of shared memory for all lanes of a warp; only the first lane reads it. That lane alone
- * may then arrive at a barrier to say that the warp has read the word. */
-__device__ static int32_t ld_shared_by_first_lane(const int32_t *word) {
-    int32_t value;
-    asm volatile("{\n"
-                 ".reg .pred first;\n"
-                 "setp.eq.u32 first, %2, 0;\n"
-                 "@first ld.shared.s32 %0, [%1];\n"
-                 "shfl.sync.idx.b32 %0, %0, 0, 31, -1;\n"
-                 "}"
-                 : "=r"(value)
-                 : "r"(shared_address(word)), "r"(threadIdx.x % 32)
-                 : "memory");
-    return value;
 }
 
 /* Makes barriers that this thread initialised visible to asynchronous operations. */
@@ -99,6 +134,11 @@ __device__ static void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
 /* Orders earlier ordinary writes to shared memory before accesses by wgmma or TMA. */
 __device__ static void fence_proxy_async(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* The same for all memory. */
+__device__ static void fence_proxy_async_all(void) {
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 template <uint32_t registers> __device__ static void setmaxnreg_dec(void) {

@@ -27,53 +27,78 @@ __device__ static uint32_t swizzled(uint32_t row, uint32_t vec) {
     return row * line_bytes + ((vec ^ row % swizzle_rows) * vec_bytes);
 }
 
-/* The descriptor of a matrix in shared memory that begins at `address`. panel_bytes: from one panel
- * to the next; wgmma reads it only if channels are the matrix's M or N dimension. */
-__device__ static uint64_t describe_matrix(uint32_t address, uint32_t panel_bytes) {
-    const uint64_t swizzle_128 = 1;
-    return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(panel_bytes >> 4) << 16 |
-           (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
+/* The descriptor of a matrix in shared memory. Only its lower word depends on the address, and no
+ * address within shared memory carries out of it. */
+struct matrix {
+    uint32_t low, high;
+
+    /* The matrix that begins this many bytes later. */
+    __device__ matrix after(uint32_t bytes) const { return {low + (bytes >> 4), high}; }
+
+    __device__ uint64_t descriptor(void) const { return (uint64_t)high << 32 | low; }
+};
+
+/* The matrix that begins at `address`. panel_bytes: from one panel to the next; wgmma reads it only
+ * if channels are the matrix's M or N dimension. */
+__device__ static matrix matrix_at(uint32_t address, uint32_t panel_bytes) {
+    const uint32_t swizzle_128 = 1;
+    return {(address & 0x3ffff) >> 4 | panel_bytes >> 4 << 16,
+            swizzle_rows * line_bytes >> 4 | swizzle_128 << 30};
 }
 
-/* The descriptor of a matrix [16][columns] without a swizzle, whose rows 8 to 15 repeat rows 0 to
- * 7. Eight columns of eight rows are 128 bytes; the next eight columns follow after
- * `octet_bytes`. */
-__device__ static uint64_t describe_octets(uint32_t address, uint32_t octet_bytes) {
-    return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(octet_bytes >> 4) << 32;
+/* A matrix [16][columns] without a swizzle, whose rows 8 to 15 repeat rows 0 to 7. Eight columns of
+ * eight rows are 128 bytes; the next eight columns follow after `octet_bytes`. */
+__device__ static matrix octets_at(uint32_t address, uint32_t octet_bytes) {
+    return {(address & 0x3ffff) >> 4, octet_bytes >> 4};
 }
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0,
           int accumulators>
-__device__ static void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {
+__device__ static void multiply(float (&d)[accumulators], matrix a, matrix b) {
+    const uint64_t left = a.descriptor(), right = b.descriptor();
     if constexpr (accumulators == 16)
-        wgmma_m64n32k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
+        wgmma_m64n32k16<element, accumulate, transpose_a, transpose_b>(d, left, right);
     else if constexpr (accumulators == 32)
-        wgmma_m64n64k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
+        wgmma_m64n64k16<element, accumulate, transpose_a, transpose_b>(d, left, right);
     else
-        wgmma_m64n128k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
+        wgmma_m64n128k16<element, accumulate, transpose_a, transpose_b>(d, left, right);
 }
 
 template <typename element, int accumulators>
-__device__ static void multiply(float (&d)[accumulators], const uint32_t (&a)[4], uint64_t b) {
+__device__ static void multiply(float (&d)[accumulators], const uint32_t (&a)[4], matrix b) {
     if constexpr (accumulators == 32)
-        wgmma_m64n64k16<element>(d, a, b);
+        wgmma_m64n64k16<element>(d, a, b.descriptor());
     else if constexpr (accumulators == 64)
-        wgmma_m64n128k16<element>(d, a, b);
+        wgmma_m64n128k16<element>(d, a, b.descriptor());
     else
-        wgmma_m64n256k16<element>(d, a, b);
+        wgmma_m64n256k16<element>(d, a, b.descriptor());
 }
 
 /* Issues S = Q K^T. q: 64 rows of a block of q_rows; k: 2 * accumulators keys of a block of
  * key_rows. */
 template <typename element, int channels, int q_rows, int key_rows, int accumulators>
 __device__ static void issue_abt(float (&products)[accumulators], uint32_t q, uint32_t k) {
-    const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
+    const matrix a = matrix_at(q, 0), b = matrix_at(k, 0);
     multiply<element, 0>(products, a, b);
 #pragma unroll
     for (int c = wgmma_k; c < channels; c += wgmma_k) {
         const int panel = c / panel_channels, inside = c % panel_channels * 2;
-        multiply<element, 1>(products, a + ((panel * q_rows * line_bytes + inside) >> 4),
-                             b + ((panel * key_rows * line_bytes + inside) >> 4));
+        multiply<element, 1>(products, a.after(panel * q_rows * line_bytes + inside),
+                             b.after(panel * key_rows * line_bytes + inside));
+    }
+}
+
+/* The same in the registers that `products` has now: the compiler would choose those of an array
+ * that is not needed any more, and wait until what reads them has done so. */
+template <typename element, int channels, int q_rows, int key_rows>
+__device__ static void issue_abt_reusing(float (&products)[32], uint32_t q, uint32_t k) {
+    const matrix a = matrix_at(q, 0), b = matrix_at(k, 0);
+    wgmma_m64n64k16<element>(products, a.descriptor(), b.descriptor(), opaque(0));
+#pragma unroll
+    for (int c = wgmma_k; c < channels; c += wgmma_k) {
+        const int panel = c / panel_channels, inside = c % panel_channels * 2;
+        multiply<element, 1>(products, a.after(panel * q_rows * line_bytes + inside),
+                             b.after(panel * key_rows * line_bytes + inside));
     }
 }
 
@@ -82,35 +107,32 @@ __device__ static void issue_abt(float (&products)[accumulators], uint32_t q, ui
 template <typename element, int key_rows, int steps, int accumulators>
 __device__ static void issue_ab(float (&out)[accumulators],
                                 const uint32_t (&weights)[key_rows / wgmma_k][4], uint32_t v) {
-    const uint64_t b = describe_matrix(v, key_rows * line_bytes);
+    const matrix b = matrix_at(v, key_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
-        multiply<element>(out, weights[j], b + (j * wgmma_k * line_bytes >> 4));
+        multiply<element>(out, weights[j], b.after(j * wgmma_k * line_bytes));
 }
 
 /* Issues D = A^T B. a: 16 * steps rows of 64 columns; b: 16 * steps rows of a block of b_rows,
  * 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
 __device__ static void issue_atb(float (&d)[accumulators], uint32_t a_address, uint32_t b_address) {
-    const uint64_t a = describe_matrix(a_address, 0);
-    const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
+    const matrix a = matrix_at(a_address, 0), b = matrix_at(b_address, b_rows * line_bytes);
     multiply<element, 0, 1, 1>(d, a, b);
 #pragma unroll
     for (int j = 1; j < steps; j++)
-        multiply<element, 1, 1, 1>(d, a + (j * wgmma_k * line_bytes >> 4),
-                                   b + (j * wgmma_k * line_bytes >> 4));
+        multiply<element, 1, 1, 1>(d, a.after(j * wgmma_k * line_bytes),
+                                   b.after(j * wgmma_k * line_bytes));
 }
 
 /* Issues D += A B. a: 64 rows of 16 * steps columns, one panel; b: 16 * steps rows of a block of
  * b_rows, 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
 __device__ static void issue_ab(float (&d)[accumulators], uint32_t a_address, uint32_t b_address) {
-    const uint64_t a = describe_matrix(a_address, 0);
-    const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
+    const matrix a = matrix_at(a_address, 0), b = matrix_at(b_address, b_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
-        multiply<element, 1, 0, 1>(d, a + (j * wgmma_k * 2 >> 4),
-                                   b + (j * wgmma_k * line_bytes >> 4));
+        multiply<element, 1, 0, 1>(d, a.after(j * wgmma_k * 2), b.after(j * wgmma_k * line_bytes));
 }
 
 static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane

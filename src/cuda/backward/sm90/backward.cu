@@ -13,7 +13,7 @@ static constexpr int most_ordered = 1024; // blocks of a head
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
     for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_ready[i], warpgroup_threads + config::step_writers);
+        mbarrier_init(&memory->step_ready[i], 3 + config::step_writers);
         mbarrier_init(&memory->step_free[i], warps);
     }
     for (int i = 0; i < 2; i++)
@@ -37,6 +37,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     if (threadIdx.x == 0) {
         init_barriers(memory);
         memory->work = find_work<config>(plan, pass);
+        if (config::is_listed)
+            memory->kept_list = kept_list_of(plan, memory->work);
     }
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
@@ -135,7 +137,16 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
+    const backward_plan &plan = task.plan;
+    const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
+    task.pass.visits = !plan.is_rolling                        ? by_head
+                       : plan.forward.sequences.ranges == NULL ? descending
+                                                               : ascending;
+    if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
+        task.pass.dq_semaphore == NULL) // twice the blocks that run at the same time
+        task.pass.head_group = (int32_t)divide_up(
+            (int64_t)2 * fdma_cuda_device(problem->exec.device)->multiprocessors, slot_blocks);
     if (task.order != NULL && task.pass.slot_blocks > 0)
         FDMA_TRY(launch("backward", order_blocks, {dim3(1), dim3(most_ordered)}, problem, task.plan,
                         task.pass.slot_blocks, task.order));
@@ -193,6 +204,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
         return FDMA_OK;
+    FDMA_TRY(make_row_map("backward", &problem->q, config::q_rows, &pass.q));
+    FDMA_TRY(make_row_map("backward", &problem->dout, config::q_rows, &pass.dout));
     FDMA_TRY(clear("backward", problem, pass.dq_sum,
                    (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
     if (plan.key_sums != NULL) {
@@ -252,6 +265,8 @@ static const char *refuses(const fdma_problem *problem) {
         if (!is_near(tensors[i]))
             return "rows more than 2^31 elements apart";
     }
+    if (!has_row_map(&problem->q) || !has_row_map(&problem->dout))
+        return "queries whose rows are at one address, or in falling order";
     const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";

@@ -6,21 +6,29 @@
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
+#include "cuda/backward/sm90/dq.cuh"
 #include "cuda/backward/sm90/dropout.cuh"
 #include "cuda/backward/sm90/mask.cuh"
-#include "cuda/backward/sm90/rows.cuh"
 
 template <class config> struct backward_consumer {
     using element = typename config::element;
     static constexpr int product_registers = config::own_queries / 2; // of 64 slots
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
-    static constexpr int all_barrier = 2; // named barrier of both consumers; 3 and 4 of each alone
     // softcap leaves no registers to hold dq while the next step's weights are computed
     static constexpr bool adds_dq_first = config::has_softcap || config::is_narrow;
 
     using products = float[product_registers];
+    using columns = float2[product_registers / 4];            // lse or delta of a lane's queries
     using pairs = uint32_t[config::own_queries / wgmma_k][4]; // 16-bit pairs, as wgmma takes them
     using dq_tile = float[config::dq_registers];
+
+    /* What the weights of a step depend on, beside the scores. */
+    struct step_inputs {
+        int2 kept[2]; // of this thread's rows: the positions that keep the key
+        float bias[2];
+        int32_t first; // position of the first query
+        columns lse;   // read later with softcap, for lack of registers
+    };
 
     backward_memory<config> *memory;
     float softcap_scale;
@@ -46,19 +54,22 @@ template <class config> struct backward_consumer {
 
     static __device__ int32_t stage_of(int32_t step) { return step % config::stages; }
 
-    __device__ void sync_warpgroup(void) { bar_sync(all_barrier + 1 + index, warpgroup_threads); }
+    __device__ dq_adder<config> adder(void) const { return {memory, index}; }
 
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
-        fence_proxy_async(); // wgmma reads through another proxy than cp.async writes
     }
 
     /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */
+    template <bool reuses = false>
     __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
+        const uint32_t a = opaque(shared_address(keys) + first_slot() * line_bytes);
+        const uint32_t b = shared_address(queries) + first_query() * line_bytes;
         wgmma_fence();
-        issue_abt<element, config::channels, config::slots, config::q_rows>(
-            d, opaque(shared_address(keys) + first_slot() * line_bytes),
-            shared_address(queries) + first_query() * line_bytes);
+        if constexpr (reuses)
+            issue_abt_reusing<element, config::channels, config::slots, config::q_rows>(d, a, b);
+        else
+            issue_abt<element, config::channels, config::slots, config::q_rows>(d, a, b);
         wgmma_commit_group();
     }
 
@@ -66,13 +77,28 @@ template <class config> struct backward_consumer {
         issue_product(s, memory->k, memory->q[stage_of(step)]);
     }
 
-    __device__ void issue_dp(products &dp, int32_t step) {
-        issue_product(dp, memory->v, memory->dout[stage_of(step)]);
+    /* over_s: in the registers of S, so that dq keeps its own until it has been added. */
+    template <bool over_s> __device__ void issue_dp(products &dp, int32_t step) {
+        issue_product<over_s>(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
     /* Where the columns of this lane begin in lse or delta of a step. */
     __device__ const float2 *own_columns(const float *row) const {
         return (const float2 *)(row + first_query()) + threadIdx.x % 4;
+    }
+
+    /* Reads what weigh() needs of a step, while its scores are multiplied. */
+    __device__ void read_inputs(const backward_plan &plan, int32_t step, step_inputs &to) const {
+        const slot_record *const slots = &memory->slots[generation % slots_buffers][own_row()];
+        to.first = memory->header[stage_of(step)].first;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const slot_record row = slots[8 * i];
+            to.kept[i] = kept_positions<config>(plan, row);
+            to.bias[i] = row.bias;
+        }
+        if (config::reads_ahead)
+            read_columns(own_columns(memory->lse[stage_of(step)]), to.lse);
     }
 
     /* Clears the weights of a step that attn_mask does not let through. True if there are any in
@@ -100,56 +126,52 @@ template <class config> struct backward_consumer {
      * where dropout drops the pair. With softcap also P times the derivative of softcap, in
      * `sloped`. Both only in pairs, for lack of registers. True if some entry of the warp may be
      * masked. */
-    __device__ bool weigh(const backward_plan &plan, const backward_pass &pass, int32_t step,
+    __device__ bool weigh(const backward_plan &plan, int32_t step, step_inputs &inputs,
                           const products &s, pairs &weights, pairs &sloped) const {
-        const int32_t stage = stage_of(step);
-        const float2 *const lse = own_columns(memory->lse[stage]);
-        const step_header header = memory->header[stage];
-        const slot_record *const slots = &memory->slots[header.slots_buffer][own_row()];
-        const slot_record rows[2] = {slots[0], slots[8]};
-        const int2 kept[2] = {kept_positions<config>(plan, rows[0]),
-                              kept_positions<config>(plan, rows[1])};
-        const float bias[2] = {rows[0].bias, rows[1].bias};
-        const int32_t first = header.first + first_query(), last = first + config::own_queries - 1;
-        const int32_t own = first + threadIdx.x % 4 * 2;
+        const int2(&kept)[2] = inputs.kept;
+        const int32_t first = inputs.first + first_query(), last = first + config::own_queries - 1;
         const bool is_cut = max(kept[0].x, kept[1].x) > first || min(kept[0].y, kept[1].y) <= last;
         if constexpr (config::has_softcap)
-            weigh_softcapped(plan, bias, lse, s, weights, sloped);
+            weigh_softcapped(plan, step, inputs.bias, s, weights, sloped);
         else
-            weigh_plain(plan, bias, lse, s, weights);
+            weigh_plain(plan, step, inputs, s, weights);
         bool is_masked;
         if constexpr (config::is_listed) {
-            is_masked = apply_mask(stage, weights, sloped);
+            is_masked = apply_mask(stage_of(step), weights, sloped);
         } else {
             is_masked = __any_sync(~0u, is_cut);
             if (is_masked) {
-                mask_pairs(own, kept, weights);
+                mask_pairs(first + threadIdx.x % 4 * 2, kept, weights);
                 if (config::has_softcap)
-                    mask_pairs(own, kept, sloped);
+                    mask_pairs(first + threadIdx.x % 4 * 2, kept, sloped);
             }
         }
         if constexpr (config::drops)
-            mark_dropped(plan, *memory, opaque(stage), own_row(), first_query(), weights);
+            mark_dropped(plan, *memory, opaque(stage_of(step)), generation % slots_buffers,
+                         own_row(), first_query(), weights);
         return is_masked;
     }
 
-    __device__ void weigh_plain(const backward_plan &plan, const float (&bias)[2],
-                                const float2 *lse, const products &s, pairs &weights) const {
+    __device__ void weigh_plain(const backward_plan &plan, int32_t step, step_inputs &inputs,
+                                const products &s, pairs &weights) const {
+        if (!config::reads_ahead)
+            read_columns(own_columns(memory->lse[stage_of(step)]), inputs.lse);
         const float unit = plan.forward.scale * log2_e;
 #pragma unroll
         for (int i = 0; i < product_registers; i += 2) {
-            const float2 column = lse[i / 4 * 4];
-            const float b = bias[i / 2 % 2];
+            const float2 column = inputs.lse[i / 4];
+            const float b = inputs.bias[i / 2 % 2];
             weights[i / 8][i / 2 % 4] =
                 element_type<element>::pack(ex2_approx(fmaf(s[i], unit, b - column.x)),
                                             ex2_approx(fmaf(s[i + 1], unit, b - column.y)));
         }
     }
 
-    __device__ void weigh_softcapped(const backward_plan &plan, const float (&bias)[2],
-                                     const float2 *lse, const products &s, pairs &weights,
+    __device__ void weigh_softcapped(const backward_plan &plan, int32_t step,
+                                     const float (&bias)[2], const products &s, pairs &weights,
                                      pairs &sloped) const {
         const float unit = plan.forward.softcap * log2_e;
+        const float2 *const lse = own_columns(memory->lse[stage_of(step)]);
 #pragma unroll
         for (int i = 0; i < product_registers; i += 2) {
             if (i % 8 == 0)
@@ -171,13 +193,13 @@ template <class config> struct backward_consumer {
     /* dS = P (dP - delta) of a step; its sums go to dbias. masked: where P is 0, dS is 0 even if dP
      * is NaN. With dropout dP is 0 where the sign of P is set. */
     template <bool masked>
-    __device__ void differentiate(const backward_plan &plan, int32_t step, const products &dp,
-                                  const pairs &weights, const pairs &sloped, pairs &ds) {
-        const float2 *const delta = own_columns(memory->delta[stage_of(step)]);
+    __device__ void differentiate(const backward_plan &plan, const columns &delta,
+                                  const products &dp, const pairs &weights, const pairs &sloped,
+                                  pairs &ds) {
         float sums[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < product_registers; i += 2) {
-            const float2 column = delta[i / 4 * 4];
+            const float2 column = delta[i / 4];
             float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
             float low = dp[i] - column.x, high = dp[i + 1] - column.y;
             if constexpr (config::drops) {
@@ -199,13 +221,13 @@ template <class config> struct backward_consumer {
         add_dbias(sums);
     }
 
-    __device__ void differentiate(const backward_plan &plan, bool is_masked, int32_t step,
+    __device__ void differentiate(const backward_plan &plan, bool is_masked, const columns &delta,
                                   const products &dp, const pairs &weights, const pairs &sloped,
                                   pairs &ds) {
         if (is_masked || config::has_softcap) // with softcap, a second path spills registers
-            differentiate<true>(plan, step, dp, weights, sloped, ds);
+            differentiate<true>(plan, delta, dp, weights, sloped, ds);
         else
-            differentiate<false>(plan, step, dp, weights, sloped, ds);
+            differentiate<false>(plan, delta, dp, weights, sloped, ds);
     }
 
     __device__ void add_dbias(const float (&sums)[2]) {
@@ -259,10 +281,10 @@ template <class config> struct backward_consumer {
 
     __device__ void store_ds(int32_t step, const pairs &ds) {
         if (config::is_narrow) // until all warps have read the dS before it
-            sync_warpgroup();
+            sync_consumer(index);
         store_pairs(ds_block(step), ds);
         fence_proxy_async();
-        sync_warpgroup();
+        sync_consumer(index);
         if (threadIdx.x % warpgroup_threads == 0)
             mbarrier_arrive(&memory->ds_ready[step % 2]);
     }
@@ -309,125 +331,69 @@ template <class config> struct backward_consumer {
         issue_sums(dv, memory->p, memory->dout[stage_of(step)]);
     }
 
-    /* Lets the next slot block add to the tile that this consumer has added to, if there is one. */
-    __device__ void release_semaphore(const backward_pass &pass) {
-        fence_acq_rel_gpu(); // costs little, as the additions were issued a step ago
-        sync_warpgroup();
-        if (threadIdx.x % warpgroup_threads == 0 && memory->held_semaphore[index] >= 0)
-            st_relaxed_gpu(&pass.dq_semaphore[memory->held_semaphore[index]],
-                           memory->held_order[index] + 1);
-    }
-
-    /* Waits until dq_order slot blocks have added to a tile. */
-    __device__ void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
-                                      const step_header &header) {
-        release_semaphore(pass);
-        if (threadIdx.x % warpgroup_threads == 0) {
-            const uint32_t order = header.dq_order;
-            while (ld_acquire_gpu(&pass.dq_semaphore[semaphore]) != order) {
-            }
-            memory->held_semaphore[index] = semaphore;
-            memory->held_order[index] = order;
-        }
-        sync_warpgroup();
-    }
-
-    /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
-     * the additions of this pass, and those of the slot pass are over. */
-    __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
-                                  const float *from, const dq_tile &dq, int n) {
-        const int first = index * config::dq_channels + n * config::dq_columns;
-#pragma unroll
-        for (int i = 0; i < config::dq_registers; i += 16) {
-            float4 four[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                four[k] = __ldcg((const float4 *)(from + (i + 4 * k) * warpgroup_threads));
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float *const own = &dq[i + 4 * k];
-                four[k] = make_float4(four[k].x + own[0], four[k].y + own[1], four[k].z + own[2],
-                                      four[k].w + own[3]);
-            }
-            write_dq_columns<config>(plan, memory->work.b, header.h, header.head_tile,
-                                     first + i / 16 * quad_channels, four);
-        }
-    }
-
-    /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer, or writes it if nothing
-     * more is added to it. */
-    __device__ void add_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                           const dq_tile &dq, int n = 0) {
-        const step_header &header = memory->header[stage_of(step)];
-        const int32_t half = ld_shared_by_first_lane(&header.tile) * config::consumers + index;
-        float *const to =
-            pass.dq_sum +
-            ((int64_t)half * config::dq_products + n) * (config::dq_registers * warpgroup_threads) +
-            opaque(threadIdx.x) % warpgroup_threads * 4;
-        if (config::is_diagonal && header.writes_dq) {
-            write_last_dq(plan, header, to, dq, n);
-            return;
-        }
-        if (pass.dq_semaphore != NULL && n == 0)
-            acquire_semaphore(pass, half, header);
-#pragma unroll
-        for (int i = 0; i < config::dq_registers; i += 4)
-            red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-    }
-
     /* Adds dq of a step, whose first channels have been issued. */
     __device__ void finish_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                              dq_tile &dq) {
+                              const step_header &header, dq_tile &dq) {
         wgmma_wait_group<0>();
-        add_dq(plan, pass, step, dq);
+        adder().add(plan, pass, header, dq);
 #pragma unroll 1
         for (int n = 1; n < config::dq_products; n++) {
             issue_dq(dq, step, n);
             wgmma_wait_group<0>();
-            add_dq(plan, pass, step, dq, n);
+            adder().add(plan, pass, header, dq, n);
         }
     }
 
     /* The steps of a generation from `now` on; returns the first step of the next one. dq needs the
      * dS of both consumers, so it is multiplied together with the next step's S: then neither
-     * consumer has to wait for the other. */
+     * consumer has to wait for the other. What a product is combined with is read from shared
+     * memory before the wait for it, as such reads take long while wgmma reads too. */
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
-        products s, dp;
+        products s;
         dq_tile dq;
         pairs weights, kept, sloped, ds;
+        step_inputs inputs;
         wait_step(now);
         issue_s(s, now);
+        read_inputs(plan, now, inputs);
         wgmma_wait_group<0>();
-        bool is_masked = weigh(plan, pass, now, s, weights, sloped);
+        bool is_masked = weigh(plan, now, inputs, s, weights, sloped);
         for (;; now++) {
-            issue_dp(dp, now);
+            issue_dp<config::keeps_dq>(s, now);
             clear_dropped<config::drops>(weights, kept);
             issue_dv(kept, now);
+            const step_header header = memory->header[stage_of(now)];
+            columns delta;
+            if (config::reads_ahead)
+                read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
-            differentiate(plan, is_masked, now, dp, weights, sloped, ds);
+            if (!config::reads_ahead)
+                read_columns(own_columns(memory->delta[stage_of(now)]), delta);
+            differentiate(plan, is_masked, delta, s, weights, sloped, ds);
             store_ds(now, ds);
             issue_dk(now);
-            if (memory->header[stage_of(now)].is_last)
-                break;
+            if (header.is_last) {
+                wait_ds(now);
+                issue_dq(dq, now);
+                finish_dq(plan, pass, now, header, dq);
+                release(&memory->step_free[stage_of(now)]);
+                return now + 1;
+            }
             const int32_t next = now + 1;
             wait_step(next);
             issue_s(s, next);
             wait_ds(now);
             issue_dq(dq, now);
+            read_inputs(plan, next, inputs);
             wgmma_wait_group<1>(); // for dk and S, not for dq
-            if (adds_dq_first)
-                finish_dq(plan, pass, now, dq);
-            is_masked = weigh(plan, pass, next, s, weights, sloped);
-            if (!adds_dq_first)
-                finish_dq(plan, pass, now, dq);
             release(&memory->step_free[stage_of(now)]);
+            if (adds_dq_first)
+                finish_dq(plan, pass, now, header, dq);
+            is_masked = weigh(plan, next, inputs, s, weights, sloped);
+            if (!adds_dq_first)
+                finish_dq(plan, pass, now, header, dq);
         }
-        wait_ds(now);
-        issue_dq(dq, now);
-        finish_dq(plan, pass, now, dq);
-        release(&memory->step_free[stage_of(now)]);
-        return now + 1;
     }
 
     /* The same in the wide form, where the consumers share P and dS and so keep step. */
@@ -436,19 +402,24 @@ template <class config> struct backward_consumer {
         for (bool is_last = false; !is_last; now++) {
             products s, dp;
             pairs weights, kept, sloped, ds;
+            step_inputs inputs;
+            columns delta;
             wait_step(now);
             issue_s(s, now);
-            issue_dp(dp, now);
+            issue_dp<false>(dp, now);
+            read_inputs(plan, now, inputs);
+            const step_header header = memory->header[stage_of(now)];
+            is_last = header.is_last;
             wgmma_wait_group<1>(); // for S
-            is_last = memory->header[stage_of(now)].is_last;
-            const bool is_masked = weigh(plan, pass, now, s, weights, sloped);
+            const bool is_masked = weigh(plan, now, inputs, s, weights, sloped);
             clear_dropped<config::drops>(weights, kept);
             store_pairs(memory->p, kept);
+            read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
-            differentiate(plan, is_masked, now, dp, weights, sloped, ds);
+            differentiate(plan, is_masked, delta, dp, weights, sloped, ds);
             store_ds(now, ds);
             wait_ds(now);
-            multiply_wide(plan, pass, now);
+            multiply_wide(plan, pass, now, header);
             release(&memory->step_free[stage_of(now)]);
             // until both consumers have read P and dS
             bar_sync(all_barrier, config::consumers * warpgroup_threads);
@@ -456,17 +427,17 @@ template <class config> struct backward_consumer {
         return now;
     }
 
-    __device__ void multiply_wide(const backward_plan &plan, const backward_pass &pass,
-                                  int32_t now) {
+    __device__ void multiply_wide(const backward_plan &plan, const backward_pass &pass, int32_t now,
+                                  const step_header &header) {
         dq_tile dq;
         issue_dq(dq, now);
         issue_wide_dv(now);
         wgmma_wait_group<1>();
-        add_dq(plan, pass, now, dq);
+        adder().add(plan, pass, header, dq);
         issue_dq(dq, now, 1);
         issue_dk(now);
         wgmma_wait_group<1>();
-        add_dq(plan, pass, now, dq, 1);
+        adder().add(plan, pass, header, dq, 1);
         wgmma_wait_group<0>();
     }
 
@@ -474,7 +445,7 @@ template <class config> struct backward_consumer {
      * False if there is no next generation. */
     __device__ bool take_slots(const backward_plan &plan, const backward_pass &pass) {
         wait(&memory->slots_ready, generation & 1);
-        const bool is_over = ld_shared_by_first_lane(&memory->is_over) != 0;
+        const bool is_over = memory->is_over != 0;
         release(&memory->keys_free);
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -522,6 +493,8 @@ template <class config> struct backward_consumer {
                 step = run_generation(plan, pass, step);
         }
         if (pass.dq_semaphore != NULL)
-            release_semaphore(pass);
+            adder().release_semaphore(pass);
+        if (config::stages_dq && threadIdx.x % 32 == 0)
+            cp_async_bulk_wait_group_read(); // of shared memory, before it is another block's
     }
 };

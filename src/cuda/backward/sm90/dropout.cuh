@@ -36,11 +36,11 @@ __device__ static void mark_dropped(const row_code *queries, const uint32_t (&ke
 /* The same for a step. row: the slot of a thread's first row; its second row is eight slots later.
  * query: the warpgroup's first query in the step. */
 template <class config, int steps>
-__device__ static void mark_dropped(const backward_plan &plan,
-                                    const backward_memory<config> &memory, int32_t stage,
-                                    int32_t row, int32_t query, uint32_t (&weights)[steps][4]) {
+__device__ static void
+mark_dropped(const backward_plan &plan, const backward_memory<config> &memory, int32_t stage,
+             int32_t buffer, int32_t row, int32_t query, uint32_t (&weights)[steps][4]) {
     const step_header &header = memory.header[stage];
-    const uint32_t *const slots = &memory.key_code[header.slots_buffer][row];
+    const uint32_t *const slots = &memory.key_code[buffer][row];
     const uint32_t keys[2] = {slots[0], slots[8]}, threshold = plan.forward.dropout.threshold;
     const row_code *const queries = &memory.pair_code[stage][query / 2 + threadIdx.x % 4];
     if (header.is_odd)

@@ -9,24 +9,32 @@ static constexpr int32_t past_end = -2; // in place of a slot's key after the la
 /* The consumers leave few registers, so what can be found again is not kept. */
 template <class config> struct backward_producer {
     static constexpr int barrier = 1; // of the producer's warps
-    static constexpr int32_t no_keys = -1;
-
     backward_memory<config> *memory;
-    int32_t step;        // since the start of the kernel
-    int32_t generation;  // of the keys that are in shared memory, or are the next to be loaded
-    int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
+    int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
 
-    __device__ int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
+    __device__ int32_t own_slot(void) const { return opaque(threadIdx.x) % warpgroup_threads; }
+
+    __device__ load_progress *progress(void) const {
+        return &memory->progress[opaque(threadIdx.x) / 32];
+    }
+
+    __device__ bool is_over(const backward_plan &plan, const backward_pass &pass,
+                            const loaded_block &at) const {
+        if (config::is_slot && pass.visits == descending)
+            return at.block < progress()->first;
+        if (config::is_slot && pass.visits == by_head && at.head == plan.forward.group)
+            return true;
+        return at.block >= memory->work.end;
+    }
 
     __device__ int32_t key_in_block(const backward_plan &plan, const backward_pass &pass,
-                                    int32_t query_block) const {
+                                    const loaded_block &at) const {
         const backward_work &work = memory->work;
         const int32_t slot = own_slot();
-        if (query_block >= work.end)
+        if (is_over(plan, pass, at))
             return past_end;
-        return slot < config::slots
-                   ? slot_key<config>(plan, work, query_block, work.first_slot + slot)
-                   : -1;
+        return slot < config::slots ? slot_key(plan, *memory, at.block, work.first_slot + slot)
+                                    : -1;
     }
 
     /* The key of this thread's slot in a generation. */
@@ -35,32 +43,41 @@ template <class config> struct backward_producer {
                                           : -1;
     }
 
-    /* Hands the slot records of the next generation to the consumers. */
-    __device__ void publish_slots(const backward_plan &plan, const backward_pass &pass,
-                                  int32_t key) {
+    /* Writes the record of this thread's slot. */
+    __device__ void write_record(const backward_plan &plan, int32_t key, slot_record *to) {
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
-        slot_record own = {key, INT32_MIN, 0, {0}};
-        if (key >= 0) {
-            const key_record record =
-                forward.records == NULL
-                    ? key_record{INT32_MAX, 0}
-                    : forward.records[(int64_t)work.head * forward.kv_len + key];
-            own.expiry = record.expiry;
-            own.bias = record.bias;
-            if (config::is_listed)
-                own.boundary = 0;
-            else if (plan.partitions > 1 && !config::is_diagonal)
-                own.boundary =
-                    boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
-            else if (!forward.causal)
-                own.from = forward.by_position ? forward.sequences.ranges[key].x : INT32_MIN;
+        to->key = key;
+        to->boundary = 0;
+        if (key < 0) {
+            to->expiry = INT32_MIN;
+            to->bias = 0;
+            return;
         }
-        if (own_slot() < config::slots)
-            memory->slots[generation % slots_buffers][own_slot()] = own;
-        if (config::drops && own_slot() < config::slots)
-            memory->key_code[generation % slots_buffers][own_slot()] =
-                key_code_of(forward, work.b, work.g, key);
+        const key_record record = forward.records == NULL
+                                      ? key_record{INT32_MAX, 0}
+                                      : forward.records[(int64_t)work.head * forward.kv_len + key];
+        to->expiry = record.expiry;
+        to->bias = record.bias;
+        if (config::is_listed)
+            return;
+        if (plan.partitions > 1 && !config::is_diagonal)
+            to->boundary =
+                boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
+        else if (!forward.causal)
+            to->from = forward.by_position ? forward.sequences.ranges[key].x : INT32_MIN;
+    }
+
+    /* Hands the slot records of the next generation to the consumers. */
+    __device__ void publish_slots(const backward_plan &plan, int32_t key) {
+        const backward_work &work = memory->work;
+        if (own_slot() < config::slots) {
+            const int32_t buffer = generation % slots_buffers;
+            write_record(plan, key, &memory->slots[buffer][own_slot()]);
+            if (config::drops)
+                memory->key_code[buffer][own_slot()] =
+                    key_code_of(plan.forward, work.b, work.g, key);
+        }
         if (threadIdx.x == 0)
             memory->is_over = key == past_end;
         mbarrier_arrive(&memory->slots_ready);
@@ -107,17 +124,6 @@ template <class config> struct backward_producer {
             load_key(plan, own_slot() / 32 * 32 + lane, __shfl_sync(~0u, key, lane));
         }
         cp_async_mbarrier_arrive_noinc(&memory->keys_ready);
-        steps_ahead = no_keys;
-    }
-
-    __device__ void load_rows(const backward_plan &plan, const head_view &view, int32_t h,
-                              int32_t tile, uint32_t block) {
-        constexpr int warp_rows = config::q_rows / warpgroup_warps;
-        const int32_t warp = threadIdx.x / 32;
-        const int32_t query = tile * config::q_rows + warp * warp_rows + threadIdx.x % warp_rows;
-        gather_rows<config::q_rows, config::panels, warp_rows, 2>(
-            block, warp * warp_rows, rows_of(view, memory->work.b, h), (uint32_t)(2 * view.row),
-            query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 
     /* Words of the mask, of 32 entries of a block each. A warp has some of them, for 32 of the 64
@@ -142,7 +148,7 @@ template <class config> struct backward_producer {
     /* Reads this thread's words of a block. */
     __device__ void read_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
                               uint32_t (&words)[own_words]) const {
-        const tile_list list = kept_list_of(plan, memory->work);
+        const tile_list &list = memory->kept_list;
         for (int x = 0; x < own_words; x++)
             words[x] = mask_word(plan.forward, list, h, tile, block * config::slots,
                                  threadIdx.x / 32 + x * warpgroup_warps);
@@ -151,9 +157,9 @@ template <class config> struct backward_producer {
     /* Reads and writes them one by one, for lack of registers. */
     __device__ void copy_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
                               int32_t stage) {
-        const tile_list list = kept_list_of(plan, memory->work);
+        const tile_list &list = memory->kept_list;
         const int32_t first = block * config::slots;
-#pragma unroll
+#pragma unroll 1
         for (int n = threadIdx.x / 32; n < 2 * entry_words; n += warpgroup_warps)
             write_mask(mask_word(plan.forward, list, h, tile, first, n), n, stage);
     }
@@ -163,64 +169,104 @@ template <class config> struct backward_producer {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
         const int32_t pairs = config::q_rows / 2 + (first % 2 != 0);
 #pragma unroll 1
-        for (int32_t n = threadIdx.x; n < pairs; n += 32)
+        for (int32_t n = threadIdx.x % 32; n < pairs; n += 32)
             memory->pair_code[stage][n] =
                 row_code_of(plan.forward, memory->work.b, h, first + 2 * n);
     }
 
     /* Whether a step of the diagonal pass is the last one that adds to dq of a tile. Keys that
-     * arrive later than all of its queries do not count. By the first thread. */
-    __device__ bool writes_dq(int32_t tile, int32_t block) const {
-        constexpr int tiles = list_queries / config::q_rows;
-        const int32_t seen = (block % config::diagonal_blocks + 1) * config::slots;
-        return config::is_diagonal &&
-               (memory->is_last_of_queries || seen >= (tile % tiles + 1) * config::q_rows);
+     * arrive later than all of its queries do not count. */
+    __device__ bool writes_dq(int32_t tile) const {
+        constexpr int tiles = list_queries / config::q_rows, blocks = config::diagonal_blocks;
+        const int32_t seen = (progress()->now.block % blocks + 1) * config::slots;
+        return progress()->next.block % blocks == 0 || seen >= (tile % tiles + 1) * config::q_rows;
     }
 
-    /* Loads q, dout, lse and delta of 64 queries of head h. block: of entries, in the listed
-     * pass. */
+    /* Copies q and lse, or dout and delta, of 64 queries of head h. By one thread. */
+    __device__ void copy_queries(const backward_plan &plan, const row_map &rows,
+                                 const float *numbers, const uint8_t *to_rows,
+                                 const float *to_numbers, int32_t h, int32_t tile,
+                                 uint64_t *ready) {
+        constexpr uint32_t number_bytes = config::q_rows * sizeof(float);
+        const int32_t b = memory->work.b, first = tile * config::q_rows;
+        mbarrier_arrive_expect_tx(ready, config::q_rows * config::row_bytes + number_bytes);
+#pragma unroll
+        for (int panel = 0; panel < config::panels; panel++)
+            copy_box(shared_address(to_rows) + panel * config::q_rows * line_bytes, rows, b, first,
+                     h, panel * panel_channels, ready);
+        const int64_t row = (int64_t)(b * plan.forward.q_heads + h) * plan.rows + first;
+        cp_async_bulk(shared_address(to_numbers), numbers + row, number_bytes, ready);
+    }
+
+    /* By one thread. */
+    __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
+                                 int32_t tile, int32_t stage) {
+        const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
+        const uint32_t order = pass.dq_semaphore == NULL
+                                   ? 0
+                                   : dq_order(plan, pass, tile * config::q_rows / list_queries);
+        memory->header[stage] = {(memory->work.b * plan.forward.q_heads + h) * pass.tiles + tile,
+                                 plan.forward.by_position ? first : 0,
+                                 order,
+                                 progress()->changes != 0,
+                                 first % 2 != 0,
+                                 config::is_diagonal && writes_dq(tile),
+                                 h,
+                                 tile};
+    }
+
+    /* The first lane of three warps each does a part of what a step needs. */
+    __device__ void load_queries(const backward_plan &plan, const backward_pass &pass, int32_t h,
+                                 int32_t tile, int32_t stage) {
+        uint64_t *const ready = &memory->step_ready[stage];
+        const int32_t warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 != 0)
+            return;
+        if (warp == 0) {
+            copy_queries(plan, pass.q, plan.row_lse, memory->q[stage], memory->lse[stage], h, tile,
+                         ready);
+        } else if (warp == 1) {
+            copy_queries(plan, pass.dout, plan.row_delta, memory->dout[stage], memory->delta[stage],
+                         h, tile, ready);
+        } else if (warp == 2) {
+            write_header(plan, pass, h, tile, stage);
+            mbarrier_arrive(ready);
+        }
+    }
+
+    /* Whether keys that wait for room must be loaded after this step. */
+    __device__ bool count_step(bool ends_block) {
+        const load_progress was = *progress();
+        const bool waits = was.steps_ahead != no_keys;
+        const bool loads_keys = waits && (was.steps_ahead + 1 == config::stages - 1 || ends_block);
+        __syncwarp(); // all lanes have read it
+        progress()->step = was.step + 1;
+        progress()->steps_ahead = waits && !loads_keys ? was.steps_ahead + 1 : no_keys;
+        __syncwarp();
+        return loads_keys;
+    }
+
+    /* Loads q, dout, lse and delta of 64 queries of head h. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
-                              int32_t tile, int32_t block, bool is_last, bool ends_block) {
-        const int32_t stage = step % config::stages, n = threadIdx.x % config::q_rows;
+                              int32_t tile, bool ends_block) {
+        const int32_t step = progress()->step, stage = step % config::stages;
+        const int32_t warp = threadIdx.x / 32;
         uint32_t ahead[own_words];
         if constexpr (config::reads_mask_ahead)
-            read_mask(plan, h, tile, block, ahead);
-        wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
-        load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
-        load_rows(plan, plan.dout, h, tile, shared_address(memory->dout[stage]));
+            read_mask(plan, h, tile, progress()->now.block, ahead);
+        if (warp < 3 || config::step_writers > 0)
+            wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
+        load_queries(plan, pass, h, tile, stage);
         for (int x = 0; config::reads_mask_ahead && x < own_words; x++)
-            write_mask(ahead[x], threadIdx.x / 32 + x * warpgroup_warps, stage);
+            write_mask(ahead[x], warp + x * warpgroup_warps, stage);
         if constexpr (config::is_listed && !config::reads_mask_ahead)
-            copy_mask(plan, h, tile, block, stage);
-        const int32_t head = memory->work.b * plan.forward.q_heads + h;
-        const int64_t row = (int64_t)head * plan.rows + tile * config::q_rows + n;
-        const bool is_lse = threadIdx.x < config::q_rows;
-        cp_async_4(shared_address(is_lse ? memory->lse[stage] : memory->delta[stage]) + 4 * n,
-                   (is_lse ? plan.row_lse : plan.row_delta) + row);
-        if (threadIdx.x == 0) {
-            const int32_t first =
-                query_position(plan.forward, memory->work.b, tile * config::q_rows);
-            const uint32_t order = pass.dq_semaphore == NULL
-                                       ? 0
-                                       : dq_order(plan, pass, tile * config::q_rows / list_queries);
-            memory->header[stage] = {head * pass.tiles + tile,
-                                     plan.forward.by_position ? first : 0,
-                                     order,
-                                     (int16_t)(generation % slots_buffers),
-                                     is_last,
-                                     first % 2 != 0,
-                                     writes_dq(tile, block),
-                                     h,
-                                     tile};
-        }
-        cp_async_mbarrier_arrive_noinc(&memory->step_ready[stage]);
-        if (config::drops && threadIdx.x < 32)
+            copy_mask(plan, h, tile, progress()->now.block, stage);
+        if (config::drops && warp == 3)
             write_codes(plan, h, tile, stage);
-        __syncwarp(); // before the first lane arrives for all of them
-        if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < config::step_writers)
-            mbarrier_arrive(&memory->step_ready[stage]);
-        step++;
-        if (steps_ahead != no_keys && (++steps_ahead == config::stages - 1 || ends_block))
+        if constexpr (config::step_writers > 0)
+            if (config::is_listed || warp == 3)
+                release(&memory->step_ready[stage]);
+        if (count_step(ends_block))
             load_keys(plan);
     }
 
@@ -258,80 +304,114 @@ template <class config> struct backward_producer {
                                           (tile % tiles + 1) * config::q_rows;
     }
 
-    /* Loads the steps of a query block, or of the listed pass's for a block of entries. True if a
-     * slot changes its key after it, or nothing follows. */
-    __device__ bool load_query_block(const backward_plan &plan, const backward_pass &pass,
-                                     int32_t block) {
-        constexpr int tiles = list_queries / config::q_rows;
-        const int32_t query_block = config::is_listed     ? memory->work.list
-                                    : config::is_diagonal ? block / config::diagonal_blocks
-                                                          : block;
-        const int32_t group = plan.forward.group;
-        bool changes = false;
-#pragma unroll 1
-        for (int32_t n = 0; n < group * tiles; n++) {
-            const int32_t tile = opaque(query_block) * tiles + n % tiles;
-            const int32_t end = end_of_queries(plan, pass, opaque(query_block));
-            const bool is_tail = (tile + 1) * config::q_rows >= end;
-            if (tile * config::q_rows >= end || (sees_none(tile, block) && !is_tail))
-                continue; // but a block has at least one step
-            const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
-            if (ends)
-                changes =
-                    bar_red_or(barrier, warpgroup_threads,
-                               memory->next[own_slot()] != key_in_generation(opaque(generation)));
-            load_step(plan, pass, memory->work.g * group + n / tiles, tile, block, changes, ends);
-        }
-        return changes;
+    /* How many query heads a block has steps of. */
+    __device__ static int32_t heads_of_block(const backward_plan &plan, const backward_pass &pass) {
+        return config::is_slot && pass.visits == by_head ? 1 : opaque(plan.forward.group);
     }
 
-    /* The next query block to visit, or in the diagonal pass the next slot block of it. Where a
-     * packed sequence has ended, those follow in which no query sees a slot of this block. */
-    __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
-                                   int32_t query_block) const {
+    /* The query block that a block is, or belongs to. */
+    __device__ int32_t query_block_of(int32_t block) const {
+        return config::is_listed     ? memory->work.list
+               : config::is_diagonal ? block / config::diagonal_blocks
+                                     : block;
+    }
+
+    /* Loads the steps of the current block. True if a slot changes its key after it, or nothing
+     * follows. */
+    __device__ bool load_block(const backward_plan &plan, const backward_pass &pass) {
+        constexpr int tiles = list_queries / config::q_rows;
+        progress()->end = end_of_queries(plan, pass, query_block_of(progress()->now.block));
+        progress()->changes = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int32_t n = 0; n < heads_of_block(plan, pass) * tiles; n++) {
+            const loaded_block at = progress()->now;
+            const int32_t tile = query_block_of(at.block) * tiles + n % tiles;
+            const int32_t end = progress()->end;
+            const bool is_tail = (tile + 1) * config::q_rows >= end;
+            if (tile * config::q_rows >= end || (sees_none(tile, at.block) && !is_tail))
+                continue; // but a block has at least one step
+            const bool ends =
+                n / tiles == heads_of_block(plan, pass) - 1 && (n % tiles == tiles - 1 || is_tail);
+            if (ends)
+                progress()->changes =
+                    bar_red_or(barrier, warpgroup_threads,
+                               memory->next[own_slot()] != key_in_generation(opaque(generation)));
+            load_step(plan, pass, memory->work.g * plan.forward.group + at.head + n / tiles, tile,
+                      ends);
+        }
+        __syncwarp();
+        return progress()->changes != 0;
+    }
+
+    /* The next block to visit: in the diagonal pass another slot block of the query block, or the
+     * first one of the next query block. Where a packed sequence has ended, those query blocks
+     * follow in which no query sees a slot of this block. */
+    __device__ loaded_block block_after(const backward_plan &plan, const backward_pass &pass,
+                                        const loaded_block &at) const {
+        const int32_t next = at.block + 1;
         if (config::is_listed)
-            return min(query_block + pass.list_splits, memory->work.end);
+            return {min(at.block + pass.list_splits, memory->work.end), 0};
         if (config::is_diagonal) {
             constexpr int blocks = config::diagonal_blocks;
-            const int32_t next = query_block + 1;
-            const bool stays = next % blocks != 0 && count_arrivals(plan, memory->work.head,
-                                                                    query_block / blocks) >
-                                                         next % blocks * config::slots;
-            return stays ? next : (query_block + blocks) / blocks * blocks;
+            const bool stays =
+                next % blocks != 0 && count_arrivals(plan, memory->work.head, at.block / blocks) >
+                                          next % blocks * config::slots;
+            return {stays ? next : (at.block + blocks) / blocks * blocks, 0};
         }
+        if (pass.visits == descending)
+            return {at.block - 1, 0};
+        if (pass.visits == by_head)
+            return next < memory->work.end ? loaded_block{next, at.head}
+                                           : loaded_block{progress()->first, at.head + 1};
         const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
-        return skips ? find_query_block<config>(plan, memory->work, query_block + 1)
-                     : query_block + 1;
+        return {skips ? find_query_block<config>(plan, memory->work, next) : next, 0};
+    }
+
+    /* The key of this thread's slot in a block after the current one. */
+    __device__ int32_t key_after(const backward_plan &plan, const backward_pass &pass,
+                                 const loaded_block &at) const {
+        const bool is_fixed =
+            generation >= 0 && !plan.is_rolling && !config::is_listed && !is_over(plan, pass, at);
+        return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
+    }
+
+    /* Finds the block before the first one. */
+    __device__ void begin(const backward_plan &plan, const backward_pass &pass) {
+        const backward_work &work = memory->work;
+        int32_t first = work.query_block, before = first - 1;
+        if (config::is_listed) {
+            before = first - pass.list_splits;
+        } else if (config::is_slot) {
+            first = find_query_block<config>(plan, work, first);
+            before = pass.visits == descending ? work.end : first - 1;
+        }
+        generation = -1;
+        load_progress begun = {};
+        begun.next = {before, 0};
+        begun.first = first;
+        begun.steps_ahead = no_keys;
+        *progress() = begun;
     }
 
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
-        int32_t query_block =
-            config::is_listed     ? memory->work.query_block - pass.list_splits
-            : config::is_diagonal ? memory->work.query_block - 1
-                                  : find_query_block<config>(plan, memory->work,
-                                                             memory->work.query_block) -
-                                        1;
-        step = 0;
-        generation = -1;
-        steps_ahead = no_keys;
+        begin(plan, pass);
         // the first round only finds the first generation
-        for (;; query_block = block_after(plan, pass, query_block)) {
-            const int32_t next_block = block_after(plan, pass, query_block);
-            if (config::is_diagonal && threadIdx.x == 0)
-                memory->is_last_of_queries = next_block % config::diagonal_blocks == 0;
-            const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
-                                  next_block < memory->work.end;
-            const int32_t next =
-                is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, next_block);
-            memory->next[own_slot()] = next;
-            if (generation >= 0 && !load_query_block(plan, pass, query_block))
+        for (;;) {
+            __syncwarp();
+            progress()->now = progress()->next;
+            __syncwarp();
+            progress()->next = block_after(plan, pass, progress()->now);
+            __syncwarp();
+            memory->next[own_slot()] = key_after(plan, pass, progress()->next);
+            if (generation >= 0 && !load_block(plan, pass))
                 continue;
             generation++;
-            publish_slots(plan, pass, memory->next[own_slot()]);
+            publish_slots(plan, memory->next[own_slot()]);
             if (memory->next[own_slot()] == past_end)
                 return;
             // the first keys are loaded after one step, as no others must be released
-            steps_ahead = generation == 0 ? config::stages - 2 : 0;
+            progress()->steps_ahead = generation == 0 ? config::stages - 2 : 0;
         }
     }
 };

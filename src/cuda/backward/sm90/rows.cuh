@@ -25,6 +25,13 @@ __device__ static uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
                       add_pairs<element>(old.z, words[2]), add_pairs<element>(old.w, words[3]));
 }
 
+/* Reads a lane's columns of lse or delta, of which every fourth pair is its own. */
+template <int n> __device__ static void read_columns(const float2 *from, float2 (&to)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        to[i] = from[4 * i];
+}
+
 /* The dk or dv of one slot, which the lanes of a quad hold together. */
 struct gradient_row {
     int32_t key, boundary;
@@ -150,7 +157,8 @@ __device__ static void write_dq_columns(const backward_plan &plan, int32_t b, in
     element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int32_t query = head_tile * config::q_rows + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+        const int32_t query =
+            head_tile * config::q_rows + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
         uint32_t words[4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
@@ -171,14 +179,14 @@ static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
     const int32_t tile = blockIdx.x, head = tile / pass.tiles;
-    const float4 *const sums =
-        (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
+        const float4 *const sums =
+            (const float4 *)dq_sum_of<config>(pass, tile, c / config::dq_columns, threadIdx.x / 32);
         float4 four[4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
-            four[n] = sums[(c / 8 + n) * warpgroup_threads + threadIdx.x];
+            four[n] = sums[(c % config::dq_columns / 8 + n) * 32 + threadIdx.x % 32];
         write_dq_columns<config>(plan, head / plan.forward.q_heads, head % plan.forward.q_heads,
                                  tile % pass.tiles, c, four);
     }

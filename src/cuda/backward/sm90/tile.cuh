@@ -8,6 +8,7 @@
 
 #include "cuda/device/gather.cuh"
 #include "cuda/device/pipeline.cuh"
+#include "cuda/device/tensor_map.cuh"
 #include "cuda/plan/backward.cuh"
 
 static constexpr int q_tile_rows = 64; // queries, of one head, of a step
@@ -28,6 +29,7 @@ struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, drops = drops_;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
+    static constexpr bool is_slot = kind == slot_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
     static constexpr bool is_narrow = is_diagonal && channels <= 64;
@@ -46,37 +48,58 @@ struct backward_config {
     static constexpr int dq_registers = q_rows * dq_columns / warpgroup_threads;
     // slot blocks of a query block in the diagonal pass, one after the other in a thread block
     static constexpr int diagonal_blocks = (list_queries - 1 + slots - 1) / slots;
+    // dq is added to dq_sum from shared memory: with 256 channels there is no room for it, and with
+    // 64 it takes longer than from registers
+    static constexpr bool stages_dq = channels == 128 && !is_diagonal;
     // steps in flight
-    static constexpr int stages = is_wide || is_narrow ? 2 : channels > 64 ? 3 : 4;
+    static constexpr int stages = is_wide || is_narrow || (stages_dq && channels > 64) ? 2
+                                  : channels > 64                                      ? 3
+                                                                                       : 4;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
     // the producer reads the mask of a step before there is room for it, if it has the registers
-    static constexpr bool reads_mask_ahead =
-        is_listed && !is_wide && (channels <= 64 || !(has_softcap || drops));
-    static constexpr int producer_registers = is_wide || (reads_mask_ahead && channels > 64) ? 56
-                                              : channels > 64                                ? 40
-                                              : is_narrow                                    ? 48
-                                                                                             : 104;
+    static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
+    // with 128 channels consumers need 240 registers for dP not to take those of dq
+    static constexpr bool keeps_dq = channels == 128 && !drops;
+    static constexpr int producer_registers = is_wide         ? 56
+                                              : channels > 64 ? (keeps_dq ? 24 : 40)
+                                              : is_narrow     ? 48
+                                                              : 104;
     static constexpr int consumer_registers =
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
-    // warps of the producer that write a step's header, mask or codes, beside what they copy
-    static constexpr int step_writers = is_listed ? warpgroup_warps : 1;
+    // lse and delta are read before the wait for the products that they are subtracted from
+    static constexpr bool reads_ahead = !has_softcap && !(drops && channels == 128);
+    // warps of the producer that write a step's mask or codes, beside its copies and its header
+    static constexpr int step_writers = is_listed ? warpgroup_warps : drops ? 1 : 0;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
     static constexpr bool dbias_in_shared = has_softcap || is_wide;
 };
 
+/* The order in which a thread block of the slot pass visits its query blocks. Thread blocks that
+ * run side by side read the same queries from the L2 cache, and add to the same dq there, as long
+ * as they do so at nearly the same time. */
+enum block_order {
+    ascending,
+    descending, // where slots change their keys: all slot blocks see the last query block, and so
+                // begin with the same one
+    by_head,    // where they do not: all query blocks of one query head, then those of the next one
+};
+
 /* One launch of the kernel. */
 struct backward_pass {
+    row_map q, dout;
+    block_order visits;
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     int32_t list_splits;    // thread blocks that share a list in the listed pass
-    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, laid out as accumulators
+    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, see dq_sum_of()
     uint32_t *dq_semaphore; // of each tile and consumer: how many slot blocks have added to
                             // dq_sum; NULL: they add in any order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
     const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
+    int32_t head_group;   // heads whose blocks are mixed, see work_in_group(); 0: none
 };
 
 /* The work of a thread block. */
@@ -105,7 +128,6 @@ struct alignas(16) step_header {
     int32_t tile;         // among those of all heads
     int32_t first;        // position of its first query; 0 if all queries see the same keys
     uint32_t dq_order;    // how many slot blocks add to dq_sum before this one
-    int16_t slots_buffer; // of its generation, in backward_memory::slots
     bool is_last;         // of its generation
     bool is_odd;          // the position of its first query
     bool writes_dq;       // in the diagonal pass: no other step adds to dq of these queries
@@ -115,10 +137,31 @@ struct alignas(16) step_header {
 // slot records of three generations: the one being written out, the current one, the next one
 static constexpr int slots_buffers = 3;
 
+/* A block that the producer loads the steps of. */
+struct loaded_block {
+    int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
+    int32_t head;  // by_head: in the group; otherwise 0
+};
+
+/* How far a warp of the producer is: kept in shared memory, as it has few registers. */
+struct load_progress {
+    loaded_block now, next;
+    int32_t first;       // query block that sees one of the slots
+    int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
+    int32_t step;        // since the start of the kernel
+    int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
+    int32_t changes;     // 1: after this block a slot changes its key, or nothing follows
+};
+
+static constexpr int32_t no_keys = -1;
+
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
-    alignas(1024) uint8_t ds[config::ds_buffers][config::slots * line_bytes];   // [slot][query]
+    alignas(1024) uint8_t ds[config::ds_buffers][config::slots * line_bytes]; // [slot][query]
+    // dq of each warp, to be added to dq_sum
+    alignas(128) float dq[config::stages_dq ? config::consumers : 1][warpgroup_warps]
+                         [config::stages_dq ? config::dq_registers * 32 : 4];
     alignas(1024) uint8_t p[config::is_wide ? config::slots * line_bytes : 16]; // [slot][query]
     alignas(1024) uint8_t q[config::stages][config::q_rows * config::row_bytes];
     alignas(1024) uint8_t dout[config::stages][config::q_rows * config::row_bytes];
@@ -135,18 +178,28 @@ template <class config> struct backward_memory {
     // sums of each consumer in this generation and the one before it, and those of older ones
     float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
+    load_progress progress[warpgroup_warps];
     backward_work work;
+    tile_list kept_list; // of the listed pass
     // of each consumer: the semaphore that it holds, or -1, and its own number in that order
     int32_t held_semaphore[config::consumers];
     uint32_t held_order[config::consumers];
     int32_t is_over; // 1: no generation follows
-    int32_t is_last_of_queries; // 1: in the diagonal pass, of the slot blocks of a query block
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t ds_ready[2];
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
 };
+
+/* The sums of dq of a tile for the n-th dq_columns channels, of a warp of the warpgroup that makes
+ * them: its accumulators four by four, [dq_registers / 4][32 lanes][4]. */
+template <class config>
+__device__ static float *dq_sum_of(const backward_pass &pass, int32_t tile, int n, int32_t warp) {
+    constexpr int products = config::channels / config::dq_columns; // of a tile
+    const int64_t all = ((int64_t)tile * products + n) * warpgroup_warps + warp;
+    return pass.dq_sum + all * (config::dq_registers * 32);
+}
 
 /* The key of a list entry; -1: none. */
 __device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
@@ -161,14 +214,12 @@ __device__ static tile_list kept_list_of(const backward_plan &plan, const backwa
 /* The key that a slot has in a query block, or the slot-th key that arrives inside the block, or
  * that of the slot-th entry in a block of a list's; -1: none. */
 template <class config>
-__device__ static int32_t slot_key(const backward_plan &plan, const backward_work &work,
+__device__ static int32_t slot_key(const backward_plan &plan, const backward_memory<config> &memory,
                                    int32_t query_block, int32_t slot) {
     const forward_plan &forward = plan.forward;
-    const int32_t head = work.head;
-    if (config::is_listed) {
-        const tile_list list = kept_list_of(plan, work);
-        return key_of(forward, entry_at(list, query_block * config::slots + slot));
-    }
+    const int32_t head = memory.work.head;
+    if (config::is_listed)
+        return key_of(forward, entry_at(memory.kept_list, query_block * config::slots + slot));
     if (config::is_diagonal) {
         const int32_t t = query_block / config::diagonal_blocks;
         const int2 count = list_counts(plan, head, t);
@@ -177,7 +228,7 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_wor
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
-    if (slot >= shared_entries(forward, work.b, head))
+    if (slot >= shared_entries(forward, memory.work.b, head))
         return -1;
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
@@ -231,15 +282,26 @@ __device__ static int32_t work_in_order(const backward_pass &pass, int32_t n, in
     return (range * heads + head) * pass.slot_blocks + slot_block;
 }
 
+/* The same where pass.head_group heads take turns at their slot blocks, of which the first ones see
+ * the most queries: so no multiprocessor still has much to do when the others end. */
+__device__ static int32_t work_in_group(const backward_pass &pass, int32_t id, int32_t heads) {
+    const int32_t group = id / (pass.head_group * pass.slot_blocks),
+                  first = group * pass.head_group;
+    const int32_t n = id - first * pass.slot_blocks, size = min(pass.head_group, heads - first);
+    return (first + n % size) * pass.slot_blocks + n / size;
+}
+
 /* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
  * that waits for the dq of another one comes after it: slot blocks add in reverse where lists do
  * not roll, so there they start in reverse. */
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
-    const int32_t id = pass.order == NULL
-                           ? (int32_t)blockIdx.x
-                           : work_in_order(pass, blockIdx.x / heads, blockIdx.x % heads, heads);
+    int32_t id = blockIdx.x;
+    if (pass.order != NULL)
+        id = work_in_order(pass, id / heads, id % heads, heads);
+    else if (pass.head_group > 0)
+        id = work_in_group(pass, id, heads);
     const int32_t n = id / pass.slot_blocks, block = id % pass.slot_blocks;
     backward_work work;
     const bool is_reversed = pass.dq_semaphore != NULL && !plan.is_rolling;

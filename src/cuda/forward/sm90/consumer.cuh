@@ -61,17 +61,17 @@ template <class config> struct consumer {
      * compiler would serialise the products if that depended on the plan. */
     template <int registers>
     __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
-        const uint32_t first_row = index * config::warpgroup_rows;
+        const uint32_t q = shared_address(memory->q) + index * config::warpgroup_rows * line_bytes;
         const uint32_t ones[4] = {ones_of_bias(), ones_of_bias(), 0, 0};
         wait(&memory->mask_ready[mask.stage], mask.parity);
         wgmma_fence();
         issue_abt<element, config::channels, config::rows, config::key_rows>(
-            products, opaque(shared_address(memory->q) + first_row * line_bytes),
+            products, config::channels > 128 ? opaque(q) : q, // opaque: no registers to keep it in
             shared_address(memory->kv[keys]));
         if (!config::has_softcap && (config::has_mask || plan.records != NULL))
-            multiply<__nv_bfloat16>(products, ones,
-                                    describe_octets(shared_address(memory->mask[mask.stage].octet),
-                                                    sizeof(bias_octet)));
+            multiply<__nv_bfloat16>(
+                products, ones,
+                octets_at(shared_address(memory->mask[mask.stage].octet), sizeof(bias_octet)));
         wgmma_commit_group();
     }
 

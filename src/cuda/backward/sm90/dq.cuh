@@ -1,0 +1,114 @@
+/* Adds dq of a consumer's channels to the sums of all slot blocks, or writes it where nothing more
+ * is added. */
+#pragma once
+
+#include "cuda/backward/sm90/rows.cuh"
+
+// named barriers of the consumers: one of all, and one of each after it
+static constexpr int all_barrier = 2;
+
+__device__ static void sync_consumer(int32_t index) {
+    bar_sync(all_barrier + 1 + index, warpgroup_threads);
+}
+
+template <class config> struct dq_adder {
+    using dq_tile = float[config::dq_registers];
+
+    backward_memory<config> *memory;
+    int32_t index; // of the consumer
+
+    /* Lets the next slot block add to the tile that this consumer has added to, if there is one. */
+    __device__ void release_semaphore(const backward_pass &pass) {
+        if (config::stages_dq && threadIdx.x % 32 == 0) {
+            cp_async_bulk_wait_group();
+            fence_proxy_async_all();
+        }
+        fence_acq_rel_gpu(); // costs little, as the additions were issued a step ago
+        sync_consumer(index);
+        if (threadIdx.x % warpgroup_threads == 0 && memory->held_semaphore[index] >= 0)
+            st_relaxed_gpu(&pass.dq_semaphore[memory->held_semaphore[index]],
+                           memory->held_order[index] + 1);
+    }
+
+    /* Waits until dq_order slot blocks have added to a tile. */
+    __device__ void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
+                                      const step_header &header) {
+        release_semaphore(pass);
+        if (threadIdx.x % warpgroup_threads == 0) {
+            const uint32_t order = header.dq_order;
+            while (ld_acquire_gpu(&pass.dq_semaphore[semaphore]) != order) {
+            }
+            memory->held_semaphore[index] = semaphore;
+            memory->held_order[index] = order;
+        }
+        sync_consumer(index);
+    }
+
+    /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
+     * the additions of this pass, and those of the slot pass are over. */
+    __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
+                                  const float *from, const dq_tile &dq, int n) {
+        const int first = index * config::dq_channels + n * config::dq_columns;
+#pragma unroll
+        for (int i = 0; i < config::dq_registers; i += 16) {
+            float4 four[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                four[k] = __ldcg((const float4 *)(from + (i + 4 * k) * 32));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float *const own = &dq[i + 4 * k];
+                four[k] = make_float4(four[k].x + own[0], four[k].y + own[1], four[k].z + own[2],
+                                      four[k].w + own[3]);
+            }
+            write_dq_columns<config>(plan, memory->work.b, header.h, header.head_tile,
+                                     first + i / 16 * quad_channels, four);
+        }
+    }
+
+    /* Adds dq to dq_sum by a bulk operation of each warp. The one before has long read dq. */
+    __device__ void add_bulk(const dq_tile &dq, float *to) {
+        const int32_t lane = threadIdx.x % 32;
+        float *const own = memory->dq[index][threadIdx.x % warpgroup_threads / 32];
+        if (lane == 0)
+            cp_async_bulk_wait_group_read();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < config::dq_registers; i += 4)
+            *(float4 *)(own + i * 32 + lane * 4) =
+                make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) {
+            cp_reduce_async_bulk_add(to, shared_address(own), config::dq_registers * 32 * 4);
+            cp_async_bulk_commit_group();
+        }
+    }
+
+    /* The same by each thread, from its registers. */
+    static __device__ void add_vectors(const dq_tile &dq, float *to) {
+#pragma unroll
+        for (int i = 0; i < config::dq_registers; i += 4)
+            red_add_v4(to + i * 32, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+
+    /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer, or writes it if nothing
+     * more is added to it. */
+    __device__ void add(const backward_plan &plan, const backward_pass &pass,
+                        const step_header &header, const dq_tile &dq, int n = 0) {
+        const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
+        float *const to =
+            dq_sum_of<config>(pass, header.tile, index * config::dq_products + n, thread / 32);
+        float *const own = to + thread % 32 * 4;
+        if (config::is_diagonal && header.writes_dq) {
+            write_last_dq(plan, header, own, dq, n);
+            return;
+        }
+        if (pass.dq_semaphore != NULL && n == 0)
+            acquire_semaphore(pass, header.tile * config::consumers + index, header);
+        if constexpr (config::stages_dq)
+            add_bulk(dq, to);
+        else
+            add_vectors(dq, own);
+    }
+};
