@@ -59,6 +59,13 @@ static fdma_status check_on_device(const fdma_problem *problem, check_depth dept
     return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
 }
 
+/* Whether a kernel of select takes the problem only with last_keys: then it writes them. */
+static bool writes_last_keys(const fdma_kernel *kernel, const fdma_problem *problem) {
+    fdma_problem without = *problem;
+    without.last_keys = (fdma_last_keys){0};
+    return is_present(&problem->last_keys.list) && kernel->refuses(&without) != NULL;
+}
+
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
     fdma_problem *const problems = call->steps.problems;
@@ -71,6 +78,11 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     FDMA_TRY(fdma_split_call(&call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
+        if (problems[i].operation == operation_select &&
+            !writes_last_keys(call->kernels[i], &problems[i]))
+            fdma_drop_last_keys(&call->steps);
+        if (problems[i].attending != NULL)
+            problems[i + 1].plan_is_made = fdma_cuda_makes_plan(call->kernels[i]);
         const size_t bytes = step_workspace(call->kernels[i], &problems[i], depth);
         most = bytes > most ? bytes : most;
     }

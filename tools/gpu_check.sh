@@ -98,7 +98,7 @@ tables() {
     wc -l "$out/tables.md"
 }
 
-tests="test_cuda test_cuda_lists test_cuda_select test_cuda_top test_cuda_calls test_cuda_carried test_cuda_workspace
+tests="test_cuda test_cuda_lists test_cuda_select test_cuda_top test_cuda_short test_cuda_calls test_cuda_carried test_cuda_workspace
     test_cuda_score_backward"
 # of any backend; see tests/c/backend.h
 backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes test_kv_used test_cache

@@ -35,6 +35,17 @@ typedef struct key_pages {
     int shift;
 } key_pages;
 
+/* What a selection for the last positions alone leaves for a forward call on a device: all of it is
+ * scratch, in the form in which kernels of forward read it (cuda/plan/plan.cuh). */
+typedef struct fdma_last_keys {
+    fdma_tensor list;   /* [batch, kv_heads, room] int32: the keys that are live at the first of the
+                           positions, then those that arrive after it, both ascending; absent: the
+                           selection is in expiry and slot */
+    fdma_tensor count;  /* [batch, kv_heads, 2] int32: how many the former are, and both together */
+    fdma_tensor record; /* [batch, kv_heads, kv_len, 2]: int32 expiry and float32 bias, of the keys
+                           of the list alone */
+} fdma_last_keys;
+
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
@@ -61,11 +72,13 @@ typedef struct fdma_problem {
     double gap;    /* of the selection; 0: off. If it is given and not made, slots may be empty */
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
     int64_t tile_len;
-    int64_t last_positions; /* select: at how many positions, up to the last key that exists, expiry
-                               and slot have to say which keys are kept; 0: at all. Kernels may
-                               ignore it */
-    double scale;           /* never 0 */
-    double softcap;         /* 0: off */
+    int64_t last_positions; /* select: at how many positions, up to the last key that exists, it has
+                               to be known which keys are kept; 0: at all. Kernels may ignore it */
+    fdma_last_keys last_keys; /* select writes them, with the bias, in place of expiry and slot; a
+                                 kernel that takes the problem without them, too, ignores them.
+                                 Forward reads them in place of expiry and slot */
+    double scale;             /* never 0 */
+    double softcap;           /* 0: off */
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: where its batch
                                             and its positions begin in those of the call, which
@@ -82,6 +95,9 @@ typedef struct fdma_problem {
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool only_mask_lists; /* forward: makes mask_lists, and writes nothing else */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
+    bool plan_is_made;    /* forward: the kernel of select has also made what forward works from */
+    const struct fdma_problem *attending; /* select: the step of a fused call that attends to what
+                                             it selects; else NULL */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */
     fdma_exec exec;

@@ -4,6 +4,7 @@
 #include "core/steps.h"
 
 #include "core/error.h"
+#include "core/integers.h"
 #include "core/signatures.h"
 #include "core/streams.h"
 
@@ -26,6 +27,20 @@ static fdma_tensor take_key_ints(fdma_arena *arena, const fdma_problem *whole) {
     return take_key_tensor(arena, whole, whole->kv_len, FDMA_INT32);
 }
 
+/* Adds last_keys. A record has 8 bytes, as expiry and slot of a key have together: the records are
+ * where these would be, since a call needs either the one or the other. */
+static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
+    const int64_t b = whole->batch, g = whole->kv_heads, n = whole->kv_len;
+    const int64_t most = whole->slots < n ? whole->slots + whole->q_len - 1 : n;
+    int32_t *const numbers = fdma_arena_take(arena, (size_t)(b * g * n) * 2 * sizeof(int32_t));
+    int32_t *const slots = numbers == NULL ? NULL : numbers + b * g * n;
+    whole->expiry = fdma_tensor_3d(numbers, FDMA_INT32, b, g, n);
+    whole->slot = fdma_tensor_3d(slots, FDMA_INT32, b, g, n);
+    whole->last_keys.record = fdma_tensor_4d(numbers, FDMA_INT32, b, g, n, 2);
+    whole->last_keys.list = take_key_tensor(arena, whole, round_up(most, 4), FDMA_INT32);
+    whole->last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
+}
+
 /* Adds the tensors that pass between the steps and that the caller did not give. */
 static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
     const bool forward = whole->operation == operation_attention;
@@ -36,6 +51,8 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
         whole->bias = take_key_floats(arena, whole);
     if (!forward && has_bias)
         whole->dbias = take_key_floats(arena, whole);
+    if (whole->last_positions > 0 && whole->exec.device != FDMA_CPU)
+        add_last_keys(arena, whole);
     if (forward && !is_present(&whole->expiry))
         whole->expiry = take_key_ints(arena, whole);
     if (forward && !is_present(&whole->slot))
@@ -49,9 +66,8 @@ static int64_t last_positions_of(const fdma_problem *whole) {
     const bool is_scratch = !is_present(&whole->expiry) && !is_present(&whole->slot);
     const bool is_causal = whole->causal && whole->scope == FDMA_SCOPE_CAUSAL;
     const bool is_few = whole->operation == operation_attention && whole->q_len <= most_queries;
-    return is_scratch && is_causal && is_few && !has_table(whole) && whole->carried_len == 0
-               ? whole->q_len
-               : 0;
+    const bool is_whole = !has_table(whole) && whole->carried_len == 0;
+    return is_scratch && is_causal && is_few && is_whole && whole->kv_len > 0 ? whole->q_len : 0;
 }
 
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
@@ -67,6 +83,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .sinks = whole->sinks,
         .gap = whole->gap,
         .last_positions = whole->last_positions,
+        .last_keys = whole->last_keys,
         .slots = whole->slots,
         .scale = whole->scale,
         .softcap = whole->softcap,
@@ -87,6 +104,8 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         *problem_tensor(step, &table.entries[t]) = *tensor_at(whole, table.entries[t].member);
     if (is_attending(operation) && is_present(&whole->k_carried))
         step->key_valid = (fdma_tensor){0}; // the selection excludes the keys that are not valid
+    if (operation == operation_select && is_present(&whole->last_keys.list))
+        step->bias = whole->bias;
     return fdma_settle_problem(step, check_shapes);
 }
 
@@ -103,7 +122,9 @@ static fdma_status split_fused(call_steps *steps) {
     if (whole.operation == operation_attention) {
         FDMA_TRY(add_step(steps, &whole, operation_score));
         FDMA_TRY(add_step(steps, &whole, operation_select));
-        return add_step(steps, &whole, operation_forward);
+        FDMA_TRY(add_step(steps, &whole, operation_forward));
+        steps->problems[1].attending = &steps->problems[2];
+        return FDMA_OK;
     }
     if (needs_score)
         FDMA_TRY(add_step(steps, &whole, operation_score));
@@ -133,4 +154,9 @@ fdma_status fdma_split_call(call_steps *steps) {
         steps->problems[0].exec.device == FDMA_CPU)
         return split_decode(steps);
     return is_fused(operation) ? split_fused(steps) : FDMA_OK;
+}
+
+void fdma_drop_last_keys(call_steps *steps) {
+    for (int i = 0; i < steps->count; i++)
+        steps->problems[i].last_keys = (fdma_last_keys){0};
 }

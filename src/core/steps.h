@@ -15,3 +15,6 @@ typedef struct call_steps {
 /* Replaces problems[0], if it is a fused call, by its steps. Tensors that the caller did not ask
  * for are taken from the workspace, and each step may use the rest of it. */
 fdma_status fdma_split_call(call_steps *steps);
+
+/* Has a selection be in expiry and slot, where its kernel does not write last_keys. */
+void fdma_drop_last_keys(call_steps *steps);

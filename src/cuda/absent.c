@@ -28,6 +28,11 @@ fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
     return fdma_check_cuda(problem, check_all);
 }
 
+bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
+    (void)kernel;
+    return false;
+}
+
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
     return kernel->workspace(problem);
 }

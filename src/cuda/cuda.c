@@ -16,6 +16,10 @@ FDMA_CUDA_TABLES(DECLARE)
 
 const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
+bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
+    return kernel == fdma_cuda_sm80_short.kernels;
+}
+
 enum { most_devices = 64 };
 
 /* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth

@@ -20,6 +20,9 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
 
+/* Whether a kernel of select leaves in the workspace what the step behind it works from. */
+bool fdma_cuda_makes_plan(const fdma_kernel *kernel);
+
 /* The bytes of workspace that a kernel of this backend needs for a problem. */
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
 

@@ -431,6 +431,12 @@ static inline kernel_list narrowed(const kernel_list *all) {
     return named.count > 0 ? named : *all;
 }
 
+/* Whether a kernel takes no call but the step of a fused one: see test_cuda_top.c and
+ * test_cuda_short.c. */
+static inline bool is_for_fused_calls(const char *name) {
+    return strcmp(name, "cuda/sm90/top") == 0 || strcmp(name, "cuda/sm80/short") == 0;
+}
+
 /* The kernels of an operation that tests run with a dtype: those of this machine's CPU, or of its
  * device if that is tested. A kernel of a device may still refuse a call: see call_takes(). */
 static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
@@ -442,7 +448,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
         if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name) != on_device ||
             strcmp(info.name, "reference/float32") == 0 || // what tolerances are made from
-            strcmp(info.name, "cuda/sm90/top") == 0) // for fused calls alone; see test_cuda_top.c
+            is_for_fused_calls(info.name))
             continue;
         if (info.missing != NULL && !said[i % TEST_COUNT(said)])
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);

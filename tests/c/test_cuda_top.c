@@ -1,7 +1,7 @@
-/* test_cuda_top.c - selection for the last positions alone, on a CUDA device: at these positions
- * every key has the expiry that the CPU gives it, slots are handed from each key to the one that
- * evicts it, and a fused call of few queries gives the same out and lse whether it asks for its
- * selection or not. */
+/* test_cuda_top.c - selection for the last positions alone, on a CUDA device: exactly the keys that
+ * the CPU keeps there are listed, in ascending order, with the expiry that it gives them and with
+ * their bias, and nothing else is written; and a fused call of few queries gives the same out, lse,
+ * score and bias whether it asks for its selection or not. */
 #include "device.h"
 #include "scores.h"
 
@@ -22,88 +22,125 @@ static const fdma_kernel *find_kernel(void) {
 
 /* ---- a selection ---- */
 
+/* A key of last_keys; see key_record. */
+typedef struct record {
+    int32_t expiry;
+    float bias;
+} record;
+
+/* What forward makes of a bias: an exponent of 2. */
+static float exponent_of(float bias) { return 1.44269504088896340736f * bias; }
+
+static bool is_same(float a, float b) { return a == b || (isnan(a) && isnan(b)); }
+
+/* Guard bytes of a tensor on the device. */
+static fdma_tensor new_on_device(int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
+    fdma_tensor tensor = fdma_tensor_4d(NULL, FDMA_INT32, n0, n1, n2, n3);
+    tensor.data = device_alloc(bytes_of(tensor));
+    return tensor;
+}
+
 /* Runs the kernel on a selection for the last positions; returns whether it takes that. */
-static bool select_last(const fdma_select_args *on_cpu, int64_t positions, fdma_selection *found) {
+static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_t positions,
+                        fdma_last_keys *found) {
     const fdma_kernel *const kernel = find_kernel();
+    const int64_t *const n = on_cpu->score.shape;
     const int kept = device_state.blocks;
-    fdma_problem problem;
+    fdma_problem call_problem;
     call here, there;
     call_of(&here, operation_select, on_cpu);
-    here.selection.expiry = found->expiry;
-    here.selection.slot = found->slot;
     here.args.select.exec = (fdma_exec){.device = device_number};
     device_copy_call(&there, &here);
-    CHECK_OK(fdma_check_call(operation_select, &there.args, check_shapes, &problem));
-    problem.last_positions = positions;
-    const bool taken = kernel->refuses(&problem) == NULL;
+    CHECK_OK(fdma_check_call(operation_select, &there.args, check_shapes, &call_problem));
+    const int64_t most = call_problem.slots < n[2] ? call_problem.slots + positions - 1 : n[2];
+    call_problem.last_positions = positions;
+    call_problem.expiry = call_problem.slot = (fdma_tensor){0}; // last_keys take their place
+    call_problem.bias = device_tensor(bias);
+    call_problem.last_keys = (fdma_last_keys){
+        .list = new_on_device(n[0], n[1], most, 1),
+        .count = new_on_device(n[0], n[1], 2, 1),
+        .record = new_on_device(n[0], n[1], n[2], 2),
+    };
+    const bool taken = kernel->refuses(&call_problem) == NULL;
     if (taken) {
-        device_exec(&problem.exec, fdma_cuda_workspace(kernel, &problem));
-        CHECK_OK(fdma_run_cuda(fdma_cuda_run_kernel, kernel, &problem));
-        device_read_outputs(&here, &there);
+        device_exec(&call_problem.exec, fdma_cuda_workspace(kernel, &call_problem));
+        CHECK_OK(fdma_run_cuda(fdma_cuda_run_kernel, kernel, &call_problem));
+        device_wait();
+        found->list = device_read(call_problem.last_keys.list);
+        found->count = device_read(call_problem.last_keys.count);
+        found->record = device_read(call_problem.last_keys.record);
     }
     device_free_after(kept);
     return taken;
 }
 
-/* The expiry of a key where only the positions from `first` on count. */
-static int32_t last_expiry(int32_t expiry, int32_t j, int32_t first) {
-    return expiry > (j > first ? j : first) ? expiry : j;
+/* Whether some query from position `first` on keeps key j. */
+static bool is_wanted(int32_t expiry, int32_t j, int32_t first) {
+    return expiry > (j > first ? j : first);
 }
 
-/* Slots of live keys differ, and the key that arrives takes the slot of the one that leaves. */
-static void check_slots(const int32_t *expiry, const int32_t *slot, int32_t first, int32_t end,
-                        int64_t slots) {
-    int32_t *const owner = test_alloc((size_t)(slots + 1) * sizeof *owner);
-    memset(owner, 0xff, (size_t)(slots + 1) * sizeof *owner);
-    for (int32_t j = 0; j < end; j++) {
-        int32_t left = -1;
-        for (int32_t r = 0; r < j && j > first; r++)
-            left = expiry[r] == j ? slot[r] : left;
-        if (left >= 0)
-            owner[left] = -1;
-        if (expiry[j] == j) {
-            CHECK_INT(slot[j], -1);
-            continue;
-        }
-        if (!CHECK(slot[j] >= 0 && slot[j] < slots))
-            return;
-        CHECK_INT(owner[slot[j]], -1);
-        CHECK(left < 0 || left == slot[j]);
-        owner[slot[j]] = j;
-    }
+/* What the kernel has written of one segment. */
+typedef struct segment {
+    const int32_t *list, *count;
+    const record *records;
+} segment;
+
+static segment segment_at(const fdma_last_keys *found, int64_t row) {
+    return (segment){
+        (const int32_t *)found->list.data + row * found->list.shape[2],
+        (const int32_t *)found->count.data + row * 2,
+        (const record *)found->record.data + row * found->record.shape[2],
+    };
 }
 
-static void check_row(const fdma_select_args *want, const fdma_selection *found, int64_t row,
-                      int64_t positions) {
+/* Records of other keys are full of guard bytes. */
+static bool check_unlisted(record found) {
+    record guard;
+    memset(&guard, test_guard_byte, sizeof guard);
+    return CHECK_INT(found.expiry, guard.expiry) && CHECK_INT(memcmp(&found, &guard, 8), 0);
+}
+
+static void check_row(const fdma_select_args *want, const float *bias, const segment *found,
+                      int64_t row, int64_t positions) {
     const int64_t kv_len = want->score.shape[2], b = row / want->score.shape[1];
-    const int32_t *const cpu = (const int32_t *)want->selection->expiry.data + row * kv_len;
-    const int32_t *const expiry = (const int32_t *)found->expiry.data + row * kv_len;
-    const int32_t *const slot = (const int32_t *)found->slot.data + row * kv_len;
+    const int32_t *const expiry = (const int32_t *)want->selection->expiry.data + row * kv_len;
     const int32_t *const used = want->kv_used.data;
     const int32_t end = used != NULL ? used[b] : (int32_t)kv_len;
     const int32_t first = end > positions ? end - (int32_t)positions : 0;
-    const int64_t most = want->recent < kv_len ? want->window + want->recent : kv_len;
-    for (int32_t j = 0; j < kv_len; j++)
-        if (!CHECK_INT(expiry[j], last_expiry(cpu[j], j, first)))
+    int32_t listed = 0, live = 0;
+    for (int32_t j = 0; j < kv_len; j++) {
+        if (!is_wanted(expiry[j], j, first)) {
+            if (!check_unlisted(found->records[j]))
+                return;
+            continue;
+        }
+        if (!CHECK(listed < found->count[1]) || !CHECK_INT(found->list[listed++], j))
             return;
-    for (int32_t j = end; j < kv_len; j++)
-        CHECK_INT(slot[j], -1);
-    check_slots(expiry, slot, first, end, most < kv_len ? most : kv_len);
+        live += j <= first;
+        CHECK_INT(found->records[j].expiry, expiry[j] == end ? INT32_MAX : expiry[j]);
+        CHECK(is_same(found->records[j].bias,
+                      bias == NULL ? 0 : exponent_of(bias[row * kv_len + j])));
+    }
+    CHECK_INT(found->count[0], live);
+    CHECK_INT(found->count[1], listed);
 }
 
 /* Selects on the CPU and on the device. Returns whether the kernel takes the call. */
 static bool check_last(fdma_select_args *args, int64_t positions) {
     const int64_t *const n = args->score.shape;
-    fdma_selection found = selection_for(args->score);
+    const bool has_bias = positions % 2 == 0; // the scores serve
+    fdma_last_keys found;
     test_context("batch %d, kv_heads %d, kv_len %d, window %d, recent %d, sinks %d%s%s, %d last",
                  (int)n[0], (int)n[1], (int)n[2], (int)args->window, (int)args->recent,
                  (int)args->sinks, args->key_valid.rank > 0 ? ", padding" : "",
                  args->kv_used.rank > 0 ? ", kv_used" : "", (int)positions);
     CHECK_OK(run_select(args));
-    if (!select_last(args, positions, &found))
+    if (!select_last(args, has_bias ? args->score : (fdma_tensor){0}, positions, &found))
         return false;
-    for (int64_t row = 0; row < n[0] * n[1]; row++)
-        check_row(args, &found, row, positions);
+    for (int64_t row = 0; row < n[0] * n[1]; row++) {
+        const segment here = segment_at(&found, row);
+        check_row(args, has_bias ? args->score.data : NULL, &here, row, positions);
+    }
     return true;
 }
 
@@ -224,7 +261,9 @@ static const char *name_of_select(call *x) {
     return names.select != NULL ? names.select : "none";
 }
 
-static void check_fused_case(uint64_t *state) {
+/* Of a call that asks for its selection, with the options of `args`. */
+static void make_whole(call *whole, const fdma_attention_args *args, fdma_dtype dtype,
+                       uint64_t *state) {
     const int64_t q_len = 1 + random_below(state, most_positions);
     const call_sizes n = {.batch = 1 + random_below(state, 2),
                           .q_len = q_len,
@@ -232,42 +271,76 @@ static void check_fused_case(uint64_t *state) {
                           .q_heads = 4,
                           .kv_heads = 2,
                           .head_dim = 64};
-    const int64_t window = 1 + random_below(state, n.kv_len);
-    call bare, whole = {.operation = operation_attention,
-                        .args.attention = {.window = window,
-                                           .recent = random_below(state, 2) * 3,
-                                           .sinks = random_below(state, 3) ? 0 : window / 2,
-                                           .bias_form = FDMA_BIAS_NONE,
-                                           .causal = 1}};
-    call_make(&whole, &n, FDMA_BFLOAT16, true);
-    whole.args.attention.bias = whole.args.attention.key_valid = (fdma_tensor){0};
-    whole.args.attention.sink_logit = (fdma_tensor){0};
-    call_alloc(&whole, state);
-    fill_exact(&whole, state);
-    if (whole.args.attention.recent == 0 && random_below(state, 2))
-        whole.args.attention.key_valid = new_padding(n.batch, n.kv_len, state);
-    if (whole.args.attention.recent == 0 && random_below(state, 2))
-        whole.args.attention.kv_used = new_used(n.batch, n.kv_len, state);
-    call_copy(&bare, &whole);
-    call_drop_selection(&bare);
-    call_own_outputs(&bare);
-    test_context("batch %d, q_len %d, kv_len %d, window %d, recent %d%s%s", (int)n.batch,
-                 (int)n.q_len, (int)n.kv_len, (int)window, (int)whole.args.attention.recent,
-                 whole.args.attention.key_valid.rank > 0 ? ", padding" : "",
-                 whole.args.attention.kv_used.rank > 0 ? ", kv_used" : "");
-    CHECK(strcmp(name_of_select(&bare), kernel_name) == 0);
-    CHECK(strcmp(name_of_select(&whole), kernel_name) != 0);
-    CHECK_OK(device_run(operation_attention, &whole.args));
-    CHECK_OK(device_run(operation_attention, &bare.args));
-    CHECK(same_tensor(bare.args.attention.out, whole.args.attention.out));
-    CHECK(same_tensor(bare.args.attention.lse, whole.args.attention.lse));
-    CHECK(same_tensor(bare.args.attention.score, whole.args.attention.score));
+    *whole = (call){.operation = operation_attention, .args.attention = *args};
+    fdma_attention_args *const own = &whole->args.attention;
+    own->causal = 1;
+    own->window = 1 + random_below(state, n.kv_len);
+    own->recent = random_below(state, 2) * 3;
+    own->sinks = random_below(state, 3) ? 0 : own->window / 2;
+    call_make(whole, &n, dtype, true);
+    own->key_valid = own->sink_logit = (fdma_tensor){0};
+    if (args->bias_form == FDMA_BIAS_NONE)
+        own->bias = (fdma_tensor){0};
+    call_alloc(whole, state);
+    if (own->recent == 0 && random_below(state, 2))
+        own->key_valid = new_padding(n.batch, n.kv_len, state);
+    if (random_below(state, 2))
+        own->kv_used = new_used(n.batch, n.kv_len, state);
+    test_context("batch %d, q_len %d, kv_len %d, window %d, recent %d%s%s, bias %d", (int)n.batch,
+                 (int)n.q_len, (int)n.kv_len, (int)own->window, (int)own->recent,
+                 own->key_valid.rank > 0 ? ", padding" : "",
+                 own->kv_used.rank > 0 ? ", kv_used" : "", (int)own->bias_form);
+}
+
+/* Runs both a call that asks for its selection and, to `bare`, one that does not. */
+static void run_both(call *whole, call *bare) {
+    call_copy(bare, whole);
+    call_drop_selection(bare);
+    call_own_outputs(bare);
+    CHECK(strcmp(name_of_select(bare), kernel_name) == 0);
+    CHECK(strcmp(name_of_select(whole), kernel_name) != 0);
+    CHECK_OK(device_run(operation_attention, &whole->args));
+    CHECK_OK(device_run(operation_attention, &bare->args));
+    CHECK(same_tensor(bare->args.attention.score, whole->args.attention.score));
+    CHECK(same_tensor(bare->args.attention.bias, whole->args.attention.bias));
 }
 
 static void fused_calls(void) {
     uint64_t state = 77;
     for (int i = 0; i < test_repeats(300) && test_state.failures < test_reports; i++) {
-        check_fused_case(&state);
+        const fdma_attention_args args = {.bias_form = FDMA_BIAS_NONE};
+        call whole, bare;
+        make_whole(&whole, &args, FDMA_BFLOAT16, &state);
+        fill_exact(&whole, &state);
+        run_both(&whole, &bare);
+        CHECK(same_tensor(bare.args.attention.out, whole.args.attention.out));
+        CHECK(same_tensor(bare.args.attention.lse, whole.args.attention.lse));
+        device_free_both();
+    }
+}
+
+static void check_near(fdma_tensor actual, fdma_tensor want, double tolerance) {
+    for (int64_t n = 0; n < count_of(want); n++)
+        if (!CHECK_NEAR(load_double(actual.data, actual.dtype, n),
+                        load_double(want.data, want.dtype, n), tolerance))
+            return;
+}
+
+/* The two list their keys in different orders, so that sums differ by rounding. Dropout is left to
+ * kernels that do not split the keys. */
+static void fused_calls_with_other_options(void) {
+    static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};
+    uint64_t state = 78;
+    for (int i = 0; i < test_repeats(300) && test_state.failures < test_reports; i++) {
+        const fdma_attention_args args = {.bias_form = forms[i % TEST_COUNT(forms)],
+                                          .softcap = i % 2 * 3,
+                                          .dropout = i / 2 % 2 * 0.25,
+                                          .seed = 5};
+        call whole, bare;
+        make_whole(&whole, &args, i % 5 == 0 ? FDMA_FLOAT16 : FDMA_BFLOAT16, &state);
+        run_both(&whole, &bare);
+        check_near(bare.args.attention.out, whole.args.attention.out, 0.02);
+        check_near(bare.args.attention.lse, whole.args.attention.lse, 1e-3);
         device_free_both();
     }
 }
@@ -277,6 +350,7 @@ static const test_entry tests[] = {
     TEST(kinds_in_clusters_of_every_size),
     TEST(refuses_what_it_does_not_know),
     TEST(fused_calls),
+    TEST(fused_calls_with_other_options),
 };
 
 int main(void) {

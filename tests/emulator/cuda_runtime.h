@@ -68,6 +68,7 @@ static inline float __fmul_rn(float a, float b) {
     return product;
 }
 static inline float __fdividef(float a, float b) { return a / b; }
+template <typename T> static inline T __ldcg(const T *at) { return *at; }
 
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = (uint64_t)high << 32 | low;

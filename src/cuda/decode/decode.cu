@@ -29,8 +29,8 @@ static fdma_status attend_splits(const fdma_problem *problem, const forward_plan
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t blocks = plan.batch * plan.kv_heads * splits.count * tiles;
     return launch("forward", attend_split<config>,
-                  {dim3(blocks), dim3(config::threads), sizeof(decode_memory<config>)}, problem,
-                  plan, splits, tiles, is_aligned(plan));
+                  {dim3(blocks), dim3(config::threads), sizeof(decode_memory<config>), start_early},
+                  problem, plan, splits, tiles, is_aligned(plan));
 }
 
 template <typename element>

@@ -269,6 +269,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     const int32_t head = index / plan.kv_heads / splits.count * plan.kv_heads + g;
     const row_range range = row_range_of(plan, head, (int32_t)(blockIdx.x % tiles) * config::rows);
     const int32_t from = split * splits.keys;
+    griddepcontrol_wait(); // for the list and the records
     if (threadIdx.x == 0) {
         shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
         shared.inputs.keys.entries = min(shared.inputs.keys.entries, from + splits.keys);

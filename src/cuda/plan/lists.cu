@@ -217,7 +217,7 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = describe_selection(problem, plan);
     const size_t table = selection.block_lists > 1 ? (selection.slots + 1) * sizeof(int32_t) : 0;
-    if (plan->records == NULL || problem->kv_len == 0)
+    if (problem->plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
     FDMA_TRY(launch("forward", write_records,
@@ -242,6 +242,8 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
     const bool are_given = is_present(&problem->mask_lists) && !problem->only_mask_lists;
+    if (is_present(&problem->last_keys.list)) // the selection has written them
+        return FDMA_OK;
     FDMA_TRY(build_selection_lists(problem, plan));
     if (plan->kept.list == NULL || are_given)
         return FDMA_OK;

@@ -129,12 +129,24 @@ size_t fdma_cuda_kept_size(const fdma_problem *problem) {
     return arena.used;
 }
 
+/* Has the plan work from what the selection of a call of few queries has listed. */
+static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
+    plan->records = (key_record *)last.record.data;
+    plan->list = (int32_t *)last.list.data;
+    plan->list_head = plan->list_tile = last.list.shape[2];
+    plan->count = (int2 *)last.count.data;
+}
+
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);
     plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
+    if (is_present(&problem->last_keys.list)) {
+        take_last_keys(problem->last_keys, &plan);
+        return plan;
+    }
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
     if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records = take<key_record>(arena, heads * problem->kv_len);

@@ -55,12 +55,9 @@ static used_plan plan_used(const fdma_problem *problem, fdma_arena *arena) {
     return plan;
 }
 
-/* The problem with the keys that do not exist as padding. A selection keeps kv_used, which says
- * where its last positions are. */
 static fdma_problem padded_problem(const fdma_problem *problem, const used_plan &plan) {
     fdma_problem one = *problem;
-    if (problem->operation != operation_select)
-        one.kv_used = {};
+    one.kv_used = {};
     one.key_valid = fdma_tensor_2d(plan.valid, FDMA_UINT8, problem->batch, problem->kv_len);
     return one;
 }
@@ -68,7 +65,9 @@ static fdma_problem padded_problem(const fdma_problem *problem, const used_plan 
 bool fdma_cuda_pads_unused(const fdma_problem *problem) {
     const bool is_score =
         problem->operation == operation_score || problem->operation == operation_score_backward;
-    return is_present(&problem->kv_used) && (is_score || problem->operation == operation_select);
+    const bool is_select =
+        problem->operation == operation_select && !is_present(&problem->last_keys.list);
+    return is_present(&problem->kv_used) && (is_score || is_select);
 }
 
 size_t fdma_cuda_padded_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {

@@ -54,7 +54,7 @@ __device__ static void count_earlier(select_memory<config> &shared, const cluste
         sum_column(shared);
     __syncthreads();
     broadcast_counts(shared, work, work.partitions);
-    sync_cluster();
+    sync_blocks(work);
 }
 
 /* The warp that has the n-th key from the end of this block, of those that a column counts. */
@@ -99,7 +99,7 @@ __device__ static void find_thresholds(select_memory<config> &shared, const clus
     uint32_t owner = work.blocks;
     if (d < work.partitions)
         owner = find_owner(shared, work, window);
-    sync_cluster();
+    sync_blocks(work);
     if (d < work.partitions)
         shared.threshold_rank[d + 1] =
             owner < work.blocks ? load_at(owner, &shared.own_threshold[d]) : 0;

@@ -79,6 +79,25 @@ __device__ static void sync_cluster(void) {
     barrier_cluster_wait();
 }
 
+/* The barrier of a cluster makes writes visible to the whole device (MEMBAR.ALL.GPU) and
+ * invalidates the L1 cache, so a cluster of one block has that of a block instead. */
+__device__ static void arrive_blocks(const cluster_work &work) {
+    if (work.blocks > 1)
+        barrier_cluster_arrive();
+}
+
+__device__ static void wait_blocks(const cluster_work &work) {
+    if (work.blocks > 1)
+        barrier_cluster_wait();
+    else
+        __syncthreads();
+}
+
+__device__ static void sync_blocks(const cluster_work &work) {
+    arrive_blocks(work);
+    wait_blocks(work);
+}
+
 /* Writes to, or reads from, the same address in the shared memory of another block. */
 template <typename value_type>
 __device__ static void store_at(uint32_t block, const void *shared, value_type value) {

@@ -95,7 +95,7 @@ __device__ static void index_kept(select_memory<config> &shared, const cluster_w
     result.kept = decide_by_count(shared, work);
     result.next = count_lower_flags(shared, result.kept);
     broadcast_kept(shared, work, result.kept);
-    sync_cluster();
+    sync_blocks(work);
     if (work.warp == 0)
         sum_kept(shared, work);
     __syncthreads();
@@ -247,23 +247,23 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
     count_earlier(shared, work, position);
     find_thresholds(shared, work, call.window);
     decide_by_threshold(shared, work, position, call.window);
-    sync_cluster();
+    sync_blocks(work);
 #pragma unroll
     for (int r = 0; r < config::items; r++) // in the memory of earlier_count, to free registers
         shared.position[own_index<config>(work, r)] = position[r];
     index_kept(shared, work, call, result);
-    sync_cluster();
+    sync_blocks(work);
     match_evictions(shared, work, call);
-    sync_cluster();
+    sync_blocks(work);
     if (call.slot.data != NULL) {
         uint32_t head[config::items];
         find_heads(shared, work, call, head);
-        sync_cluster();
+        sync_blocks(work);
         follow_heads(shared, work, head, result);
     }
-    barrier_cluster_arrive();
+    arrive_blocks(work);
     write_causal(shared, work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
-    barrier_cluster_wait(); // until then other blocks may read this block's shared memory
+    wait_blocks(work); // until then other blocks may read this block's shared memory
 }
 
 template <class config>
@@ -271,15 +271,15 @@ __device__ static void select_global(select_memory<config> &shared, const cluste
                                      const select_call &call,
                                      const uint32_t (&position)[config::items]) {
     select_result<config> result;
-    sync_cluster(); // allowances overwrite keys
+    sync_blocks(work); // allowances overwrite keys
     keep_best(shared, work, position, call);
-    sync_cluster();
+    sync_blocks(work);
     index_kept(shared, work, call, result);
     if (config::packed)
-        sync_cluster(); // every block has written first_index
-    barrier_cluster_arrive();
+        sync_blocks(work); // every block has written first_index
+    arrive_blocks(work);
     write_global(work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
-    barrier_cluster_wait();
+    wait_blocks(work);
 }
 
 template <class config>
@@ -293,7 +293,7 @@ static __global__ void __launch_bounds__(threads, 1)
     work.warp = threadIdx.x / warp_lanes;
     work.lane = threadIdx.x % warp_lanes;
     uint32_t position[config::items];
-    barrier_cluster_arrive();
+    arrive_blocks(work);
     if (threadIdx.x < config::most_blocks / 2)
         shared.own_kept[threadIdx.x] = 0;
     griddepcontrol_wait(); // for the scores and the sinks

@@ -104,15 +104,15 @@ __device__ static void sort_keys(select_memory<config> &shared, const cluster_wo
         shared.key[index] =
             load_key<config::packed>(call, segment, work.block * config::keys + index);
     }
-    barrier_cluster_wait(); // every block has begun, so its shared memory can be written
+    wait_blocks(work); // every block has begun, so its shared memory can be written
     for (int pass = 0; pass < passes; pass++) {
         const int shift = pass % order_digits * digit_bits;
         if (config::packed && pass == order_digits)
             sort_by_sequence(shared, work, call);
         sort_block(shared, work, shift);
-        sync_cluster();
+        sync_blocks(work);
         send_keys(shared, work, shift);
-        sync_cluster();
+        sync_blocks(work);
     }
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
