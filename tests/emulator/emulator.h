@@ -31,6 +31,13 @@ struct emulated_copy { // of cp.async
     uint32_t group;
 };
 
+/* What a CUtensorMap of rank 4 holds here: 16-bit elements, in boxes of `box_rows` rows of 64. */
+struct emulated_map {
+    const char *data;
+    uint64_t shape[4], strides[3]; // strides in bytes, of all axes but the first one
+    uint64_t box_rows;
+};
+
 struct emulated_thread_state {
     uint3 index;
     uint32_t lane;

@@ -2,6 +2,8 @@
  * emulator.h. Its compute capability is 9.0, or what FDMA_EMULATED_CAPABILITY says, such as 80. */
 #include "emulator.h"
 
+#include <cuda.h>
+
 #include <map>
 #include <mutex>
 #include <stdio.h>
@@ -63,6 +65,42 @@ cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int 
     return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > shared_bytes
                ? cudaErrorInvalidValue
                : cudaSuccess;
+}
+
+/* ---- tensor maps ---- */
+
+static CUresult encode_map(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                           const cuuint64_t *shape, const cuuint64_t *strides,
+                           const cuuint32_t *box, const cuuint32_t *steps, CUtensorMapInterleave,
+                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                           CUtensorMapFloatOOBfill) {
+    static_assert(sizeof(emulated_map) <= sizeof(CUtensorMap), "a map has no room");
+    if (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || rank != 4 || (uintptr_t)data % 16 != 0 ||
+        swizzle != CU_TENSOR_MAP_SWIZZLE_128B || box[0] != 64 || box[1] > 256 || box[2] != 1 ||
+        box[3] != 1)
+        return CUDA_ERROR_INVALID_VALUE;
+    emulated_map made = {(const char *)data, {}, {}, box[1]};
+    for (int i = 0; i < 4; i++) {
+        made.shape[i] = shape[i];
+        if (shape[i] == 0 || shape[i] > (cuuint64_t)1 << 32 || steps[i] != 1)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (int i = 0; i < 3; i++) {
+        made.strides[i] = strides[i];
+        if (strides[i] % 16 != 0 || strides[i] >= (cuuint64_t)1 << 40)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    memcpy(map, &made, sizeof made);
+    return CUDA_SUCCESS;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult *result) {
+    const bool is_known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+    *function = is_known ? (void *)encode_map : NULL;
+    *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return cudaSuccess;
 }
 
 /* ---- devices ---- */

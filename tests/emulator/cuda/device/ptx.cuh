@@ -61,24 +61,71 @@ static inline uint32_t shared_address(const void *pointer) {
     return emulated_shared_address(pointer);
 }
 
-/* A barrier in shared memory: its phase, and the arrivals that it expects and still waits for. */
+/* A barrier in shared memory: its phase, the arrivals that it expects and still waits for, and the
+ * bytes that it waits for. */
 struct mbarrier {
-    uint64_t phase : 24, expected : 20, pending : 20;
+    uint64_t phase : 8, expected : 12, pending : 12, bytes : 32;
 };
 
 static inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
-    *(mbarrier *)barrier = {0, arrivals, arrivals};
+    *(mbarrier *)barrier = {0, arrivals, arrivals, 0};
 }
 
-static inline void mbarrier_arrive(uint64_t *barrier) {
-    mbarrier *const b = (mbarrier *)barrier;
-    if (b->pending == 0)
-        emulated_fail("an mbarrier without pending arrivals");
-    b->pending = b->pending - 1;
-    if (b->pending == 0) {
+static inline void mbarrier_end_phase(mbarrier *b) {
+    if (b->pending == 0 && b->bytes == 0) {
         b->phase = b->phase + 1;
         b->pending = b->expected;
     }
+}
+
+static inline void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
+    mbarrier *const b = (mbarrier *)barrier;
+    if (b->pending == 0)
+        emulated_fail("an mbarrier without pending arrivals");
+    b->bytes = b->bytes + bytes;
+    b->pending = b->pending - 1;
+    mbarrier_end_phase(b);
+}
+
+static inline void mbarrier_arrive(uint64_t *barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+
+static inline void mbarrier_complete_tx(uint64_t *barrier, uint32_t bytes) {
+    mbarrier *const b = (mbarrier *)barrier;
+    if (b->bytes < bytes)
+        emulated_fail("more bytes than an mbarrier expects");
+    b->bytes = b->bytes - bytes;
+    mbarrier_end_phase(b);
+}
+
+static inline void cp_async_bulk(uint32_t shared, const void *global, uint32_t bytes,
+                                 uint64_t *barrier) {
+    if (shared % 16 != 0 || (uintptr_t)global % 16 != 0 || bytes % 16 != 0)
+        emulated_fail("cp.async.bulk of 16 bytes");
+    memcpy(at_shared(shared), global, bytes);
+    mbarrier_complete_tx(barrier, bytes);
+}
+
+static inline void cp_async_bulk_tensor(uint32_t shared, const void *map, int32_t x, int32_t y,
+                                        int32_t z, int32_t w, uint64_t *barrier) {
+    enum { line_bytes = 128, swizzle_rows = 8, vec_bytes = 16 };
+    const emulated_map *const from = (const emulated_map *)map;
+    const uint64_t at[] = {(uint64_t)x, (uint64_t)y, (uint64_t)z, (uint64_t)w};
+    if (shared % (swizzle_rows * line_bytes) != 0)
+        emulated_fail("cp.async.bulk.tensor into swizzled lines");
+    for (uint64_t row = 0; row < from->box_rows; row++)
+        for (uint64_t n = 0; n < line_bytes / 2; n++) {
+            const bool is_there = at[0] + n < from->shape[0] && at[1] + row < from->shape[1] &&
+                                  at[2] < from->shape[2] && at[3] < from->shape[3];
+            const uint64_t inside = (n / 8 ^ row % swizzle_rows) * vec_bytes + n % 8 * 2;
+            char *const to = (char *)at_shared((uint32_t)(shared + row * line_bytes + inside));
+            memset(to, 0, 2);
+            if (is_there)
+                memcpy(to,
+                       from->data + 2 * (at[0] + n) + from->strides[0] * (at[1] + row) +
+                           from->strides[1] * at[2] + from->strides[2] * at[3],
+                       2);
+        }
+    mbarrier_complete_tx(barrier, (uint32_t)(from->box_rows * line_bytes));
 }
 
 static inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
@@ -86,10 +133,6 @@ static inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     if (!done)
         emulated_poll();
     return done;
-}
-
-static inline int32_t ld_shared_by_first_lane(const int32_t *word) {
-    return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? *word : 0, 0);
 }
 
 static inline void fence_mbarrier_init() {}
@@ -106,6 +149,10 @@ static inline void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
 }
 
 static inline void fence_proxy_async() {}
+static inline void fence_proxy_async_all() {}
+static inline void cp_async_bulk_commit_group() {}
+static inline void cp_async_bulk_wait_group() {}
+static inline void cp_async_bulk_wait_group_read() {}
 template <uint32_t registers> static void setmaxnreg_dec() {}
 template <uint32_t registers> static void setmaxnreg_inc() {}
 
@@ -260,6 +307,13 @@ static inline void red_add_v4(float *address, float x, float y, float z, float w
     const float added[] = {x, y, z, w};
     for (int i = 0; i < 4; i++)
         atomicAdd(address + i, added[i]);
+}
+
+static inline void cp_reduce_async_bulk_add(float *global, uint32_t shared, uint32_t bytes) {
+    if (shared % 16 != 0 || (uintptr_t)global % 16 != 0 || bytes % 16 != 0)
+        emulated_fail("cp.reduce.async.bulk of 16 bytes");
+    for (uint32_t i = 0; i < bytes / sizeof(float); i++)
+        atomicAdd(global + i, ((const float *)at_shared(shared))[i]);
 }
 
 static inline void add_four(float *address, float x, float y, float z, float w) {
