@@ -129,6 +129,27 @@ static inline void check_layouts(const gradient_problem *p, const char *kernel) 
         check_gapped(*outputs[i], want.all[i], gaps[i]);
 }
 
+/* Along some axes q or dout repeats what it has at index 0: as if that had been copied. */
+static inline void check_repeated(const gradient_problem *p, const char *kernel, bool rows) {
+    gradient_problem repeated = *p;
+    fdma_tensor *const inputs[] = {&repeated.x.q, &repeated.dout};
+    for (int i = 0; i < TEST_COUNT(inputs); i++)
+        for (int axis = 0; axis < 3; axis++)
+            if ((axis == 1) == rows)
+                inputs[i]->stride[axis] = 0;
+    if (!gradient_is_taken(&repeated, kernel))
+        return;
+    gradient_problem copied = repeated;
+    copied.x.q = gathered(repeated.x.q);
+    copied.dout = gathered(repeated.dout);
+    check_same_gradients(gradient_run(&repeated, kernel, 1), gradient_run(&copied, kernel, 1));
+}
+
+static inline void check_repeats_of_inputs(const gradient_problem *p, const char *kernel) {
+    check_repeated(p, kernel, false);
+    check_repeated(p, kernel, true);
+}
+
 /* ---- keys that none keeps ---- */
 
 static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {

@@ -48,6 +48,7 @@ static void each_sequence_is_alone(void) { for_each_case(check_alone, 1); }
 static void gradients_accumulate(void) { for_each_case(check_accumulated, 5); }
 static void bias_and_its_gradient_are_optional(void) { for_each_case(check_optional, 5); }
 static void memory_order_does_not_matter(void) { for_each_case(check_layouts, 3); }
+static void repeated_inputs_are_as_copies(void) { for_each_case(check_repeats_of_inputs, 5); }
 static void nan_rows_stay_with_their_keys(void) { for_each_case(check_nan_row, 3); }
 static void corrupt_selections_stay_inside(void) {
     for_some_cases(check_corrupt, 1, test_backend.run != NULL ? 17 : 5);
@@ -188,6 +189,7 @@ static const test_entry tests[] = {
     TEST(the_fused_call_accumulates),
     TEST(bias_and_its_gradient_are_optional),
     TEST(memory_order_does_not_matter),
+    TEST(repeated_inputs_are_as_copies),
     TEST(unread_keys_do_not_show),
     TEST(read_keys_show),
     TEST(corrupt_selections_stay_inside),
@@ -201,6 +203,7 @@ static const test_entry device_tests[] = {
     TEST(gradients_accumulate),
     TEST(bias_and_its_gradient_are_optional),
     TEST(memory_order_does_not_matter),
+    TEST(repeated_inputs_are_as_copies),
     TEST(unread_keys_do_not_show),
     TEST(corrupt_selections_stay_inside),
     TEST(nan_rows_stay_with_their_keys),

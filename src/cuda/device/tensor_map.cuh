@@ -12,7 +12,7 @@
  * one head and panel_channels channels. Rows and channels past the end are 0. */
 struct row_map {
     CUtensorMap map;
-    bool has_batches, has_heads; // false: all of them are at the same address
+    bool has_batches, has_heads; // false: there is one, or it is repeated
 };
 
 /* Copies the box that begins with row `row` and channel `channel` of a head. */
@@ -45,15 +45,17 @@ static inline fdma_status find_encode_map(const char *what, encode_map *encode) 
     return FDMA_OK;
 }
 
-/* Whether a tensor map can describe these rows. */
+/* Whether a tensor map can describe these rows: its strides are below 2^40 bytes, and it repeats
+ * heads and sequences, but not rows. */
 static inline bool has_row_map(const fdma_tensor *tensor) {
-    const int64_t most = (int64_t)1 << 38; // elements from one row to the next
+    const int64_t end = (int64_t)1 << 39; // of strides, in elements
     for (int axis = 0; axis < 3; axis++)
-        if (tensor->shape[axis] > 1 && (tensor->stride[axis] < 0 || tensor->stride[axis] > most))
+        if (tensor->shape[axis] > 1 && tensor->stride[axis] >= end)
             return false;
     return tensor->shape[1] <= 1 || tensor->stride[1] > 0;
 }
 
+/* Makes the map. `what` is the call, for messages. */
 static inline fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int32_t rows,
                                        row_map *made) {
     enum { rank = 4 };

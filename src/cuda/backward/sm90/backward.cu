@@ -13,7 +13,7 @@ static constexpr int most_ordered = 1024; // blocks of a head
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
     for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_ready[i], 3 + config::step_writers);
+        mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
         mbarrier_init(&memory->step_free[i], warps);
     }
     for (int i = 0; i < 2; i++)
@@ -266,7 +266,7 @@ static const char *refuses(const fdma_problem *problem) {
             return "rows more than 2^31 elements apart";
     }
     if (!has_row_map(&problem->q) || !has_row_map(&problem->dout))
-        return "queries whose rows are at one address, or in falling order";
+        return "q or dout whose rows are one row repeated, or 2^40 bytes apart";
     const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";

@@ -9,6 +9,7 @@ static constexpr int32_t past_end = -2; // in place of a slot's key after the la
 /* The consumers leave few registers, so what can be found again is not kept. */
 template <class config> struct backward_producer {
     static constexpr int barrier = 1; // of the producer's warps
+
     backward_memory<config> *memory;
     int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
 
@@ -254,7 +255,7 @@ template <class config> struct backward_producer {
         uint32_t ahead[own_words];
         if constexpr (config::reads_mask_ahead)
             read_mask(plan, h, tile, progress()->now.block, ahead);
-        if (warp < 3 || config::step_writers > 0)
+        if (warp < config::step_loaders || config::step_writers > 0)
             wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_queries(plan, pass, h, tile, stage);
         for (int x = 0; config::reads_mask_ahead && x < own_words; x++)

@@ -52,9 +52,7 @@ struct backward_config {
     // 64 it takes longer than from registers
     static constexpr bool stages_dq = channels == 128 && !is_diagonal;
     // steps in flight
-    static constexpr int stages = is_wide || is_narrow || (stages_dq && channels > 64) ? 2
-                                  : channels > 64                                      ? 3
-                                                                                       : 4;
+    static constexpr int stages = is_wide || is_narrow || stages_dq ? 2 : channels > 64 ? 3 : 4;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -70,7 +68,9 @@ struct backward_config {
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // lse and delta are read before the wait for the products that they are subtracted from
     static constexpr bool reads_ahead = !has_softcap && !(drops && channels == 128);
-    // warps of the producer that write a step's mask or codes, beside its copies and its header
+    // warps of the producer that load a step: q, dout and the header; and those that write its mask
+    // or codes
+    static constexpr int step_loaders = 3;
     static constexpr int step_writers = is_listed ? warpgroup_warps : drops ? 1 : 0;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
@@ -99,7 +99,7 @@ struct backward_pass {
     int32_t tiles;          // of a head
     int32_t slot_blocks;
     const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
-    int32_t head_group;   // heads whose blocks are mixed, see work_in_group(); 0: none
+    int32_t head_group;   // heads whose blocks take turns, see work_in_group(); 0: none do
 };
 
 /* The work of a thread block. */

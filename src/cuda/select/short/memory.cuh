@@ -4,15 +4,10 @@
 #include "cuda/plan/plan.cuh"
 #include "cuda/select/select.cuh"
 
-/* Threads of a block: 256, 512 or 1024. */
-#if !defined(FDMA_SHORT_THREADS)
-#define FDMA_SHORT_THREADS 512
-#endif
-
 /* keys: of a segment, at most. A partition, of ranks or of positions, is the 32 keys that the lanes
  * of a warp have at once. */
 template <int keys_> struct short_config {
-    static constexpr int threads = FDMA_SHORT_THREADS, warps = threads / warp_lanes;
+    static constexpr int threads = 512, warps = threads / warp_lanes;
     static constexpr int keys = keys_, items = keys / threads; // items: of a thread
     static constexpr int partitions = keys / warp_lanes;
     static constexpr int partition_bits = keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
