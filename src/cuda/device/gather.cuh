@@ -9,24 +9,13 @@ static constexpr int copy_rows = 32 / line_lanes;         // rows that a warp co
 
 static constexpr uint32_t no_row = UINT32_MAX;
 
-/* Starts to copy rows into a block of `rows` rows and `panels` panels. This warp copies warp_rows
- * rows from first_row on. Lane l passes in own_row the index of the source row for row first_row +
- * l % warp_rows: that row lies at source + own_row * unit, or is zero for no_row. Channels from
- * head_dim on are zero. batch: shuffles that are in flight together, since one shuffle takes as
- * long as six copies. */
-template <int rows, int panels, int warp_rows, int batch = 4>
-__device__ static void gather_rows(uint32_t block, int first_row, const char *source, uint32_t unit,
-                                   uint32_t own_row, int head_dim) {
-    static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
+/* gather_rows() for a head_dim that fills the panels (is_whole), or for any. */
+template <int rows, int panels, int warp_rows, int batch, bool is_whole>
+__device__ static void gather_panels(uint32_t to, uint64_t base, uint32_t unit, uint32_t own_row,
+                                     int head_dim) {
     constexpr int copies = warp_rows / copy_rows;
     const int lane = threadIdx.x % 32, vec = lane % line_lanes, row = lane / line_lanes;
-    const uint32_t to = block + first_row * line_bytes;
     const uint32_t even = to + swizzled(row, vec), odd = to + swizzled(row + copy_rows, vec);
-    const uint64_t base = (uint64_t)(source + vec * vec_bytes);
-    bool is_there[panels];
-#pragma unroll
-    for (int panel = 0; panel < panels; panel++)
-        is_there[panel] = panel * panel_channels + vec * vec_channels < head_dim;
 #pragma unroll
     for (int first = 0; first < copies; first += batch) {
         uint32_t n[batch];
@@ -40,9 +29,29 @@ __device__ static void gather_rows(uint32_t block, int first_row, const char *so
             const uint32_t line =
                 (copy % 2 == 0 ? even : odd) + copy / 2 * swizzle_rows * line_bytes;
 #pragma unroll
-            for (int panel = 0; panel < panels; panel++)
+            for (int panel = 0; panel < panels; panel++) {
+                const bool is_there =
+                    is_whole || panel * panel_channels + vec * vec_channels < head_dim;
                 cp_async_16(line + panel * rows * line_bytes, from + panel * line_bytes,
-                            n[i] != no_row && is_there[panel] ? vec_bytes : 0);
+                            n[i] != no_row && is_there ? vec_bytes : 0);
+            }
         }
     }
+}
+
+/* Starts to copy rows into a block of `rows` rows and `panels` panels. This warp copies warp_rows
+ * rows from first_row on. Lane l passes in own_row the index of the source row for row first_row +
+ * l % warp_rows: that row lies at source + own_row * unit, or is zero for no_row. Channels from
+ * head_dim on are zero. batch: shuffles that are in flight together, since one shuffle takes as
+ * long as six copies. */
+template <int rows, int panels, int warp_rows, int batch = 4>
+__device__ static void gather_rows(uint32_t block, int first_row, const char *source, uint32_t unit,
+                                   uint32_t own_row, int head_dim) {
+    static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
+    const uint32_t to = block + first_row * line_bytes;
+    const uint64_t base = (uint64_t)(source + threadIdx.x % line_lanes * vec_bytes);
+    if (head_dim == panels * panel_channels)
+        gather_panels<rows, panels, warp_rows, batch, true>(to, base, unit, own_row, head_dim);
+    else
+        gather_panels<rows, panels, warp_rows, batch, false>(to, base, unit, own_row, head_dim);
 }

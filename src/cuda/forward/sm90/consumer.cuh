@@ -38,6 +38,7 @@ template <class config> struct consumer {
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
+    pipeline_state<tile_headers> header;
     int32_t index;       // of the consumer
     int32_t position[2]; // of this thread's rows, relative to the tile's first
     mask_rows rows;      // with attn_mask
@@ -258,11 +259,12 @@ template <class config> struct consumer {
         __syncwarp();
     }
 
-    __device__ void start_tile(const forward_plan &plan, int32_t tile_index) {
-        const row_tile tile = tile_at<config>(plan, order, tile_index);
+    __device__ void start_tile(const forward_plan &plan) {
+        const row_tile tile = memory->header[header.stage].tile;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            position[i] = position_in_tile(plan, tile, (first_row_of(tile) + 8 * i) / plan.group);
+            position[i] =
+                position_in_tile(plan, tile, order.group.divide(first_row_of(tile) + 8 * i));
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
         if constexpr (config::drops)
@@ -332,7 +334,8 @@ template <class config> struct consumer {
         kv.advance();
     }
 
-    __device__ void finish_tile(const forward_plan &plan, int32_t tile_index);
+    __device__ float finish_row(const forward_plan &plan, const row_tile &tile) const;
+    __device__ void finish_tile(const forward_plan &plan) const;
 
     __device__ void run(const forward_plan &plan) {
         if (index == 1)
@@ -341,61 +344,77 @@ template <class config> struct consumer {
             wait(&memory->q_ready, q.parity);
             fence_proxy_async();
             q.advance();
-            const tile_header header = memory->header;
-            if (header.index < 0)
+            const int32_t entries = memory->header[header.stage].entries;
+            if (entries < 0)
                 return;
-            start_tile(plan, header.index);
-            attend_first(plan, header.key_blocks == 1);
-            const bool is_short =
-                config::short_keys < config::key_rows && header.is_short && header.key_blocks > 1;
-            const int32_t whole = is_short ? header.key_blocks - 1 : header.key_blocks;
-            for (int32_t block = 1; block < whole; block++)
-                attend_next(plan, block == header.key_blocks - 1);
-            if (is_short) {
+            const block_count blocks = count_blocks<config>(entries);
+            start_tile(plan);
+            attend_first(plan, entries <= config::key_rows);
+            for (int32_t block = 1; block < blocks.whole; block++)
+                attend_next(plan, block == blocks.whole - 1 && !blocks.has_short);
+            if (blocks.has_short) {
                 attend_next<config::short_keys>(plan, true);
                 attend_last<config::short_keys>();
             } else {
                 attend_last<config::key_rows>();
             }
-            // opaque: the tile is found again, as there are no registers to keep it
-            finish_tile(plan, opaque(header.index));
+            finish_tile(plan);
+            header.advance();
         }
     }
 };
 
+/* The sums of two values over a quad: of the first one in its even lanes, of the second one in its
+ * odd lanes. */
+__device__ static float quad_sum_pair(const float (&values)[2]) {
+    const bool is_odd = (threadIdx.x & 1) != 0;
+    float sum = is_odd ? values[1] : values[0];
+    sum += __shfl_xor_sync(~0u, is_odd ? values[0] : values[1], 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
+/* Writes lse of a row: of this thread's first one in even lanes, of its second one in odd lanes.
+ * Returns what the row of out is multiplied by. */
+template <class config>
+__device__ float consumer<config>::finish_row(const forward_plan &plan,
+                                              const row_tile &tile) const {
+    const int lane = threadIdx.x % 4;
+    const int32_t row = first_row_of(tile) + 8 * (lane % 2), query = order.group.divide(row);
+    const int32_t h = tile.g * plan.group + order.group.remainder(row);
+    const row_result result = result_of(lane % 2 == 0 ? softmax.row_max[0] : softmax.row_max[1],
+                                        quad_sum_pair(softmax.row_sum), sink_exponent(plan, h));
+    if (plan.lse.data != NULL && query < plan.q_len && lane < 2)
+        plan.lse.at(tile.b, h)[query] = result.lse;
+    return config::drops ? result.scale * plan.dropout_scale : result.scale;
+}
+
 /* The epilogue of a tile: divides by row_sum, and writes out and lse. Empty rows are 0, not 0 *
  * NaN. */
 template <class config>
-__device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t tile_index) {
-    const int lane = threadIdx.x % 4;
-    const row_tile tile = tile_at<config>(plan, order, tile_index);
+__device__ void consumer<config>::finish_tile(const forward_plan &plan) const {
+    const row_tile tile = memory->header[header.stage].tile;
+    const float own_scale = finish_row(plan, tile);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int32_t row = first_row_of(tile) + 8 * i, query = row / plan.group;
-        const int32_t h = tile.g * plan.group + row % plan.group;
-        const bool is_there = query < plan.q_len;
-        row_result result =
-            result_of(softmax.row_max[i], quad_sum(softmax.row_sum[i]), sink_exponent(plan, h));
-        if constexpr (config::drops)
-            result.scale *= plan.dropout_scale;
-        if (plan.lse.data != NULL && is_there && lane == 0)
-            plan.lse.at(tile.b, h)[query] = result.lse;
+        const int32_t row = first_row_of(tile) + 8 * i, query = order.group.divide(row);
+        const int32_t h = tile.g * plan.group + order.group.remainder(row);
+        const float scale = __shfl_sync(~0u, own_scale, threadIdx.x % 32 / 2 * 2 + i);
+        const uint32_t not_empty = scale == 0 ? 0 : ~0u;
+        const int32_t own = pair_channel(), end = query < plan.q_len ? plan.head_dim - own : 0;
         element *const to = (element *)plan.out.data + tile.b * plan.out.batch +
-                            query * plan.out.row + h * plan.out.head;
+                            query * plan.out.row + h * plan.out.head + own;
 #pragma unroll
-        for (int c = 0; c < config::channels; c += quad_channels) {
-            uint32_t words[4];
+        for (int c = 0; c < config::channels; c += pair_channels) {
+            uint32_t words[2];
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
+            for (int n = 0; n < 2; n++) {
                 const float *const pair = &out[(c / 8 + n) * 4 + 2 * i];
                 words[n] =
-                    element_type<element>::pack(result.scale == 0 ? 0 : pair[0] * result.scale,
-                                                result.scale == 0 ? 0 : pair[1] * result.scale);
+                    not_empty & element_type<element>::pack(pair[0] * scale, pair[1] * scale);
             }
-            transpose_quad(words);
-            const int channel = c + 8 * lane;
-            if (is_there && channel < plan.head_dim)
-                *(uint4 *)(to + channel) = make_uint4(words[0], words[1], words[2], words[3]);
+            transpose_pair(words);
+            if (c < end)
+                *(uint2 *)(to + c) = make_uint2(words[0], words[1]);
         }
     }
 }

@@ -33,7 +33,7 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 template <class config>
 static __global__ void __launch_bounds__(config::threads, 1)
     attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_strides strides,
-           const tile_order order, const float softcap_scale) {
+           const tile_order order, const float softcap_scale, const float bias_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
     // __shfl_sync tells the compiler that all threads of a warp have the same value
@@ -48,6 +48,7 @@ static __global__ void __launch_bounds__(config::threads, 1)
         producer<config> self;
         self.memory = memory;
         self.order = order;
+        self.bias_scale = bias_scale;
         self.warp = threadIdx.x / 32;
         self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
         self.run(plan, strides);
@@ -72,7 +73,13 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
     tile_order order;
     order.tiles = (int32_t)divide_up(plan->q_len * plan->group, config::rows);
     order.heads = plan->batch * plan->kv_heads;
-    order.heads_together = (int32_t)max(min(fitting, (int64_t)order.heads), (int64_t)1);
+    const int32_t together = (int32_t)max(min(fitting, (int64_t)order.heads), (int64_t)1);
+    order.group = divisor_of(plan->group);
+    order.kv_heads = divisor_of(plan->kv_heads);
+    order.together = divisor_of(together);
+    const int32_t rest = order.heads % together;
+    order.last_together = divisor_of(rest == 0 ? together : rest);
+    order.turn = divisor_of(order.tiles * together);
     return order;
 }
 
@@ -96,7 +103,7 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     if (tiles == 0)
         return FDMA_OK;
     return launch("forward", attend<config>, shape, problem, *plan, strides_of(plan), order,
-                  softcap_scale);
+                  softcap_scale, 1 / (plan->scale * log2_e));
 }
 
 template <typename element, bool mask>

@@ -34,13 +34,18 @@ struct own_key {
 template <class config> struct producer {
     forward_memory<config> *memory;
     tile_order order;
+    float bias_scale; // turns a bias of logits into one of products
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
+    pipeline_state<tile_headers> header;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
-    __device__ int32_t fetch_key(const tile_list &keys, int32_t block) const {
-        const int32_t entry = entry_at(keys, block * config::key_rows + own_column);
+    __device__ int32_t fetch_entry(const tile_list &keys, int32_t block) const {
+        return entry_at(keys, block * config::key_rows + own_column);
+    }
+
+    __device__ static int32_t key_of(const tile_list &keys, int32_t entry) {
         return is_key(entry, keys.kv_len) ? entry : no_key;
     }
 
@@ -51,13 +56,15 @@ template <class config> struct producer {
         return key == no_key ? masked_record() : keys.records[key];
     }
 
-    /* Gathers the rows of k or v of a key block into the next stage. */
+    /* Gathers the rows of k or v of a key block into the next stage, unless they are rows of a
+     * short key block that consumers do not read. */
     __device__ void load_rows(const forward_plan &plan, const row_strides &strides,
-                              const piece_rows &rows, int32_t key) {
+                              const piece_rows &rows, int32_t key, bool is_skipped) {
         wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
-        gather_rows<config::key_rows, config::panels, config::warp_keys>(
-            shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows.base, strides.unit,
-            index_of(strides, rows, (uint32_t)key), plan.head_dim);
+        if (!is_skipped)
+            gather_rows<config::key_rows, config::panels, config::warp_keys>(
+                shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows.base,
+                strides.unit, index_of(strides, rows, (uint32_t)key), plan.head_dim);
         cp_async_mbarrier_arrive_noinc(&memory->kv_ready[kv.stage]);
         kv.advance();
     }
@@ -95,7 +102,7 @@ template <class config> struct producer {
             to->bias[n] = own.record.bias;
         else
             write_bias(&to->octet[own_column / octet_keys], own_column % octet_keys,
-                       own.record.bias * (1 / (plan.scale * log2_e)));
+                       own.record.bias * bias_scale);
         to->kept[n] = kept_positions(plan, tile, own);
         if constexpr (config::drops)
             to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
@@ -108,58 +115,64 @@ template <class config> struct producer {
         mask.advance();
     }
 
-    __device__ void load_queries(const forward_plan &plan, const row_tile &tile,
-                                 tile_header header) {
+    __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
+        const row_tile &tile = of.tile;
         constexpr int warp_rows = config::rows / warpgroup_warps;
         const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
-        const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
+        const int64_t own =
+            order.group.divide(row) * plan.q.row + order.group.remainder(row) * plan.q.head;
         wait(&memory->q_free, q.parity ^ 1);
         gather_rows<config::rows, config::panels, warp_rows>(
             shared_address(memory->q), warp * warp_rows,
             rows_of(plan.q, tile.b, tile.g * plan.group), vec_bytes,
             row < tile.end_row ? (uint32_t)(own / vec_channels) : no_row, plan.head_dim);
-        publish_tile(header);
+        publish_tile(of);
     }
 
     /* Publishes the header of a tile. The consumers start once its queries are copied too: this
      * does not wait for them. */
-    __device__ void publish_tile(tile_header header) {
+    __device__ void publish_tile(const tile_header &of) {
         if (threadIdx.x == 0) {
-            memory->header = header;
+            memory->header[header.stage] = of;
             mbarrier_arrive(&memory->q_ready);
         }
         cp_async_mbarrier_arrive_noinc(&memory->q_ready);
         q.advance();
+        header.advance();
     }
 
     /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
-     * and records one. */
+     * and records one: after what was fetched for this block is used, because a wait for that would
+     * wait for them too. */
     __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
         const piece_rows k = rows_of(strides.k, plan.k_carried, plan.k, tile.b, tile.g);
         const piece_rows v = rows_of(strides.v, plan.v_carried, plan.v, tile.b, tile.g);
-        const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
-        const int32_t rest = keys.entries - (blocks - 1) * config::key_rows;
-        int32_t before = no_key, next = fetch_key(keys, 1);
-        own_key own = {fetch_key(keys, 0)};
+        const int32_t entries = max(keys.entries, 0);
+        const block_count count = count_blocks<config>(entries);
+        const int32_t blocks = count.whole + count.has_short;
+        const bool skips = __any_sync(~0u, count.has_short && own_column >= config::short_keys);
+        const int32_t first_entry = fetch_entry(keys, 0);
+        int32_t before = no_key, next_entry = fetch_entry(keys, 1);
+        own_key own = {key_of(keys, first_entry)};
         own.record = fetch_record(keys, own.key);
         for (int32_t block = 0; block < blocks; block++) {
-            const key_record next_record = fetch_record(keys, next);
-            const int32_t after = fetch_key(keys, block + 2);
             if (plan.by_position)
                 drop_expired(tile, &own);
-            load_rows(plan, strides.k, k, own.key);
+            const int32_t next = key_of(keys, next_entry);
+            const key_record next_record = fetch_record(keys, next);
+            next_entry = fetch_entry(keys, block + 2);
+            load_rows(plan, strides.k, k, own.key, skips && block == blocks - 1);
             if (block == 0)
-                load_queries(plan, tile, {index, blocks, rest <= config::short_keys});
+                load_queries(plan, {tile, entries});
             else
-                load_rows(plan, strides.v, v, before);
+                load_rows(plan, strides.v, v, before, false);
             write_mask(plan, tile, own);
             before = own.key;
             own = {next, next_record};
-            next = after;
         }
-        load_rows(plan, strides.v, v, before);
+        load_rows(plan, strides.v, v, before, skips);
     }
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
@@ -172,6 +185,6 @@ template <class config> struct producer {
                 load_tile(plan, strides, round * grid + n);
         }
         wait(&memory->q_free, q.parity ^ 1);
-        publish_tile({-1, 0, false});
+        publish_tile({{}, -1});
     }
 };

@@ -1,6 +1,7 @@
 /* What producer and consumers of sm90's forward kernel share: shapes, shared memory, row tiles. */
 #pragma once
 
+#include "cuda/device/divisor.cuh"
 #include "cuda/device/pieces.cuh"
 #include "cuda/device/pipeline.cuh"
 #include "cuda/device/softmax.cuh"
@@ -26,7 +27,7 @@ struct forward_config {
     static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
     // that fit shared memory, in which dropout's codes take the place of one
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
-    static constexpr int mask_stages = 2;
+    static constexpr int mask_stages = channels > 64 ? 2 : 4;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest
@@ -80,12 +81,37 @@ __device__ static int32_t mask_index(int32_t column) {
     return column - inside + inside % 8 / 2 * 4 + inside / 8 * 2 + inside % 2;
 }
 
+/* `rows` consecutive rows of one kv head. Row r is query r / group of head r % group. */
+struct row_tile {
+    int32_t b, g;
+    int32_t first_row, end_row; // of this kv head's rows
+    int32_t query;              // of first_row
+    int32_t first, last;        // positions of its first and its last row; 0 if all rows see the
+                                // same keys
+};
+
 /* What the producer tells the consumers of a tile. */
 struct tile_header {
-    int32_t index;      // of all tiles; -1: there are no more
-    int32_t key_blocks; // at least 1
-    bool is_short;      // the last key block has no more than short_keys
+    row_tile tile;
+    int32_t entries; // of the tile's list; -1: there are no more tiles
 };
+
+/* The producer writes the header of a tile while consumers still read that of the tile before. */
+static constexpr int tile_headers = 2;
+
+/* The key blocks of a tile: `whole` of key_rows keys, at least one, and then perhaps one of
+ * short_keys. */
+struct block_count {
+    int32_t whole;
+    bool has_short;
+};
+
+template <class config> __device__ static block_count count_blocks(int32_t entries) {
+    const int32_t full = entries / config::key_rows, rest = entries % config::key_rows;
+    const bool has_short =
+        config::short_keys < config::key_rows && full > 0 && 0 < rest && rest <= config::short_keys;
+    return {has_short ? full : max(full + (rest > 0), 1), has_short};
+}
 
 /* mask stands before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
  * would find it past the end of shared memory. */
@@ -93,7 +119,7 @@ template <class config> struct forward_memory {
     alignas(1024) uint8_t q[config::rows * config::row_bytes];
     block_mask<config> mask[config::mask_stages];
     drop_code code[config::drops ? config::rows : 1]; // of the tile's rows
-    tile_header header;
+    tile_header header[tile_headers];
     uint64_t q_ready, q_free;
     uint64_t kv_ready[config::kv_stages], kv_free[config::kv_stages];
     uint64_t mask_ready[config::mask_stages], mask_free[config::mask_stages];
@@ -104,15 +130,6 @@ template <class config> struct forward_memory {
 /* How the rows of keys follow one another. */
 struct key_strides {
     row_strides k, v;
-};
-
-/* `rows` consecutive rows of one kv head. Row r is query r / group of head r % group. */
-struct row_tile {
-    int32_t b, g;
-    int32_t first_row, end_row; // of this kv head's rows
-    int32_t query;              // of first_row
-    int32_t first, last;        // positions of its first and its last row; 0 if all rows see the
-                                // same keys
 };
 
 /* The position of a query of sequence b; 0 if all queries see the same keys. */
@@ -129,9 +146,12 @@ __device__ static int32_t position_in_tile(const forward_plan &plan, const row_t
 /* The order in which tiles are computed: from the last position, which is the heaviest, to the
  * first, for a few heads at a time, so that L2 holds their keys. */
 struct tile_order {
-    int32_t tiles;          // of a head
-    int32_t heads;          // batch * kv_heads
-    int32_t heads_together; // that are computed at a time
+    int32_t tiles; // of a head
+    int32_t heads; // batch * kv_heads
+    divisor group, kv_heads;
+    divisor together;      // heads that are computed at a time
+    divisor last_together; // the last of them, which may be fewer
+    divisor turn;          // tiles of all heads that are computed at a time
 };
 
 /* Tile `index` in this order, below tiles * heads. The order of heads is rotated from one position
@@ -140,18 +160,20 @@ struct tile_order {
 template <class config>
 __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &order,
                                    int32_t index) {
-    const int32_t first_head = index / (order.tiles * order.heads_together) * order.heads_together;
-    const int32_t n = index - first_head * order.tiles;
-    const int32_t together = min(order.heads_together, order.heads - first_head);
-    const int32_t from_end = n / together; // tiles of the same head that come after it
-    const int32_t head = first_head + (n + from_end + from_end / together) % together;
+    const int32_t first_head = order.turn.divide(index) * order.together.value;
+    const bool is_last = first_head + order.together.value > order.heads;
+    const divisor together = is_last ? order.last_together : order.together;
+    const int32_t n = order.turn.remainder(index);
+    const int32_t from_end = together.divide(n); // tiles of the same head that come after it
+    const int32_t turned = n + from_end + together.divide(from_end);
+    const int32_t head = first_head + together.remainder(turned);
     row_tile tile;
-    tile.b = head / plan.kv_heads;
-    tile.g = head % plan.kv_heads;
+    tile.b = order.kv_heads.divide(head);
+    tile.g = order.kv_heads.remainder(head);
     tile.first_row = (order.tiles - 1 - from_end) * config::rows;
     tile.end_row = min(tile.first_row + config::rows, plan.q_len * plan.group);
-    tile.query = tile.first_row / plan.group;
+    tile.query = order.group.divide(tile.first_row);
     tile.first = row_position(plan, tile.b, tile.query);
-    tile.last = row_position(plan, tile.b, (tile.end_row - 1) / plan.group);
+    tile.last = row_position(plan, tile.b, order.group.divide(tile.end_row - 1));
     return tile;
 }
