@@ -27,6 +27,7 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 import flash_dmattn
 import peers_cuda
+import peers_cuda_cases
 import peers_training
 import torch
 from peers_common import (
@@ -371,13 +372,13 @@ def make_parser() -> Parser:
     add("--lengths", type=whole_numbers, metavar="N,...", help="default: 1024 to 16384, doubling")
     add("--window", type=whole_number, default=WINDOW, metavar="N", help="default: %(default)s")
     add("--rounds", type=whole_number, metavar="N", help="exactly N rounds per case")
-    add("--quick", action="store_true", help="few rounds, and lengths up to 4096")
+    add("--quick", action="store_true", help="few rounds, lengths up to 4096 (cuda: 32768)")
     return parser
 
 
 def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]:
     if args.device == "cuda":
-        return named(peers_cuda.all_cases(args.quick), args.filter)
+        return named(peers_cuda_cases.all_cases(args.quick), args.filter)
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     cases = [
         Case(dtype, length, window)
@@ -411,8 +412,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     args.threads = args.threads or [threads for threads in (1, 2) if threads <= cores]
     if max(args.threads) > cores:
         parser.error(f"--threads is {max(args.threads)}, and this machine has {cores} cores")
+    usual = peers_cuda.ROUNDS if args.device == "cuda" else USUAL
     args.rounds = (
-        Rounds(args.rounds, args.rounds, 0) if args.rounds else QUICK if args.quick else USUAL
+        Rounds(args.rounds, args.rounds, 0) if args.rounds else QUICK if args.quick else usual
     )
     if not (cases := select_cases(args)):
         parser.error(f"no case matches {args.filter!r}")

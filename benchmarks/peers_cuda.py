@@ -1,19 +1,23 @@
 """What benchmarks/peers.py measures on a CUDA device, and how.
 
-The cases and tensors are in peers_cuda_inputs.py and, for gradients, in peers_cuda_backward.py.
-Peers alternate. A call is timed by events on its stream, after a kernel that only waits, so that
-the host's time does not count; the case "launch" measures the host's time alone.
+The cases are in peers_cuda_cases.py, their tensors in peers_cuda_inputs.py, and what is about
+gradients in peers_cuda_backward.py. Peers alternate. A call is timed by events on its stream, after
+a kernel that only waits, so that the host's time does not count; the case "launch" measures the
+host's time alone.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
 import flash_dmattn
 import peers_cuda_backward
+import peers_flash4
 import torch
 from flash_dmattn import ops
 from peers_common import Disagreement, Rounds, quantiles
@@ -23,7 +27,6 @@ from peers_cuda_inputs import (
     PASSES,
     SAMPLES,
     Case,
-    Goal,
     Inputs,
     Peer,
     best_keys,
@@ -33,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
-QUICK_LENGTH = 32768  # the largest length with --quick
+ROUNDS = Rounds(5, 100, 2.0)  # of each case
 CALLS = 50  # timed together by the host: fewer than fill the queue of a stream
 
 MORE = """
@@ -41,7 +44,8 @@ With --device cuda (--threads, --lengths and --window do not apply) cases are
   attention  score, selection, lists and attention in one call, against dense attention
   selected   selection and attention, of given scores in several orders
   dense      all keys through the kernels of flash_dmattn
-  select, score, one-query   one operation alone
+  select, score   one operation alone
+  one-query  attention of one query: with a window as attention, without one as dense
   launch     the host's time for a call
   backward   the gradients of attention; training: forward and backward
   selected-backward, dense-backward   the gradients of selected and dense
@@ -51,62 +55,19 @@ and peers
   fdma-deterministic   gradients that are bit-equal from run to run
   fdma-sm80  attention by the kernels for any device of compute capability 8.0 or later
   cudnn, flash   SDPA over all keys, by the back ends of cuDNN and of FlashAttention
+  flash4     flash_attn_func() of the package flash-attn-4 over all keys, if it is installed: in
+             attention, dense and their gradients. A case in which it fails is measured without it,
+             after a line that says why
   masked, mask   SDPA under the boolean mask of the selection; building that mask
   read       a plain read of the case's keys: half the time of a copy
   graph      the same call in a CUDA graph
-Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's); of read is
-the time of a plain read over that of the case; of iid is the time
+A case without bBATCH in its name has batch 1.
+Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's), of flash4
+relative to flash4's; of read is the time of a plain read over that of the case; of iid is the time
 over that with random scores, of fast over that with gradients summed in any order, and of shorter
-over that of a quarter of the length.
+over that of a quarter of the length; times cudnn is the time of cudnn over that of the row's peer,
+and as fast is the time of the row's peer over that of fdma.
 """
-
-
-def attention_cases() -> list[Case]:
-    def attention(*shape: int, mask: bool = False, **goal: tuple[float, float]) -> Case:
-        ((figure, (bar, aim)),) = goal.items()
-        return Case("attention", *shape, {"fdma": Goal(figure, bar, aim)}, mask)
-
-    orders = {f"fdma-{order}": Goal("of_iid", 1.15, 1.0) for order in ORDERS}
-    sm80 = {"fdma-sm80": Goal("of_dense", 0.85, 1.0)}
-    dense = {"fdma": Goal("of_dense", 0.80, 1.05)}
-    return [
-        attention(32, 8, 128, 8192, 2048, ms=(0.65, 0.5), mask=True),
-        attention(32, 8, 128, 32768, 2048, of_dense=(0.70, 1.0)),
-        attention(32, 8, 128, 131072, 2048, of_dense=(0.75, 1.0)),
-        attention(32, 8, 128, 1048576, 2048, ms=(85, 66)),
-        attention(32, 32, 128, 32768, 2048, of_dense=(0.65, 0.90)),
-        attention(32, 8, 64, 32768, 2048, of_dense=(0.60, 0.80)),
-        attention(16, 4, 256, 32768, 2048, of_dense=(0.60, 0.80)),
-        attention(2, 1, 64, 32768, 1024, ms=(0.16, 0.10), mask=True),
-        Case("selected", 32, 8, 128, 8192, 2048, orders),
-        Case("selected", 32, 8, 128, 32768, 2048, {**orders, **sm80}),
-        Case("selected", 32, 8, 128, 131072, 2048, orders),
-        Case("dense", 32, 8, 128, 8192, 0, dense),
-        Case("dense", 32, 8, 128, 32768, 0, dense),
-    ]
-
-
-def small_cases() -> list[Case]:
-    def select(heads: int, length: int, window: int, bar: float, aim: float) -> Case:
-        return Case("select", 0, heads, 0, length, window, {"fdma": Goal("ms", bar, aim)})
-
-    score, row = Goal("of_read", 1 / 1.3, 1 / 1.05), Goal("of_read", 1 / 1.25, 1 / 1.1)
-    launch = {"fdma": Goal("ms", 0.060, 0.030), "graph": Goal("ms", 0.015, 0.008)}
-    return [
-        select(1, 32768, 1024, 0.060, 0.030),
-        select(8, 32768, 2048, 0.080, 0.040),
-        select(8, 131072, 2048, 0.180, 0.090),
-        select(8, 1048576, 2048, 1.5, 0.8),
-        Case("score", 8, 8, 128, 131072, 0, {"fdma": score}),
-        Case("score", 32, 32, 128, 131072, 0, {"fdma": score}),
-        Case("one-query", 32, 8, 128, 131072, 0, {"fdma": row}),
-        Case("launch", 2, 1, 64, 16, 4, launch),
-    ]
-
-
-def all_cases(quick: bool) -> list[Case]:
-    cases = attention_cases() + small_cases() + peers_cuda_backward.cases()
-    return [case for case in cases if not quick or case.length <= QUICK_LENGTH]
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -179,39 +140,53 @@ def score(inputs: Inputs) -> Any:
 
 CUDNN = Peer("cudnn", functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "all")
 FLASH = Peer("flash", functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION), "all")
+FLASH4 = Peer(peers_flash4.NAME, peers_flash4.attend, "all")
 READ = Peer("read", copy)
 FUSED = Peer("fdma", fused)  # computes its own scores
 DENSE = Peer("fdma", dense, "all")
 SM80 = Peer("fdma-sm80", functools.partial(selected, order="iid", backend="cuda/sm80"), "iid")
 
 
+def selected_peers(case: Case) -> list[Peer]:
+    """With those of other libraries only where a goal needs them."""
+    found = ordered_peers(selected, keys=True)
+    return found + ([SM80, CUDNN, FLASH] if SM80.name in case.goals else [])
+
+
 def peers_of(case: Case) -> list[Peer]:
     """The peers of a case, flash_dmattn first."""
+    rivals = [CUDNN, FLASH] + ([FLASH4] if peers_flash4.is_installed() else [])
     found = {
         "select": lambda: ordered_peers(select, keys=False),
-        "selected": lambda: [*ordered_peers(selected, keys=True), SM80, CUDNN, FLASH],
+        "selected": lambda: selected_peers(case),
         "score": lambda: [Peer("fdma", score), READ],
-        "one-query": lambda: [DENSE, READ, FLASH],
-        "dense": lambda: [DENSE, CUDNN, FLASH],
+        "one-query": lambda: [FUSED, FLASH] if case.window else [DENSE, READ, FLASH],
+        "dense": lambda: [DENSE, *rivals],
         "launch": lambda: [FUSED, Peer("graph", replay)],
-        "attention": lambda: [FUSED, CUDNN, FLASH],
+        "attention": lambda: [FUSED, *rivals],
     }.get(case.kind, lambda: peers_cuda_backward.peers_of(case))()
     if case.mask and case.kind not in PASSES:
         found += [Peer("masked", masked, "iid"), Peer("mask", build_mask)]
-    return [peer for peer in found if peer.keys != "all" or case.length <= LONGEST_DENSE]
+    is_affordable = case.length <= LONGEST_DENSE or case.kind == "one-query"
+    return [peer for peer in found if peer.keys != "all" or is_affordable]
 
 
 # ---- outputs ----
 
 
 def evaluate(
-    inputs: Inputs, g: int, rows: torch.Tensor, logits_of: torch.Tensor, dtype: torch.dtype
+    inputs: Inputs,
+    b: int,
+    g: int,
+    rows: torch.Tensor,
+    logits_of: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """out [rows, heads of group g, head_dim], with every step in `dtype`. logits_of [rows, length]
-    is added to the logits; it is -inf where a key is not kept."""
+    """out [rows, heads of group g, head_dim] of batch entry b, with every step in `dtype`.
+    logits_of [rows, length] is added to the logits; it is -inf where a key is not kept."""
     group = inputs.case.q_heads // inputs.case.kv_heads
-    key, value = (tensor[0, :, g].to(dtype) for tensor in (inputs.key, inputs.value))
-    query = inputs.query[0, rows, g * group : (g + 1) * group].to(dtype)
+    key, value = (tensor[b, :, g].to(dtype) for tensor in (inputs.key, inputs.value))
+    query = inputs.query[b, rows, g * group : (g + 1) * group].to(dtype)
     logits = (query @ key.T) * inputs.case.head_dim**-0.5 + logits_of[:, None].to(dtype)
     return torch.softmax(logits, 2) @ value
 
@@ -232,11 +207,11 @@ def check_output(
     length, window = inputs.case.length, inputs.case.window if score is not None else 0
     require_finite(out, what)
     rows = torch.linspace(0, out.shape[1] - 1, min(SAMPLES, out.shape[1]), device=out.device).long()
-    for g in range(inputs.case.kv_heads):
-        ranked = torch.zeros(length, device=out.device) if score is None else score[0, g]
+    for b, g in itertools.product(range(len(out)), range(inputs.case.kv_heads)):
+        ranked = torch.zeros(length, device=out.device) if score is None else score[b, g]
         kept = best_keys(ranked, rows + length - out.shape[1], window)
-        added = torch.zeros_like(ranked) if bias is None else bias[0, g]
-        check_group(inputs, out, g, rows, torch.where(kept, added, -torch.inf), what)
+        added = torch.zeros_like(ranked) if bias is None else bias[b, g]
+        check_group(inputs, out, g, rows, torch.where(kept, added, -torch.inf), what, b)
 
 
 def require_finite(out: torch.Tensor, what: str) -> None:
@@ -245,36 +220,70 @@ def require_finite(out: torch.Tensor, what: str) -> None:
 
 
 def check_group(
-    inputs: Inputs, out: torch.Tensor, g: int, rows: torch.Tensor, added: torch.Tensor, what: str
+    inputs: Inputs,
+    out: torch.Tensor,
+    g: int,
+    rows: torch.Tensor,
+    added: torch.Tensor,
+    what: str,
+    b: int = 0,
 ) -> None:
-    """Compare out[0, rows] of the query heads of kv head g; `added` as in evaluate()."""
+    """Compare out[b, rows] of the query heads of kv head g; `added` is logits_of in evaluate()."""
     group = inputs.case.q_heads // inputs.case.kv_heads
-    exact = evaluate(inputs, g, rows, added, torch.float64)
-    plain = evaluate(inputs, g, rows, added, out.dtype)
-    found = out[0, rows, g * group : (g + 1) * group]
+    exact = evaluate(inputs, b, g, rows, added, torch.float64)
+    plain = evaluate(inputs, b, g, rows, added, out.dtype)
+    found = out[b, rows, g * group : (g + 1) * group]
     step = torch.finfo(out.dtype).eps
     allowed = 2 * (plain - exact).abs().amax((1, 2)) + step * exact.abs().amax((1, 2))
     error = (found - exact).abs().amax((1, 2))
     if not (error <= allowed).all():  # written so that NaN fails
         worst = (error / allowed).max().item()
-        raise Disagreement(f"{what}, kv head {g}: {worst:.3g} times what is allowed")
+        where = f"batch entry {b}, kv head {g}"
+        raise Disagreement(f"{what}, {where}: {worst:.3g} times what is allowed")
 
 
-def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:
-    """Check every peer's outputs; those of the fused call by the scores that it computed."""
+def check_fused(inputs: Inputs) -> None:
+    """Check the fused call by the scores that it computed; and its output without them, which must
+    have the same bits, except that a single query then gets its keys in another order."""
+    case, what = inputs.case, f"{inputs.case.name()}: fdma"
+    out, _, found, bias, *_ = attend(inputs)
+    check_output(inputs, out, found, bias, what)
+    alone = fused(inputs)
+    if case.kind == "one-query":
+        check_output(inputs, alone, found, bias, what)
+    elif not torch.equal(alone, out):
+        raise Disagreement(f"{what}: out differs when it is the only result")
+
+
+def check_peer(inputs: Inputs, peer: Peer) -> None:
     case = inputs.case
     if case.kind in PASSES:
-        peers_cuda_backward.check_gradients(inputs, peers)
-        return
-    if case.kind in ("attention", "launch"):
-        out, _, found, bias, *_ = attend(inputs)
-        check_output(inputs, out, found, bias, f"{case.name()}: fdma")
-        if not torch.equal(fused(inputs), out):
-            raise Disagreement(f"{case.name()}: fdma: out differs when it is the only result")
+        peers_cuda_backward.check_peer(inputs, peer)
+    elif peer is FUSED:
+        check_fused(inputs)
+    elif peer.keys:
+        ranked = inputs.scores.get(peer.keys)
+        check_output(inputs, peer.run(inputs), ranked, None, f"{case.name()}: {peer.name}")
+
+
+def checked_peers(inputs: Inputs, peers: list[Peer]) -> list[Peer]:
+    """The peers whose outputs or gradients are right.
+
+    Raises:
+        Disagreement: those of a peer are wrong that is not from an optional package.
+    """
+    right = []
     for peer in peers:
-        if peer.keys:
-            ranked = inputs.scores.get(peer.keys)
-            check_output(inputs, peer.run(inputs), ranked, None, f"{case.name()}: {peer.name}")
+        try:
+            check_peer(inputs, peer)
+        except Exception as error:  # of any kind: flash4 is compiled at its first call
+            if peer.name != peers_flash4.NAME:
+                raise
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
+        else:
+            right.append(peer)
+    return right
 
 
 # ---- time ----
@@ -327,21 +336,30 @@ def make_row(
     """One peer's row of a case; `earlier` has fdma's medians in the cases before it."""
     own, ours = times[peer.name], times["fdma"]
     low, median, high = quantiles(own)
+    is_ours = peer.name.startswith("fdma")
     attends = peer.keys or peer is FUSED or case.kind in PASSES
     flops = case.flops(0 if peer.keys == "all" else case.window) if attends else None
-    rival = times.get("flash" if peer.name == "fdma-sm80" else "cudnn")
+
+    def rate_over(rival: str) -> float | None:
+        """Useful FLOP/s relative to those of a peer that attends to all keys."""
+        if not flops or rival not in times:
+            return None
+        return flops / case.flops(0) * ratio(times[rival], own)
+
     row = {
         "case": case.name(),
         "peer": peer.name,
         "ms": median,
         "spread": (high - low) / median,
         "useful_gflops": flops / (median * 1e6) if flops and case.kind != "launch" else None,
-        "of_dense": flops / case.flops(0) * ratio(rival, own) if flops and rival else None,
+        "of_dense": rate_over("flash" if peer.name == "fdma-sm80" else "cudnn"),
+        "of_flash4": rate_over(peers_flash4.NAME),
         "of_read": ratio(times["read"], own) if "read" in times else None,
         "of_iid": ratio(own, ours) if peer.name[5:] in ORDERS else None,
         "of_fast": ratio(own, ours) if peer.name == "fdma-deterministic" else None,
         "of_shorter": of_shorter(case, median, earlier) if peer.name == "fdma" else None,
-        "ratio": None if peer.name.startswith("fdma") else ratio(own, ours),
+        "times_cudnn": ratio(times["cudnn"], own) if is_ours and "cudnn" in times else None,
+        "ratio": None if is_ours else ratio(own, ours),
     }
     goal = case.goals.get(peer.name)
     row["goal"] = goal.words() if goal else None
@@ -368,9 +386,8 @@ def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
     wrong = []
     for case in cases:
         inputs = Inputs(case)
-        peers = peers_of(case)
         try:
-            check_outputs(inputs, peers)
+            peers = checked_peers(inputs, peers_of(case))
         except Disagreement as error:
             wrong.append(str(error))
             continue
@@ -387,10 +404,12 @@ def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
 
 FIGURES = {
     "of_dense": "of dense",
+    "of_flash4": "of flash4",
     "of_read": "of read",
     "of_iid": "of iid",
     "of_fast": "of fast",
     "of_shorter": "of shorter",
+    "times_cudnn": "times cudnn",
     "ratio": "as fast",
 }
 
@@ -399,12 +418,12 @@ def print_row(row: dict[str, Any]) -> None:
     cells = [f"{row['case']:46} {row['peer']:18} {row['ms']:10.4f} {row['spread']:7.3f}"]
     tflops = row["useful_gflops"] / 1e3 if row["useful_gflops"] else None
     for value in (tflops, *(row[figure] for figure in FIGURES)):
-        cells.append(f"{value:10.3f}" if value is not None else " " * 10)
+        cells.append(f"{value:11.3f}" if value is not None else " " * 11)
     if row["goal"]:
         cells.append(f" {'met   ' if row['met'] else 'MISSED'} {row['goal']}")
     print(" ".join(cells).rstrip(), flush=True)
 
 
 def print_head() -> None:
-    heads = " ".join(f"{head:>10}" for head in ("TFLOP/s", *FIGURES.values()))
+    heads = " ".join(f"{head:>11}" for head in ("TFLOP/s", *FIGURES.values()))
     print(f"{'case':46} {'peer':18} {'ms':>10} {'spread':>7} {heads}")

@@ -1,5 +1,5 @@
-"""Gradients of flash_dmattn and its peers on a CUDA device: the cases of benchmarks/peers.py whose
-kinds end in backward, and training, which is forward and backward.
+"""Gradients of flash_dmattn and its peers on a CUDA device, for the cases of benchmarks/peers.py
+whose kinds end in backward, and for training, which is forward and backward.
 
 A backward pass is timed repeatedly over the graph of one forward pass. Gradients are checked with
 an output gradient that is 0 except for a few queries, so that float64 is affordable.
@@ -11,30 +11,14 @@ import functools
 from typing import Callable
 
 import flash_dmattn
+import peers_flash4
 import torch
 from peers_common import Disagreement
-from peers_cuda_inputs import LONGEST_DENSE, ORDERS, SAMPLES, Case, Goal, Inputs, Peer, best_keys
+from peers_cuda_inputs import LONGEST_DENSE, ORDERS, SAMPLES, Case, Inputs, Peer, best_keys
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
 Forward = Callable[[Inputs], torch.Tensor]
-
-
-def cases() -> list[Case]:
-    def case(kind: str, *shape: int, goal: Goal | None = None, mask: bool = False) -> Case:
-        return Case(kind, *shape, {"fdma": goal} if goal else {}, mask)
-
-    orders = {f"fdma-{order}": Goal("of_iid", 1.2, 1.0) for order in ORDERS if order != "falling"}
-    fast = {"fdma-deterministic": Goal("of_fast", 1.4, 1.1)}
-    return [
-        case("backward", 32, 8, 128, 32768, 2048, goal=Goal("of_dense", 0.50, 0.85)),
-        case("backward", 32, 8, 128, 131072, 2048, goal=Goal("of_shorter", 4.4, 4.1)),
-        case("backward", 32, 32, 128, 16384, 2048, goal=Goal("of_dense", 0.45, 0.75)),
-        case("backward", 2, 1, 64, 32768, 1024, mask=True, goal=Goal("ms", 0.4, 0.22)),
-        Case("selected-backward", 32, 8, 128, 32768, 2048, {**orders, **fast}),
-        case("dense-backward", 32, 8, 128, 8192, 0, goal=Goal("of_dense", 0.65, 1.0)),
-        case("training", 32, 8, 128, 32768, 2048),
-    ]
 
 
 # ---- forward, with its graph ----
@@ -94,6 +78,7 @@ def train(inputs: Inputs, forward: Forward) -> tuple[torch.Tensor, ...]:
 FORWARDS: dict[str, Forward] = {
     "cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    peers_flash4.NAME: peers_flash4.attend,
     "masked": masked,
     "fdma-deterministic": functools.partial(selected, order="iid", deterministic=True),
     **{f"fdma-{order}": functools.partial(selected, order=order) for order in ORDERS},
@@ -112,7 +97,7 @@ def forward_of(case: Case, name: str) -> Forward:
 
 def keys_of(name: str) -> str:
     """As Peer.keys; the call that computes scores is checked by those."""
-    if name in ("cudnn", "flash"):
+    if name in ("cudnn", "flash", peers_flash4.NAME):
         return "all"
     return name[5:] if name[5:] in ORDERS else "iid"
 
@@ -121,7 +106,10 @@ def peers_of(case: Case) -> list[Peer]:
     names = ["fdma"]
     if case.kind == "selected-backward":
         names += [*(f"fdma-{order}" for order in ORDERS), "fdma-deterministic"]
-    names += ["cudnn", "flash"] if case.length <= LONGEST_DENSE else []
+    if case.length <= LONGEST_DENSE:
+        names += ["cudnn", "flash"]
+        if case.kind in ("backward", "dense-backward") and peers_flash4.is_installed():
+            names.append(peers_flash4.NAME)
     names += ["masked"] if case.mask else []
     peers = []
     for name in names:
@@ -141,21 +129,24 @@ def peers_of(case: Case) -> list[Peer]:
 def sampled_loss(
     inputs: Inputs, tensors: list[torch.Tensor], rows: torch.Tensor, kept: list[torch.Tensor]
 ) -> torch.Tensor:
-    """<out, dout> over the sampled queries, with every step in the tensors' dtype."""
+    """<out, dout> over the sampled queries of each batch entry, with every step in the tensors'
+    dtype. kept: bool [rows, length] of each batch entry and kv head."""
     case = inputs.case
     query, key, value, *weights = tensors
     group = case.q_heads // case.kv_heads
-    bias = torch.zeros(case.kv_heads, case.length, dtype=query.dtype, device=query.device)
+    shape = len(query), case.kv_heads, case.length
+    bias = torch.zeros(shape, dtype=query.dtype, device=query.device)
     if weights:
         dt_proj, a_coef = weights
-        bias = torch.exp(a_coef[:, None] * softplus(dt_proj @ value[0].flatten(1).T))
+        bias = torch.exp(a_coef[:, None] * softplus(dt_proj @ value.flatten(2).mT))
     total = torch.zeros((), dtype=query.dtype, device=query.device)
-    for g in range(case.kv_heads):
-        heads = slice(g * group, (g + 1) * group)
-        logits = (query[0, rows, heads] @ key[0, :, g].T) * case.head_dim**-0.5 + bias[g]
-        logits = logits.masked_fill(~kept[g][:, None], -torch.inf)
-        out = torch.softmax(logits, 2) @ value[0, :, g]
-        total = total + (out * inputs.dout[0, rows, heads].to(out.dtype)).sum()
+    for b, (q, k, v, biases) in enumerate(zip(query, key, value, bias)):
+        for g in range(case.kv_heads):
+            heads = slice(g * group, (g + 1) * group)
+            logits = (q[rows, heads] @ k[:, g].T) * case.head_dim**-0.5 + biases[g]
+            logits = logits.masked_fill(~kept[b * case.kv_heads + g][:, None], -torch.inf)
+            out = torch.softmax(logits, 2) @ v[:, g]
+            total = total + (out * inputs.dout[b, rows, heads].to(out.dtype)).sum()
     return total
 
 
@@ -172,7 +163,7 @@ def evaluate(
 
 
 def scores_of(inputs: Inputs, peer: Peer) -> torch.Tensor | None:
-    """[1, kv_heads, length], by which the peer selects; None if it does not select."""
+    """[batch, kv_heads, length], by which the peer selects; None if it does not select."""
     if forward_of(inputs.case, peer.name) is fused:
         return flash_dmattn.score(inputs.value, inputs.dt_proj, inputs.a_coef)[0].detach()
     return inputs.scores.get(peer.keys)
@@ -188,13 +179,11 @@ def check_peer(inputs: Inputs, peer: Peer) -> None:
     case = inputs.case
     rows = torch.linspace(0, case.length - 1, SAMPLES, device="cuda").long()
     ranked = scores_of(inputs, peer)
-    scores = torch.zeros(case.kv_heads, case.length, device="cuda") if ranked is None else ranked[0]
-    kept = [
-        best_keys(scores[g], rows, 0 if ranked is None else case.window)
-        for g in range(case.kv_heads)
-    ]
+    scores = inputs.scores["iid"] if ranked is None else ranked
+    window = 0 if ranked is None else case.window
+    kept = [best_keys(score, rows, window) for score in scores.flatten(0, 1)]
     dout = torch.zeros_like(inputs.dout)
-    dout[0, rows] = inputs.dout[0, rows]
+    dout[:, rows] = inputs.dout[:, rows]
     forward = forward_of(case, peer.name)
     found = backward(inputs, f"{peer.name} sampled", forward, dout)
     del inputs.outs[f"{peer.name} sampled"]
@@ -221,13 +210,3 @@ def compare(
         if not error <= allowed:  # written so that NaN fails
             excess = (error / allowed).item()
             raise Disagreement(f"{what}: {name}: {excess:.3g} times what is allowed")
-
-
-def check_gradients(inputs: Inputs, peers: list[Peer]) -> None:
-    """Check the gradients of every peer.
-
-    Raises:
-        Disagreement: a gradient is too far from float64.
-    """
-    for peer in peers:
-        check_peer(inputs, peer)

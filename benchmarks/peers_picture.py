@@ -87,7 +87,7 @@ def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -
     return f"{', '.join(where)}\n{', '.join(what)}; {counted}"
 
 
-CUDA_CASE = re.compile(r"(?P<kind>\w+)/bf16/h32g8/d128/n(?P<length>\d+)(/w(?P<window>\d+))?")
+CUDA_CASE = re.compile(r"(?P<kind>\w+)/bf16/h32g8/d128/n(?P<length>\d+)/w2048")
 CUDA_LINES = (
     Line("attention", "masked", "SDPA, masked", "#E69F00", "^"),
     Line("attention", "flash", "FlashAttention-2, dense", "#009E73", "v"),
@@ -116,6 +116,16 @@ def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False)
 
 
+def lowest_fraction(row: dict[str, Any]) -> float | None:
+    """What of_dense of a row must reach, if its goal says so."""
+    if not row["goal"]:
+        return None
+    _, bar, *words = row["goal"].split()
+    if words[:2] == ["times", "cudnn"]:
+        return float(bar) * row["of_dense"] / row["times_cudnn"]
+    return float(bar) if words[:2] == ["of", "dense"] else None
+
+
 def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
     names = [
@@ -123,10 +133,10 @@ def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
         for row in shown
     ]
     heights = range(len(shown))
+    axes.get_figure().set_figheight(max(6, 0.15 * len(shown)))
     axes.barh(heights, [row["of_dense"] for row in shown], color="#0072B2")
     for height, row in zip(heights, shown):
-        if row["goal"] and "of dense" in row["goal"]:
-            bar = float(row["goal"].split()[1])
+        if (bar := lowest_fraction(row)) is not None:
             axes.plot([bar, bar], [height - 0.4, height + 0.4], color="#D55E00", linewidth=2)
     axes.set_yticks(heights, names, fontsize="x-small")
     axes.invert_yaxis()

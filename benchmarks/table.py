@@ -20,11 +20,12 @@ are written below the table.
 Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over that of a loop
 of multiply-adds that ran in alternation; of_read, the time of a plain read over that of the case;
 ns_per_key, of selection and lists; of_forward, the time of lists over that of attention over their
-selection; of_dense, useful FLOP/s over those of dense attention; of_iid, of_fast and of_shorter,
-the time over that with random scores, with gradients in any order, and of a quarter of the length,
-respectively; of_other, the time of a useful operation over that of the case's other call, see
-streams.py; ratio and times, how many times as fast as the peer flash_dmattn is; goal and met, see
-peers.py.
+selection; of_dense and of_flash4, useful FLOP/s over those of dense attention by cuDNN and by
+FlashAttention-4; of_iid, of_fast and of_shorter, the time over that with random scores, with
+gradients in any order, and of a quarter of the length, respectively; of_other, the time of a useful
+operation over that of the case's other call, see streams.py; of_sdpa, the time over SDPA's; ratio
+and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's lines,
+how many times as fast as cuDNN it is; goal and met, see peers.py.
 
 Raises ValueError for a file that is not in this form, or that lacks a case.
 """
@@ -51,10 +52,13 @@ COLUMNS = {
     "of_read": "of read",
     "of_forward": "of forward",
     "of_dense": "of dense",
+    "of_flash4": "of flash4",
     "of_iid": "of iid",
     "of_fast": "of fast",
     "of_shorter": "of shorter",
     "of_other": "of other",
+    "of_sdpa": "of SDPA",
+    "times_cudnn": "times cuDNN",
     "ratio": "times as fast",
     "goal": "to reach",
     "met": "reached",
@@ -70,10 +74,13 @@ DECIMALS = {
     "of_read": 2,
     "of_forward": 4,
     "of_dense": 2,
+    "of_flash4": 2,
     "of_iid": 2,
     "of_fast": 2,
     "of_shorter": 2,
     "of_other": 2,
+    "of_sdpa": 2,
+    "times_cudnn": 2,
     "ratio": 2,
     "times": 2,
     "tokens_per_second": 0,
