@@ -22,7 +22,16 @@ from typing import Any, Callable
 
 import flash_dmattn
 import torch
-from peers_common import QUICK, Disagreement, Rounds, find_machine, require_close, write_whole
+from peers_common import (
+    QUICK,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+    write_whole,
+)
+from peers_cuda_inputs import Goal
 from script import alternate, make_parser, make_rows, parse
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,6 +39,12 @@ CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far mo
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 KEYS, WINDOW = 8, 4
 HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
+# Of fdma on a CUDA device. On the CPU a call computes, too, and so there are none.
+GOALS = {
+    "no-gradients": Goal("of_sdpa", 0.8),
+    "recording": Goal("of_sdpa", 1.2),
+    "backward": Goal("of_sdpa", 1.2),
+}
 
 MORE = f"""
 All: batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM}, {KEYS} keys, causal
@@ -44,7 +59,8 @@ Peers:
   sdpa          scaled_dot_product_attention() with as many kv heads as query heads: in decode, of
                 one query over {WINDOW} keys
 Columns: us, the median of the rounds for each call; spread, (90th - 10th percentile) / median;
-times, the median of the rounds' ratios to fdma.
+times, the median of the rounds' ratios to fdma; of sdpa, that of fdma's ratios to sdpa, which has
+goals on a CUDA device.
 """
 
 Peers = dict[str, Callable[[], Any]]
@@ -148,6 +164,22 @@ def time_backward(
     return time_calls(run, device)
 
 
+def of_sdpa(times: dict[str, list[float]], peer: str, goal: Goal | None) -> dict[str, Any]:
+    """fdma's time over that of sdpa in the same round, median of the rounds; and its goal."""
+    if peer != "fdma":
+        return {"of_sdpa": None, "goal": None, "met": None}
+    _, median, _ = quantiles([ours / theirs for ours, theirs in zip(times["fdma"], times["sdpa"])])
+    words, met = (goal.words(), goal.met(median)) if goal else (None, None)
+    return {"of_sdpa": median, "goal": words, "met": met}
+
+
+def print_row(row: dict[str, Any]) -> None:
+    ratio = f"{row['of_sdpa']:8.3f}" if row["of_sdpa"] is not None else ""
+    goal = f"  {'met   ' if row['met'] else 'MISSED'} {row['goal']}" if row["goal"] else ""
+    line = "{case:14} {peer:5} {us:8.1f} {spread:7.3f} {times:7.3f}".format(**row)
+    print(f"{line} {ratio}{goal}".rstrip())
+
+
 def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
     timers = {
         case: {name: functools.partial(time_calls, run, device) for name, run in peers.items()}
@@ -161,8 +193,10 @@ def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
     for case, own in timers.items():
         for timer in own.values():  # the first calls do more
             timer()
-        for row in make_rows(case, alternate(own, rounds)):
-            yield {**row, "us": 1e3 * row.pop("ms")}
+        times = alternate(own, rounds)
+        goal = GOALS.get(case) if device == "cuda" else None
+        for row in make_rows(case, times):
+            yield {**row, "us": 1e3 * row["ms"], **of_sdpa(times, row["peer"], goal)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,12 +204,15 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cpu":
         torch.set_num_threads(1)
     lines = [find_machine(args.device)]
-    print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7}")
+    print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7} {'of sdpa':>8}")
     try:
         check(args.device)
         for row in measure(args.device, QUICK if args.quick else HOST_ROUNDS):
             lines.append(row)
-            print("{case:14} {peer:5} {us:8.1f} {spread:7.3f} {times:7.3f}".format(**row))
+            print_row(row)
+        held = [row["met"] for row in lines[1:] if row["met"] is not None]
+        if held:
+            print(f"{sum(held)} of {len(held)} goals reached")
         write_whole(args.out / f"host_time-{args.device}.json", lines)
     except (Disagreement, OSError) as error:
         print(f"host_time.py: {error}", file=sys.stderr)

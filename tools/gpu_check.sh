@@ -4,8 +4,8 @@
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
 #   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
-# log.txt, peers-cuda.json, peers-cuda.svg, decode-cuda.json, streams-cuda.json, cuda.json (full) and
-# tables.md.
+# log.txt, peers-cuda.json, peers-cuda.svg, host_time-cuda.json, decode-cuda.json, streams-cuda.json,
+# cuda.json (full) and tables.md.
 # FDMA_COMMIT names the commit where there is no git.
 set -u
 length=full
@@ -149,10 +149,13 @@ else
     fi
 fi
 
+# peers compiles the kernels of FlashAttention-4, if it is installed: about 10 s for each shape
 if [ "$length" = quick ]; then
-    step peers 60 python3 benchmarks/peers.py --device cuda --quick --json "$out/peers-cuda.json"
+    step peers 210 python3 benchmarks/peers.py --device cuda --quick --json "$out/peers-cuda.json"
+    step host_time 60 python3 benchmarks/host_time.py --quick --out "$out"
 else
-    step peers 240 python3 benchmarks/peers.py --device cuda --json "$out/peers-cuda.json"
+    step peers 420 python3 benchmarks/peers.py --device cuda --json "$out/peers-cuda.json"
+    step host_time 60 python3 benchmarks/host_time.py --out "$out"
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
 step decode 60 python3 benchmarks/decode.py --out "$out"
@@ -167,8 +170,8 @@ else
     skip picture "matplotlib is not installed"
 fi
 since=$(seconds)
-if text=$(tables "$out/peers-cuda.json" "$out/decode-cuda.json" "$out/streams-cuda.json" \
-    "$out/cuda.json" 2>&1); then
+if text=$(tables "$out/peers-cuda.json" "$out/host_time-cuda.json" "$out/decode-cuda.json" \
+    "$out/streams-cuda.json" "$out/cuda.json" 2>&1); then
     report ok tables "$since" "$text"
 else
     failed=$((failed + 1))
