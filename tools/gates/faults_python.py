@@ -114,4 +114,7 @@ PYTHON = [
     Fault("a benchmark compares times of unequal work", "benchmarks/",
           " * case.flops(other.lengths) / flops", "",
           ("pytest test_streams_benchmark.py -k figures",)),
+    Fault("a benchmark checks the first batch entry alone", "benchmarks/",
+          "in itertools.product(range(len(out)),", "in itertools.product(range(1),",
+          ("pytest test_peers_cuda.py -k entry",)),
 ]
