@@ -1,8 +1,9 @@
 /* Score: z = a * softplus(<v, dt_proj> + dt_bias) of each key and kv head.
  *
  * The value states of a key, of all kv heads side by side, are multiplied with dt_proj a slab of
- * channels at a time, so that v is read from memory once and the slab's weights stay in the L1
- * cache. */
+ * channels at a time. The slab of a batch of keys stays in the L1 cache while all heads are
+ * multiplied, and the next slab is prefetched into it meanwhile. The weights come from the L2
+ * cache, a few heads at a time. */
 #pragma once
 
 #include "cpu/common/math.h"
@@ -11,14 +12,19 @@
 
 enum {
     dot_heads = 4,       /* heads whose sums are in registers at a time */
-    batch_keys = 16,     /* keys that are multiplied with one slab before the next */
+    batch_keys = 8,      /* keys that are multiplied with one slab before the next: see below */
     task_keys = 256,     /* keys of a task */
-    slab_channels = 256, /* of v, about: 8 heads' weights for them fit the L1 cache beside v's */
+    slab_channels = 512, /* of v, about: adding up the lanes then takes a tenth of the time */
+    line_bytes = 64,     /* of the cache */
     score_bytes = 10000, /* of v that a thread works through per microsecond, about */
 };
 
+/* If rows are a multiple of 4 KB apart, each row of a batch takes a way of the same sets of the L1
+ * cache, which has 8 ways or 12. */
+
 _Static_assert(batch_keys % dot_keys == 0 && task_keys % batch_keys == 0,
                "a task is a whole number of batches, a batch of products");
+_Static_assert((dot_heads * dot_keys) % vf_width == 0, "sums of a product fill whole vectors");
 
 typedef struct score_context {
     const fdma_problem *problem;
@@ -29,6 +35,8 @@ typedef struct score_context {
     int64_t tasks;        /* of one sequence */
     int64_t channel_size; /* bytes of a channel of v */
     int64_t head_bytes;   /* from one head of v to the next */
+    int64_t slab_runs;    /* pieces of memory that a slab of a key consists of */
+    int64_t run_bytes;    /* of each of them */
     bool is_ready;        /* slabs of v are multiplied where they are */
     int32_t threads;
     float *projection; /* [slabs][heads][width]: dt_proj, padded with zeros */
@@ -40,15 +48,15 @@ typedef struct score_context {
 
 /* The scratch memory of one thread. */
 typedef struct score_scratch {
-    float *rows; /* [dot_keys][width], for slabs that are not ready */
-    float *sums; /* [heads][batch_keys][vf_width] */
+    float *rows; /* [batch_keys][width], for slabs that are not ready */
+    float *sums; /* [heads / dot_heads][batch_keys / dot_keys][dot_heads][dot_keys] */
     float *dots; /* [heads][task_keys], then scores */
 } score_scratch;
 
 static score_scratch scratch_of(const score_context *score, int32_t thread) {
     float *const start = score->scratch + thread * score->scratch_size;
-    float *const sums = start + dot_keys * score->width;
-    return (score_scratch){start, sums, sums + score->heads * batch_keys * vf_width};
+    float *const sums = start + batch_keys * score->width;
+    return (score_scratch){start, sums, sums + score->heads * batch_keys};
 }
 
 /* The number of heads in a slab: the last one may have fewer. */
@@ -87,42 +95,48 @@ static const float *gather_slab(const score_context *score, float *to, int64_t h
     return to - heads * dim;
 }
 
-/* sums += products of dot_keys rows with dot_heads projections, lane by lane. Prefetches the same
- * channels of the rows `ahead`; a channel has `size` bytes there, 0: no prefetch. */
+/* Adds the products of dot_keys rows with dot_heads projections to `sums`. */
 INLINE void dot_rows(float *sums, const float *const *rows, const float *projection, int64_t stride,
-                     int64_t width, const uint8_t *const *ahead, int size) {
-    vf s[dot_keys][dot_heads];
+                     int64_t width) {
+    vf s[dot_heads * dot_keys];
     const float *row[dot_keys];
     UNROLL
-    for (int key = 0; key < dot_keys; key++) {
+    for (int key = 0; key < dot_keys; key++)
         row[key] = rows[key];
-        UNROLL
-        for (int g = 0; g < dot_heads; g++)
-            s[key][g] = vf_load(sums + (g * batch_keys + key) * vf_width);
-    }
+    clear_vectors(s, 0, dot_heads * dot_keys);
     for (int64_t x = 0; x < width; x += vf_width) {
         vf weight[dot_heads];
         UNROLL
         for (int g = 0; g < dot_heads; g++)
             weight[g] = vf_load(projection + g * stride + x);
-        if (size > 0 && x * size % 64 == 0) {
-            UNROLL
-            for (int key = 0; key < dot_keys; key++)
-                __builtin_prefetch(ahead[key] + x * size, 0, 2);
-        }
         UNROLL
         for (int key = 0; key < dot_keys; key++) {
             const vf values = vf_load(row[key] + x);
             UNROLL
             for (int g = 0; g < dot_heads; g++)
-                s[key][g] = vf_fma(values, weight[g], s[key][g]);
+                s[g * dot_keys + key] = vf_fma(values, weight[g], s[g * dot_keys + key]);
         }
     }
     UNROLL
-    for (int key = 0; key < dot_keys; key++) {
-        UNROLL
-        for (int g = 0; g < dot_heads; g++)
-            vf_store(sums + (g * batch_keys + key) * vf_width, s[key][g]);
+    for (int x = 0; x < dot_heads * dot_keys; x += vf_width)
+        vf_store(sums + x, vf_add(vf_load(sums + x), vf_sum_each(s + x)));
+}
+
+/* Prefetches into the L1 cache those lines of a slab of batch_keys keys that are assigned to one of
+ * the products that are computed meanwhile. A run is contiguous memory: the slab of a key, or one
+ * head of it. */
+static void prefetch_lines(const score_context *score, const uint8_t *const *keys, int64_t slab,
+                           int64_t product, int64_t products) {
+    const int64_t runs = score->slab_runs, lines = divide_up(score->run_bytes, line_bytes);
+    const int64_t offset = slab * score->slab_heads * score->head_bytes;
+    const int64_t end = batch_keys * runs * lines * (product + 1) / products;
+    for (int64_t at = batch_keys * runs * lines * product / products; at < end;) {
+        const uint8_t *const key = keys[at / lines / runs];
+        const int64_t from = offset + at / lines % runs * score->head_bytes;
+        const int64_t first = at % lines, last = min(lines, first + end - at);
+        for (int64_t line = first; key != NULL && line < last; line++)
+            __builtin_prefetch(key + from + line * line_bytes);
+        at += last - first;
     }
 }
 
@@ -138,56 +152,54 @@ static const float *slab_row(const score_context *score, const score_scratch *sc
     return gather_slab(score, scratch->rows + index * score->width, heads_of(score, slab), from);
 }
 
-/* Multiplies a slab of dot_keys keys, and prefetches that of the dot_keys keys behind them. */
+/* Multiplies a slab of batch_keys keys. Meanwhile it prefetches the next slab: of these keys or,
+ * after the last one, of the keys behind them. */
 static void dot_slab(const score_context *score, const score_scratch *scratch, int64_t slab,
-                     const uint8_t *const *keys, float *sums) {
+                     const uint8_t *const *keys) {
     const float *const weights = score->projection + slab * score->heads * score->width;
     const int64_t width = round_up(heads_of(score, slab) * score->problem->head_dim, vf_width);
-    const int64_t offset = slab * score->slab_heads * score->head_bytes;
-    const float *rows[dot_keys];
-    const uint8_t *ahead[dot_keys];
-    for (int64_t key = 0; key < dot_keys; key++) {
-        const uint8_t *const next = keys[key + dot_keys];
+    const int64_t products = score->heads * batch_keys / (dot_heads * dot_keys);
+    const bool last = slab + 1 == score->slabs;
+    const float *rows[batch_keys];
+    float *sums = scratch->sums;
+    int64_t product = 0;
+    for (int64_t key = 0; key < batch_keys; key++)
         rows[key] = slab_row(score, scratch, slab, keys[key], key, weights);
-        ahead[key] = next != NULL ? next + offset : (const uint8_t *)weights;
-    }
-    if (score->channel_size == 4)
-        dot_rows(sums, rows, weights, score->width, width, ahead, 4);
-    else
-        dot_rows(sums, rows, weights, score->width, width, ahead, 2);
-    for (int64_t g = dot_heads; g < score->heads; g += dot_heads)
-        dot_rows(sums + g * batch_keys * vf_width, rows, weights + g * score->width, score->width,
-                 width, NULL, 0);
+    for (int64_t g = 0; g < score->heads; g += dot_heads)
+        for (int64_t key = 0; key < batch_keys; key += dot_keys, sums += dot_heads * dot_keys) {
+            prefetch_lines(score, last ? keys + batch_keys : keys, last ? 0 : slab + 1, product++,
+                           products);
+            dot_rows(sums, rows + key, weights + g * score->width, score->width, width);
+        }
 }
 
 /* The addresses of `count` keys from j on; NULL for those that must not be read, which are not
- * valid or not before `end`. */
-static void find_keys(const score_context *score, int64_t b, int64_t j, int64_t end,
-                      const uint8_t **keys, int64_t count) {
+ * valid or do not exist. */
+static void find_keys(const score_context *score, int64_t b, int64_t j, const uint8_t **keys,
+                      int64_t count) {
+    const int64_t end = score->problem->kv_len;
     for (int64_t key = 0; key < count; key++) {
         const bool read = j + key < end && is_valid_key(score->problem, b, j + key);
         keys[key] = read ? head_row(&score->problem->v, b, j + key, 0) : NULL;
     }
 }
 
-/* dt, less dt_bias, of batch_keys keys from j on, of which those from `end` on do not exist. */
-static void dot_batch(const score_context *score, const score_scratch *scratch, int64_t b,
-                      int64_t j, int64_t end, float *dots) {
-    const uint8_t *keys[batch_keys + dot_keys];
-    find_keys(score, b, j, end, keys, batch_keys + dot_keys);
-    memset(scratch->sums, 0, sizeof(float) * (size_t)(score->heads * batch_keys * vf_width));
+/* dt, less dt_bias, of batch_keys keys; the prefetches also read the addresses of as many keys
+ * behind them. */
+static void dot_batch(const score_context *score, const score_scratch *scratch,
+                      const uint8_t *const *keys, float *dots) {
+    const float *sums = scratch->sums;
+    memset(scratch->sums, 0, sizeof(float) * (size_t)(score->heads * batch_keys));
     for (int64_t slab = 0; slab < score->slabs; slab++) {
         // the padding of the first slabs, and that of the last, which may begin earlier
         if (!score->is_ready && (slab == 0 || slab == score->slabs - 1))
-            memset(scratch->rows, 0, sizeof(float) * (size_t)(dot_keys * score->width));
+            memset(scratch->rows, 0, sizeof(float) * (size_t)(batch_keys * score->width));
+        dot_slab(score, scratch, slab, keys);
+    }
+    for (int64_t first = 0; first < score->heads; first += dot_heads)
         for (int64_t key = 0; key < batch_keys; key += dot_keys)
-            dot_slab(score, scratch, slab, keys + key, scratch->sums + key * vf_width);
-    }
-    for (int64_t g = 0; g < score->problem->kv_heads; g++) {
-        const float *const sums = scratch->sums + g * batch_keys * vf_width;
-        for (int64_t key = 0; key < batch_keys; key++)
-            dots[g * task_keys + key] = vf_sum(vf_load(sums + key * vf_width));
-    }
+            for (int64_t g = first; g < first + dot_heads; g++, sums += dot_keys)
+                memcpy(dots + g * task_keys + key, sums, sizeof(float) * dot_keys);
 }
 
 /* Writes scores and biases of `count` keys of one head from `dots`, which are overwritten. */
@@ -216,8 +228,10 @@ static void score_task(const void *context, int64_t index, int32_t thread) {
     const int64_t b = index / score->tasks, first = index % score->tasks * task_keys;
     const int64_t count = min(score->problem->kv_len - first, task_keys);
     const score_scratch scratch = scratch_of(score, thread);
+    const uint8_t *keys[task_keys + batch_keys];
+    find_keys(score, b, first, keys, round_up(count, batch_keys) + batch_keys);
     for (int64_t x = 0; x < count; x += batch_keys)
-        dot_batch(score, &scratch, b, first + x, first + count, scratch.dots + x);
+        dot_batch(score, &scratch, keys + x, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
         write_scores(score, b, g, first, count, scratch.dots + g * task_keys);
 }
@@ -254,6 +268,7 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
     const int64_t keys = problem->batch * problem->kv_len;
     const int64_t bytes = keys * problem->kv_heads * problem->head_dim * size;
     const int64_t tasks = divide_up(problem->kv_len, task_keys);
+    const bool contiguous = problem->v.stride[2] == problem->head_dim;
     *context = (score_context){
         .problem = problem,
         .slab_heads = slab_heads,
@@ -263,13 +278,15 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
         .tasks = tasks,
         .channel_size = size,
         .head_bytes = problem->v.stride[2] * size,
+        .slab_runs = contiguous ? 1 : slab_heads,
+        .run_bytes = (contiguous ? slab_heads : 1) * problem->head_dim * size,
         .is_ready = has_ready_slabs(problem, slab_heads),
         .threads = fdma_worthwhile_threads(problem->exec.threads, problem->batch * tasks,
                                            bytes / score_bytes),
         .projection = take_floats(&arena, slabs * heads * width),
         .a = take_floats(&arena, heads),
         .dt_bias = take_floats(&arena, heads),
-        .scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * task_keys,
+        .scratch_size = batch_keys * width + heads * (batch_keys + task_keys),
     };
     context->scratch = take_floats(&arena, context->threads * context->scratch_size);
     return fdma_arena_size(&arena);
