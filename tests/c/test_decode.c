@@ -85,6 +85,23 @@ static void check_unread(const problem *x, const char *kernel) {
 
 static void keys_that_are_not_kept_are_not_read(void) { for_each_form(check_unread); }
 
+/* One row is read in the order of memory only without a selection, and gives the same bits. */
+static void a_selection_of_all_keys_is_dense(void) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int dtype = 0; dtype < test_dtype_count; dtype++) {
+        const problem all = decode_problem(test_dtypes[dtype], 1, decode_len);
+        problem dense = all;
+        dense.window = -1;
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            const char *const name = kernels.name[kernel];
+            test_context("%s %s", name, dtype_name(all.dtype));
+            if (strstr(name, "/decode") != NULL)
+                check_same_results(problem_attend(&dense, name, 2), problem_attend(&all, name, 2));
+        }
+        test_free_all();
+    }
+}
+
 /* One query and `kv_len` keys of 8 channels, whose logits are their biases. */
 static problem long_problem(int64_t kv_len) {
     problem x = {
@@ -171,7 +188,7 @@ static const test_entry tests[] = {
     TEST(threads_work_on_one_row),      TEST(each_sequence_is_alone),
     TEST(memory_order_does_not_matter), TEST(keys_that_are_not_kept_are_not_read),
     TEST(small_values_count),           TEST(small_weights_count),
-    TEST(each_kernel_can_be_forced),
+    TEST(each_kernel_can_be_forced),    TEST(a_selection_of_all_keys_is_dense),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

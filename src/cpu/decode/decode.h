@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/common/math.h"
-#include "cpu/decode/decode_products.h"
+#include "cpu/decode/decode_dense.h"
 #include "cpu/parallel.h"
 
 /* Turns products into logits, -inf where the row does not keep the key. */
@@ -94,6 +94,59 @@ static void attend_decode_block(const decode_task *task, const decode_block *now
         attend_block_of(task, now, next, FDMA_BFLOAT16);
 }
 
+/* Turns the products of all heads and a block of keys into weights, and prefetches the first rows
+ * of v. */
+static void weigh_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+    decode_task one = *task;
+    for (int64_t head = 0; head < task->heads; head++) {
+        prefetch_first_values(task, keys, head);
+        find_bias(task->decode->problem, task->b, task->first_head + head, keys->key, decode_keys,
+                  keys->bias);
+        keys->head = head;
+        one.weights = arrays->weights + head * decode_keys;
+        weigh_row(&one, keys, 0);
+    }
+}
+
+INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays, decode_block *keys,
+                            fdma_dtype dtype) {
+    multiply_heads(task, arrays, keys, dtype);
+    weigh_heads(task, arrays, keys);
+    add_heads(task, arrays, keys, dtype);
+}
+
+/* Attends to a block of keys that all heads of the task keep. */
+static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+    const decode_context *const decode = task->decode;
+    if (decode->problem->dtype == FDMA_FLOAT32)
+        attend_heads_of(task, arrays, keys, FDMA_FLOAT32);
+    else if (decode->problem->dtype == FDMA_FLOAT16)
+        attend_heads_of(task, arrays, keys, FDMA_FLOAT16);
+    else
+        attend_heads_of(task, arrays, keys, FDMA_BFLOAT16);
+    for (int64_t head = 0; head < task->heads; head++) {
+        float *const out = partial_of(decode, head_of(task, head), task->split, 0).out;
+        const float *const sums = arrays->sums + head * decode->width;
+        for (int64_t d = 0; d < decode->width; d += vf_width)
+            vf_store(out + d, vf_add(vf_load(out + d), vf_load(sums + d)));
+    }
+}
+
+/* Attends to one split of the keys of some heads without a selection. */
+static void attend_dense_split(const decode_task *task) {
+    const dense_arrays arrays = dense_arrays_of(task);
+    decode_task first = *task; // lists the keys of one head, which are those of all
+    decode_block keys;
+    first.heads = 1;
+    for (;;) {
+        first.next_head = 0;
+        list_decode_keys(&first, &keys);
+        if (keys.count == 0)
+            return;
+        attend_heads(task, &arrays, &keys);
+    }
+}
+
 /* Loads q of a head, with zeros past the last channel, and clears its partial results.
  * Rows beyond the last one repeat it. */
 static void begin_head(const decode_task *task, int64_t head) {
@@ -124,6 +177,21 @@ static void list_next_split(const decode_task *task, decode_block *keys) {
     list_decode_keys(&next, keys);
 }
 
+/* Attends to one split of the keys of some heads under a selection. */
+static void attend_selected_split(decode_task *task) {
+    decode_block blocks[2], after;
+    list_decode_keys(task, &blocks[0]);
+    for (int now = 0; blocks[now].count > 0; now = 1 - now) {
+        const decode_block *next = &blocks[1 - now];
+        list_decode_keys(task, &blocks[1 - now]);
+        if (next->count == 0) {
+            list_next_split(task, &after);
+            next = after.count > 0 ? &after : &blocks[now];
+        }
+        attend_decode_block(task, &blocks[now], next);
+    }
+}
+
 /* Attends to one split of the keys of some heads. */
 static void attend_split(const void *context, int64_t index, int32_t thread) {
     const decode_context *const decode = context;
@@ -143,17 +211,10 @@ static void attend_split(const void *context, int64_t index, int32_t thread) {
         begin_head(&task, head);
         task.cursor[head] = start_split(&task, head);
     }
-    decode_block blocks[2], after;
-    list_decode_keys(&task, &blocks[0]);
-    for (int now = 0; blocks[now].count > 0; now = 1 - now) {
-        const decode_block *next = &blocks[1 - now];
-        list_decode_keys(&task, &blocks[1 - now]);
-        if (next->count == 0) {
-            list_next_split(&task, &after);
-            next = after.count > 0 ? &after : &blocks[now];
-        }
-        attend_decode_block(&task, &blocks[now], next);
-    }
+    if (decode->dense)
+        attend_dense_split(&task);
+    else
+        attend_selected_split(&task);
     restore_modes(modes);
 }
 
@@ -209,13 +270,25 @@ static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64
 }
 
 /* How many heads a task has: neighbours in memory, and so few that each thread has two tasks. */
-static int64_t heads_of_task(const fdma_problem *problem, int64_t splits, int32_t threads) {
+static int64_t heads_of_task(const fdma_problem *problem, int64_t most, int64_t splits,
+                             int32_t threads) {
     if (problem->k.stride[2] > problem->k.stride[1])
         return 1;
-    int64_t heads = min(problem->kv_heads, decode_heads);
+    int64_t heads = min(problem->kv_heads, most);
     while (heads > 1 && splits < 2 * threads * heads)
         heads = divide_up(heads, 2);
     return heads;
+}
+
+/* Divides the heads among tasks. Without a selection, the keys of one row are read in the order of
+ * memory if a task has all heads, or if the rows of a head follow each other. */
+static void divide_heads(const fdma_problem *problem, int64_t splits, decode_context *decode) {
+    const bool dense = !problem->selected && problem->carried_len == 0 && decode->padded == 1;
+    const bool by_head = problem->k.stride[2] > problem->k.stride[1];
+    const int64_t heads = heads_of_task(problem, dense_heads, splits, decode->threads);
+    decode->dense = dense && (by_head || heads == problem->kv_heads);
+    decode->heads =
+        decode->dense ? heads : heads_of_task(problem, decode_heads, splits, decode->threads);
 }
 
 /* How many splits a sequence has, at most. They depend on kv_len and on the tuning alone, and so
@@ -246,13 +319,14 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
     const int64_t splits = heads * decode->splits;
     decode->threads =
         threads_to_read(problem, splits, 2 * heads * keys_of_query(problem) * key_bytes);
-    decode->heads = heads_of_task(problem, splits, decode->threads);
+    divide_heads(problem, splits, decode);
     if (problem->any_len) {
         decode->threads = fdma_thread_count(problem->exec.threads, INT32_MAX);
         decode->heads = problem->kv_heads;
     }
     decode->head_sets = divide_up(problem->kv_heads, decode->heads);
-    decode->scratch_size = decode->padded * (decode->heads * decode->width + decode_keys);
+    decode->scratch_size = decode->padded * decode->heads * decode->width +
+                           max(decode->padded * decode_keys, dense_scratch(decode));
     fdma_arena arena = fdma_arena_of(problem);
     decode->partial = take_floats(&arena, splits * decode->padded * partial_length(decode));
     decode->scratch = take_floats(&arena, decode->threads * decode->scratch_size);

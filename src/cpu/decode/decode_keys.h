@@ -8,6 +8,7 @@ enum {
     shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
     decode_keys = 32, /* of a block: their weights are held between the two products */
     decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
+    dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
     usual_split = 512,             /* keys; more if that makes more than max_splits */
@@ -30,6 +31,7 @@ typedef struct decode_context {
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
     int64_t split;     /* keys of a split */
     int64_t splits;
+    bool dense; /* tasks use the products of decode_dense.h */
     int32_t threads;
     float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
     float *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
@@ -68,9 +70,9 @@ typedef struct decode_task {
     const decode_context *decode;
     int64_t b, first_head, heads, split;
     int64_t next_head; /* whose block comes next */
-    decode_cursor cursor[decode_heads];
+    decode_cursor cursor[dense_heads];
     float *q;       /* [heads][padded][width] */
-    float *weights; /* [padded][decode_keys] */
+    float *weights; /* [padded][decode_keys]; without a selection, those of decode_dense.h */
 } decode_task;
 
 /* The index of a head of the task among the heads of all sequences. */

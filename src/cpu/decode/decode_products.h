@@ -70,8 +70,9 @@ INLINE void load_query(float *q, const void *row, fdma_dtype dtype, int64_t dim)
 
 /* sums += q k of rows x keys, over two vectors of channels from d on or over the last channels. */
 INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void *const *k,
-                             fdma_dtype dtype, int rows, bool last, int64_t d, int64_t dim) {
-    const int keys = decode_sums / rows, vectors = last ? 1 : pair_factors;
+                             fdma_dtype dtype, int rows, int keys, bool last, int64_t d,
+                             int64_t dim) {
+    const int vectors = last ? 1 : pair_factors;
     vf factors[shared_rows][pair_factors];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -92,29 +93,35 @@ INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void
     }
 }
 
-/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile as many keys from `ahead` on
- * are prefetched (NULL: none). The products of one row are contiguous; two rows are decode_keys
- * apart. */
-INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
-                          const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+/* Adds up the lanes of the products of `rows` rows and decode_sums / rows keys. The results of one
+ * row are contiguous; two rows are decode_keys apart. */
+INLINE void store_products(float *products, const vf *sums, int rows) {
     const int keys = decode_sums / rows;
     float lanes[decode_sums];
-    vf sums[decode_sums];
-    int64_t d = 0;
-    clear_vectors(sums, 0, decode_sums);
-    for (; d < whole_pairs(dim); d += 2 * vf_width) {
-        prefetch_channels(ahead, keys, dtype, d, 2);
-        multiply_factors(sums, q, width, k, dtype, rows, false, d, dim);
-    }
-    for (; d < dim; d += last_channels) {
-        prefetch_channels(ahead, keys, dtype, d, terms);
-        multiply_factors(sums, q, width, k, dtype, rows, true, d, dim);
-    }
     UNROLL
     for (int x = 0; x < decode_sums; x += vf_width)
         vf_store(lanes + x, vf_sum_each(sums + x));
     for (int r = 0; r < rows; r++)
         memcpy(products + r * decode_keys, lanes + r * keys, sizeof(float) * (size_t)keys);
+}
+
+/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile as many keys from `ahead` on
+ * are prefetched (NULL: none). */
+INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
+                          const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+    const int keys = decode_sums / rows;
+    vf sums[decode_sums];
+    int64_t d = 0;
+    clear_vectors(sums, 0, decode_sums);
+    for (; d < whole_pairs(dim); d += 2 * vf_width) {
+        prefetch_channels(ahead, keys, dtype, d, 2);
+        multiply_factors(sums, q, width, k, dtype, rows, keys, false, d, dim);
+    }
+    for (; d < dim; d += last_channels) {
+        prefetch_channels(ahead, keys, dtype, d, terms);
+        multiply_factors(sums, q, width, k, dtype, rows, keys, true, d, dim);
+    }
+    store_products(products, sums, rows);
 }
 
 /* The first product of a block of keys, while k of the next one is prefetched. */
@@ -152,18 +159,22 @@ INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int6
 
 /* out += weights v, for some rows and the vectors of channels that load_value_words() loads. A
  * block is summed before it is added to out: out is then a sum of split / decode_keys numbers, and
- * one key still counts beside all others of a long split. */
-INLINE void add_channels(float *out, int64_t length, const float *weights, const decode_block *now,
-                         const void *const *ahead, fdma_dtype dtype, int rows, int vectors,
-                         int64_t d, int64_t dim) {
+ * one key still counts beside all others of a long split. If `resumed`, out is the sum of the
+ * block's earlier keys. */
+INLINE void add_channels(float *out, int64_t length, const float *weights, const void *const *v,
+                         int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
+                         int vectors, bool resumed, int64_t d, int64_t dim) {
     vf o[shared_rows][strip_vectors];
     UNROLL
     for (int r = 0; r < rows; r++)
-        clear_vectors(o[r], 0, vectors);
-    for (int32_t n = 0; n < now->count; n += terms) {
+        if (resumed)
+            load_vectors(o[r], out + r * length + d, 0, vectors);
+        else
+            clear_vectors(o[r], 0, vectors);
+    for (int32_t n = 0; n < count; n += terms) {
         vf values[strip_vectors];
         prefetch_channels(ahead == NULL ? NULL : ahead + n, terms, dtype, d, vectors);
-        load_value_words(values, now->v + n, dtype, d, vectors, dim);
+        load_value_words(values, v + n, dtype, d, vectors, dim);
         UNROLL
         for (int r = 0; r < rows; r++) {
             const vf_word weight = vf_load_word(weights + r * decode_keys + n / terms);
@@ -174,21 +185,25 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
     }
     UNROLL
     for (int r = 0; r < rows; r++)
-        add_vectors(out + r * length + d, o[r], 0, vectors);
+        if (resumed)
+            store_vectors(out + r * length + d, o[r], 0, vectors);
+        else
+            add_vectors(out + r * length + d, o[r], 0, vectors);
 }
 
 /* The second product for some rows. The channels are taken in strips whose sums fit the registers;
  * those that are left are taken two vectors at a time, and then one. */
-INLINE void add_rows(float *out, int64_t length, const float *weights, const decode_block *now,
-                     const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+INLINE void add_rows(float *out, int64_t length, const float *weights, const void *const *v,
+                     int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
+                     bool resumed, int64_t dim) {
     const int strip = strip_vectors < decode_sums / rows ? strip_vectors : decode_sums / rows;
     int64_t d = 0;
     for (; d + strip * vf_width <= dim; d += strip * vf_width)
-        add_channels(out, length, weights, now, ahead, dtype, rows, strip, d, dim);
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, strip, resumed, d, dim);
     for (; d < whole_pairs(dim); d += 2 * vf_width)
-        add_channels(out, length, weights, now, ahead, dtype, rows, 2, d, dim);
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, 2, resumed, d, dim);
     for (; d < dim; d += vf_width)
-        add_channels(out, length, weights, now, ahead, dtype, rows, 1, d, dim);
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, 1, resumed, d, dim);
 }
 
 /* The second product of a block of keys, while v of the next one is prefetched. */
@@ -197,8 +212,8 @@ INLINE void add_block(const decode_task *task, const decode_block *now, const de
     const decode_context *const decode = task->decode;
     for (int64_t r = 0; r < decode->padded; r += rows)
         add_rows(partial_of(decode, head_of(task, now->head), task->split, r).out,
-                 partial_length(decode), task->weights + r * decode_keys, now,
-                 r == 0 ? next->v : NULL, dtype, rows, decode->problem->head_dim);
+                 partial_length(decode), task->weights + r * decode_keys, now->v, now->count,
+                 r == 0 ? next->v : NULL, dtype, rows, false, decode->problem->head_dim);
 }
 
 /* Puts the channels of a row of out, which are in the order of load_pair(), back into their own. */
