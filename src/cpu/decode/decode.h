@@ -1,6 +1,7 @@
 /* Decode: forward for few rows of each kv head, such as one new query. Channels stand in the lanes,
  * and each row of k and v is read once for all rows that keep its key. The time goes into reading
- * memory, so the rows of the next block are prefetched. The keys are divided into splits, which
+ * memory, so the rows of the next block are prefetched; one row of each head without a selection is
+ * multiplied in the order of memory (decode_dense.h). The keys are divided into splits, which
  * threads work on independently and whose partial results are merged in order. */
 #pragma once
 
