@@ -30,20 +30,23 @@ typedef struct score_context {
     const fdma_problem *problem;
     int64_t slab_heads; /* heads of v in a slab */
     int64_t slabs;
-    int64_t width;        /* of a slab: slab_heads * head_dim, rounded up to whole vectors */
-    int64_t heads;        /* kv_heads, rounded up to a multiple of dot_heads */
-    int64_t tasks;        /* of one sequence */
-    int64_t channel_size; /* bytes of a channel of v */
-    int64_t head_bytes;   /* from one head of v to the next */
-    int64_t slab_runs;    /* pieces of memory that a slab of a key consists of */
-    int64_t run_bytes;    /* of each of them */
-    bool is_ready;        /* slabs of v are multiplied where they are */
+    int64_t width;         /* of a slab: slab_heads * head_dim, rounded up to whole vectors */
+    int64_t heads;         /* kv_heads, rounded up to a multiple of dot_heads */
+    int64_t tasks;         /* of one sequence */
+    int64_t channel_size;  /* bytes of a channel of v */
+    int64_t head_bytes;    /* from one head of v to the next */
+    int64_t slab_runs;     /* pieces of memory that a slab of a key consists of */
+    int64_t run_bytes;     /* of each of them */
+    int64_t slab_lines;    /* lines of the cache that a slab of a key consists of */
+    int64_t product_lines; /* of the next slab, that are prefetched before each product */
+    bool is_ready;         /* slabs of v are multiplied where they are */
     int32_t threads;
     float *projection; /* [slabs][heads][width]: dt_proj, padded with zeros */
     float *a;          /* [kv_heads] */
     float *dt_bias;    /* [kv_heads], zeros where the call has none */
     float *scratch;    /* [threads][scratch_size] */
     int64_t scratch_size;
+    int64_t *line_offsets; /* [slab_lines]: bytes from a slab of a key to each of its lines */
 } score_context;
 
 /* The scratch memory of one thread. */
@@ -80,11 +83,12 @@ INLINE void widen_row(float *to, const void *row, fdma_dtype dtype, int64_t dim)
         vf_store_first(to + d, load_channels(row, dtype, d, dim - d), dim - d);
 }
 
-/* Converts a slab of one key to float32 in `to`, whose padding is 0 already. */
-static const float *gather_slab(const score_context *score, float *to, int64_t heads,
+/* Converts a slab of one key to float32 in `row`, and fills the last vector with zeros. */
+static const float *gather_slab(const score_context *score, float *row, int64_t heads,
                                 const uint8_t *from) {
     const fdma_tensor *const v = &score->problem->v;
     const int64_t dim = score->problem->head_dim;
+    float *to = row;
     for (int64_t g = 0; g < heads; g++, from += score->head_bytes, to += dim)
         if (v->dtype == FDMA_FLOAT32)
             widen_row(to, from, FDMA_FLOAT32, dim);
@@ -92,18 +96,22 @@ static const float *gather_slab(const score_context *score, float *to, int64_t h
             widen_row(to, from, FDMA_FLOAT16, dim);
         else
             widen_row(to, from, FDMA_BFLOAT16, dim);
-    return to - heads * dim;
+    for (; (to - row) % vf_width != 0; to++)
+        *to = 0;
+    return row;
 }
 
-/* Adds the products of dot_keys rows with dot_heads projections to `sums`. */
-INLINE void dot_rows(float *sums, const float *const *rows, const float *projection, int64_t stride,
-                     int64_t width) {
-    vf s[dot_heads * dot_keys];
+/* Adds the products of dot_keys rows with dot_heads projections to `sums`. It is not inlined
+ * because addresses of the loops around it would take registers of its loop. In that loop the sums
+ * are in the order of the weights, of which GCC makes faster scalar code. */
+NOINLINE void dot_rows(float *sums, const float *const *rows, const float *projection,
+                       int64_t stride, int64_t width) {
+    vf s[dot_keys * dot_heads], of_head[dot_heads * dot_keys];
     const float *row[dot_keys];
     UNROLL
     for (int key = 0; key < dot_keys; key++)
         row[key] = rows[key];
-    clear_vectors(s, 0, dot_heads * dot_keys);
+    clear_vectors(s, 0, dot_keys * dot_heads);
     for (int64_t x = 0; x < width; x += vf_width) {
         vf weight[dot_heads];
         UNROLL
@@ -114,29 +122,42 @@ INLINE void dot_rows(float *sums, const float *const *rows, const float *project
             const vf values = vf_load(row[key] + x);
             UNROLL
             for (int g = 0; g < dot_heads; g++)
-                s[g * dot_keys + key] = vf_fma(values, weight[g], s[g * dot_keys + key]);
+                s[key * dot_heads + g] = vf_fma(values, weight[g], s[key * dot_heads + g]);
         }
     }
     UNROLL
-    for (int x = 0; x < dot_heads * dot_keys; x += vf_width)
-        vf_store(sums + x, vf_add(vf_load(sums + x), vf_sum_each(s + x)));
+    for (int n = 0; n < dot_heads * dot_keys; n++)
+        of_head[n] = s[n % dot_keys * dot_heads + n / dot_keys];
+    UNROLL
+    for (int n = 0; n < dot_heads * dot_keys; n += vf_width)
+        vf_store(sums + n, vf_add(vf_load(sums + n), vf_sum_each(of_head + n)));
 }
 
-/* Prefetches into the L1 cache those lines of a slab of batch_keys keys that are assigned to one of
- * the products that are computed meanwhile. A run is contiguous memory: the slab of a key, or one
- * head of it. */
-static void prefetch_lines(const score_context *score, const uint8_t *const *keys, int64_t slab,
-                           int64_t product, int64_t products) {
-    const int64_t runs = score->slab_runs, lines = divide_up(score->run_bytes, line_bytes);
-    const int64_t offset = slab * score->slab_heads * score->head_bytes;
-    const int64_t end = batch_keys * runs * lines * (product + 1) / products;
-    for (int64_t at = batch_keys * runs * lines * product / products; at < end;) {
-        const uint8_t *const key = keys[at / lines / runs];
-        const int64_t from = offset + at / lines % runs * score->head_bytes;
-        const int64_t first = at % lines, last = min(lines, first + end - at);
-        for (int64_t line = first; key != NULL && line < last; line++)
-            __builtin_prefetch(key + from + line * line_bytes);
-        at += last - first;
+/* The lines of the next slab of a batch of keys that are not prefetched yet. */
+typedef struct next_slab {
+    const uint8_t *const *key; /* that the first of them belongs to */
+    int64_t offset;            /* bytes from a key to its slab */
+    int64_t line;              /* the first of them, counted within the slab of the key */
+    int64_t left;              /* the number of them */
+} next_slab;
+
+/* Prefetches into the L1 cache what is due before one product: lines of one key, then of the next.
+ * This is computed so often that it must do without divisions. */
+static void prefetch_lines(const score_context *score, next_slab *next) {
+    const int64_t *const offsets = score->line_offsets;
+    int64_t count = min(score->product_lines, next->left);
+    next->left -= count;
+    while (count > 0) {
+        const uint8_t *const key = *next->key;
+        const int64_t end = min(next->line + count, score->slab_lines);
+        count -= end - next->line;
+        for (int64_t line = next->line; key != NULL && line < end; line++)
+            __builtin_prefetch(key + next->offset + offsets[line]);
+        next->line = end;
+        if (end == score->slab_lines) {
+            next->line = 0;
+            next->key++;
+        }
     }
 }
 
@@ -158,17 +179,19 @@ static void dot_slab(const score_context *score, const score_scratch *scratch, i
                      const uint8_t *const *keys) {
     const float *const weights = score->projection + slab * score->heads * score->width;
     const int64_t width = round_up(heads_of(score, slab) * score->problem->head_dim, vf_width);
-    const int64_t products = score->heads * batch_keys / (dot_heads * dot_keys);
     const bool last = slab + 1 == score->slabs;
+    next_slab next = {
+        .key = last ? keys + batch_keys : keys,
+        .offset = last ? 0 : (slab + 1) * score->slab_heads * score->head_bytes,
+        .left = batch_keys * score->slab_lines,
+    };
     const float *rows[batch_keys];
     float *sums = scratch->sums;
-    int64_t product = 0;
     for (int64_t key = 0; key < batch_keys; key++)
         rows[key] = slab_row(score, scratch, slab, keys[key], key, weights);
     for (int64_t g = 0; g < score->heads; g += dot_heads)
         for (int64_t key = 0; key < batch_keys; key += dot_keys, sums += dot_heads * dot_keys) {
-            prefetch_lines(score, last ? keys + batch_keys : keys, last ? 0 : slab + 1, product++,
-                           products);
+            prefetch_lines(score, &next);
             dot_rows(sums, rows + key, weights + g * score->width, score->width, width);
         }
 }
@@ -190,12 +213,8 @@ static void dot_batch(const score_context *score, const score_scratch *scratch,
                       const uint8_t *const *keys, float *dots) {
     const float *sums = scratch->sums;
     memset(scratch->sums, 0, sizeof(float) * (size_t)(score->heads * batch_keys));
-    for (int64_t slab = 0; slab < score->slabs; slab++) {
-        // the padding of the first slabs, and that of the last, which may begin earlier
-        if (!score->is_ready && (slab == 0 || slab == score->slabs - 1))
-            memset(scratch->rows, 0, sizeof(float) * (size_t)(batch_keys * score->width));
+    for (int64_t slab = 0; slab < score->slabs; slab++)
         dot_slab(score, scratch, slab, keys);
-    }
     for (int64_t first = 0; first < score->heads; first += dot_heads)
         for (int64_t key = 0; key < batch_keys; key += dot_keys)
             for (int64_t g = first; g < first + dot_heads; g++, sums += dot_keys)
@@ -257,6 +276,14 @@ static void pack_head(const void *context, int64_t g, int32_t thread) {
     }
 }
 
+/* Lists the lines of a slab of a key. If rows do not begin with a line, the last is missing. */
+static void find_lines(const score_context *score) {
+    int64_t *offset = score->line_offsets;
+    for (int64_t run = 0; run < score->slab_runs; run++)
+        for (int64_t byte = 0; byte < score->run_bytes; byte += line_bytes)
+            *offset++ = run * score->head_bytes + byte;
+}
+
 /* Divides the workspace, and returns the bytes that the call needs of it. */
 static size_t plan_score(const fdma_problem *problem, score_context *context) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -268,7 +295,9 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
     const int64_t keys = problem->batch * problem->kv_len;
     const int64_t bytes = keys * problem->kv_heads * problem->head_dim * size;
     const int64_t tasks = divide_up(problem->kv_len, task_keys);
-    const bool contiguous = problem->v.stride[2] == problem->head_dim;
+    const int64_t runs = problem->v.stride[2] == problem->head_dim ? 1 : slab_heads;
+    const int64_t run_bytes = slab_heads / runs * problem->head_dim * size;
+    const int64_t lines = runs * divide_up(run_bytes, line_bytes);
     *context = (score_context){
         .problem = problem,
         .slab_heads = slab_heads,
@@ -278,8 +307,10 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
         .tasks = tasks,
         .channel_size = size,
         .head_bytes = problem->v.stride[2] * size,
-        .slab_runs = contiguous ? 1 : slab_heads,
-        .run_bytes = (contiguous ? slab_heads : 1) * problem->head_dim * size,
+        .slab_runs = runs,
+        .run_bytes = run_bytes,
+        .slab_lines = lines,
+        .product_lines = divide_up(lines * dot_heads * dot_keys, heads),
         .is_ready = has_ready_slabs(problem, slab_heads),
         .threads = fdma_worthwhile_threads(problem->exec.threads, problem->batch * tasks,
                                            bytes / score_bytes),
@@ -289,6 +320,7 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
         .scratch_size = batch_keys * width + heads * (batch_keys + task_keys),
     };
     context->scratch = take_floats(&arena, context->threads * context->scratch_size);
+    context->line_offsets = fdma_arena_take(&arena, (size_t)lines * sizeof(int64_t));
     return fdma_arena_size(&arena);
 }
 
@@ -300,6 +332,7 @@ static size_t score_workspace(const fdma_problem *problem) {
 static fdma_status run_score(const fdma_problem *problem) {
     score_context context;
     plan_score(problem, &context);
+    find_lines(&context);
     fdma_parallel_for(1, context.heads, pack_head, &context);
     fdma_parallel_for(context.threads, problem->batch * context.tasks, score_task, &context);
     return FDMA_OK;
