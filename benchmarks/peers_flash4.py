@@ -16,7 +16,7 @@ NAME = "flash4"
 
 
 def is_installed() -> bool:
-    """Whether flash_attn.cute is there. Nothing is imported, flash_attn neither."""
+    """Whether flash_attn.cute is there. It imports neither that nor flash_attn."""
     outer = find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
     return folders is not None and PathFinder.find_spec("flash_attn.cute", folders) is not None

@@ -153,7 +153,7 @@ def figure(row: dict, field: str) -> str:
         return f"{value:.0f}"
     if field == "ratio":
         return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
-    if field.startswith("of_"):
+    if field.startswith("of_") or field == "times_cudnn":
         return f"{value:.2f}"
     value = float(f"{value:.2e}")
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"  # three digits

@@ -168,4 +168,5 @@ __device__ static void transpose_pair(uint32_t (&words)[2]) {
     words[1] = is_odd ? words[1] : received;
 }
 
+/* The first channel that this lane stores, of the pair_channels of its quad. */
 __device__ static int pair_channel(void) { return (threadIdx.x & 1) * 8 + (threadIdx.x & 2) * 2; }

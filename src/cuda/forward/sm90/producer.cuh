@@ -142,8 +142,8 @@ template <class config> struct producer {
     }
 
     /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
-     * and records one: after what was fetched for this block is used, because a wait for that would
-     * wait for them too. */
+     * and records one. A pass of the loop uses what earlier passes fetched before it fetches more,
+     * because waiting for a load would also wait for those issued since. */
     __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
@@ -152,6 +152,7 @@ template <class config> struct producer {
         const int32_t entries = max(keys.entries, 0);
         const block_count count = count_blocks<config>(entries);
         const int32_t blocks = count.whole + count.has_short;
+        // whether this warp's rows of the last key block, which is short, are not read
         const bool skips = __any_sync(~0u, count.has_short && own_column >= config::short_keys);
         const int32_t first_entry = fetch_entry(keys, 0);
         int32_t before = no_key, next_entry = fetch_entry(keys, 1);

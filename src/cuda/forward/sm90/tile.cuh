@@ -27,7 +27,7 @@ struct forward_config {
     static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
     // that fit shared memory, in which dropout's codes take the place of one
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
-    static constexpr int mask_stages = channels > 64 ? 2 : 4;
+    static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest
@@ -150,7 +150,7 @@ struct tile_order {
     int32_t heads; // batch * kv_heads
     divisor group, kv_heads;
     divisor together;      // heads that are computed at a time
-    divisor last_together; // the last of them, which may be fewer
+    divisor last_together; // the same for the last heads, which may be fewer
     divisor turn;          // tiles of all heads that are computed at a time
 };
 
