@@ -52,7 +52,7 @@ endforeach()
 # What a program that links libfdma.a without CMake needs.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(source device/sequences score/score score/score_backward select/sm80/select select/short/short select/rules select/slots
+foreach(source device/sequences score/score score/score_backward select/sm80/select select/short/short select/keep_all select/rules select/slots
                lists/lists merge/merge probabilities/probabilities plan/plan plan/lists plan/kept_keys plan/backward decode/evict decode/store
                decode/copy streams/streams streams/tables streams/used)
   string(MAKE_C_IDENTIFIER ${source} name)

@@ -17,7 +17,7 @@ FDMA_CUDA_TABLES(DECLARE)
 const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
 bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
-    return kernel == fdma_cuda_sm80_short.kernels;
+    return kernel == fdma_cuda_sm80_short.kernels || kernel == fdma_cuda_sm80_keep_all.kernels;
 }
 
 enum { most_devices = 64 };

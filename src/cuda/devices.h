@@ -40,6 +40,7 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_top)                                                                          \
     X(fdma_cuda_sm80_short)                                                                        \
+    X(fdma_cuda_sm80_keep_all)                                                                     \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
     X(fdma_cuda_sm80_lists)                                                                        \

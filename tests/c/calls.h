@@ -431,10 +431,11 @@ static inline kernel_list narrowed(const kernel_list *all) {
     return named.count > 0 ? named : *all;
 }
 
-/* Whether a kernel takes no call but the step of a fused one: see test_cuda_top.c and
- * test_cuda_short.c. */
-static inline bool is_for_fused_calls(const char *name) {
-    return strcmp(name, "cuda/sm90/top") == 0 || strcmp(name, "cuda/sm80/short") == 0;
+/* Whether a kernel takes few calls, or no call but the step of a fused one: see test_cuda_top.c
+ * and test_cuda_short.c. */
+static inline bool takes_few_calls(const char *name) {
+    return strcmp(name, "cuda/sm90/top") == 0 || strcmp(name, "cuda/sm80/short") == 0 ||
+           strcmp(name, "cuda/sm80/keep_all") == 0;
 }
 
 /* The kernels of an operation that tests run with a dtype: those of this machine's CPU, or of its
@@ -448,7 +449,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
         if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name) != on_device ||
             strcmp(info.name, "reference/float32") == 0 || // what tolerances are made from
-            is_for_fused_calls(info.name))
+            takes_few_calls(info.name))
             continue;
         if (info.missing != NULL && !said[i % TEST_COUNT(said)])
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);

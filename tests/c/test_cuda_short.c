@@ -1,6 +1,7 @@
 /* test_cuda_short.c - fused calls of short sequences on a CUDA device, whose selection also makes
  * the lists that forward works from: expiry and slot are those of the CPU, and out and lse have the
- * bits of fdma_forward() with that selection, which makes its lists itself. */
+ * bits of fdma_forward() with that selection, which makes its lists itself. The same holds for the
+ * selection of fused calls of any length with at least as many slots as keys. */
 #include "device.h"
 #include "scores.h"
 
@@ -202,6 +203,34 @@ static void each_kind(void) {
     }
 }
 
+static bool keeps_all(call *x) { return strcmp(name_of_select(x), "cuda/sm80/keep_all") == 0; }
+
+/* Another kernel selects where no key can leave. */
+static void as_many_slots_as_keys(void) {
+    static const int64_t lengths[][2] = {{2, 2}, {200, 200}, {40, 300}, {257, 1100}};
+    uint64_t state = 4;
+    for (int i = 0; i < 6 * TEST_COUNT(lengths); i++) {
+        const int64_t q_len = lengths[i / 6][0], kv_len = lengths[i / 6][1];
+        const call_sizes n = sizes_of(2, q_len, kv_len, 2);
+        const int64_t recent = i % 2 == 0 ? 0 : kv_len / 2;
+        call fused;
+        make_call(&fused, &n, 1, &state);
+        fused.args.attention.key_valid = (fdma_tensor){0};
+        fused.args.attention.recent = recent;
+        fused.args.attention.window = kv_len - recent + (i % 3 == 0 ? 7 : 0);
+        CHECK(keeps_all(&fused));
+        CHECK_OK(device_run(operation_attention, &fused.args));
+        check_selection(&fused);
+        check_attention(&fused);
+        fused.args.attention.window = kv_len - recent - 1;
+        CHECK(fused.args.attention.window == 0 || !keeps_all(&fused));
+        fused.args.attention.window = kv_len;
+        fused.args.attention.key_valid = new_padding(n.batch, n.kv_len, &state);
+        CHECK(!keeps_all(&fused));
+        device_free_both();
+    }
+}
+
 static void refuses_what_it_does_not_know(void) {
     uint64_t state = 8;
     const call_sizes small = sizes_of(1, 300, 300, 1), large = sizes_of(1, 4096, 4096, 1);
@@ -238,6 +267,7 @@ static const test_entry tests[] = {
     TEST(random_calls),
     TEST(sizes_at_the_edge),
     TEST(each_kind),
+    TEST(as_many_slots_as_keys),
     TEST(refuses_what_it_does_not_know),
 };
 

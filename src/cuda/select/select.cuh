@@ -3,8 +3,9 @@
  * sm90/select.cu takes a segment that fits a cluster of blocks in one. Both select by score. Before
  * that, rules.cu finds the sinks, to which load_key() gives an order above all scores; after it,
  * rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands down slots for the
- * rule `recent` and for sm80/select.cu. Two kernels of fused calls have steps of their own:
- * sm90/top.cu selects for the last positions alone, short/short.cu also writes forward's lists.
+ * rule `recent` and for sm80/select.cu. Three kernels have steps of their own: for fused
+ * calls sm90/top.cu selects for the last positions alone and short/short.cu also writes forward's
+ * lists; keep_all.cu takes calls in which no key can leave.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
