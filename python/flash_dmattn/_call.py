@@ -16,7 +16,7 @@ import torch
 
 from . import _arguments, _library
 from ._arguments import MaybeTensor, Options, Sizes
-from ._device import allocator, current_stream, thread_count
+from ._device import allocator, stream_function, thread_count
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -188,6 +188,12 @@ class Prepared:
         self.args.exec.workspace_size = self.workspace_size = size.value
         self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
+        self.current_stream = stream_function()
+        # On the CPU, where a call has ended when it returns, the thread's calls share one workspace.
+        self.borrows_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
+        if size.value and not self.borrows_workspace:
+            self.workspace = memory.workspace
+            self.args_words[self.workspace_at] = self.workspace.data_ptr()
 
     def fill_tensor(self, name: str, tensor: torch.Tensor) -> tuple[Words, int]:
         """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
@@ -222,23 +228,14 @@ class Prepared:
         for index in self.zeroed:
             outputs[index].zero_()
         if self.index >= 0:
-            words[self.stream_at] = current_stream(self.index)
-        if self.workspace_size:
-            workspace = self.borrow_workspace()
+            words[self.stream_at] = self.current_stream(self.index)
+        if self.borrows_workspace:
+            workspace = allocate((self.workspace_size,), (1,), torch.uint8)
             words[self.workspace_at] = workspace.data_ptr()
         status = self.function(self.reference)
         if status:
             check(status, self.operation)
         return outputs
-
-    def borrow_workspace(self) -> torch.Tensor:
-        """New memory, or on the CPU, where a call has ended when it returns, the thread's own."""
-        size = self.workspace_size
-        if self.index >= 0 or size > WORKSPACE_KEPT:
-            return self.allocate((size,), (1,), torch.uint8)
-        if memory.workspace.numel() < size:
-            memory.workspace = self.allocate((size,), (1,), torch.uint8)
-        return memory.workspace
 
 
 class Memory(threading.local):
@@ -248,7 +245,7 @@ class Memory(threading.local):
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
-        self.workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.workspace = torch.empty(WORKSPACE_KEPT, dtype=torch.uint8, device="cpu")
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 

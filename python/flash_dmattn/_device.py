@@ -11,6 +11,7 @@ from typing import Any, Callable, Tuple
 import torch
 
 Ints = Tuple[int, ...]
+Allocator = Callable[[Ints, Ints, torch.dtype], torch.Tensor]
 GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
@@ -18,27 +19,33 @@ def thread_count(index: int) -> int:
     return torch.get_num_threads() if index < 0 else 0
 
 
-def current_stream(index: int) -> int:
-    """The current stream of a device, as CUDA knows it."""
+def stream_function() -> Callable[[int], int]:
+    """A function for the current stream of a device, as CUDA knows it."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object around it
-    return raw(index) if raw is not None else torch.cuda.current_stream(index).cuda_stream
+    return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
-def allocator(index: int) -> Callable[..., torch.Tensor]:
-    """A function that makes tensors of a shape, strides and a dtype, without values."""
+def allocators(index: int) -> tuple[Allocator, Allocator]:
+    """Functions that make tensors of a shape, strides and a dtype, without values: on the current
+    device if that is the one, and on the device wherever the current one is."""
     device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
     def allocate(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
-    if index < 0:
-        return getattr(GUARDS, "_empty_strided_cpu", allocate)
-    on_current = getattr(GUARDS, "_empty_strided_cuda", None)
-    if on_current is None:
-        return allocate
+    name = "_empty_strided_cpu" if index < 0 else "_empty_strided_cuda"
+    return getattr(GUARDS, name, allocate), allocate
+
+
+def allocator(index: int) -> Allocator:
+    """A function that makes tensors of a shape, strides and a dtype, without values."""
+    on_current, allocate = allocators(index)
+    if index < 0 or on_current is allocate:
+        return on_current
+    current_device = torch._C._cuda_getDevice
 
     def allocate_fast(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
-        make = on_current if torch.cuda.current_device() == index else allocate
+        make = on_current if current_device() == index else allocate
         return make(shape, stride, dtype)
 
     return allocate_fast

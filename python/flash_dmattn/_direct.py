@@ -12,15 +12,16 @@ A version of PyTorch that lacks what this takes has no direct calls.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.autograd import forward_ad
 
-from . import _call
+from . import _call, _extension
 from ._arguments import MaybeTensor
-from ._device import GUARDS
+from ._device import GUARDS, allocators, stream_function
 
 if TYPE_CHECKING:
     from .ops import Operator
@@ -56,6 +57,7 @@ class Record(NamedTuple):
     """What autograd records of a call: see autograd.py."""
 
     apply: Any  # of the autograd.Function
+    native_apply: Any  # of the one whose forward is in C, None without NATIVE
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # where what is saved is among given inputs and results
@@ -74,6 +76,7 @@ class DirectCall:
         self.is_aligned = not any(self.alignments)
         self.record: Record | None = None
         self.count = 0  # of the results that it returns
+        self.native: Any = None  # what NATIVE needs of it
 
     def fits(self, given: Given) -> bool:
         """Whether the call can be made for these tensors, whose addresses it notes."""
@@ -114,16 +117,36 @@ def has_guards() -> bool:
         return False
 
 
+WATCHERS = (
+    (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled) if CAN_ASK else ()
+)
+# Functions for what calls depend on beside their arguments. The first is grad mode.
+STATES = (
+    torch.is_grad_enabled,
+    torch.get_num_threads,
+    getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled),
+)
+
+
 def is_watched() -> bool:
     """Whether something that no guard notices needs the dispatcher: a mode, the profiler, hooks for
     saved tensors (checkpointing counts these), or forward mode, in which tensors have tangents."""
     return not CAN_ASK or bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _profiler_enabled()
+        any([asks() for asks in WATCHERS])
         or (saved_hooks is not None and torch.is_grad_enabled() and saved_hooks(False))
         or getattr(forward_ad, "_current_level", 0) >= 0
     )
+
+
+def find_native() -> Any:
+    """The extension module, set up; None without it."""
+    found = _extension.load() if CAN_ASK else None
+    if found is not None:
+        found.configure(WATCHERS, saved_hooks, STATES, vars(forward_ad))
+    return found
+
+
+NATIVE = find_native()  # makes the calls that are remembered, if it is there
 
 
 def is_plain_state() -> bool:
@@ -152,53 +175,60 @@ def is_plain(tensor: Any) -> bool:
     return repr(_dispatch_keys(tensor)) in plain_keys(tensor.device.type)
 
 
-def settings() -> tuple[Any, ...]:
-    """What calls depend on beside their arguments."""
+def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """What tells the calls of a function apart, beside the layouts of tensors. The first `count`
+    arguments are tensors or None. Options that are equal, such as 1 and True, may have other
+    meanings, and so their types count."""
+    options = arguments[count:]
     return (
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
+        head,
+        *map(type, arguments[:count]),
+        *options,
+        *map(type, options),
+        *[ask() for ask in STATES],
         _call.Memory.tunings,
     )
 
 
-def find_known(key: tuple[Any, ...], tensors: tuple[MaybeTensor, ...]) -> Found:
-    """A call that is remembered under a key, and those of the tensors that it is given."""
+def repeat(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
+    """The results of a call that is remembered; NotImplemented if none is. Arguments are those of
+    make_key()."""
+    if NATIVE is not None and CAN_ASK:
+        known, tunings = _call.memory.direct, _call.Memory.tunings
+        return NATIVE.repeat(known, head, arguments, count, tunings)
     if is_watched():
-        return None
+        return NotImplemented
     try:
-        calls = _call.memory.direct.get(key, ())
+        calls = _call.memory.direct.get(make_key(head, arguments, count), ())
     except TypeError:  # an option that has no hash
-        return None
+        return NotImplemented
     for call in calls:
-        given = [tensors[at] for at in call.inputs]
+        given = [arguments[at] for at in call.inputs]
         if call.fits(given):
-            return call, given
-    return None
+            return call.make(given)
+    return NotImplemented
 
 
-def make_key(
-    function: Any, tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """What tells calls of a function apart, beside the layouts of tensors."""
-    return (function, tuple(map(type, tensors)), options, settings())
-
-
-def find(operator: Operator, arguments: tuple[Any, ...], count: int) -> Found:
-    """The direct call of an operator and the tensors that it is given; None if the dispatcher has
-    to make it. `count` is that of the results that are wanted, the first ones."""
-    tensors, options = arguments[: operator.count], arguments[operator.count :]
-    key = make_key((operator, count), tensors, options)
-    found = find_known(key, tensors)
-    if found is not None:
-        return found
+def begin(
+    operator: Operator,
+    arguments: tuple[Any, ...],
+    count: int,
+    known_as: tuple[Any, ...] | None = None,
+) -> Any:
+    """The results of the first call for a layout; NotImplemented if the dispatcher has to make it.
+    `count` is that of the results that are wanted, the first ones. The call is remembered by the
+    operator's arguments and by `known_as`, other arguments of repeat(), whose tensors have the same
+    order."""
     if is_watched():
-        return None
+        return NotImplemented
     call = add(operator, arguments, count)
     if call is None:
-        return None
-    remember(key, call)
-    return call, [tensors[at] for at in call.inputs]
+        return NotImplemented
+    remember(make_key((operator, count), arguments, operator.count), call)
+    # Autocast's dtype may vary.
+    if known_as is not None and not torch.is_autocast_enabled(arguments[0].device.type):
+        remember(make_key(*known_as), call)
+    return call.make([arguments[at] for at in call.inputs])
 
 
 def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCall | None:
@@ -229,31 +259,72 @@ def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCal
     return call if call.fits(given) else None
 
 
+def make_native(call: DirectCall) -> Any:
+    """The Call of _native that makes a call in the way of Prepared.run()."""
+    prepared, record = call.prepared, call.record
+
+    def address(words: _call.Words, at: int) -> int:
+        return ctypes.addressof(words) + 8 * at
+
+    places = zip(call.inputs, prepared.inputs, call.alignments)
+    inputs = [(at, address(*place), alignment) for at, place, alignment in places]
+    outputs = [
+        ((shape, stride, dtype), 0 if place is None else address(*place), at in prepared.zeroed)
+        for at, (shape, stride, dtype, place) in enumerate(prepared.outputs)
+    ]
+    if prepared.borrows_workspace:
+        place = address(prepared.args_words, prepared.workspace_at)
+        outputs.append((((prepared.workspace_size,), (1,), torch.uint8), place, False))
+    index = prepared.index
+    device = (None, None, None, 0)
+    if index >= 0:
+        stream_word = address(prepared.args_words, prepared.stream_at)
+        device = (index, torch._C._cuda_getDevice, stream_function(), stream_word)
+    return NATIVE.Call(
+        prepared,
+        ctypes.cast(prepared.function, ctypes.c_void_p).value,
+        ctypes.addressof(prepared.args),
+        call.guard,
+        torch.Tensor.data_ptr,
+        None if record is None else record.native_apply,
+        functools.partial(_call.check, operation=prepared.operation),
+        allocators(index),
+        device,
+        tuple(inputs),
+        tuple(outputs),
+        call.count,
+        () if record is None else tuple(record.kept),
+    )
+
+
 def call_backward(
     call: DirectCall, dout: torch.Tensor, dlse: MaybeTensor, kept: _call.Outputs
 ) -> _call.Outputs:
     """The gradients of a recorded call, from those of out and lse and from what was kept."""
     record = call.record
     assert record is not None
-    is_eager = not torch.compiler.is_compiling() and not is_watched()
-    given = [dout, *kept] if dlse is None else [dout, dlse, *kept]
-    key = (call, len(given), settings())
+    given = (dout, *kept) if dlse is None else (dout, dlse, *kept)
+    is_eager = not torch.compiler.is_compiling()
     if is_eager:
-        for known in _call.memory.direct.get(key, ()):
-            if known.fits(given):
-                return known.make(given)
+        results = repeat(call, given, len(given))
+        if results is not NotImplemented:
+            return results
     tensors = [None if at is None else kept[at] for at in record.sources]
     arguments = (dout, dlse, *tensors, *record.options)
     count = len(record.backward.operation.results)
-    added = add(record.backward, arguments, count) if is_eager else None
+    added = add(record.backward, arguments, count) if is_eager and not is_watched() else None
     if added is None:
         return record.backward.dispatch(*arguments)
-    remember(key, added)
-    return added.make(given)
+    # The call is known by the tensors of `given`, in whose order it will take them.
+    added.inputs = list(range(len(given)))
+    remember(make_key(call, given, len(given)), added)
+    return added.make(list(given))
 
 
 def remember(key: tuple[Any, ...], call: DirectCall) -> None:
     """Keep a call, the newest first."""
+    if NATIVE is not None and call.native is None:
+        call.native = make_native(call)
     known = _call.memory.direct
     if len(known) >= _call.LAYOUTS_MAX:
         known.clear()

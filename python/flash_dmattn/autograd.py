@@ -18,7 +18,7 @@ import torch
 from . import ops
 from ._arguments import MaybeTensor, is_absent
 from ._call import Operation
-from ._direct import DirectCall, Record, call_backward
+from ._direct import NATIVE, DirectCall, Record, call_backward
 
 Gradients = Tuple[MaybeTensor, ...]
 
@@ -111,8 +111,15 @@ class Recorded(torch.autograd.Function):
         return (None, *[None if at is None else found[at] for at in gradients])
 
 
+class RecordedNatively(Recorded):
+    """The same, in C."""
+
+    forward = None if NATIVE is None else NATIVE.record
+
+
 # Function.apply() without what it does for transforms of torch.func and for keywords.
 apply_recorded = super(torch.autograd.Function, Recorded).apply
+apply_natively = super(torch.autograd.Function, RecordedNatively).apply
 
 
 def plan_record(
@@ -136,6 +143,7 @@ def plan_record(
     gradients = backward.operation.results
     record = Record(
         apply=apply_recorded,
+        native_apply=apply_natively,
         backward=backward,
         options=(*options, named["backend"]),
         kept=[known.index(name) for name in saved],

@@ -71,30 +71,18 @@ def _probabilities_of(
     return ops.PROBABILITIES.without_gradients(*tensors[:2], bias, *masks, *selected, lse, *options)
 
 
-def _attend_again(
-    given: MaybeTensors, numbers: tuple[Any, ...], choices: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-    """The key of a call, by its arguments as the caller gave them, and out if a direct call is
-    known by that key: then they have been checked before."""
-    settings = (*numbers, *map(type, numbers), *choices)  # True and 1 are equal, but not the same
-    key = _direct.make_key(flash_dma_attention, given, settings)
-    found = _direct.find_known(key, given)
-    return key, None if found is None else found[0].make(found[1])
-
-
 def _attend_alone(
     known_as: tuple[Any, ...] | None, tensors: MaybeTensors, settings: tuple[Any, ...]
 ) -> torch.Tensor:
     """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the key `known_as`, too."""
+    call is remembered by the key of `known_as`, too."""
     if not torch.compiler.is_compiling():
-        found = _direct.find(ops.FUSED, (*tensors, *settings), 1)
-        if found is not None:
-            call, given = found
-            is_cast = torch.is_autocast_enabled(tensors[0].device.type)  # autocast's dtype may vary
-            if known_as is not None and not is_cast:
-                _direct.remember(known_as, call)
-            return call.make(given)
+        arguments = (*tensors, *settings)
+        out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
+        if out is NotImplemented:
+            out = _direct.begin(ops.FUSED, arguments, 1, known_as)
+        if out is not NotImplemented:
+            return out
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return ops.FUSED.dispatch(*tensors, *settings)[0]
     *rest, _, backend = settings  # without `deterministic`
@@ -201,9 +189,12 @@ def flash_dma_attention(
     returns_more, known_as = return_lse or return_attn_probs, None
     is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
     if is_usual and not torch.compiler.is_compiling():
+        # Arguments of a known call have been checked before.
         numbers = (keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap)
-        known_as, out = _attend_again(given, numbers, (scope, bias_form, deterministic, backend))
-        if out is not None:
+        arguments = (*given, *numbers, scope, bias_form, deterministic, backend)
+        known_as = (flash_dma_attention, arguments, len(given))
+        out = _direct.repeat(*known_as)
+        if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))

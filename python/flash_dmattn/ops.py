@@ -55,6 +55,7 @@ class Operator:
             results=tuple(re.findall(r"Tensor (\w+)", results)),
             mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
         )
+        self.head = (self, len(self.operation.results))  # of the keys of direct calls
         self.op = self.register("")
         self.transformed: Any = None
         # Of autograd.py, where the operator has a gradient: what direct calls record.
@@ -109,10 +110,11 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         """Make the call, in eager mode without the dispatcher."""
         if not torch.compiler.is_compiling():
-            found = _direct.find(self, arguments, len(self.operation.results))
-            if found is not None:
-                call, given = found
-                return call.make(given)
+            results = _direct.repeat(self.head, arguments, self.count)
+            if results is NotImplemented:
+                results = _direct.begin(self, arguments, len(self.operation.results))
+            if results is not NotImplemented:
+                return results
         return self.dispatch(*arguments)
 
     def dispatch(self, *arguments: Any) -> Any:
