@@ -47,6 +47,8 @@ try:  # none of it is in PyTorch's documentation
 except ImportError:
     CAN_ASK = False
 # The hooks for saved tensors that are set; PyTorch 2.4 does not tell.
+# The address of the C++ function that code made by torch.compile calls, in place of data_ptr().
+DATA_PTR = getattr(GUARDS, "_torchinductor_pyobject_tensor_data_ptr", 0)
 saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]
@@ -175,10 +177,12 @@ def is_plain(tensor: Any) -> bool:
     return repr(_dispatch_keys(tensor)) in plain_keys(tensor.device.type)
 
 
-def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """What tells the calls of a function apart, beside the layouts of tensors. The first `count`
-    arguments are tensors or None. Options that are equal, such as 1 and True, may have other
-    meanings, and so their types count."""
+def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...] | None:
+    """What tells the calls of a function apart, beside the layouts of tensors; None for arguments
+    that no call is remembered for. The first `count` arguments are tensors or None. Options that
+    are equal, such as 1 and True, may have other meanings, and so their types count."""
+    if NATIVE is not None:
+        return NATIVE.make_key(head, arguments, count, _call.Memory.tunings)
     options = arguments[count:]
     return (
         head,
@@ -266,15 +270,16 @@ def make_native(call: DirectCall) -> Any:
     def address(words: _call.Words, at: int) -> int:
         return ctypes.addressof(words) + 8 * at
 
-    places = zip(call.inputs, prepared.inputs, call.alignments)
-    inputs = [(at, address(*place), alignment) for at, place, alignment in places]
-    outputs = [
-        ((shape, stride, dtype), 0 if place is None else address(*place), at in prepared.zeroed)
-        for at, (shape, stride, dtype, place) in enumerate(prepared.outputs)
-    ]
+    targets = [(address(*place), at, 0) for at, place in enumerate(prepared.inputs)]
+    outputs = []
+    for at, (shape, stride, dtype, place) in enumerate(prepared.outputs):
+        if place is not None:
+            targets.append((address(*place), len(call.inputs) + at, 0))
+        outputs.append(((shape, stride, dtype), at in prepared.zeroed))
     if prepared.borrows_workspace:
         place = address(prepared.args_words, prepared.workspace_at)
-        outputs.append((((prepared.workspace_size,), (1,), torch.uint8), place, False))
+        targets.append((place, len(call.inputs) + len(outputs), 0))
+        outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     index = prepared.index
     device = (None, None, None, 0)
     if index >= 0:
@@ -285,13 +290,14 @@ def make_native(call: DirectCall) -> Any:
         ctypes.cast(prepared.function, ctypes.c_void_p).value,
         ctypes.addressof(prepared.args),
         call.guard,
-        torch.Tensor.data_ptr,
         None if record is None else record.native_apply,
         functools.partial(_call.check, operation=prepared.operation),
         allocators(index),
         device,
-        tuple(inputs),
+        (torch.Tensor.data_ptr, DATA_PTR, *PLAIN_TYPES),
+        tuple(zip(call.inputs, call.alignments)),
         tuple(outputs),
+        tuple(targets),
         call.count,
         () if record is None else tuple(record.kept),
     )
@@ -321,8 +327,10 @@ def call_backward(
     return added.make(list(given))
 
 
-def remember(key: tuple[Any, ...], call: DirectCall) -> None:
+def remember(key: tuple[Any, ...] | None, call: DirectCall) -> None:
     """Keep a call, the newest first."""
+    if key is None:
+        return
     if NATIVE is not None and call.native is None:
         call.native = make_native(call)
     known = _call.memory.direct

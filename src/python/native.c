@@ -5,24 +5,15 @@
  * PyTorch but the Python functions that it is given, and of libfdma only addresses: those of the
  * function and of the words of its argument struct that change from call to call. It is built
  * against the stable ABI of Python 3.8. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-
-/* Changes with what _direct.py and this file expect of each other. */
-enum { INTERFACE = 1 };
+#include "call.h"
 
 enum {
-    INPUTS_MAX = 32,
-    OUTPUTS_MAX = 16,
+    INTERFACE = 1, /* of _extension.py: what Python and C expect of each other */
     WATCHERS_MAX = 8,
     STATES_MAX = 8,
-    ALIGNMENT = 16, /* bytes, as in _call.py: which kernels take a tensor may depend on it */
+    CODE_BITS = 2,
+    ARGUMENTS_MAX = 64 / CODE_BITS,
 };
-
-typedef int library_function(const void *args); /* fdma_status of fdma.h */
-
-/* ---- what calls depend on beside their arguments ---- */
 
 enum { LEVEL, NATIVE, TO_SAVE, MATERIALIZE_GRADS, NON_DIFFERENTIABLE, CALL, NAME_COUNT };
 static const char *const name_texts[NAME_COUNT] = {
@@ -45,14 +36,6 @@ typedef struct module_state {
     PyObject *names[NAME_COUNT];      /* of attributes */
     Py_ssize_t watcher_count, state_count;
 } module_state;
-
-static int is_true(PyObject *owned) {
-    if (owned == NULL)
-        return -1;
-    const int truth = PyObject_IsTrue(owned);
-    Py_DECREF(owned);
-    return truth;
-}
 
 static int is_in_forward_mode(const module_state *state) {
     PyObject *level = PyDict_GetItemWithError(state->forward_ad, state->names[LEVEL]);
@@ -82,251 +65,65 @@ static PyObject *not_implemented(void) {
     return Py_NotImplemented;
 }
 
-static void put(PyObject *tuple, Py_ssize_t *at, PyObject *borrowed) {
-    Py_INCREF(borrowed);
-    PyTuple_SetItem(tuple, (*at)++, borrowed);
+/* Tells equal arguments of different meaning apart, such as 1, 1.0 and True, and a tensor, whose
+ * type and layout a guard looks at, from None. -1 for an option of a type that no key has. */
+static int code_of(PyObject *argument, int is_tensor) {
+    const PyTypeObject *type = Py_TYPE(argument);
+    if (is_tensor)
+        return argument != Py_None;
+    if (argument == Py_None || type == &PyBool_Type || type == &PyUnicode_Type)
+        return 0;
+    return type == &PyLong_Type ? 1 : type == &PyFloat_Type ? 2 : -1;
 }
 
-/* make_key() of _direct.py, which it equals: the head, the types of the tensors, options and their
- * types, and settings, the last of which is `tunings`. */
-static PyObject *make_key(const module_state *state, PyObject *head, PyObject *arguments,
-                          Py_ssize_t tensors, PyObject *tunings, PyObject *grad_mode) {
-    const Py_ssize_t count = PyTuple_Size(arguments);
-    PyObject *key = PyTuple_New(1 + tensors + 2 * (count - tensors) + state->state_count + 1);
-    if (key == NULL)
-        return NULL;
-    Py_ssize_t at = 0;
-    put(key, &at, head);
-    for (Py_ssize_t index = 0; index < tensors; index++)
-        put(key, &at, (PyObject *)Py_TYPE(PyTuple_GetItem(arguments, index)));
-    for (Py_ssize_t index = tensors; index < count; index++)
-        put(key, &at, PyTuple_GetItem(arguments, index));
-    for (Py_ssize_t index = tensors; index < count; index++)
-        put(key, &at, (PyObject *)Py_TYPE(PyTuple_GetItem(arguments, index)));
+/* Fill a key from item `at` on with the states and `tunings`. */
+static int put_states(const module_state *state, PyObject *key, Py_ssize_t at, PyObject *grad_mode,
+                      PyObject *tunings) {
     put(key, &at, grad_mode);
     for (Py_ssize_t index = 1; index < state->state_count; index++) {
         PyObject *value = PyObject_CallObject(state->states[index], NULL);
-        if (value == NULL) {
-            Py_DECREF(key);
-            return NULL;
-        }
+        if (value == NULL)
+            return -1;
         PyTuple_SetItem(key, at++, value);
     }
     put(key, &at, tunings);
-    return key;
-}
-
-/* ---- a call ---- */
-
-typedef struct input {
-    Py_ssize_t at;      /* among the arguments */
-    uint64_t *word;     /* of the argument struct: its address */
-    uint64_t alignment; /* its address modulo ALIGNMENT */
-} input;
-
-typedef struct output {
-    PyObject *like; /* arguments of the allocator */
-    uint64_t *word; /* NULL for an output that the C function does not write */
-    int is_cleared;
-} output;
-
-/* flash_dmattn._native.Call. Objects are borrowed from `plan`, the arguments that it was made from.
- * The addresses are those of a Prepared call, which is one of them. */
-typedef struct call {
-    PyObject_HEAD PyObject *plan;
-    PyObject *guard;     /* function: whether tensors have the layout */
-    PyObject *data_ptr;  /* function: the address of a tensor */
-    PyObject *apply;     /* of the autograd.Function that records the call, or None */
-    PyObject *fail;      /* function: raises what a status stands for */
-    PyObject *allocate;  /* function: a new tensor on the current device */
-    PyObject *elsewhere; /* the same on the call's device, where it is not the current one */
-    PyObject *device;    /* its number, or None for the CPU */
-    PyObject *current;   /* function: the number of the current device */
-    PyObject *stream;    /* function: the current stream of a device */
-    PyObject *kept;      /* what autograd saves: indices into inputs, then outputs */
-    uint64_t *stream_word;
-    library_function *function;
-    const void *args;
-    Py_ssize_t input_count, output_count;
-    Py_ssize_t return_count; /* of the outputs, the first ones; a workspace ends with the call */
-    input inputs[INPUTS_MAX];
-    output outputs[OUTPUTS_MAX];
-} call;
-
-static void *pointer_of(unsigned long long address) { return (void *)(uintptr_t)address; }
-
-static int parse_inputs(call *self, PyObject *inputs) {
-    self->input_count = PyTuple_Size(inputs);
-    if (self->input_count > INPUTS_MAX) {
-        PyErr_SetString(PyExc_ValueError, "inputs: are too many");
-        return -1;
-    }
-    for (Py_ssize_t index = 0; index < self->input_count; index++) {
-        Py_ssize_t at;
-        unsigned long long word, alignment;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, index), "nKK", &at, &word, &alignment))
-            return -1;
-        self->inputs[index] = (input){at, pointer_of(word), alignment};
-    }
     return 0;
 }
 
-static int parse_outputs(call *self, PyObject *outputs) {
-    self->output_count = PyTuple_Size(outputs);
-    if (self->output_count > OUTPUTS_MAX) {
-        PyErr_SetString(PyExc_ValueError, "outputs: are too many");
-        return -1;
-    }
-    for (Py_ssize_t index = 0; index < self->output_count; index++) {
-        output *one = &self->outputs[index];
-        unsigned long long word;
-        PyObject *item = PyTuple_GetItem(outputs, index);
-        if (!PyArg_ParseTuple(item, "O!Kp", &PyTuple_Type, &one->like, &word, &one->is_cleared))
-            return -1;
-        one->word = pointer_of(word);
-    }
-    return 0;
-}
+/* What makes a key: see make_key() of _direct.py. */
+typedef struct key_parts {
+    PyObject *head, *arguments, *tunings;
+    Py_ssize_t tensors;
+} key_parts;
 
-static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    PyObject *inputs, *outputs, *prepared;
-    unsigned long long function, struct_address, stream_word;
-    (void)keywords;
-    call *self = (call *)PyType_GenericAlloc(type, 0);
-    if (self == NULL)
+/* A key: the head, the codes of all arguments, options and states. NULL without an exception if
+ * there is none for such arguments. */
+static PyObject *build_key(const module_state *state, const key_parts *parts, PyObject *grad_mode) {
+    const Py_ssize_t count = PyTuple_Size(parts->arguments), options = count - parts->tensors;
+    if (parts->tensors < 0 || options < 0 || count > ARGUMENTS_MAX)
         return NULL;
-    Py_INCREF(args);
-    self->plan = args;
-    if (!PyArg_ParseTuple(args, "OKKOOOO(OO)(OOOK)O!O!nO!", &prepared, &function, &struct_address,
-                          &self->guard, &self->data_ptr, &self->apply, &self->fail, &self->allocate,
-                          &self->elsewhere, &self->device, &self->current, &self->stream,
-                          &stream_word, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs,
-                          &self->return_count, &PyTuple_Type, &self->kept) ||
-        parse_inputs(self, inputs) < 0 || parse_outputs(self, outputs) < 0) {
-        Py_DECREF(self);
-        return NULL;
+    uint64_t codes = 0;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        const int code = code_of(PyTuple_GetItem(parts->arguments, index), index < parts->tensors);
+        if (code < 0)
+            return NULL;
+        codes = codes << CODE_BITS | (uint64_t)code;
     }
-    /* fdma_status is an int, and the argument struct's type does not change how it is passed. */
-    self->function = (library_function *)(uintptr_t)function;
-    self->args = pointer_of(struct_address);
-    self->stream_word = pointer_of(stream_word);
-    return (PyObject *)self;
-}
-
-static void free_call(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    Py_XDECREF(((call *)object)->plan);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
-}
-
-static int read_number(PyObject *owned, uint64_t *number) {
-    if (owned == NULL)
-        return -1;
-    *number = PyLong_AsUnsignedLongLong(owned);
-    Py_DECREF(owned);
-    return *number == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
-}
-
-static int find_address(const call *self, PyObject *tensor, uint64_t *address) {
-    return read_number(PyObject_CallFunctionObjArgs(self->data_ptr, tensor, NULL), address);
-}
-
-static int find_addresses(const call *self, PyObject *given, uint64_t *addresses) {
-    for (Py_ssize_t index = 0; index < self->input_count; index++)
-        if (find_address(self, PyTuple_GetItem(given, index), &addresses[index]) < 0)
-            return -1;
-    return 0;
-}
-
-/* Whether the call can be made for the tensors `given`, and their addresses: 1, 0, or -1 with an
- * exception. */
-static int fits(const call *self, PyObject *given, uint64_t *addresses) {
-    const int truth = is_true(PyObject_CallObject(self->guard, given));
-    if (truth <= 0)
-        return truth;
-    if (find_addresses(self, given, addresses) < 0)
-        return -1;
-    for (Py_ssize_t index = 0; index < self->input_count; index++)
-        if (addresses[index] % ALIGNMENT != self->inputs[index].alignment)
-            return 0;
-    return 1;
-}
-
-/* The allocator to use, borrowed. On a device also the current stream of it. */
-static PyObject *choose_allocator(const call *self, uint64_t *stream) {
-    if (self->device == Py_None)
-        return self->allocate;
-    PyObject *found = PyObject_CallFunctionObjArgs(self->stream, self->device, NULL);
-    PyObject *current =
-        read_number(found, stream) < 0 ? NULL : PyObject_CallObject(self->current, NULL);
-    if (current == NULL)
-        return NULL;
-    const int is_current = PyObject_RichCompareBool(current, self->device, Py_EQ);
-    Py_DECREF(current);
-    return is_current < 0 ? NULL : is_current ? self->allocate : self->elsewhere;
-}
-
-static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *addresses) {
-    PyObject *outputs = PyTuple_New(self->output_count);
-    for (Py_ssize_t index = 0; outputs != NULL && index < self->output_count; index++) {
-        const output *one = &self->outputs[index];
-        PyObject *tensor = PyObject_CallObject(allocate, one->like);
-        if (tensor != NULL)
-            PyTuple_SetItem(outputs, index, tensor);
-        PyObject *cleared = NULL;
-        if (tensor == NULL || find_address(self, tensor, &addresses[index]) < 0 ||
-            (one->is_cleared && (cleared = PyObject_CallMethod(tensor, "zero_", NULL)) == NULL))
-            Py_CLEAR(outputs);
-        Py_XDECREF(cleared);
-    }
-    return outputs;
-}
-
-/* Make the call for inputs at these addresses. Returns all outputs. The argument struct is written
- * at the end, when no code of Python runs that might make the same call in between. */
-static PyObject *run(const call *self, const uint64_t *addresses) {
-    uint64_t own[OUTPUTS_MAX], stream = 0;
-    PyObject *allocate = choose_allocator(self, &stream);
-    PyObject *outputs = allocate == NULL ? NULL : make_outputs(self, allocate, own);
-    if (outputs == NULL)
-        return NULL;
-    for (Py_ssize_t index = 0; index < self->input_count; index++)
-        *self->inputs[index].word = addresses[index];
-    for (Py_ssize_t index = 0; index < self->output_count; index++)
-        if (self->outputs[index].word != NULL)
-            *self->outputs[index].word = own[index];
-    if (self->stream_word != NULL)
-        *self->stream_word = stream;
-    int status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = self->function(self->args);
-    Py_END_ALLOW_THREADS;
-    if (status == 0)
-        return outputs;
-    Py_DECREF(outputs);
-    PyObject *none = PyObject_CallFunction(self->fail, "i", status);
-    if (none != NULL) {
-        Py_DECREF(none);
-        PyErr_Format(PyExc_RuntimeError, "the call failed with status %d", status);
-    }
-    return NULL;
-}
-
-/* What the call returns: several results, or the only one, or None. Takes `outputs`. */
-static PyObject *unpack(const call *self, PyObject *outputs) {
-    PyObject *returned = NULL;
-    if (self->return_count > 1 && self->return_count == self->output_count)
-        return outputs;
-    if (self->return_count > 1) {
-        returned = PyTuple_GetSlice(outputs, 0, self->return_count);
+    PyObject *key = PyTuple_New(2 + options + state->state_count + 1);
+    PyObject *number = PyLong_FromUnsignedLongLong(codes);
+    if (key != NULL && number != NULL) {
+        Py_ssize_t at = 0;
+        put(key, &at, parts->head);
+        put(key, &at, number);
+        for (Py_ssize_t index = parts->tensors; index < count; index++)
+            put(key, &at, PyTuple_GetItem(parts->arguments, index));
+        if (put_states(state, key, at, grad_mode, parts->tunings) < 0)
+            Py_CLEAR(key);
     } else {
-        returned = self->return_count == 1 ? PyTuple_GetItem(outputs, 0) : Py_None;
-        Py_INCREF(returned);
+        Py_CLEAR(key);
     }
-    Py_DECREF(outputs);
-    return returned;
+    Py_XDECREF(number);
+    return key;
 }
 
 /* ---- functions of the module ---- */
@@ -363,7 +160,7 @@ static PyObject *try_call(const call *self, PyObject *owner, PyObject *arguments
     PyObject *given = pick_given(self, arguments);
     if (given == NULL)
         return NULL;
-    uint64_t addresses[INPUTS_MAX];
+    uint64_t addresses[TENSORS_MAX];
     const int does_fit = fits(self, given, addresses);
     PyObject *returned = NULL;
     if (does_fit == 0) {
@@ -376,29 +173,6 @@ static PyObject *try_call(const call *self, PyObject *owner, PyObject *arguments
     }
     Py_DECREF(given);
     return returned;
-}
-
-/* The list of calls that are known by the key of the arguments; NULL without an exception if there
- * are none, or if an option has no hash. */
-static PyObject *find_calls(const module_state *state, PyObject *args, PyObject *grad_mode) {
-    PyObject *known, *head, *arguments, *tunings;
-    Py_ssize_t tensors;
-    if (!PyArg_ParseTuple(args, "O!OO!nO", &PyDict_Type, &known, &head, &PyTuple_Type, &arguments,
-                          &tensors, &tunings))
-        return NULL;
-    if (tensors < 0 || tensors > PyTuple_Size(arguments)) {
-        PyErr_Format(PyExc_ValueError, "count: is %zd, want 0 to the arguments", tensors);
-        return NULL;
-    }
-    PyObject *key = make_key(state, head, arguments, tensors, tunings, grad_mode);
-    if (key == NULL)
-        return NULL;
-    PyObject *calls = PyDict_GetItemWithError(known, key);
-    Py_XINCREF(calls);
-    Py_DECREF(key);
-    if (calls == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError))
-        PyErr_Clear();
-    return calls;
 }
 
 /* The Call of a DirectCall. */
@@ -435,19 +209,47 @@ static int is_configured(const module_state *state) {
     return state->plan != NULL;
 }
 
+/* The list of calls that a key has in `known`; NULL if there is none, perhaps without an exception. */
+static PyObject *find_calls(PyObject *known, PyObject *owned_key) {
+    PyObject *calls = owned_key == NULL ? NULL : PyDict_GetItemWithError(known, owned_key);
+    Py_XINCREF(calls);
+    Py_XDECREF(owned_key);
+    return calls;
+}
+
 static PyObject *repeat(PyObject *module, PyObject *args) {
     const module_state *state = PyModule_GetState(module);
-    if (!is_configured(state))
+    key_parts parts;
+    PyObject *known;
+    if (!is_configured(state) ||
+        !PyArg_ParseTuple(args, "OOO!nO", &known, &parts.head, &PyTuple_Type, &parts.arguments,
+                          &parts.tensors, &parts.tunings))
         return NULL;
     PyObject *grad_mode = PyObject_CallObject(state->states[0], NULL);
     const int watched = grad_mode == NULL ? -1 : is_watched(state, grad_mode);
-    PyObject *calls = watched == 0 ? find_calls(state, args, grad_mode) : NULL;
+    PyObject *key = watched == 0 ? build_key(state, &parts, grad_mode) : NULL;
     Py_XDECREF(grad_mode);
+    PyObject *calls = find_calls(known, key);
     if (calls == NULL)
         return PyErr_Occurred() ? NULL : not_implemented();
-    PyObject *returned = try_calls(state, calls, PyTuple_GetItem(args, 2));
+    PyObject *returned = try_calls(state, calls, parts.arguments);
     Py_DECREF(calls);
     return returned;
+}
+
+static PyObject *make_key(PyObject *module, PyObject *args) {
+    const module_state *state = PyModule_GetState(module);
+    key_parts parts;
+    if (!is_configured(state) ||
+        !PyArg_ParseTuple(args, "OO!nO", &parts.head, &PyTuple_Type, &parts.arguments,
+                          &parts.tensors, &parts.tunings))
+        return NULL;
+    PyObject *grad_mode = PyObject_CallObject(state->states[0], NULL);
+    PyObject *key = grad_mode == NULL ? NULL : build_key(state, &parts, grad_mode);
+    Py_XDECREF(grad_mode);
+    if (key == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return key;
 }
 
 /* The tuple of what autograd saves, of the arguments (ctx, owner, *given) and the outputs. */
@@ -494,7 +296,7 @@ static PyObject *record(PyObject *module, PyObject *args) {
     if (self == NULL)
         return NULL;
     PyObject *given = PyTuple_GetSlice(args, 2, 2 + self->input_count);
-    uint64_t addresses[INPUTS_MAX];
+    uint64_t addresses[TENSORS_MAX];
     PyObject *outputs = NULL, *returned = NULL;
     if (given != NULL && find_addresses(self, given, addresses) == 0)
         outputs = run(self, addresses);
@@ -542,23 +344,12 @@ static PyMethodDef functions[] = {
     {"repeat", repeat, METH_VARARGS,
      "repeat(known, head, arguments, count, tunings): repeat() of _direct.py, whose calls `known` "
      "has by their keys."},
+    {"make_key", make_key, METH_VARARGS,
+     "make_key(head, arguments, count, tunings): make_key() of _direct.py, of another form; None "
+     "for arguments without one."},
     {"record", record, METH_VARARGS,
      "record(ctx, call, *given): Recorded.forward() of autograd.py."},
     {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot call_slots[] = {
-    {Py_tp_new, (void *)new_call},
-    {Py_tp_dealloc, (void *)free_call},
-    {Py_tp_doc, (void *)"What repeat() and record() need of a direct call."},
-    {0, NULL},
-};
-
-static PyType_Spec call_spec = {
-    .name = "flash_dmattn._native.Call",
-    .basicsize = sizeof(call),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = call_slots,
 };
 
 static struct PyModuleDef definition = {
@@ -579,7 +370,7 @@ __attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__native(void) {
         state->names[index] = PyUnicode_InternFromString(name_texts[index]);
         failed = state->names[index] == NULL;
     }
-    PyObject *type = failed ? NULL : PyType_FromSpec(&call_spec);
+    PyObject *type = failed ? NULL : make_call_type();
     state->call_type = (PyTypeObject *)type;
     if (type != NULL) {
         Py_INCREF(type); /* for the module, beside that of its state */

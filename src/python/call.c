@@ -1,0 +1,233 @@
+#include "call.h"
+
+enum { ALIGNMENT = 16 }; /* bytes, as in _call.py: which kernels take a tensor may depend on it */
+
+/* ---- from Python ---- */
+
+static void *pointer_of(unsigned long long address) { return (void *)(uintptr_t)address; }
+
+/* The size of a tuple of at most `most` items, or -1 with an exception. */
+static Py_ssize_t size_of(PyObject *tuple, Py_ssize_t most, const char *name) {
+    const Py_ssize_t count = PyTuple_Size(tuple);
+    if (count <= most)
+        return count;
+    PyErr_Format(PyExc_ValueError, "%s: are %zd, want at most %zd", name, count, most);
+    return -1;
+}
+
+static int parse_tensors(call *self, PyObject *inputs, PyObject *outputs) {
+    self->input_count = size_of(inputs, INPUTS_MAX, "inputs");
+    self->output_count = size_of(outputs, OUTPUTS_MAX, "outputs");
+    for (Py_ssize_t index = 0; index < self->input_count; index++) {
+        Py_ssize_t at;
+        unsigned long long alignment;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, index), "nK", &at, &alignment))
+            return -1;
+        self->inputs[index] = (input){at, alignment};
+    }
+    for (Py_ssize_t index = 0; index < self->output_count; index++) {
+        output *one = &self->outputs[index];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, index), "O!p", &PyTuple_Type, &one->like,
+                              &one->is_cleared))
+            return -1;
+    }
+    return self->input_count < 0 || self->output_count < 0 ? -1 : 0;
+}
+
+static int parse_targets(call *self, PyObject *targets) {
+    self->target_count = size_of(targets, TARGETS_MAX, "targets");
+    for (Py_ssize_t index = 0; index < self->target_count; index++) {
+        Py_ssize_t tensor;
+        unsigned long long word, offset;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(targets, index), "KnK", &word, &tensor, &offset))
+            return -1;
+        if (tensor < 0 || tensor >= self->input_count + self->output_count) {
+            PyErr_Format(PyExc_ValueError, "targets: %zd is the number of no tensor", tensor);
+            return -1;
+        }
+        self->targets[index] = (target){pointer_of(word), tensor, offset};
+    }
+    return self->target_count < 0 ? -1 : 0;
+}
+
+/* (prepared, function, args, guard, apply, fail, (allocate, elsewhere), (device, current, stream,
+ * stream_word), (data_ptr, read_address, tensor_type, parameter_type), inputs, outputs, targets,
+ * return_count, kept): see make_native() of _direct.py. */
+static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    PyObject *inputs, *outputs, *targets, *prepared;
+    unsigned long long function, struct_address, stream_word, read_address;
+    (void)keywords;
+    call *self = (call *)PyType_GenericAlloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    Py_INCREF(args);
+    self->plan = args;
+    if (!PyArg_ParseTuple(args, "OKKOOO(OO)(OOOK)(OKOO)O!O!O!nO!", &prepared, &function,
+                          &struct_address, &self->guard, &self->apply, &self->fail, &self->allocate,
+                          &self->elsewhere, &self->device, &self->current, &self->stream,
+                          &stream_word, &self->data_ptr, &read_address, &self->tensor_type,
+                          &self->parameter_type, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs,
+                          &PyTuple_Type, &targets, &self->return_count, &PyTuple_Type,
+                          &self->kept) ||
+        parse_tensors(self, inputs, outputs) < 0 || parse_targets(self, targets) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    /* fdma_status is an int, and all argument structs are passed by address. */
+    self->function = (library_function *)(uintptr_t)function;
+    self->read_address = (void *(*)(PyObject *))(uintptr_t)read_address;
+    self->args = pointer_of(struct_address);
+    self->stream_word = pointer_of(stream_word);
+    return (PyObject *)self;
+}
+
+static void free_call(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    Py_XDECREF(((call *)object)->plan);
+    const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_new, (void *)new_call},
+    {Py_tp_dealloc, (void *)free_call},
+    {Py_tp_doc, (void *)"What repeat() and record() need of a direct call."},
+    {0, NULL},
+};
+
+static PyType_Spec call_spec = {
+    .name = "flash_dmattn._native.Call",
+    .basicsize = sizeof(call),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = call_slots,
+};
+
+PyObject *make_call_type(void) { return PyType_FromSpec(&call_spec); }
+
+/* ---- addresses ---- */
+
+void put(PyObject *tuple, Py_ssize_t *at, PyObject *borrowed) {
+    Py_INCREF(borrowed);
+    PyTuple_SetItem(tuple, (*at)++, borrowed);
+}
+
+int is_true(PyObject *owned) {
+    if (owned == NULL)
+        return -1;
+    const int truth = owned == Py_True ? 1 : owned == Py_False ? 0 : PyObject_IsTrue(owned);
+    Py_DECREF(owned);
+    return truth;
+}
+
+static int read_number(PyObject *owned, uint64_t *number) {
+    if (owned == NULL)
+        return -1;
+    *number = PyLong_AsUnsignedLongLong(owned);
+    Py_DECREF(owned);
+    return *number == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+static int find_address(const call *self, PyObject *tensor, uint64_t *address) {
+    const PyObject *type = (PyObject *)Py_TYPE(tensor);
+    /* PyTorch's function in C++ throws for other types. */
+    if (self->read_address == NULL || (type != self->tensor_type && type != self->parameter_type))
+        return read_number(PyObject_CallFunctionObjArgs(self->data_ptr, tensor, NULL), address);
+    *address = (uintptr_t)self->read_address(tensor);
+    return 0;
+}
+
+int find_addresses(const call *self, PyObject *given, uint64_t *addresses) {
+    for (Py_ssize_t index = 0; index < self->input_count; index++) {
+        PyObject *tensor = PyTuple_GetItem(given, index);
+        if (tensor == NULL || find_address(self, tensor, &addresses[index]) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int fits(const call *self, PyObject *given, uint64_t *addresses) {
+    const int truth = is_true(PyObject_CallObject(self->guard, given));
+    if (truth <= 0)
+        return truth;
+    if (find_addresses(self, given, addresses) < 0)
+        return -1;
+    for (Py_ssize_t index = 0; index < self->input_count; index++)
+        if (addresses[index] % ALIGNMENT != self->inputs[index].alignment)
+            return 0;
+    return 1;
+}
+
+/* ---- the call ---- */
+
+/* The allocator to use, borrowed. On a device also the current stream of it. */
+static PyObject *choose_allocator(const call *self, uint64_t *stream) {
+    if (self->device == Py_None)
+        return self->allocate;
+    PyObject *found = PyObject_CallFunctionObjArgs(self->stream, self->device, NULL);
+    if (read_number(found, stream) < 0)
+        return NULL;
+    PyObject *current = PyObject_CallObject(self->current, NULL);
+    if (current == NULL)
+        return NULL;
+    const int is_current = PyObject_RichCompareBool(current, self->device, Py_EQ);
+    Py_DECREF(current);
+    return is_current < 0 ? NULL : is_current ? self->allocate : self->elsewhere;
+}
+
+static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *addresses) {
+    PyObject *outputs = PyTuple_New(self->output_count);
+    for (Py_ssize_t index = 0; outputs != NULL && index < self->output_count; index++) {
+        const output *one = &self->outputs[index];
+        PyObject *tensor = PyObject_CallObject(allocate, one->like), *cleared = NULL;
+        if (tensor != NULL)
+            PyTuple_SetItem(outputs, index, tensor); /* which takes it */
+        if (tensor == NULL || find_address(self, tensor, &addresses[index]) < 0 ||
+            (one->is_cleared && (cleared = PyObject_CallMethod(tensor, "zero_", NULL)) == NULL))
+            Py_CLEAR(outputs);
+        Py_XDECREF(cleared);
+    }
+    return outputs;
+}
+
+PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
+    uint64_t stream = 0;
+    PyObject *allocate = choose_allocator(self, &stream);
+    if (allocate == NULL)
+        return NULL;
+    PyObject *outputs = make_outputs(self, allocate, addresses + self->input_count);
+    if (outputs == NULL)
+        return NULL;
+    /* From here on no code of Python runs that might make the same call in between. */
+    for (Py_ssize_t index = 0; index < self->target_count; index++) {
+        const target *one = &self->targets[index];
+        *one->word = addresses[one->tensor] + one->offset;
+    }
+    if (self->stream_word != NULL)
+        *self->stream_word = stream;
+    int status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = self->function(self->args);
+    Py_END_ALLOW_THREADS;
+    if (status == 0)
+        return outputs;
+    Py_DECREF(outputs);
+    PyObject *none = PyObject_CallFunction(self->fail, "i", status);
+    if (none != NULL) {
+        Py_DECREF(none);
+        PyErr_Format(PyExc_RuntimeError, "the call failed with status %d", status);
+    }
+    return NULL;
+}
+
+PyObject *unpack(const call *self, PyObject *outputs) {
+    PyObject *returned;
+    if (self->return_count > 1) {
+        returned = PyTuple_GetSlice(outputs, 0, self->return_count);
+    } else {
+        returned = self->return_count == 1 ? PyTuple_GetItem(outputs, 0) : Py_None;
+        Py_XINCREF(returned);
+    }
+    Py_DECREF(outputs);
+    return returned;
+}
