@@ -9,6 +9,7 @@ longer than the call itself.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from typing import Any, Iterable, NamedTuple, Tuple, Union
 
@@ -31,6 +32,7 @@ DTYPES = {
 LAYOUTS_MAX = 512  # that a thread remembers
 WORKSPACE_KEPT = 1 << 20  # bytes that a thread keeps for its calls on the CPU, at most
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
+PACKED_ALIGNMENT = 128  # bytes, of results in one tensor: a line of the cache of a GPU
 # Tensors of fdma_selection, not of the call's own struct.
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
 RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
@@ -49,12 +51,14 @@ class Operation(NamedTuple):
     options: tuple[str, ...]
     results: tuple[str, ...]
     mutated: tuple[str, ...] = ()  # tensors that the call writes to
+    packed: tuple[str, ...] = ()  # results, the last ones, that lie in one tensor of bytes
 
-    def with_results(self, results: tuple[str, ...]) -> Operation:
+    def with_results(self, results: tuple[str, ...], packed: tuple[str, ...] = ()) -> Operation:
         """The operation with some of its results: the others are left out of the call."""
-        if results == self.results:
+        if results == self.results and not packed:
             return self
-        return self._replace(name=f"{self.name}: {', '.join(results)}", results=results)
+        name = f"{self.name}: {', '.join(results)}; {', '.join(packed)}"
+        return self._replace(name=name, results=results, packed=packed)
 
 
 def check(status: int, operation: Operation) -> None:
@@ -165,14 +169,25 @@ class Prepared:
         self.selection_words = words_of(self.selection) if self.selection else None
         # The words that hold the addresses of the inputs that are given.
         self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
-        # Of each output: its shape, strides and dtype, and the words, or None if it is absent.
-        self.outputs = []
+        # Of each new tensor: its shape, strides and dtype, and the words that hold addresses in it,
+        # each with an offset in bytes.
+        self.outputs: list[tuple[Any, Any, torch.dtype, list[tuple[Words, int, int]]]] = []
+        self.packed: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype of each
+        places, packed_size = [], 0
         for name in operation.results:
             shape, dtype = _arguments.result_like(name, tensors, sizes, options)
             room = torch.empty(shape, dtype=dtype, device="meta")
             absent = _arguments.is_absent(name, tensors, options)
-            words = None if absent else self.fill_tensor(name, room)
-            self.outputs.append((tuple(room.shape), room.stride(), dtype, words))
+            if name not in operation.packed:
+                own = [] if absent else [(*self.fill_tensor(name, room), 0)]
+                self.outputs.append((tuple(room.shape), room.stride(), dtype, own))
+            elif not absent:
+                places.append((*self.fill_tensor(name, room), packed_size))
+                self.packed[name] = (packed_size, tuple(room.shape), dtype)
+                size = room.numel() * room.element_size()
+                packed_size += -(-size // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+        if places:
+            self.outputs.append(((packed_size,), (1,), torch.uint8, places))
         if has_cache:
             fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
@@ -208,23 +223,26 @@ class Prepared:
         setattr(struct, field, view(name, tensor))
         return words, (getattr(type(struct), field).offset + offset) // 8
 
-    def set_addresses(self, inputs: Iterable[torch.Tensor]) -> int:
-        """Note the addresses of the inputs that are given, and return the bits that any has."""
-        bits = 0
+    def set_addresses(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note the addresses of the inputs that are given."""
         for (words, at), tensor in zip(self.inputs, inputs):
-            words[at] = address = tensor.data_ptr()
-            bits |= address
-        return bits
+            words[at] = tensor.data_ptr()
+
+    def unpack(self, name: str, packed: torch.Tensor) -> torch.Tensor:
+        """One of the results that lie in one tensor."""
+        offset, shape, dtype = self.packed[name]
+        return packed[offset:].view(dtype)[: math.prod(shape)].view(shape)
 
     def run(self) -> list[torch.Tensor]:
         """Make the call for the inputs whose addresses are set; its outputs are new."""
         allocate, words = self.allocate, self.args_words
         outputs = []
-        for shape, stride, dtype, target in self.outputs:
+        for shape, stride, dtype, places in self.outputs:
             output = allocate(shape, stride, dtype)
             outputs.append(output)
-            if target is not None:
-                target[0][target[1]] = output.data_ptr()
+            address = output.data_ptr()
+            for written, at, offset in places:
+                written[at] = address + offset
         for index in self.zeroed:
             outputs[index].zero_()
         if self.index >= 0:

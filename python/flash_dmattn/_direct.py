@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -52,7 +52,7 @@ DATA_PTR = getattr(GUARDS, "_torchinductor_pyobject_tensor_data_ptr", 0)
 saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]
-Found = Optional[Tuple["DirectCall", Given]]
+Places = List[Tuple[int, int]]  # of tensors: the number of the given one, and the offset in it
 
 
 class Record(NamedTuple):
@@ -63,16 +63,21 @@ class Record(NamedTuple):
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # where what is saved is among given inputs and results
-    sources: list[int | None]  # where each tensor of the backward operator is among these
+    # Where each tensor of the backward operator is among these; the name of one that is packed.
+    sources: list[int | str | None]
     gradients: list[int | None]  # of each given input: where its gradient is in backward's results
 
 
 class DirectCall:
     """A call for tensors of one layout, in one state of PyTorch, with its guard."""
 
-    def __init__(self, inputs: list[int], given: Given, prepared: _call.Prepared) -> None:
+    def __init__(
+        self, inputs: list[int], given: Given, prepared: _call.Prepared, places: Places
+    ) -> None:
         self.inputs = inputs  # which tensors are given
         self.prepared = prepared
+        # Of each word that holds the address of an input: the number of the tensor, and the offset.
+        self.targets = [(*word, *place) for word, place in zip(prepared.inputs, places)]
         self.guard = make_guard(given).check
         self.alignments = alignments_of(given)
         self.is_aligned = not any(self.alignments)
@@ -84,7 +89,10 @@ class DirectCall:
         """Whether the call can be made for these tensors, whose addresses it notes."""
         if not self.guard(*given):
             return False
-        bits = self.prepared.set_addresses(given)
+        bits = 0
+        for words, at, index, offset in self.targets:
+            words[at] = address = given[index].data_ptr() + offset
+            bits |= address
         if self.is_aligned:
             return not bits % _call.ALIGNMENT
         return alignments_of(given) == self.alignments
@@ -119,14 +127,8 @@ def has_guards() -> bool:
         return False
 
 
-WATCHERS = (
-    (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled) if CAN_ASK else ()
-)
-# Functions for what calls depend on beside their arguments. The first is grad mode.
-STATES = (
-    torch.is_grad_enabled,
-    torch.get_num_threads,
-    getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled),
+is_deterministic = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
 
 
@@ -134,7 +136,9 @@ def is_watched() -> bool:
     """Whether something that no guard notices needs the dispatcher: a mode, the profiler, hooks for
     saved tensors (checkpointing counts these), or forward mode, in which tensors have tangents."""
     return not CAN_ASK or bool(
-        any([asks() for asks in WATCHERS])
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _profiler_enabled()
         or (saved_hooks is not None and torch.is_grad_enabled() and saved_hooks(False))
         or getattr(forward_ad, "_current_level", 0) >= 0
     )
@@ -144,7 +148,9 @@ def find_native() -> Any:
     """The extension module, set up; None without it."""
     found = _extension.load() if CAN_ASK else None
     if found is not None:
-        found.configure(WATCHERS, saved_hooks, STATES, vars(forward_ad))
+        watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
+        states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
+        found.configure(watchers, saved_hooks, states, vars(forward_ad))
     return found
 
 
@@ -189,7 +195,7 @@ def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ..
         *map(type, arguments[:count]),
         *options,
         *map(type, options),
-        *[ask() for ask in STATES],
+        *(torch.is_grad_enabled(), torch.get_num_threads(), is_deterministic()),
         _call.Memory.tunings,
     )
 
@@ -258,7 +264,7 @@ def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCal
             return None
         operation, record = operator.plan_record(arguments, count)
     prepared, _ = _call.find(operation, tensors, options, backend)
-    call = DirectCall(inputs, given, prepared)
+    call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
     call.record, call.count = record, count
     return call if call.fits(given) else None
 
@@ -270,15 +276,15 @@ def make_native(call: DirectCall) -> Any:
     def address(words: _call.Words, at: int) -> int:
         return ctypes.addressof(words) + 8 * at
 
-    targets = [(address(*place), at, 0) for at, place in enumerate(prepared.inputs)]
+    inputs = len(call.inputs)
+    targets = [(address(words, at), *place) for words, at, *place in call.targets]
     outputs = []
-    for at, (shape, stride, dtype, place) in enumerate(prepared.outputs):
-        if place is not None:
-            targets.append((address(*place), len(call.inputs) + at, 0))
-        outputs.append(((shape, stride, dtype), at in prepared.zeroed))
+    for number, (shape, stride, dtype, places) in enumerate(prepared.outputs, inputs):
+        targets += [(address(words, at), number, offset) for words, at, offset in places]
+        outputs.append(((shape, stride, dtype), number - inputs in prepared.zeroed))
     if prepared.borrows_workspace:
         place = address(prepared.args_words, prepared.workspace_at)
-        targets.append((place, len(call.inputs) + len(outputs), 0))
+        targets.append((place, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     index = prepared.index
     device = (None, None, None, 0)
@@ -315,16 +321,26 @@ def call_backward(
         results = repeat(call, given, len(given))
         if results is not NotImplemented:
             return results
-    tensors = [None if at is None else kept[at] for at in record.sources]
+    tensors = [
+        call.prepared.unpack(at, kept[-1]) if isinstance(at, str) else at if at is None else kept[at]
+        for at in record.sources
+    ]
     arguments = (dout, dlse, *tensors, *record.options)
     count = len(record.backward.operation.results)
     added = add(record.backward, arguments, count) if is_eager and not is_watched() else None
     if added is None:
         return record.backward.dispatch(*arguments)
-    # The call is known by the tensors of `given`, in whose order it will take them.
-    added.inputs = list(range(len(given)))
-    remember(make_key(call, given, len(given)), added)
-    return added.make(list(given))
+    # From now on the call takes what is given here.
+    ways = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
+    for at in record.sources:
+        if isinstance(at, str):
+            ways.append((len(given) - 1, call.prepared.packed[at][0]))
+        elif at is not None:
+            ways.append((len(given) - len(kept) + at, 0))
+    again = DirectCall(list(range(len(given))), list(given), added.prepared, ways)
+    again.count = count
+    remember(make_key(call, given, len(given)), again)
+    return added.make([arguments[at] for at in added.inputs])
 
 
 def remember(key: tuple[Any, ...] | None, call: DirectCall) -> None:

@@ -133,8 +133,14 @@ def plan_record(
     results = tuple(x for at, x in enumerate(whole.results) if at < count or x in wanted)
     tensors = {name: named[name] for name in whole.tensors}
     given = [name for name, tensor in tensors.items() if tensor is not None]
-    known = [*given, *(None if is_absent(x, tensors, named) else x for x in results)]
+    shown = [None if is_absent(x, tensors, named) else x for x in results[:count]]
+    known = [*given, *shown]
     saved = [name for name in wanted if name in known]
+    sources = indices(tuple(wanted), tuple(saved))
+    packed = [name for name in results[count:] if not is_absent(name, tensors, named)]
+    for name in packed:
+        sources[wanted.index(name)] = name
+    kept = [known.index(name) for name in saved]
     needed = {name for name in given if tensors[name].requires_grad}
     options = [
         name[len("wants_d") :] in needed if name.startswith("wants_d") else named[name]
@@ -146,8 +152,8 @@ def plan_record(
         native_apply=apply_natively,
         backward=backward,
         options=(*options, named["backend"]),
-        kept=[known.index(name) for name in saved],
-        sources=indices(tuple(wanted), tuple(saved)),
+        kept=[*kept, len(known)] if packed else kept,
+        sources=sources,
         gradients=[
             None
             if name not in needed or is_absent(f"d{name}", tensors, named)
@@ -155,7 +161,7 @@ def plan_record(
             for name in given
         ],
     )
-    return whole.with_results(results), record
+    return whole.with_results(results, tuple(results[count:])), record
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
