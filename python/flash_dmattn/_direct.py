@@ -150,7 +150,9 @@ def find_native() -> Any:
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
         states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(watchers, saved_hooks, states, vars(forward_ad))
+        found.configure(
+            watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory
+        )
     return found
 
 
@@ -183,12 +185,8 @@ def is_plain(tensor: Any) -> bool:
     return repr(_dispatch_keys(tensor)) in plain_keys(tensor.device.type)
 
 
-def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...] | None:
-    """What tells the calls of a function apart, beside the layouts of tensors; None for arguments
-    that no call is remembered for. The first `count` arguments are tensors or None. Options that
-    are equal, such as 1 and True, may have other meanings, and so their types count."""
-    if NATIVE is not None:
-        return NATIVE.make_key(head, arguments, count, _call.Memory.tunings)
+def key_in_python(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...] | None:
+    """make_key() without NATIVE."""
     options = arguments[count:]
     return (
         head,
@@ -200,12 +198,8 @@ def make_key(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ..
     )
 
 
-def repeat(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
-    """The results of a call that is remembered; NotImplemented if none is. Arguments are those of
-    make_key()."""
-    if NATIVE is not None and CAN_ASK:
-        known, tunings = _call.memory.direct, _call.Memory.tunings
-        return NATIVE.repeat(known, head, arguments, count, tunings)
+def repeat_in_python(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
+    """repeat() without NATIVE."""
     if is_watched():
         return NotImplemented
     try:
@@ -217,6 +211,16 @@ def repeat(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
         if call.fits(given):
             return call.make(given)
     return NotImplemented
+
+
+# make_key(head, arguments, count): what tells the calls of a function, `head`, apart, beside the
+# layouts of tensors; None for arguments that no call is remembered for. The first `count` arguments
+# are tensors or None, the others options. Those that are equal, such as 1 and True, may have other
+# meanings, and so their types count.
+make_key = key_in_python if NATIVE is None else NATIVE.make_key
+# repeat(head, arguments, count): the results of a call that is remembered; NotImplemented if none
+# is.
+repeat = repeat_in_python if NATIVE is None else NATIVE.repeat
 
 
 def begin(

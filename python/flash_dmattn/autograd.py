@@ -101,13 +101,14 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor = None, *_: Any) -> Gradients:
-        gradients = ctx.call.record.gradients
+        call = ctx.call
+        gradients = call.record.gradients
         if dout is None and dlse is None:
             return (None,) * (1 + len(gradients))
         kept = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(kept[0])  # out, or out_a
-        found = call_backward(ctx.call, dout, dlse, kept)
+        found = call_backward(call, dout, dlse, kept)
         return (None, *[None if at is None else found[at] for at in gradients])
 
 

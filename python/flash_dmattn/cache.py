@@ -202,25 +202,28 @@ class DynamicMaskCache:
         )
         count = streams.counts("n_tokens", n_tokens, key)
         options = (self.bias_form, _scale(softmax_scale), softcap, backend)
-        tokens = Tokens(
-            query, key, value, tuple(weights), index, key_valid, count, sink_logit, options
-        )
-        if index is None:
-            require(
-                key.shape[0] == self.batch,
-                f"key: axis 0 has {key.shape[0]} elements, want the batch, {self.batch}",
+        batch, length = key.shape[:2]
+        if index is None and batch != self.batch:
+            raise ValueError(
+                f"key: axis 0 has {batch} elements, want the batch, {self.batch}"
             )
-        if draft or self._drafts[layer] is not None:
-            return self._follow_drafts(layer, tokens, draft)
-        if key.shape[1] > TOKENS_MAX or key_valid is not None:
-            out = self._prefill(layer, tokens)
-        else:
+        follows_drafts = draft or self._drafts[layer] is not None
+        is_prefill = length > TOKENS_MAX or key_valid is not None
+        if not follows_drafts and not is_prefill:
             where = self._sequences(layer, index)
             rows = (query, key, value, *weights, None, where, count, None, sink_logit)
             out, _ = ops.DECODE(
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
             )
-        self._count(layer, key.shape[1])
+            self._count(layer, length)
+            return out
+        tokens = Tokens(
+            query, key, value, tuple(weights), index, key_valid, count, sink_logit, options
+        )
+        if follows_drafts:
+            return self._follow_drafts(layer, tokens, draft)
+        out = self._prefill(layer, tokens)
+        self._count(layer, length)
         return out
 
     def _count(self, layer: int, length: int) -> None:
@@ -230,8 +233,8 @@ class DynamicMaskCache:
         self._empty[layer] = [False] * self.batch
 
     def _check_layer(self, layer: int) -> None:
-        known = 0 <= _arguments.check_int("layer", layer) < self.layers
-        require(known, f"layer: is {layer}, want 0 to {self.layers - 1}")
+        if not 0 <= _arguments.check_int("layer", layer) < self.layers:
+            raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
 
     def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
         """The numbers in `keys` of the sequences `index` of the batch; -1 stays."""

@@ -12,6 +12,9 @@ from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
 
 
+TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
+
+
 def _rules_of_call(
     keep_window_size: int,
     recent: int,
@@ -75,12 +78,13 @@ def _attend_alone(
     known_as: tuple[Any, ...] | None, tensors: MaybeTensors, settings: tuple[Any, ...]
 ) -> torch.Tensor:
     """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the key of `known_as`, too."""
+    call is remembered by the arguments `known_as` of flash_dma_attention, too."""
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
         out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
         if out is NotImplemented:
-            out = _direct.begin(ops.FUSED, arguments, 1, known_as)
+            known = None if known_as is None else (flash_dma_attention, known_as, TENSORS)
+            out = _direct.begin(ops.FUSED, arguments, 1, known)
         if out is not NotImplemented:
             return out
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -185,15 +189,16 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    given = (query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit)
     returns_more, known_as = return_lse or return_attn_probs, None
     is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
-        numbers = (keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap)
-        arguments = (*given, *numbers, scope, bias_form, deterministic, backend)
-        known_as = (flash_dma_attention, arguments, len(given))
-        out = _direct.repeat(*known_as)
+        known_as = (
+            *(query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit),
+            *(keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap),
+            *(scope, bias_form, deterministic, backend),
+        )
+        out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
         if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)

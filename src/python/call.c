@@ -222,6 +222,8 @@ PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
 
 PyObject *unpack(const call *self, PyObject *outputs) {
     PyObject *returned;
+    if (outputs == NULL)
+        return NULL;
     if (self->return_count > 1) {
         returned = PyTuple_GetSlice(outputs, 0, self->return_count);
     } else {

@@ -78,5 +78,6 @@ int fits(const call *self, PyObject *given, uint64_t *addresses);
  * tensors. Returns all outputs, or NULL with an exception. */
 PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]);
 
-/* What the caller gets of the outputs, which are released: several, or the only one, or None. */
+/* What the caller gets of the outputs, which are released: several, or the only one, or None. NULL
+ * for NULL. */
 PyObject *unpack(const call *self, PyObject *outputs);

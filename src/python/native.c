@@ -9,60 +9,67 @@
 
 enum {
     INTERFACE = 1, /* of _extension.py: what Python and C expect of each other */
-    WATCHERS_MAX = 8,
-    STATES_MAX = 8,
+    WATCHERS = 3,
+    STATES = 3,
+    KEY_ITEMS = 4 + STATES,
     CODE_BITS = 2,
     ARGUMENTS_MAX = 64 / CODE_BITS,
 };
 
-enum { LEVEL, NATIVE, TO_SAVE, MATERIALIZE_GRADS, NON_DIFFERENTIABLE, CALL, NAME_COUNT };
+enum {
+    LEVEL,
+    NATIVE,
+    TO_SAVE,
+    MATERIALIZE_GRADS,
+    NON_DIFFERENTIABLE,
+    CALL,
+    MEMORY,
+    DIRECT,
+    TUNINGS,
+    NAME_COUNT,
+};
 static const char *const name_texts[NAME_COUNT] = {
-    [LEVEL] = "_current_level",
-    [NATIVE] = "native", /* of a DirectCall */
-    [TO_SAVE] = "to_save",
+    [LEVEL] = "_current_level", /* of torch.autograd.forward_ad */
+    [NATIVE] = "native",        /* of a DirectCall */
+    [TO_SAVE] = "to_save",      /* of the context of a Function, as the next three */
     [MATERIALIZE_GRADS] = "materialize_grads",
     [NON_DIFFERENTIABLE] = "non_differentiable",
     [CALL] = "call",
+    [MEMORY] = "memory",   /* of _call.py: a thread's */
+    [DIRECT] = "direct",   /* of a Memory: lists of DirectCalls by their keys */
+    [TUNINGS] = "tunings", /* of the type Memory */
 };
 
 /* Objects are borrowed from `plan`, but for the type and the names. */
 typedef struct module_state {
     PyObject *plan; /* the arguments of configure(), NULL before it */
     PyTypeObject *call_type;
-    PyObject *watchers[WATCHERS_MAX]; /* functions: true where something watches operators */
-    PyObject *states[STATES_MAX];     /* functions: a part of the key; the first is grad mode */
-    PyObject *hooks;                  /* function: the hooks for saved tensors, or None */
-    PyObject *forward_ad;             /* the dict of torch.autograd.forward_ad */
-    PyObject *names[NAME_COUNT];      /* of attributes */
-    Py_ssize_t watcher_count, state_count;
+    PyObject *names[NAME_COUNT];  /* of attributes */
+    PyObject *watchers[WATCHERS]; /* functions: true where something watches operators */
+    PyObject *hooks;              /* function: the hooks for saved tensors, or None */
+    PyObject *states[STATES];     /* functions: parts of a key */
+    PyObject *forward_ad, *calls; /* dicts of torch.autograd.forward_ad and _call.py */
+    PyObject *memory_type;
 } module_state;
 
-static int is_in_forward_mode(const module_state *state) {
-    PyObject *level = PyDict_GetItemWithError(state->forward_ad, state->names[LEVEL]);
-    if (level == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    const long number = PyLong_AsLong(level);
-    return number == -1 && PyErr_Occurred() ? -1 : number >= 0;
-}
+/* ---- what calls depend on beside the layouts of tensors ---- */
 
-/* is_watched() of _direct.py: 1, 0, or -1 with an exception. */
-static int is_watched(const module_state *state, PyObject *grad_mode) {
-    for (Py_ssize_t index = 0; index < state->watcher_count; index++) {
+/* is_watched() of _direct.py, but for the hooks: 1, 0, or -1 with an exception. */
+static int is_watched(const module_state *state) {
+    for (int index = 0; index < WATCHERS; index++) {
         const int truth = is_true(PyObject_CallObject(state->watchers[index], NULL));
         if (truth != 0)
             return truth;
     }
-    if (state->hooks != Py_None && grad_mode == Py_True) {
-        const int truth = is_true(PyObject_CallFunctionObjArgs(state->hooks, Py_False, NULL));
-        if (truth != 0)
-            return truth;
-    }
-    return is_in_forward_mode(state);
+    PyObject *level = PyDict_GetItemWithError(state->forward_ad, state->names[LEVEL]);
+    const long number = level == NULL ? -1 : PyLong_AsLong(level);
+    return number >= 0 ? 1 : PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *not_implemented(void) {
-    Py_INCREF(Py_NotImplemented);
-    return Py_NotImplemented;
+static int has_hooks(const module_state *state) {
+    if (state->hooks == Py_None)
+        return 0;
+    return is_true(PyObject_CallFunctionObjArgs(state->hooks, Py_False, NULL));
 }
 
 /* Tells equal arguments of different meaning apart, such as 1, 1.0 and True, and a tensor, whose
@@ -76,70 +83,75 @@ static int code_of(PyObject *argument, int is_tensor) {
     return type == &PyLong_Type ? 1 : type == &PyFloat_Type ? 2 : -1;
 }
 
-/* Fill a key from item `at` on with the states and `tunings`. */
-static int put_states(const module_state *state, PyObject *key, Py_ssize_t at, PyObject *grad_mode,
-                      PyObject *tunings) {
-    put(key, &at, grad_mode);
-    for (Py_ssize_t index = 1; index < state->state_count; index++) {
-        PyObject *value = PyObject_CallObject(state->states[index], NULL);
-        if (value == NULL)
-            return -1;
-        PyTuple_SetItem(key, at++, value);
-    }
-    put(key, &at, tunings);
-    return 0;
-}
-
-/* What makes a key: see make_key() of _direct.py. */
-typedef struct key_parts {
-    PyObject *head, *arguments, *tunings;
-    Py_ssize_t tensors;
-} key_parts;
-
-/* A key: the head, the codes of all arguments, options and states. NULL without an exception if
- * there is none for such arguments. */
-static PyObject *build_key(const module_state *state, const key_parts *parts, PyObject *grad_mode) {
-    const Py_ssize_t count = PyTuple_Size(parts->arguments), options = count - parts->tensors;
-    if (parts->tensors < 0 || options < 0 || count > ARGUMENTS_MAX)
-        return NULL;
+/* The codes of all arguments in one number, or NULL, perhaps without an exception. */
+static PyObject *make_codes(PyObject *arguments, Py_ssize_t tensors) {
+    const Py_ssize_t count = PyTuple_Size(arguments);
     uint64_t codes = 0;
+    if (count > ARGUMENTS_MAX)
+        return NULL;
     for (Py_ssize_t index = 0; index < count; index++) {
-        const int code = code_of(PyTuple_GetItem(parts->arguments, index), index < parts->tensors);
+        const int code = code_of(PyTuple_GetItem(arguments, index), index < tensors);
         if (code < 0)
             return NULL;
         codes = codes << CODE_BITS | (uint64_t)code;
     }
-    PyObject *key = PyTuple_New(2 + options + state->state_count + 1);
-    PyObject *number = PyLong_FromUnsignedLongLong(codes);
-    if (key != NULL && number != NULL) {
-        Py_ssize_t at = 0;
-        put(key, &at, parts->head);
-        put(key, &at, number);
-        for (Py_ssize_t index = parts->tensors; index < count; index++)
-            put(key, &at, PyTuple_GetItem(parts->arguments, index));
-        if (put_states(state, key, at, grad_mode, parts->tunings) < 0)
-            Py_CLEAR(key);
-    } else {
-        Py_CLEAR(key);
+    return PyLong_FromUnsignedLongLong(codes);
+}
+
+/* The key of make_key(head, arguments, count); NULL, perhaps without an exception, if there is
+ * none. */
+static PyObject *build_key(const module_state *state, PyObject *args) {
+    PyObject *head, *arguments;
+    Py_ssize_t tensors;
+    if (state->plan == NULL)
+        PyErr_SetString(PyExc_RuntimeError, "configure() has to be called first");
+    if (state->plan == NULL ||
+        !PyArg_ParseTuple(args, "OO!n", &head, &PyTuple_Type, &arguments, &tensors))
+        return NULL;
+    PyObject *codes = make_codes(arguments, tensors);
+    PyObject *key = codes == NULL ? NULL : PyTuple_New(KEY_ITEMS);
+    if (key == NULL) {
+        Py_XDECREF(codes);
+        return NULL;
     }
-    Py_XDECREF(number);
+    Py_ssize_t at = 0;
+    put(key, &at, head);
+    PyTuple_SetItem(key, at++, codes);
+    PyTuple_SetItem(key, at++, PyTuple_GetSlice(arguments, tensors, PyTuple_Size(arguments)));
+    for (int index = 0; index < STATES; index++)
+        PyTuple_SetItem(key, at++, PyObject_CallObject(state->states[index], NULL));
+    PyTuple_SetItem(key, at, PyObject_GetAttr(state->memory_type, state->names[TUNINGS]));
+    if (PyErr_Occurred())
+        Py_CLEAR(key);
     return key;
 }
 
-/* ---- functions of the module ---- */
+/* The list of calls that a key has in the memory of this thread; NULL if there is none, perhaps
+ * without an exception. */
+static PyObject *find_calls(const module_state *state, PyObject *key) {
+    PyObject *memory = PyDict_GetItemWithError(state->calls, state->names[MEMORY]);
+    PyObject *known = memory == NULL ? NULL : PyObject_GetAttr(memory, state->names[DIRECT]);
+    PyObject *calls = known == NULL ? NULL : PyDict_GetItemWithError(known, key);
+    Py_XINCREF(calls);
+    Py_XDECREF(known);
+    return calls;
+}
 
-/* Function.apply(owner, *given) */
-static PyObject *apply(const call *self, PyObject *owner, PyObject *given) {
-    PyObject *args = PyTuple_New(1 + self->input_count);
-    if (args == NULL)
-        return NULL;
-    Py_ssize_t at = 0;
-    put(args, &at, owner);
-    for (Py_ssize_t index = 0; index < self->input_count; index++)
-        put(args, &at, PyTuple_GetItem(given, index));
-    PyObject *returned = PyObject_CallObject(self->apply, args);
-    Py_DECREF(args);
-    return returned;
+/* ---- calls ---- */
+
+static PyObject *not_implemented(void) {
+    Py_INCREF(Py_NotImplemented);
+    return Py_NotImplemented;
+}
+
+/* The Call of a DirectCall. */
+static call *find_native(const module_state *state, PyObject *owner) {
+    PyObject *native = PyObject_GetAttr(owner, state->names[NATIVE]);
+    if (native != NULL && Py_TYPE(native) != state->call_type) {
+        PyErr_SetString(PyExc_TypeError, "native: is no Call");
+        Py_CLEAR(native);
+    }
+    return (call *)native;
 }
 
 static PyObject *pick_given(const call *self, PyObject *arguments) {
@@ -155,98 +167,62 @@ static PyObject *pick_given(const call *self, PyObject *arguments) {
     return given;
 }
 
-/* The results of the call `self` of `owner`; NotImplemented if the tensors do not fit it. */
-static PyObject *try_call(const call *self, PyObject *owner, PyObject *arguments) {
-    PyObject *given = pick_given(self, arguments);
-    if (given == NULL)
+/* Function.apply(owner, *given), unless hooks for saved tensors want to see what is saved. */
+static PyObject *apply(const module_state *state, const call *self, PyObject *owner,
+                       PyObject *given) {
+    const int is_hooked = has_hooks(state);
+    if (is_hooked != 0)
+        return is_hooked < 0 ? NULL : not_implemented();
+    PyObject *args = PyTuple_New(1 + self->input_count);
+    if (args == NULL)
         return NULL;
-    uint64_t addresses[TENSORS_MAX];
-    const int does_fit = fits(self, given, addresses);
-    PyObject *returned = NULL;
-    if (does_fit == 0) {
-        returned = not_implemented();
-    } else if (does_fit > 0 && self->apply != Py_None) {
-        returned = apply(self, owner, given);
-    } else if (does_fit > 0) {
-        PyObject *outputs = run(self, addresses);
-        returned = outputs == NULL ? NULL : unpack(self, outputs);
-    }
-    Py_DECREF(given);
+    Py_ssize_t at = 0;
+    put(args, &at, owner);
+    for (Py_ssize_t index = 0; index < self->input_count; index++)
+        put(args, &at, PyTuple_GetItem(given, index));
+    PyObject *returned = PyObject_CallObject(self->apply, args);
+    Py_DECREF(args);
     return returned;
 }
 
-/* The Call of a DirectCall. */
-static call *find_native(const module_state *state, PyObject *owner) {
-    PyObject *native = PyObject_GetAttr(owner, state->names[NATIVE]);
-    if (native != NULL && Py_TYPE(native) != state->call_type) {
-        PyErr_SetString(PyExc_TypeError, "native: is no Call");
-        Py_CLEAR(native);
-    }
-    return (call *)native;
-}
-
-/* The results of the first of the calls that the arguments fit. */
-static PyObject *try_calls(const module_state *state, PyObject *calls, PyObject *arguments) {
-    for (Py_ssize_t index = 0; index < PyList_Size(calls); index++) {
-        PyObject *owner = PyList_GetItem(calls, index);
-        Py_INCREF(owner);
-        call *native = find_native(state, owner);
-        PyObject *returned = native == NULL ? NULL : try_call(native, owner, arguments);
-        Py_XDECREF(native);
-        Py_DECREF(owner);
-        if (returned == NULL)
-            return NULL;
-        if (returned != Py_NotImplemented)
-            return returned;
-        Py_DECREF(returned);
-    }
-    return not_implemented();
-}
-
-static int is_configured(const module_state *state) {
-    if (state->plan == NULL)
-        PyErr_SetString(PyExc_RuntimeError, "configure() has to be called first");
-    return state->plan != NULL;
-}
-
-/* The list of calls that a key has in `known`; NULL if there is none, perhaps without an exception. */
-static PyObject *find_calls(PyObject *known, PyObject *owned_key) {
-    PyObject *calls = owned_key == NULL ? NULL : PyDict_GetItemWithError(known, owned_key);
-    Py_XINCREF(calls);
-    Py_XDECREF(owned_key);
-    return calls;
+/* The results of the call of `owner`; NotImplemented if the arguments do not fit it. */
+static PyObject *try_call(const module_state *state, PyObject *owner, PyObject *arguments) {
+    call *self = find_native(state, owner);
+    PyObject *given = self == NULL ? NULL : pick_given(self, arguments), *returned = NULL;
+    uint64_t addresses[TENSORS_MAX];
+    const int does_fit = given == NULL ? -1 : fits(self, given, addresses);
+    if (does_fit == 0)
+        returned = not_implemented();
+    else if (does_fit > 0 && self->apply != Py_None)
+        returned = apply(state, self, owner, given);
+    else if (does_fit > 0)
+        returned = unpack(self, run(self, addresses));
+    Py_XDECREF(given);
+    Py_XDECREF(self);
+    return returned;
 }
 
 static PyObject *repeat(PyObject *module, PyObject *args) {
     const module_state *state = PyModule_GetState(module);
-    key_parts parts;
-    PyObject *known;
-    if (!is_configured(state) ||
-        !PyArg_ParseTuple(args, "OOO!nO", &known, &parts.head, &PyTuple_Type, &parts.arguments,
-                          &parts.tensors, &parts.tunings))
-        return NULL;
-    PyObject *grad_mode = PyObject_CallObject(state->states[0], NULL);
-    const int watched = grad_mode == NULL ? -1 : is_watched(state, grad_mode);
-    PyObject *key = watched == 0 ? build_key(state, &parts, grad_mode) : NULL;
-    Py_XDECREF(grad_mode);
-    PyObject *calls = find_calls(known, key);
-    if (calls == NULL)
-        return PyErr_Occurred() ? NULL : not_implemented();
-    PyObject *returned = try_calls(state, calls, parts.arguments);
-    Py_DECREF(calls);
+    PyObject *key = build_key(state, args);
+    const int watched = key == NULL ? 1 : is_watched(state);
+    PyObject *calls = watched == 0 ? find_calls(state, key) : NULL;
+    PyObject *returned = PyErr_Occurred() ? NULL : not_implemented();
+    for (Py_ssize_t index = 0;
+         calls != NULL && returned == Py_NotImplemented && index < PyList_Size(calls); index++) {
+        PyObject *owner = PyList_GetItem(calls, index);
+        Py_INCREF(owner);
+        Py_DECREF(returned);
+        returned = try_call(state, owner, PyTuple_GetItem(args, 1));
+        Py_DECREF(owner);
+    }
+    Py_XDECREF(calls);
+    Py_XDECREF(key);
     return returned;
 }
 
 static PyObject *make_key(PyObject *module, PyObject *args) {
-    const module_state *state = PyModule_GetState(module);
-    key_parts parts;
-    if (!is_configured(state) ||
-        !PyArg_ParseTuple(args, "OO!nO", &parts.head, &PyTuple_Type, &parts.arguments,
-                          &parts.tensors, &parts.tunings))
-        return NULL;
-    PyObject *grad_mode = PyObject_CallObject(state->states[0], NULL);
-    PyObject *key = grad_mode == NULL ? NULL : build_key(state, &parts, grad_mode);
-    Py_XDECREF(grad_mode);
+    PyObject *key = build_key(PyModule_GetState(module), args);
     if (key == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
     return key;
@@ -296,8 +272,8 @@ static PyObject *record(PyObject *module, PyObject *args) {
     if (self == NULL)
         return NULL;
     PyObject *given = PyTuple_GetSlice(args, 2, 2 + self->input_count);
-    uint64_t addresses[TENSORS_MAX];
     PyObject *outputs = NULL, *returned = NULL;
+    uint64_t addresses[TENSORS_MAX];
     if (given != NULL && find_addresses(self, given, addresses) == 0)
         outputs = run(self, addresses);
     if (outputs != NULL && note(state, self, args, outputs) == 0)
@@ -309,29 +285,16 @@ static PyObject *record(PyObject *module, PyObject *args) {
     return returned;
 }
 
-static int take_functions(PyObject *tuple, PyObject **functions, Py_ssize_t most,
-                          Py_ssize_t *count) {
-    *count = PyTuple_Size(tuple);
-    if (*count < 1 || *count > most) {
-        PyErr_SetString(PyExc_ValueError, "functions: are none or too many");
-        return -1;
-    }
-    for (Py_ssize_t index = 0; index < *count; index++)
-        functions[index] = PyTuple_GetItem(tuple, index);
-    return 0;
-}
-
 static PyObject *configure(PyObject *module, PyObject *args) {
     module_state *state = PyModule_GetState(module);
-    PyObject *watchers, *states;
+    PyObject **watchers = state->watchers, **states = state->states;
     if (state->plan != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "configure: was called before");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!OO!O!", &PyTuple_Type, &watchers, &state->hooks, &PyTuple_Type,
-                          &states, &PyDict_Type, &state->forward_ad) ||
-        take_functions(watchers, state->watchers, WATCHERS_MAX, &state->watcher_count) < 0 ||
-        take_functions(states, state->states, STATES_MAX, &state->state_count) < 0)
+    if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!O", &watchers[0], &watchers[1], &watchers[2],
+                          &state->hooks, &states[0], &states[1], &states[2], &PyDict_Type,
+                          &state->forward_ad, &PyDict_Type, &state->calls, &state->memory_type))
         return NULL;
     Py_INCREF(args);
     state->plan = args;
@@ -340,13 +303,11 @@ static PyObject *configure(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"configure", configure, METH_VARARGS,
-     "configure(watchers, hooks, states, forward_ad): give the module PyTorch's functions."},
-    {"repeat", repeat, METH_VARARGS,
-     "repeat(known, head, arguments, count, tunings): repeat() of _direct.py, whose calls `known` "
-     "has by their keys."},
+     "configure(watchers, hooks, states, vars(forward_ad), vars(_call), _call.Memory)"},
     {"make_key", make_key, METH_VARARGS,
-     "make_key(head, arguments, count, tunings): make_key() of _direct.py, of another form; None "
-     "for arguments without one."},
+     "make_key(head, arguments, count): a key of _direct.py, of fewer items; None for arguments "
+     "that have none."},
+    {"repeat", repeat, METH_VARARGS, "repeat(head, arguments, count): repeat() of _direct.py."},
     {"record", record, METH_VARARGS,
      "record(ctx, call, *given): Recorded.forward() of autograd.py."},
     {NULL, NULL, 0, NULL},
