@@ -169,25 +169,7 @@ class Prepared:
         self.selection_words = words_of(self.selection) if self.selection else None
         # The words that hold the addresses of the inputs that are given.
         self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
-        # Of each new tensor: its shape, strides and dtype, and the words that hold addresses in it,
-        # each with an offset in bytes.
-        self.outputs: list[tuple[Any, Any, torch.dtype, list[tuple[Words, int, int]]]] = []
-        self.packed: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype of each
-        places, packed_size = [], 0
-        for name in operation.results:
-            shape, dtype = _arguments.result_like(name, tensors, sizes, options)
-            room = torch.empty(shape, dtype=dtype, device="meta")
-            absent = _arguments.is_absent(name, tensors, options)
-            if name not in operation.packed:
-                own = [] if absent else [(*self.fill_tensor(name, room), 0)]
-                self.outputs.append((tuple(room.shape), room.stride(), dtype, own))
-            elif not absent:
-                places.append((*self.fill_tensor(name, room), packed_size))
-                self.packed[name] = (packed_size, tuple(room.shape), dtype)
-                size = room.numel() * room.element_size()
-                packed_size += -(-size // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
-        if places:
-            self.outputs.append(((packed_size,), (1,), torch.uint8, places))
+        self.plan_outputs(tensors, sizes, options)
         if has_cache:
             fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
@@ -204,11 +186,33 @@ class Prepared:
         self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
         self.current_stream = stream_function()
-        # On the CPU, where a call has ended when it returns, the thread's calls share one workspace.
+        # On the CPU, where a call has ended when it returns, a thread's calls share one workspace.
         self.borrows_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
         if size.value and not self.borrows_workspace:
             self.workspace = memory.workspace
             self.args_words[self.workspace_at] = self.workspace.data_ptr()
+
+    def plan_outputs(self, tensors: dict[str, MaybeTensor], sizes: Sizes, options: Options) -> None:
+        """Fill in the fields of the results."""
+        # Of each new tensor: its shape, strides and dtype, and the words that hold addresses in it,
+        # each with an offset in bytes.
+        self.outputs: list[tuple[Any, Any, torch.dtype, list[tuple[Words, int, int]]]] = []
+        self.packed: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype of each
+        targets, packed_size = [], 0
+        for name in self.operation.results:
+            shape, dtype = _arguments.result_like(name, tensors, sizes, options)
+            room = torch.empty(shape, dtype=dtype, device="meta")
+            absent = _arguments.is_absent(name, tensors, options)
+            if name not in self.operation.packed:
+                own = [] if absent else [(*self.fill_tensor(name, room), 0)]
+                self.outputs.append((tuple(room.shape), room.stride(), dtype, own))
+            elif not absent:
+                targets.append((*self.fill_tensor(name, room), packed_size))
+                self.packed[name] = (packed_size, tuple(room.shape), dtype)
+                size = room.numel() * room.element_size()
+                packed_size += -(-size // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+        if targets:
+            self.outputs.append(((packed_size,), (1,), torch.uint8, targets))
 
     def fill_tensor(self, name: str, tensor: torch.Tensor) -> tuple[Words, int]:
         """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
@@ -237,11 +241,11 @@ class Prepared:
         """Make the call for the inputs whose addresses are set; its outputs are new."""
         allocate, words = self.allocate, self.args_words
         outputs = []
-        for shape, stride, dtype, places in self.outputs:
+        for shape, stride, dtype, targets in self.outputs:
             output = allocate(shape, stride, dtype)
             outputs.append(output)
             address = output.data_ptr()
-            for written, at, offset in places:
+            for written, at, offset in targets:
                 written[at] = address + offset
         for index in self.zeroed:
             outputs[index].zero_()

@@ -52,7 +52,7 @@ DATA_PTR = getattr(GUARDS, "_torchinductor_pyobject_tensor_data_ptr", 0)
 saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]
-Places = List[Tuple[int, int]]  # of tensors: the number of the given one, and the offset in it
+Sources = List[Tuple[int, int]]  # of tensors: the number of a given one, and the offset in it
 
 
 class Record(NamedTuple):
@@ -72,12 +72,12 @@ class DirectCall:
     """A call for tensors of one layout, in one state of PyTorch, with its guard."""
 
     def __init__(
-        self, inputs: list[int], given: Given, prepared: _call.Prepared, places: Places
+        self, inputs: list[int], given: Given, prepared: _call.Prepared, sources: Sources
     ) -> None:
         self.inputs = inputs  # which tensors are given
         self.prepared = prepared
         # Of each word that holds the address of an input: the number of the tensor, and the offset.
-        self.targets = [(*word, *place) for word, place in zip(prepared.inputs, places)]
+        self.targets = [(*word, *source) for word, source in zip(prepared.inputs, sources)]
         self.guard = make_guard(given).check
         self.alignments = alignments_of(given)
         self.is_aligned = not any(self.alignments)
@@ -150,9 +150,7 @@ def find_native() -> Any:
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
         states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(
-            watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory
-        )
+        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory)
     return found
 
 
@@ -281,14 +279,14 @@ def make_native(call: DirectCall) -> Any:
         return ctypes.addressof(words) + 8 * at
 
     inputs = len(call.inputs)
-    targets = [(address(words, at), *place) for words, at, *place in call.targets]
+    targets = [(address(words, at), *source) for words, at, *source in call.targets]
     outputs = []
-    for number, (shape, stride, dtype, places) in enumerate(prepared.outputs, inputs):
-        targets += [(address(words, at), number, offset) for words, at, offset in places]
+    for number, (shape, stride, dtype, own) in enumerate(prepared.outputs, inputs):
+        targets += [(address(words, at), number, offset) for words, at, offset in own]
         outputs.append(((shape, stride, dtype), number - inputs in prepared.zeroed))
     if prepared.borrows_workspace:
-        place = address(prepared.args_words, prepared.workspace_at)
-        targets.append((place, inputs + len(outputs), 0))
+        word = address(prepared.args_words, prepared.workspace_at)
+        targets.append((word, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     index = prepared.index
     device = (None, None, None, 0)
@@ -326,7 +324,11 @@ def call_backward(
         if results is not NotImplemented:
             return results
     tensors = [
-        call.prepared.unpack(at, kept[-1]) if isinstance(at, str) else at if at is None else kept[at]
+        call.prepared.unpack(at, kept[-1])
+        if isinstance(at, str)
+        else at
+        if at is None
+        else kept[at]
         for at in record.sources
     ]
     arguments = (dout, dlse, *tensors, *record.options)
@@ -335,13 +337,13 @@ def call_backward(
     if added is None:
         return record.backward.dispatch(*arguments)
     # From now on the call takes what is given here.
-    ways = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
+    sources = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
     for at in record.sources:
         if isinstance(at, str):
-            ways.append((len(given) - 1, call.prepared.packed[at][0]))
+            sources.append((len(given) - 1, call.prepared.packed[at][0]))
         elif at is not None:
-            ways.append((len(given) - len(kept) + at, 0))
-    again = DirectCall(list(range(len(given))), list(given), added.prepared, ways)
+            sources.append((len(given) - len(kept) + at, 0))
+    again = DirectCall(list(range(len(given))), list(given), added.prepared, sources)
     again.count = count
     remember(make_key(call, given, len(given)), again)
     return added.make([arguments[at] for at in added.inputs])

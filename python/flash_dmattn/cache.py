@@ -204,9 +204,7 @@ class DynamicMaskCache:
         options = (self.bias_form, _scale(softmax_scale), softcap, backend)
         batch, length = key.shape[:2]
         if index is None and batch != self.batch:
-            raise ValueError(
-                f"key: axis 0 has {batch} elements, want the batch, {self.batch}"
-            )
+            raise ValueError(f"key: axis 0 has {batch} elements, want the batch, {self.batch}")
         follows_drafts = draft or self._drafts[layer] is not None
         is_prefill = length > TOKENS_MAX or key_valid is not None
         if not follows_drafts and not is_prefill:

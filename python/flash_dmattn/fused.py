@@ -11,7 +11,6 @@ from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
 
-
 TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
 
 
@@ -37,6 +36,21 @@ def _rules_of_call(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
     return rules, _arguments.check_gap(gap, no_recent), scope
+
+
+def _check_limits(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    starts: torch.Tensor | None,
+    rules: tuple[int, int, int],
+    options: DynamicMaskOptions | None,
+    return_attn_probs: bool,
+) -> None:
+    """Refuse a call beyond the limits of `options`, and probabilities beyond those of memory."""
+    if options is not None:
+        options._check_call(query, key, starts, rules[0] + rules[1])
+    if return_attn_probs:
+        check_probabilities_fit(query, key, "return_attn_probs")
 
 
 def _attend_to_all(
@@ -194,22 +208,18 @@ def flash_dma_attention(
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
         known_as = (
-            *(query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit),
-            *(keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap),
-            *(scope, bias_form, deterministic, backend),
-        )
+            query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit,
+            keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap,
+            scope, bias_form, deterministic, backend,
+        )  # fmt: skip
         out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
         if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
-    if options is not None:
-        options._check_call(query, key, starts, rules[0] + rules[1])
-    if return_attn_probs:
-        check_probabilities_fit(query, key, "return_attn_probs")
-    rng_state = draw_state(query, dropout_p, generator)
-    given = (key_valid, starts, kv_used, sink_logit, rng_state)
+    _check_limits(query, key, starts, rules, options, return_attn_probs)
+    given = (key_valid, starts, kv_used, sink_logit, draw_state(query, dropout_p, generator))
     numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
     settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):

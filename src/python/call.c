@@ -220,7 +220,7 @@ PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
     return NULL;
 }
 
-PyObject *unpack(const call *self, PyObject *outputs) {
+PyObject *take_results(const call *self, PyObject *outputs) {
     PyObject *returned;
     if (outputs == NULL)
         return NULL;

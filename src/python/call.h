@@ -80,4 +80,4 @@ PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]);
 
 /* What the caller gets of the outputs, which are released: several, or the only one, or None. NULL
  * for NULL. */
-PyObject *unpack(const call *self, PyObject *outputs);
+PyObject *take_results(const call *self, PyObject *outputs);

@@ -196,7 +196,7 @@ static PyObject *try_call(const module_state *state, PyObject *owner, PyObject *
     else if (does_fit > 0 && self->apply != Py_None)
         returned = apply(state, self, owner, given);
     else if (does_fit > 0)
-        returned = unpack(self, run(self, addresses));
+        returned = take_results(self, run(self, addresses));
     Py_XDECREF(given);
     Py_XDECREF(self);
     return returned;
@@ -246,8 +246,9 @@ static PyObject *pick_kept(const call *self, PyObject *args, PyObject *outputs) 
     return kept;
 }
 
-/* What ctx.save_for_backward(), set_materialize_grads(False) and mark_non_differentiable() note. */
-static int note(const module_state *state, const call *self, PyObject *args, PyObject *outputs) {
+/* What ctx.save_for_backward(), set_materialize_grads(False) and mark_non_differentiable() keep. */
+static int fill_context(const module_state *state, const call *self, PyObject *args,
+                        PyObject *outputs) {
     PyObject *ctx = PyTuple_GetItem(args, 0), *kept = pick_kept(self, args, outputs);
     int failed = kept == NULL || PyObject_SetAttr(ctx, state->names[TO_SAVE], kept) < 0 ||
                  PyObject_SetAttr(ctx, state->names[MATERIALIZE_GRADS], Py_False) < 0 ||
@@ -276,8 +277,8 @@ static PyObject *record(PyObject *module, PyObject *args) {
     uint64_t addresses[TENSORS_MAX];
     if (given != NULL && find_addresses(self, given, addresses) == 0)
         outputs = run(self, addresses);
-    if (outputs != NULL && note(state, self, args, outputs) == 0)
-        returned = unpack(self, outputs);
+    if (outputs != NULL && fill_context(state, self, args, outputs) == 0)
+        returned = take_results(self, outputs);
     else
         Py_XDECREF(outputs);
     Py_XDECREF(given);

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the kernels that this machine could not test, so that no skip is silent."""
-    from flash_dmattn import _library
+    from flash_dmattn import _direct, _library
 
     lacking = {
         f"{one.name} ({one.missing})" for one in _library.kernels() if one.missing is not None
@@ -31,6 +31,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(
         f"library {LIBRARY}, kernels that do not run here: {sorted(lacking) or 'none'}"
     )
+    if _direct.NATIVE is None:
+        terminalreporter.write_line("there is no extension module: its tests are skipped")
 
 
 @pytest.fixture

@@ -1,8 +1,13 @@
-"""Direct calls, without PyTorch's dispatcher: when they are made, and that results are the same."""
+"""Direct calls, without PyTorch's dispatcher: when they are made, and that results are the same.
+
+All tests run twice: with the extension module, which repeats calls in C, and without it."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import tracemalloc
 from typing import Any, Callable, List
 
 import flash_dmattn
@@ -36,6 +41,19 @@ def gradients(tensors: Tensors, function: Callable[..., Any] = fused) -> Any:
     return torch.autograd.grad(function(*tensors).cos().sum(), tensors)
 
 
+@pytest.fixture(params=["in C", "in Python"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How calls are repeated."""
+    if request.param == "in Python":
+        monkeypatch.setattr(_direct, "NATIVE", None)
+        monkeypatch.setattr(_direct, "repeat", _direct.repeat_in_python)
+        monkeypatch.setattr(_direct, "make_key", _direct.key_in_python)
+    elif _direct.NATIVE is None:
+        pytest.skip("there is no extension module")
+    monkeypatch.setattr(_call, "memory", _call.Memory())
+    return request.param
+
+
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that the dispatcher has called since; nothing is remembered from before."""
@@ -53,6 +71,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def by_dispatcher(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(_direct, "CAN_ASK", False)
+        patch.setattr(_direct, "repeat", lambda *_: NotImplemented)
         return run()
 
 
@@ -162,6 +181,18 @@ def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             error = 1e-5 if found.dtype == torch.float32 else 0.05
             torch.testing.assert_close(found, wanted, rtol=error, atol=error)
     assert any(map(any, alignments.values()))
+
+
+def test_alignments_are_told_apart() -> None:
+    """Kernels depend on them."""
+    whole = make(24)
+    shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
+    with torch.no_grad():
+        for _ in range(3):
+            for tensors in (whole, shifted, [*whole[:4], shifted[4]]):
+                fused(*tensors)
+    for calls in _call.memory.direct.values():
+        assert len({tuple(call.alignments) for call in calls}) == len(calls) == 3
 
 
 @records
@@ -343,6 +374,83 @@ def test_few_layouts_are_tried() -> None:
         for length in range(2, 20):
             fused(*make(length))
     assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
+
+
+def count_references(objects: list[Any]) -> list[int]:
+    return [sys.getrefcount(x) for x in objects]
+
+
+def test_nothing_leaks() -> None:
+    """Neither references nor memory, whatever the calls."""
+    plain, learned = make(8), require(make(8))
+    window, softcap = 1000003, 2.5
+    cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 8, 4)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            with torch.no_grad():
+                fused(*plain, window=window, softcap=softcap)
+                cache.attend(0, *(x[:, :1] for x in plain[:3]), *plain[3:])
+            torch.autograd.grad(fused(*learned, window=window).sum(), learned)
+            torch.autograd.grad(flash_dmattn.attention(*learned[:3])[1].sum(), learned[:2])
+
+    run(20)
+    calls = [call for calls in _call.memory.direct.values() for call in calls]
+    watched = [*plain, *learned, window, softcap, torch.Tensor, torch.float32, ops.FUSED, *calls]
+    watched += [NotImplemented, *(x.native for x in calls), *(x.prepared for x in calls)]
+    gc.collect()
+    before = count_references(watched)
+    tracemalloc.start()
+    try:
+        run(500)  # free lists of the interpreter fill up
+        gc.collect()
+        start, _ = tracemalloc.get_traced_memory()
+        run(2500)  # four calls each
+        gc.collect()
+        end, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    grown = [one for one, old in zip(count_references(watched), before) if one > old + 8]
+    assert grown == []
+    assert end - start < 60_000  # an int for each call takes more
+
+
+def test_errors_of_repeated_calls() -> None:
+    """The C library's message, and the next call is fine."""
+    tensors = make()
+    with torch.no_grad():
+        wanted = fused(*tensors)
+        (prepared,) = {call.prepared for x in _call.memory.direct.values() for call in x}
+        prepared.args.exec.workspace_size = 1
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
+                fused(*tensors)
+        prepared.args.exec.workspace_size = prepared.workspace_size
+        assert torch.equal(fused(*tensors), wanted)
+
+
+def test_errors_of_recorded_calls() -> None:
+    tensors = require(make())
+    fused(*tensors)
+    (prepared,) = {call.prepared for x in _call.memory.direct.values() for call in x}
+    prepared.args.exec.workspace_size = 1
+    with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
+        fused(*tensors)
+    prepared.args.exec.workspace_size = prepared.workspace_size
+    assert fused(*tensors).requires_grad
+
+
+@records
+def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
+    """Backward of a direct call through the dispatcher, which gets what is packed in one tensor."""
+    tensors = require(make())
+    wanted = gradients(tensors)
+    out = fused(*tensors)
+    loss = out.cos().sum()
+    with FlopCounterMode(display=False):
+        found = torch.autograd.grad(loss, tensors)
+    assert dispatched == ["flash_dma_attention_backward"]
+    assert_same(found, wanted)
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) -> None:

@@ -36,6 +36,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that calls use, in their order, where no call is a direct one."""
     names: list[str] = []
     monkeypatch.setattr(_direct, "CAN_ASK", False)
+    monkeypatch.setattr(_direct, "repeat", lambda *_: NotImplemented)
     for operator in (ops.SCORE, ops.ATTENTION, ops.FUSED, ops.FUSED_OUT):
 
         def record(*args: Any, name: str = operator.name, op: Any = operator.op) -> Any:

@@ -1,0 +1,192 @@
+"""The extension module _native: what it does for a device, what it refuses, where it is found."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+from flash_dmattn import _call, _direct, _extension, _library
+
+NATIVE = _direct.NATIVE
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="there is no extension module")
+Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+DEVICE = 3  # of which there need be none: PyTorch's functions for devices are stood in for
+
+
+class Fake:
+    """A call of a C function on `words` that only looks at them, and its DirectCall."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.words = (ctypes.c_uint64 * 8)()
+        self.seen: list[list[int]] = []
+        self.status, self.current, self.where = 0, DEVICE, ""
+        self.function = Function(self.look)
+        address = ctypes.addressof(self.words)
+        at_word = [address + 8 * at for at in range(8)]
+        allocators = (self.allocator("current"), self.allocator("elsewhere"))
+        device = (DEVICE, lambda: self.current, lambda index: 1000 + index, at_word[7])
+        plan = {
+            "prepared": self,
+            "function": ctypes.cast(self.function, ctypes.c_void_p).value,
+            "args": address,
+            "guard": lambda *given: all(x.dtype == torch.float32 for x in given),
+            "apply": None,
+            "fail": self.fail,
+            "allocators": allocators,
+            "device": device,
+            "addresses": (torch.Tensor.data_ptr, _direct.DATA_PTR, *_direct.PLAIN_TYPES),
+            "inputs": ((0, 0), (2, 0)),
+            "outputs": ((((4,), (1,), torch.float32), True), (((64,), (1,), torch.uint8), False)),
+            "targets": ((at_word[0], 0, 0), (at_word[1], 1, 8), (at_word[2], 2, 0),
+                        (at_word[3], 3, 16), (at_word[4], 3, 32)),
+            "count": 1,
+            "kept": (),
+        }  # fmt: skip
+        self.native = NATIVE.Call(*{**plan, **changes}.values())
+
+    def allocator(self, where: str) -> Callable[..., torch.Tensor]:
+        def allocate(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+            self.where = where
+            return torch.empty_strided(shape, stride, dtype=dtype)
+
+        return allocate
+
+    def look(self, args: int) -> int:
+        assert args == ctypes.addressof(self.words)
+        self.seen.append(list(self.words))
+        return self.status
+
+    def fail(self, status: int) -> None:
+        raise ArithmeticError(f"status {status}")
+
+    def repeat(self, *arguments: Any) -> Any:
+        count = sum(x is None or isinstance(x, torch.Tensor) for x in arguments)
+        key = NATIVE.make_key("fake", arguments, count)
+        _call.memory.direct[key] = [self]
+        try:
+            return NATIVE.repeat("fake", arguments, count)
+        finally:
+            del _call.memory.direct[key]
+
+
+def test_words_and_results() -> None:
+    fake, one, other = Fake(), torch.ones(4), torch.nn.Parameter(torch.ones(4))
+    result = fake.repeat(one, None, other, 1, "exp")
+    ((*words, stream),) = fake.seen
+    assert words[:3] == [one.data_ptr(), other.data_ptr() + 8, result.data_ptr()]
+    assert words[4] - words[3] == 16 and words[3] % 16 == 0
+    assert stream == 1000 + DEVICE
+    assert torch.equal(result, torch.zeros(4))  # it is cleared
+
+
+def test_allocators_of_devices() -> None:
+    fake, one = Fake(), torch.ones(4)
+    for fake.current, where in ((DEVICE, "current"), (0, "elsewhere"), (DEVICE, "current")):
+        fake.repeat(one, None, one)
+        assert fake.where == where
+
+
+def test_results() -> None:
+    one = torch.ones(4)
+    assert Fake(count=0).repeat(one, None, one) is None
+    first, second = Fake(count=2).repeat(one, None, one)
+    assert first.numel() == 4 and second.numel() == 64
+
+
+def test_what_does_not_fit() -> None:
+    fake, one = Fake(), torch.ones(8)
+    assert fake.repeat(one, None, one.double()) is NotImplemented
+    assert fake.repeat(one, None, one[1:5]) is NotImplemented  # alignment
+    assert fake.repeat(one[4:], None, one) is not NotImplemented
+    assert len(fake.seen) == 1
+
+
+def test_failures_raise() -> None:
+    fake, one = Fake(), torch.ones(4)
+    fake.status = 2
+    with pytest.raises(ArithmeticError, match="status 2"):
+        fake.repeat(one, None, one)
+    with pytest.raises(RuntimeError, match="the call failed with status 2"):
+        quiet = Fake(fail=lambda status: None)
+        quiet.status = 2
+        quiet.repeat(one, None, one)
+
+    def broken(*arguments: Any) -> Any:
+        raise KeyError("broken")
+
+    for changes in (
+        {"guard": broken},
+        {"allocators": (broken, broken)},
+        {"device": (DEVICE, broken, lambda index: 0, 0)},
+        {"device": (DEVICE, lambda: 0, broken, 0)},
+        {"addresses": (broken, 0, torch.Tensor, torch.Tensor)},
+        {"apply": broken},
+    ):
+        with pytest.raises(KeyError, match="broken"):
+            Fake(**changes).repeat(one, None, one)
+    unlike = Fake()
+    unlike.native = None
+    with pytest.raises(TypeError, match="native: is no Call"):
+        unlike.repeat(one, None, one)
+
+
+def test_plans_are_checked() -> None:
+    with pytest.raises(TypeError, match="14 arguments"):
+        NATIVE.Call(None)
+    with pytest.raises(ValueError, match="inputs: are 33, want at most 32"):
+        Fake(inputs=((0, 0),) * 33)
+    with pytest.raises(ValueError, match="outputs: are 17, want at most 16"):
+        Fake(outputs=(((), False),) * 17)
+    with pytest.raises(ValueError, match="targets: 4 is the number of no tensor"):
+        Fake(targets=((0, 4, 0),))
+    with pytest.raises(TypeError):
+        Fake(inputs=((0, 0, 0),))
+
+
+def test_keys() -> None:
+    """Equal numbers of different types have different keys; other types have none."""
+    tensor, other = torch.ones(1), torch.ones(1)
+
+    def key(*arguments: Any, count: int = 1) -> Any:
+        return NATIVE.make_key("head", arguments, count)
+
+    assert key(tensor, 1, "x") == key(other, 1, "x")
+    keys = [key(tensor, 1), key(tensor, 1.0), key(tensor, True), key(None, 1), key(tensor, 1, None)]
+    keys += [key(tensor, 0), key(tensor, None), key(tensor, "1"), key(tensor, tensor, count=2)]
+    with torch.no_grad():
+        keys.append(key(tensor, 1))
+    assert len(set(keys)) == len(keys)
+    assert key(tensor, torch.float32) is key(tensor, tensor) is key(tensor, [1]) is None
+    assert key(*[None] * 33, count=33) is None
+    with pytest.raises(TypeError):
+        NATIVE.make_key("head", [tensor], 1)
+    with pytest.raises(TypeError):
+        NATIVE.repeat("head")
+    with pytest.raises(TypeError, match="a context and a direct call"):
+        NATIVE.record(None)
+    with pytest.raises(RuntimeError, match="was called before"):
+        NATIVE.configure()
+
+
+def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the library; not if it is another version's, or no module."""
+    file = Path(NATIVE.__spec__.origin)
+    assert file.name == _extension.FILE
+    assert _extension.load() is NATIVE  # once for a process
+    monkeypatch.delitem(_extension.sys.modules, _extension.NAME)
+    monkeypatch.setattr(_library, "find", lambda: tmp_path / "libfdma.so")
+    monkeypatch.setattr(_extension.sys.modules["flash_dmattn"], "__path__", [str(tmp_path)])
+    assert _extension.load() is None
+    (tmp_path / _extension.FILE).write_text("not a module")
+    assert _extension.load() is None
+    (tmp_path / _extension.FILE).unlink()
+    shutil.copy(file, tmp_path / _extension.FILE)
+    with monkeypatch.context() as patch:
+        patch.setattr(_extension, "INTERFACE", NATIVE.INTERFACE + 1)
+        assert _extension.load() is None
+    assert _extension.load().INTERFACE == _extension.INTERFACE
+    monkeypatch.setitem(_extension.sys.modules, _extension.NAME, NATIVE)
