@@ -32,7 +32,7 @@ DTYPES = {
 LAYOUTS_MAX = 512  # that a thread remembers
 WORKSPACE_KEPT = 1 << 20  # bytes that a thread keeps for its calls on the CPU, at most
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
-PACKED_ALIGNMENT = 128  # bytes, of results in one tensor: a line of the cache of a GPU
+BUNDLE_ALIGNMENT = 128  # bytes, of results in one tensor: a line of the cache of a GPU
 # Tensors of fdma_selection, not of the call's own struct.
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
 RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
@@ -51,14 +51,14 @@ class Operation(NamedTuple):
     options: tuple[str, ...]
     results: tuple[str, ...]
     mutated: tuple[str, ...] = ()  # tensors that the call writes to
-    packed: tuple[str, ...] = ()  # results, the last ones, that lie in one tensor of bytes
+    bundled: tuple[str, ...] = ()  # results, the last ones, in one tensor of bytes
 
-    def with_results(self, results: tuple[str, ...], packed: tuple[str, ...] = ()) -> Operation:
+    def with_results(self, results: tuple[str, ...], bundled: tuple[str, ...] = ()) -> Operation:
         """The operation with some of its results: the others are left out of the call."""
-        if results == self.results and not packed:
+        if results == self.results and not bundled:
             return self
-        name = f"{self.name}: {', '.join(results)}; {', '.join(packed)}"
-        return self._replace(name=name, results=results, packed=packed)
+        name = f"{self.name}: {', '.join(results)}; {', '.join(bundled)}"
+        return self._replace(name=name, results=results, bundled=bundled)
 
 
 def check(status: int, operation: Operation) -> None:
@@ -197,22 +197,22 @@ class Prepared:
         # Of each new tensor: its shape, strides and dtype, and the words that hold addresses in it,
         # each with an offset in bytes.
         self.outputs: list[tuple[Any, Any, torch.dtype, list[tuple[Words, int, int]]]] = []
-        self.packed: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype of each
-        targets, packed_size = [], 0
+        self.bundled: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype
+        targets, bundle_size = [], 0
         for name in self.operation.results:
             shape, dtype = _arguments.result_like(name, tensors, sizes, options)
             room = torch.empty(shape, dtype=dtype, device="meta")
             absent = _arguments.is_absent(name, tensors, options)
-            if name not in self.operation.packed:
+            if name not in self.operation.bundled:
                 own = [] if absent else [(*self.fill_tensor(name, room), 0)]
                 self.outputs.append((tuple(room.shape), room.stride(), dtype, own))
             elif not absent:
-                targets.append((*self.fill_tensor(name, room), packed_size))
-                self.packed[name] = (packed_size, tuple(room.shape), dtype)
+                targets.append((*self.fill_tensor(name, room), bundle_size))
+                self.bundled[name] = (bundle_size, tuple(room.shape), dtype)
                 size = room.numel() * room.element_size()
-                packed_size += -(-size // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+                bundle_size += -(-size // BUNDLE_ALIGNMENT) * BUNDLE_ALIGNMENT
         if targets:
-            self.outputs.append(((packed_size,), (1,), torch.uint8, targets))
+            self.outputs.append(((bundle_size,), (1,), torch.uint8, targets))
 
     def fill_tensor(self, name: str, tensor: torch.Tensor) -> tuple[Words, int]:
         """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
@@ -232,10 +232,10 @@ class Prepared:
         for (words, at), tensor in zip(self.inputs, inputs):
             words[at] = tensor.data_ptr()
 
-    def unpack(self, name: str, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, name: str, bundle: torch.Tensor) -> torch.Tensor:
         """One of the results that lie in one tensor."""
-        offset, shape, dtype = self.packed[name]
-        return packed[offset:].view(dtype)[: math.prod(shape)].view(shape)
+        offset, shape, dtype = self.bundled[name]
+        return bundle[offset:].view(dtype)[: math.prod(shape)].view(shape)
 
     def run(self) -> list[torch.Tensor]:
         """Make the call for the inputs whose addresses are set; its outputs are new."""

@@ -63,7 +63,7 @@ class Record(NamedTuple):
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # where what is saved is among given inputs and results
-    # Where each tensor of the backward operator is among these; the name of one that is packed.
+    # Where each tensor of the backward operator is among these; the name of one that is bundled.
     sources: list[int | str | None]
     gradients: list[int | None]  # of each given input: where its gradient is in backward's results
 
@@ -340,7 +340,7 @@ def call_backward(
     sources = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
     for at in record.sources:
         if isinstance(at, str):
-            sources.append((len(given) - 1, call.prepared.packed[at][0]))
+            sources.append((len(given) - 1, call.prepared.bundled[at][0]))
         elif at is not None:
             sources.append((len(given) - len(kept) + at, 0))
     again = DirectCall(list(range(len(given))), list(given), added.prepared, sources)

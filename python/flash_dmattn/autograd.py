@@ -138,8 +138,8 @@ def plan_record(
     known = [*given, *shown]
     saved = [name for name in wanted if name in known]
     sources = indices(tuple(wanted), tuple(saved))
-    packed = [name for name in results[count:] if not is_absent(name, tensors, named)]
-    for name in packed:
+    bundled = [name for name in results[count:] if not is_absent(name, tensors, named)]
+    for name in bundled:
         sources[wanted.index(name)] = name
     kept = [known.index(name) for name in saved]
     needed = {name for name in given if tensors[name].requires_grad}
@@ -153,7 +153,7 @@ def plan_record(
         native_apply=apply_natively,
         backward=backward,
         options=(*options, named["backend"]),
-        kept=[*kept, len(known)] if packed else kept,
+        kept=[*kept, len(known)] if bundled else kept,
         sources=sources,
         gradients=[
             None

@@ -54,3 +54,14 @@ def example(tmp_path: Path) -> Path:
     path = tmp_path / "example.safetensors"
     save_file(make_inputs(), path)
     return path
+
+
+@pytest.fixture
+def repeated_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct calls are repeated without the extension module, and none is known from before."""
+    from flash_dmattn import _call, _direct
+
+    monkeypatch.setattr(_direct, "NATIVE", None)
+    monkeypatch.setattr(_direct, "repeat", _direct.repeat_in_python)
+    monkeypatch.setattr(_direct, "make_key", _direct.key_in_python)
+    monkeypatch.setattr(_call, "memory", _call.Memory())

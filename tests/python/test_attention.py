@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import DEVICES, attend, fused, make_fused, make_input, make_mask, on_device, stepwise
 from evaluate import assert_same
-from flash_dmattn import _call, _library, ops
+from flash_dmattn import _library, ops
 
 RUNS = cases.runs_of(cases.KERNELS, cases.DTYPES)
 TARGETS = [("cpu", kernel) for kernel in cases.KERNELS]
@@ -333,11 +333,9 @@ class Spy:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    spy = Spy(_library.library)
+def spy(monkeypatch: pytest.MonkeyPatch, repeated_in_python: None) -> Spy:
+    spy = Spy(_library.library)  # known calls have the library's own functions
     monkeypatch.setattr(_library, "library", spy)
-    # Prepared calls hold the library's own functions.
-    monkeypatch.setattr(_call, "memory", _call.Memory())
     return spy
 
 

@@ -241,7 +241,9 @@ def test_deterministic_gradients_are_the_same_bits(
         assert_same(gradients(function, tensors), first)
 
 
-def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, repeated_in_python: None
+) -> None:
     """By the argument, or by PyTorch's switch at the time that backward runs."""
     asked: list[bool] = []
     run = _call.Prepared.run
@@ -257,11 +259,12 @@ def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for argument, switch, reduce in calls:  # norm's gradient is contiguous: a direct call takes it
         dense, _ = flash_dmattn.attention(*tensors[:3], deterministic=argument)
         outs = [dense, fused(*tensors, deterministic=argument)]
-        with monkeypatch.context() as patch:
-            asks = "are_deterministic_algorithms_enabled"
-            patch.setattr(torch, asks, lambda answer=switch: answer)
+        torch.use_deterministic_algorithms(switch)
+        try:
             for out in outs:
                 reduce(out).backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
         assert asked[-2:] == [argument or switch] * 2
     assert len(asked) == 16
 

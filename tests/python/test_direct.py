@@ -45,9 +45,7 @@ def gradients(tensors: Tensors, function: Callable[..., Any] = fused) -> Any:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How calls are repeated."""
     if request.param == "in Python":
-        monkeypatch.setattr(_direct, "NATIVE", None)
-        monkeypatch.setattr(_direct, "repeat", _direct.repeat_in_python)
-        monkeypatch.setattr(_direct, "make_key", _direct.key_in_python)
+        request.getfixturevalue("repeated_in_python")
     elif _direct.NATIVE is None:
         pytest.skip("there is no extension module")
     monkeypatch.setattr(_call, "memory", _call.Memory())
@@ -442,7 +440,7 @@ def test_errors_of_recorded_calls() -> None:
 
 @records
 def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
-    """Backward of a direct call through the dispatcher, which gets what is packed in one tensor."""
+    """Backward of a direct call through the dispatcher, which gets the bundled results."""
     tensors = require(make())
     wanted = gradients(tensors)
     out = fused(*tensors)
