@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import make_fused
 from evaluate import assert_same
-from flash_dmattn import _call, _direct, ops
+from flash_dmattn import _call, _direct, autograd, ops
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,6 +133,29 @@ def test_the_dispatcher_gives_the_same(
         found = run()
         found, expected = ([x.detach() for x in one] for one in (found, wanted))
         assert_same(tuple(found), tuple(expected))
+
+
+@records
+def test_only_out_and_lse_have_gradients() -> None:
+    options = (4, 0, 0, "causal", "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
+    for _ in range(2):
+        results = ops.FUSED(*require(make()), *6 * [None], *options)
+        assert [x.requires_grad for x in results] == [True, True, *4 * [False]]
+
+
+@records
+def test_results_that_are_not_used_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def spied(call: Any, dout: Any, dlse: Any, kept: Any) -> Any:
+        seen.append(dlse)
+        return call_backward(call, dout, dlse, kept)
+
+    call_backward = autograd.call_backward
+    monkeypatch.setattr(autograd, "call_backward", spied)
+    for _ in range(2):
+        gradients(require(make())[:3], lambda *x: flash_dmattn.attention(*x, causal=True)[0])
+    assert seen == [None, None]
 
 
 def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +450,7 @@ def test_errors_of_repeated_calls() -> None:
         assert torch.equal(fused(*tensors), wanted)
 
 
+@records
 def test_errors_of_recorded_calls() -> None:
     tensors = require(make())
     fused(*tensors)
