@@ -189,6 +189,8 @@ class Prepared:
         # On the CPU, where a call has ended when it returns, a thread's calls share one workspace.
         self.borrows_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
         if size.value and not self.borrows_workspace:
+            if memory.workspace is None:  # by a function that no mode sees, such as that of fakes
+                memory.workspace = self.allocate((WORKSPACE_KEPT,), (1,), torch.uint8)
             self.workspace = memory.workspace
             self.args_words[self.workspace_at] = self.workspace.data_ptr()
 
@@ -267,7 +269,7 @@ class Memory(threading.local):
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
-        self.workspace = torch.empty(WORKSPACE_KEPT, dtype=torch.uint8, device="cpu")
+        self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 

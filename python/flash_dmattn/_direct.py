@@ -46,9 +46,9 @@ try:  # none of it is in PyTorch's documentation
     CAN_ASK = True
 except ImportError:
     CAN_ASK = False
-# The hooks for saved tensors that are set; PyTorch 2.4 does not tell.
 # The address of the C++ function that code made by torch.compile calls, in place of data_ptr().
 DATA_PTR = getattr(GUARDS, "_torchinductor_pyobject_tensor_data_ptr", 0)
+# The hooks for saved tensors that are set; PyTorch 2.4 does not tell.
 saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]

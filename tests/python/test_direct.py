@@ -16,6 +16,7 @@ import torch
 from cases import make_fused
 from evaluate import assert_same
 from flash_dmattn import _call, _direct, autograd, ops
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -260,6 +261,15 @@ def test_what_watches_sees_operators(dispatched: list[str]) -> None:
     traced = torch.jit.trace(lambda *x: fused(*x), tuple(tensors), check_trace=False)
     assert "flash_dma_output" in str(traced.graph)
     assert len(dispatched) >= 4
+
+
+def test_fake_tensors_first() -> None:
+    """What a thread has for its calls is real, though its first call was on fake tensors."""
+    tensors = make()
+    with FakeTensorMode() as mode:
+        fused(*map(mode.from_tensor, tensors))
+    wanted = fused(*(x.clone() for x in tensors), backend="reference")
+    torch.testing.assert_close(fused(*tensors), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
