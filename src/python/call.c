@@ -1,3 +1,4 @@
+/* The type Call: made from what Python has prepared, it checks tensors and makes the call. */
 #include "call.h"
 
 enum { ALIGNMENT = 16 }; /* bytes, as in _call.py: which kernels take a tensor may depend on it */
