@@ -171,6 +171,13 @@ __device__ static uint32_t opaque(uint32_t x) {
     return x;
 }
 
+/* Keeps words in their registers up to here, as wgmma reads them until it has been waited for. */
+template <int n> __device__ static void hold(const uint32_t (&words)[n][4]) {
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        asm volatile("" ::"r"(words[i][0]), "r"(words[i][1]), "r"(words[i][2]), "r"(words[i][3]));
+}
+
 /* A copy of x in another register. */
 __device__ static uint32_t mov_b32(uint32_t x) {
     uint32_t y;

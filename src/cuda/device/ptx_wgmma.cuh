@@ -58,20 +58,6 @@ __device__ static void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
                    "C"(element_type<element>::ptx));
 }
 
-/* The same with `accumulate` at run time. So ptxas keeps d in the registers that it had before. */
-template <typename element>
-__device__ static void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b,
-                                       uint32_t accumulate) {
-    asm volatile("{\n"
-                 ".reg .pred adds;\n"
-                 "setp.ne.u32 adds, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.%35.%35 {" NAMES_32 "}, "
-                 "%32, %33, adds, 1, 1, 0, 0;\n"
-                 "}"
-                 : SUMS_32(d, 0)
-                 : "l"(a), "l"(b), "r"(accumulate), "C"(element_type<element>::ptx));
-}
-
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
 __device__ static void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%69.%69 {" NAMES_64 "}, "

@@ -88,20 +88,6 @@ __device__ static void issue_abt(float (&products)[accumulators], uint32_t q, ui
     }
 }
 
-/* The same in the registers that `products` has now: the compiler would choose those of an array
- * that is not needed any more, and wait until what reads them has done so. */
-template <typename element, int channels, int q_rows, int key_rows>
-__device__ static void issue_abt_reusing(float (&products)[32], uint32_t q, uint32_t k) {
-    const matrix a = matrix_at(q, 0), b = matrix_at(k, 0);
-    wgmma_m64n64k16<element>(products, a.descriptor(), b.descriptor(), opaque(0));
-#pragma unroll
-    for (int c = wgmma_k; c < channels; c += wgmma_k) {
-        const int panel = c / panel_channels, inside = c % panel_channels * 2;
-        multiply<element, 1>(products, a.after(panel * q_rows * line_bytes + inside),
-                             b.after(panel * key_rows * line_bytes + inside));
-    }
-}
-
 /* Issues O += P V with P in registers, as the accumulators of S packed in pairs. v: 16 * steps keys
  * of a block of key_rows, 2 * accumulators channels. */
 template <typename element, int key_rows, int steps, int accumulators>

@@ -16,8 +16,6 @@ template <class config> __device__ static void init_barriers(backward_memory<con
         mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
         mbarrier_init(&memory->step_free[i], warps);
     }
-    for (int i = 0; i < 2; i++)
-        mbarrier_init(&memory->ds_ready[i], config::consumers);
     mbarrier_init(&memory->slots_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_free, warps);

@@ -1,32 +1,34 @@
 /* The consumers of sm90's backward kernel: two warpgroups of 64 slots each. For each step they
  * compute
  *   S^T = K Q^T, dP^T = V dO^T, P = 2^(S - lse), dS = P (dP - delta), dV += P^T dO, dK += dS^T Q
- * with keys as rows, so that P goes from registers into the next product; and, from the dS of all
- * slots in shared memory, half of the channels each of dQ = dS K.
+ * with keys as rows, so that P and dS go from registers into the next products; and, from the dS of
+ * all slots in shared memory, half of the channels each of dQ = dS K.
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
 #include "cuda/backward/sm90/dq.cuh"
 #include "cuda/backward/sm90/dropout.cuh"
 #include "cuda/backward/sm90/mask.cuh"
+#include "cuda/backward/sm90/weights.cuh"
 
 template <class config> struct backward_consumer {
     using element = typename config::element;
     static constexpr int product_registers = config::own_queries / 2; // of 64 slots
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
-    // softcap leaves no registers to hold dq while the next step's weights are computed
-    static constexpr bool adds_dq_first = config::has_softcap || config::is_narrow;
+    // softcap leaves no registers for dP while P is computed
+    static constexpr bool overlaps_dp = !config::has_softcap;
+    // P stays in float32 until dS has been computed, where nothing else needs it in pairs
+    static constexpr bool keeps_p =
+        !config::has_softcap && !config::drops && !config::is_listed && !config::is_wide;
 
     using products = float[product_registers];
     using columns = float2[product_registers / 4];            // lse or delta of a lane's queries
     using pairs = uint32_t[config::own_queries / wgmma_k][4]; // 16-bit pairs, as wgmma takes them
     using dq_tile = float[config::dq_registers];
 
-    /* What the weights of a step depend on, beside the scores. */
+    /* What the weights of a step depend on, beside the scores and row_inputs. */
     struct step_inputs {
-        int2 kept[2]; // of this thread's rows: the positions that keep the key
-        float bias[2];
-        int32_t first; // position of the first query
+        int32_t first; // position of this consumer's first query
         columns lse;   // read later with softcap, for lack of registers
     };
 
@@ -61,15 +63,11 @@ template <class config> struct backward_consumer {
     }
 
     /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */
-    template <bool reuses = false>
     __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
         const uint32_t a = opaque(shared_address(keys) + first_slot() * line_bytes);
         const uint32_t b = shared_address(queries) + first_query() * line_bytes;
         wgmma_fence();
-        if constexpr (reuses)
-            issue_abt_reusing<element, config::channels, config::slots, config::q_rows>(d, a, b);
-        else
-            issue_abt<element, config::channels, config::slots, config::q_rows>(d, a, b);
+        issue_abt<element, config::channels, config::slots, config::q_rows>(d, a, b);
         wgmma_commit_group();
     }
 
@@ -77,9 +75,8 @@ template <class config> struct backward_consumer {
         issue_product(s, memory->k, memory->q[stage_of(step)]);
     }
 
-    /* over_s: in the registers of S, so that dq keeps its own until it has been added. */
-    template <bool over_s> __device__ void issue_dp(products &dp, int32_t step) {
-        issue_product<over_s>(dp, memory->v, memory->dout[stage_of(step)]);
+    __device__ void issue_dp(products &dp, int32_t step) {
+        issue_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
     /* Where the columns of this lane begin in lse or delta of a step. */
@@ -87,16 +84,23 @@ template <class config> struct backward_consumer {
         return (const float2 *)(row + first_query()) + threadIdx.x % 4;
     }
 
-    /* Reads what weigh() needs of a step, while its scores are multiplied. */
-    __device__ void read_inputs(const backward_plan &plan, int32_t step, step_inputs &to) const {
+    /* The position of the first query of this lane's columns. */
+    static __device__ int32_t own_column(const step_inputs &inputs) {
+        return inputs.first + threadIdx.x % 4 * 2;
+    }
+
+    __device__ void read_rows(const backward_plan &plan, row_inputs &to) const {
         const slot_record *const slots = &memory->slots[generation % slots_buffers][own_row()];
-        to.first = memory->header[stage_of(step)].first;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const slot_record row = slots[8 * i];
             to.kept[i] = kept_positions<config>(plan, row);
             to.bias[i] = row.bias;
         }
+    }
+
+    __device__ void read_inputs(int32_t step, step_inputs &to) const {
+        to.first = memory->header[stage_of(step)].first + first_query();
         if (config::reads_ahead)
             read_columns(own_columns(memory->lse[stage_of(step)]), to.lse);
     }
@@ -122,29 +126,32 @@ template <class config> struct backward_consumer {
         return true;
     }
 
-    /* P = 2^(S - lse) of a step, 0 where the query does not keep the key, and with its sign set
-     * where dropout drops the pair. With softcap also P times the derivative of softcap, in
-     * `sloped`. Both only in pairs, for lack of registers. True if some entry of the warp may be
-     * masked. */
-    __device__ bool weigh(const backward_plan &plan, int32_t step, step_inputs &inputs,
-                          const products &s, pairs &weights, pairs &sloped) const {
-        const int2(&kept)[2] = inputs.kept;
-        const int32_t first = inputs.first + first_query(), last = first + config::own_queries - 1;
-        const bool is_cut = max(kept[0].x, kept[1].x) > first || min(kept[0].y, kept[1].y) <= last;
-        if constexpr (config::has_softcap)
-            weigh_softcapped(plan, step, inputs.bias, s, weights, sloped);
-        else
-            weigh_plain(plan, step, inputs, s, weights);
+    /* P = 2^(S - lse) of a step. True if some entry of the warp may be masked. Where P stays in
+     * float32 it takes the registers of S, and is not masked yet. Elsewhere it is in pairs: 0 where
+     * the query does not keep the key, and with its sign set where dropout drops the pair; with
+     * softcap also P times the derivative of softcap, in `sloped`. */
+    __device__ bool weigh(const backward_plan &plan, int32_t step, const row_inputs &rows,
+                          step_inputs &inputs, products &s, pairs &weights, pairs &sloped) const {
+        const float2 *const lse = own_columns(memory->lse[stage_of(step)]);
+        if constexpr (config::has_softcap) {
+            weigh_softcapped<element>(plan.forward.softcap * log2_e, softcap_scale, rows.bias, lse,
+                                      s, weights, sloped);
+        } else {
+            if (!config::reads_ahead)
+                read_columns(lse, inputs.lse);
+            weigh_products(plan.forward.scale * log2_e, rows.bias, inputs.lse, s);
+            if (!keeps_p)
+                pack_products<element>(s, weights);
+        }
         bool is_masked;
         if constexpr (config::is_listed) {
             is_masked = apply_mask(stage_of(step), weights, sloped);
         } else {
-            is_masked = __any_sync(~0u, is_cut);
-            if (is_masked) {
-                mask_pairs(first + threadIdx.x % 4 * 2, kept, weights);
-                if (config::has_softcap)
-                    mask_pairs(first + threadIdx.x % 4 * 2, kept, sloped);
-            }
+            is_masked = is_cut<config::own_queries>(rows.kept, inputs.first);
+            if (is_masked && !keeps_p)
+                mask_pairs(own_column(inputs), rows.kept, weights);
+            if (is_masked && config::has_softcap)
+                mask_pairs(own_column(inputs), rows.kept, sloped);
         }
         if constexpr (config::drops)
             mark_dropped(plan, *memory, opaque(stage_of(step)), generation % slots_buffers,
@@ -152,82 +159,26 @@ template <class config> struct backward_consumer {
         return is_masked;
     }
 
-    __device__ void weigh_plain(const backward_plan &plan, int32_t step, step_inputs &inputs,
-                                const products &s, pairs &weights) const {
-        if (!config::reads_ahead)
-            read_columns(own_columns(memory->lse[stage_of(step)]), inputs.lse);
-        const float unit = plan.forward.scale * log2_e;
-#pragma unroll
-        for (int i = 0; i < product_registers; i += 2) {
-            const float2 column = inputs.lse[i / 4];
-            const float b = inputs.bias[i / 2 % 2];
-            weights[i / 8][i / 2 % 4] =
-                element_type<element>::pack(ex2_approx(fmaf(s[i], unit, b - column.x)),
-                                            ex2_approx(fmaf(s[i + 1], unit, b - column.y)));
-        }
-    }
-
-    __device__ void weigh_softcapped(const backward_plan &plan, int32_t step,
-                                     const float (&bias)[2], const products &s, pairs &weights,
-                                     pairs &sloped) const {
-        const float unit = plan.forward.softcap * log2_e;
-        const float2 *const lse = own_columns(memory->lse[stage_of(step)]);
-#pragma unroll
-        for (int i = 0; i < product_registers; i += 2) {
-            if (i % 8 == 0)
-                __syncwarp(); // so that lse is not loaded all at once: registers do not suffice
-            const float2 column = lse[i / 4 * 4];
-            float p[2], slope[2];
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                const float t = tanh_of(s[i + k] * softcap_scale);
-                p[k] = ex2_approx(fmaf(t, unit, bias[i / 2 % 2] - (k ? column.y : column.x)));
-                slope[k] = 1 - t * t;
-            }
-            weights[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
-            sloped[i / 8][i / 2 % 4] =
-                element_type<element>::pack(p[0] * slope[0], p[1] * slope[1]);
-        }
-    }
-
-    /* dS = P (dP - delta) of a step; its sums go to dbias. masked: where P is 0, dS is 0 even if dP
-     * is NaN. With dropout dP is 0 where the sign of P is set. */
-    template <bool masked>
-    __device__ void differentiate(const backward_plan &plan, const columns &delta,
-                                  const products &dp, const pairs &weights, const pairs &sloped,
-                                  pairs &ds) {
+    /* dS of a step, and P in pairs where it was in float32. */
+    __device__ void differentiate(const backward_plan &plan, bool is_masked, const row_inputs &rows,
+                                  const step_inputs &inputs, const columns &delta,
+                                  const products &dp, const products &p, pairs &weights,
+                                  const pairs &sloped, pairs &ds) {
+        const float factor = plan.forward.dropout_scale;
         float sums[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < product_registers; i += 2) {
-            const float2 column = delta[i / 4];
-            float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
-            float low = dp[i] - column.x, high = dp[i + 1] - column.y;
-            if constexpr (config::drops) {
-                const float factor = plan.forward.dropout_scale;
-                low = fmaf(signbit(p.x) ? 0 : dp[i], factor, -column.x);
-                high = fmaf(signbit(p.y) ? 0 : dp[i + 1], factor, -column.y);
-                p = make_float2(fabsf(p.x), fabsf(p.y));
+        if (is_masked || config::has_softcap) { // with softcap, a second path spills registers
+            if (keeps_p) {
+                pack_products<element>(p, weights);
+                mask_pairs(own_column(inputs), rows.kept, weights);
             }
-            float2 both = make_float2(masked && p.x == 0 ? 0 : p.x * low,
-                                      masked && p.y == 0 ? 0 : p.y * high);
-            sums[i / 2 % 2] += both.x + both.y;
-            if constexpr (config::has_softcap) {
-                const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
-                both = make_float2(masked && p.x == 0 ? 0 : slope.x * low,
-                                   masked && p.y == 0 ? 0 : slope.y * high);
-            }
-            ds[i / 8][i / 2 % 4] = element_type<element>::pack(both.x, both.y);
+            differentiate_pairs<config, true>(factor, delta, dp, weights, sloped, ds, sums);
+        } else if (keeps_p) {
+            differentiate_products<element>(delta, dp, p, ds, sums);
+            pack_products<element>(p, weights);
+        } else {
+            differentiate_pairs<config, false>(factor, delta, dp, weights, sloped, ds, sums);
         }
         add_dbias(sums);
-    }
-
-    __device__ void differentiate(const backward_plan &plan, bool is_masked, const columns &delta,
-                                  const products &dp, const pairs &weights, const pairs &sloped,
-                                  pairs &ds) {
-        if (is_masked || config::has_softcap) // with softcap, a second path spills registers
-            differentiate<true>(plan, delta, dp, weights, sloped, ds);
-        else
-            differentiate<false>(plan, delta, dp, weights, sloped, ds);
     }
 
     __device__ void add_dbias(const float (&sums)[2]) {
@@ -279,18 +230,11 @@ template <class config> struct backward_consumer {
         return memory->ds[step % config::ds_buffers];
     }
 
-    __device__ void store_ds(int32_t step, const pairs &ds) {
-        if (config::is_narrow) // until all warps have read the dS before it
-            sync_consumer(index);
-        store_pairs(ds_block(step), ds);
+    /* Waits until all consumers have stored what they share. */
+    static __device__ void sync_stores(void) {
         fence_proxy_async();
-        sync_consumer(index);
-        if (threadIdx.x % warpgroup_threads == 0)
-            mbarrier_arrive(&memory->ds_ready[step % 2]);
+        bar_sync(all_barrier, config::consumers * warpgroup_threads);
     }
-
-    /* Waits until both consumers have stored their dS. */
-    __device__ void wait_ds(int32_t step) { wait(&memory->ds_ready[step % 2], step / 2 % 2); }
 
     /* Issues dQ = dS K for the n-th dq_columns channels of this consumer. */
     __device__ void issue_dq(dq_tile &dq, int32_t step, int n = 0) {
@@ -304,15 +248,14 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    /* Issues dV += P^T dO, with P from registers. */
-    __device__ void issue_dv(const pairs &weights, int32_t step) {
+    /* Issues sums += A rows, with A from registers. */
+    __device__ void issue_sums(float (&sums)[sum_registers], const pairs &a, const uint8_t *rows) {
         wgmma_fence();
-        issue_ab<element, config::q_rows, config::q_rows / wgmma_k>(
-            dv, weights, shared_address(memory->dout[stage_of(step)]));
+        issue_ab<element, config::q_rows, config::q_rows / wgmma_k>(sums, a, shared_address(rows));
         wgmma_commit_group();
     }
 
-    /* Issues sums += block rows, with P or dS from shared memory. */
+    /* Issues sums += block rows, with the block in shared memory, for this consumer's channels. */
     __device__ void issue_sums(float (&sums)[sum_registers], const uint8_t *block,
                                const uint8_t *rows) {
         const int panel = config::is_wide ? index * config::own_channels / panel_channels : 0;
@@ -323,18 +266,9 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    __device__ void issue_dk(int32_t step) {
-        issue_sums(dk, ds_block(step), memory->q[stage_of(step)]);
-    }
-
-    __device__ void issue_wide_dv(int32_t step) {
-        issue_sums(dv, memory->p, memory->dout[stage_of(step)]);
-    }
-
-    /* Adds dq of a step, whose first channels have been issued. */
-    __device__ void finish_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                              const step_header &header, dq_tile &dq) {
-        wgmma_wait_group<0>();
+    /* Adds dq of a step, whose first channels have been multiplied. */
+    __device__ void add_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                           const step_header &header, dq_tile &dq) {
         adder().add(plan, pass, header, dq);
 #pragma unroll 1
         for (int n = 1; n < config::dq_products; n++) {
@@ -344,81 +278,87 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* The steps of a generation from `now` on; returns the first step of the next one. dq needs the
-     * dS of both consumers, so it is multiplied together with the next step's S: then neither
-     * consumer has to wait for the other. What a product is combined with is read from shared
-     * memory before the wait for it, as such reads take long while wgmma reads too. */
+    /* The products that P and dS of a step are for. dS of all slots is stored while dV is
+     * multiplied, and dq is added while dK is. */
+    __device__ void multiply(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                             const step_header &header, const pairs &weights, const pairs &ds) {
+        pairs kept;
+        dq_tile dq;
+        if (config::is_narrow) // until all warps have read the dS before it
+            sync_consumer(index);
+        store_pairs(ds_block(step), ds);
+        clear_dropped<config::drops>(weights, kept);
+        issue_sums(dv, kept, memory->dout[stage_of(step)]);
+        sync_stores();
+        issue_dq(dq, step);
+        issue_sums(dk, ds, memory->q[stage_of(step)]);
+        wgmma_wait_group<1>(); // for all but dK
+        hold(kept);
+        add_dq(plan, pass, step, header, dq);
+        wgmma_wait_group<0>();
+        hold(ds);
+    }
+
+    /* The steps of a generation from `now` on; returns the first step of the next one. dP is
+     * multiplied while P is computed. What is read from shared memory is read early, as such reads
+     * take long while wgmma reads too. */
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
-        products s;
-        dq_tile dq;
-        pairs weights, kept, sloped, ds;
-        step_inputs inputs;
-        wait_step(now);
-        issue_s(s, now);
-        read_inputs(plan, now, inputs);
-        wgmma_wait_group<0>();
-        bool is_masked = weigh(plan, now, inputs, s, weights, sloped);
+        row_inputs rows;
+        read_rows(plan, rows);
         for (;; now++) {
-            issue_dp<config::keeps_dq>(s, now);
-            clear_dropped<config::drops>(weights, kept);
-            issue_dv(kept, now);
-            const step_header header = memory->header[stage_of(now)];
+            products s, dp;
+            pairs weights, sloped, ds;
+            step_inputs inputs;
             columns delta;
+            wait_step(now);
+            read_inputs(now, inputs);
+            issue_s(s, now);
+            if (overlaps_dp)
+                issue_dp(dp, now);
+            wgmma_wait_group<overlaps_dp>(); // for S
+            const bool is_masked = weigh(plan, now, rows, inputs, s, weights, sloped);
+            if (!overlaps_dp)
+                issue_dp(dp, now);
+            const step_header header = memory->header[stage_of(now)];
             if (config::reads_ahead)
                 read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
             if (!config::reads_ahead)
                 read_columns(own_columns(memory->delta[stage_of(now)]), delta);
-            differentiate(plan, is_masked, delta, s, weights, sloped, ds);
-            store_ds(now, ds);
-            issue_dk(now);
-            if (header.is_last) {
-                wait_ds(now);
-                issue_dq(dq, now);
-                finish_dq(plan, pass, now, header, dq);
-                release(&memory->step_free[stage_of(now)]);
-                return now + 1;
-            }
-            const int32_t next = now + 1;
-            wait_step(next);
-            issue_s(s, next);
-            wait_ds(now);
-            issue_dq(dq, now);
-            read_inputs(plan, next, inputs);
-            wgmma_wait_group<1>(); // for dk and S, not for dq
+            differentiate(plan, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            multiply(plan, pass, now, header, weights, ds);
             release(&memory->step_free[stage_of(now)]);
-            if (adds_dq_first)
-                finish_dq(plan, pass, now, header, dq);
-            is_masked = weigh(plan, next, inputs, s, weights, sloped);
-            if (!adds_dq_first)
-                finish_dq(plan, pass, now, header, dq);
+            if (header.is_last)
+                return now + 1;
         }
     }
 
-    /* The same in the wide form, where the consumers share P and dS and so keep step. */
+    /* The same in the wide form, where the consumers share P and dS. */
     __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
                                            int32_t now) {
+        row_inputs rows;
+        read_rows(plan, rows);
         for (bool is_last = false; !is_last; now++) {
             products s, dp;
             pairs weights, kept, sloped, ds;
             step_inputs inputs;
             columns delta;
             wait_step(now);
+            read_inputs(now, inputs);
             issue_s(s, now);
-            issue_dp<false>(dp, now);
-            read_inputs(plan, now, inputs);
+            issue_dp(dp, now);
             const step_header header = memory->header[stage_of(now)];
             is_last = header.is_last;
             wgmma_wait_group<1>(); // for S
-            const bool is_masked = weigh(plan, now, inputs, s, weights, sloped);
+            const bool is_masked = weigh(plan, now, rows, inputs, s, weights, sloped);
             clear_dropped<config::drops>(weights, kept);
             store_pairs(memory->p, kept);
             read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
-            differentiate(plan, is_masked, delta, dp, weights, sloped, ds);
-            store_ds(now, ds);
-            wait_ds(now);
+            differentiate(plan, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            store_pairs(ds_block(now), ds);
+            sync_stores();
             multiply_wide(plan, pass, now, header);
             release(&memory->step_free[stage_of(now)]);
             // until both consumers have read P and dS
@@ -431,11 +371,11 @@ template <class config> struct backward_consumer {
                                   const step_header &header) {
         dq_tile dq;
         issue_dq(dq, now);
-        issue_wide_dv(now);
+        issue_sums(dv, memory->p, memory->dout[stage_of(now)]);
         wgmma_wait_group<1>();
         adder().add(plan, pass, header, dq);
         issue_dq(dq, now, 1);
-        issue_dk(now);
+        issue_sums(dk, ds_block(now), memory->q[stage_of(now)]);
         wgmma_wait_group<1>();
         adder().add(plan, pass, header, dq, 1);
         wgmma_wait_group<0>();

@@ -58,10 +58,9 @@ struct backward_config {
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
     // the producer reads the mask of a step before there is room for it, if it has the registers
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
-    // with 128 channels consumers need 240 registers for dP not to take those of dq
-    static constexpr bool keeps_dq = channels == 128 && !drops;
+    // with 128 channels consumers need 240 registers, but dropout's producer more than 24
     static constexpr int producer_registers = is_wide         ? 56
-                                              : channels > 64 ? (keeps_dq ? 24 : 40)
+                                              : channels > 64 ? (drops ? 40 : 24)
                                               : is_narrow     ? 48
                                                               : 104;
     static constexpr int consumer_registers =
@@ -186,7 +185,6 @@ template <class config> struct backward_memory {
     uint32_t held_order[config::consumers];
     int32_t is_over; // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
-    uint64_t ds_ready[2];
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;

@@ -173,6 +173,7 @@ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
 }
 
 static inline uint32_t opaque(uint32_t x) { return x; }
+template <int n> static void hold(const uint32_t (&)[n][4]) {}
 static inline uint32_t low_bits(uint32_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 static inline uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = (uint64_t)high << 32 | low;

@@ -99,14 +99,6 @@ static void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
     wgmma<element, 64, accumulate, transpose_a, transpose_b>(d, NULL, a, b);
 }
 
-template <typename element>
-static void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, uint32_t accumulate) {
-    if (accumulate)
-        wgmma<element, 64, 1, 0, 0>(d, NULL, a, b);
-    else
-        wgmma<element, 64, 0, 0, 0>(d, NULL, a, b);
-}
-
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
 static void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<element, 128, accumulate, transpose_a, transpose_b>(d, NULL, a, b);
