@@ -245,7 +245,7 @@ emulated_tests() {
             test_mask_gradients test_mask_lists test_pair_gradients" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
         c_tests 8 build/gates/emulated -R \
-            '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|workspace))$'
+            '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|query_blocks|workspace))$'
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,

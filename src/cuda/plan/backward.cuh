@@ -7,7 +7,7 @@
  *   the kernel's passes         write dq, and add to dk, dv and dbias
  *   fdma_cuda_end_backward()    the epilogue: adds the sums across partitions
  *
- * Positions are cut into query blocks of list_queries, each with a list. A kernel makes dk, dv and
+ * Positions are cut into query blocks of block_queries, each with a list. A kernel makes dk, dv and
  * dbias in two passes. The slot pass takes the keys that are live at a block's first position, slot
  * by slot: list entries below count.x. The diagonal pass takes the keys that arrive inside a block:
  * entries from count.x to count.y. So a key gets at most one contribution from each pass. They are
@@ -27,6 +27,7 @@
 struct backward_shape {
     int32_t block_slots; // slots of a slot block
     int32_t most_partitions;
+    int32_t most_queries; // of a query block
 };
 
 /* Sums of the keys that are live at a boundary: [batch * kv_heads][partitions - 1][slots], all zero

@@ -63,7 +63,8 @@ __device__ static void scatter_key(const forward_plan &plan, const selection_vie
             list[entry] = is_valid(of, j) ? j : ~j;
         return;
     }
-    const int32_t step = list_queries * selection.block_lists, origin = of.kv_len - plan.q_len;
+    const int32_t step = plan.block_queries * selection.block_lists,
+                  origin = of.kv_len - plan.q_len;
     const int32_t first = j <= origin ? 0 : (j - origin + step - 1) / step;
     for (int32_t n = first; n * selection.block_lists < plan.lists; n++) {
         if (origin + (int64_t)n * step >= expiry)
@@ -155,8 +156,9 @@ static __global__ void __launch_bounds__(count_threads)
     __syncthreads();
     for (int32_t t = threadIdx.x; t < plan.lists; t += count_threads) {
         const int64_t first = plan.causal ? list_position(plan, of, t) : INT32_MAX;
-        plan.count[(int64_t)head * plan.lists + t] = make_int2(
-            count_up_to(list, kept, first), count_up_to(list, kept, first + list_queries - 1));
+        plan.count[(int64_t)head * plan.lists + t] =
+            make_int2(count_up_to(list, kept, first),
+                      count_up_to(list, kept, first + plan.block_queries - 1));
     }
 }
 
@@ -203,7 +205,8 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.key_valid = (const uint8_t *)problem->key_valid.data;
     selection.valid_batch = problem->key_valid.stride[0];
     selection.slots = (int32_t)problem->slots;
-    selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_block_lists);
+    const int64_t most_lists = most_rolled_queries / plan->block_queries;
+    selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_lists);
     const int64_t room = fdma_cuda_device(problem->exec.device)->shared_bytes;
     const int64_t entries = min(problem->slots, problem->kv_len) + 1;
     const int64_t table = entries * (int64_t)sizeof(int32_t);

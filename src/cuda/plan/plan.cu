@@ -36,16 +36,16 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->rng_state = (const int64_t *)problem->rng_state.data;
     plan->causal = problem->causal;
     plan->by_position = problem->causal || is_present(&problem->starts);
+    plan->block_queries = list_queries;
 }
 
 /* Entries of the longest list. */
-static int64_t list_size(const fdma_problem *problem) {
+static int64_t list_size(const fdma_problem *problem, int64_t block_queries) {
     if (!is_listed(problem))
         return problem->kv_len;
     if (is_global(problem))
         return is_present(&problem->starts) ? problem->kv_len : problem->slots;
-    const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
-    return problem->slots + queries - 1;
+    return problem->slots + min(problem->q_len, block_queries) - 1;
 }
 
 /* Each query block has a list with an entry for every slot. No check of one tensor bounds that. */
@@ -55,8 +55,8 @@ static bool has_vast_lists(const fdma_problem *problem) {
         (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
     const bool has_lists = is_listed(problem) || is_present(&problem->attn_mask);
     const int64_t words = problem->group < 1024 ? 4 * problem->group + 1 : INT32_MAX; // of a key
-    const int64_t size =
-        is_present(&problem->attn_mask) ? problem->kv_len * words : list_size(problem);
+    const int64_t size = is_present(&problem->attn_mask) ? problem->kv_len * words
+                                                         : list_size(problem, list_queries);
     return has_lists && lists * (double)size > most_entries;
 }
 
@@ -138,11 +138,17 @@ static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
 }
 
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
+    return fdma_cuda_plan_lists(problem, arena, list_queries);
+}
+
+forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
+                                  int32_t block_queries) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);
-    plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
+    plan.block_queries = block_queries;
+    plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, block_queries) : 1;
     if (is_present(&problem->last_keys.list)) {
         take_last_keys(problem->last_keys, &plan);
         return plan;
@@ -155,7 +161,7 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     if (plain || (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
     const bool is_rolling = is_listed(problem) && !is_global(problem);
-    const int64_t size = round_up(list_size(problem), 4);
+    const int64_t size = round_up(list_size(problem, block_queries), 4);
     plan.list_tile = is_rolling ? size : 0;
     // a list of one query has no other entry for misfits, see plan/lists.cu
     plan.list_head = is_rolling ? size * plan.lists + 4 : size;

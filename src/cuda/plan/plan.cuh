@@ -19,8 +19,9 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/used.cuh"
 
-/* Queries of a query block, which share a list. The rows of one tile may be only some of them. */
-enum { list_queries = 128 };
+/* Queries of a query block, which share a list. The rows of one tile may be only some of them. In
+ * backward a query block may be longer, up to most_block_queries: a power of two. */
+enum { list_queries = 128, most_block_queries = 512 };
 
 /* What a kernel needs to know of a key beside k and v. A row at position p keeps a listed key j if
  * p < expiry and, where causal, j <= p. Where not causal, expiry is INT32_MAX or INT32_MIN; or, in
@@ -55,11 +56,11 @@ struct kept_lists {
     int32_t mask_heads;     // that the query heads of a kv head have
 };
 
-/* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
- * the first query's position, then those that arrive at a later one, ascending. The first count.x
- * entries are the former, the first count.y both. Without `changes` the live keys are in the order
- * of their slots; with them, the first `evicted` entries are keys that are evicted inside the query
- * block, in that order. There are three forms:
+/* List t of (b, g) has the keys that the queries from t * block_queries on keep: first those that
+ * are live at the first query's position, then those that arrive later, ascending. The first
+ * count.x entries are the former, the first count.y both. Without `changes` the live keys are in
+ * the order of their slots; with them, the first `evicted` entries are keys that are evicted inside
+ * the query block, in that order. There are three forms:
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
@@ -86,6 +87,7 @@ struct forward_plan {
     pair_view mask, pair_bias;    // attn_mask and attn_bias
     kept_lists kept;              // with a mask
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
+    int32_t block_queries;        // queries of a query block
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
     int32_t carried_len; // 0: there are no carried keys
     float scale;         // of <q, k>
@@ -300,6 +302,10 @@ size_t fdma_cuda_kept_size(const fdma_problem *problem);
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
+
+/* The same with query blocks of another length, which only backward kernels take. */
+forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
+                                  int32_t block_queries);
 
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);

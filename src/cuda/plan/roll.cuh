@@ -12,17 +12,22 @@
 
 static constexpr int roll_threads = 256;
 static constexpr int load_batch = 4; // entries of a table whose loads are in flight together
-static constexpr int64_t most_block_lists = 16;
+static constexpr int64_t most_rolled_queries = 2048; // of the lists of a thread block
+
+/* As key_changes, for query blocks of any length. */
+struct block_changes {
+    uint16_t evicted, arrived;
+};
 
 /* The state of a thread block that rolls through its lists. */
 struct roll_memory {
-    int32_t *table;                      // [slots + 1]: live keys, or -1; aligned to 16 bytes
-    int32_t live;                        // one more than the last entry in use
-    key_changes changes[list_queries];   // of the list that is being written
-    int32_t evicted_entry[list_queries]; // of the keys that it begins with
-    int32_t evicted_key[list_queries];
+    int32_t *table;                            // [slots + 1]: live keys, or -1; aligned to 16 bytes
+    int32_t live;                              // one more than the last entry in use
+    block_changes changes[most_block_queries]; // of the list that is being written
+    int32_t evicted_entry[most_block_queries]; // of the keys that it begins with
+    int32_t evicted_key[most_block_queries];
     // the entry of each key after the first list's first position; negative: it is not kept
-    int32_t arriving[most_block_lists * list_queries];
+    int32_t arriving[most_rolled_queries];
 };
 
 static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
@@ -31,7 +36,7 @@ static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launc
  * every key, and every absent one. */
 __device__ static int32_t claim_of(int32_t n) { return INT32_MIN + n; }
 
-__device__ static bool is_claim(int32_t entry) { return entry < claim_of(list_queries); }
+__device__ static bool is_claim(int32_t entry) { return entry < claim_of(most_block_queries); }
 
 /* Loads a scattered list. Entries that the selection does not confirm are left out, because they
  * may never have been written. */
@@ -72,7 +77,7 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
 __device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
-    for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
+    for (int32_t n = threadIdx.x; n < lists * plan.block_queries; n += roll_threads) {
         const int32_t j = position + 1 + n;
         const bool arrives = is_key(j, of.kv_len) && of.expiry[j] > j;
         shared->arriving[n] = arrives ? table_entry(selection, of, j) : -1;
@@ -84,39 +89,45 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
  * position; its claim then stands in the table. The expiry of the evicted key is not read: it is
  * the position of that arrival, or before it where a packed sequence has ended. Unless the list is
  * by expiry, no key is taken to be evicted. Misfits never are, because they stand for others. */
-__device__ static void find_changes(const head_selection &of, int32_t slots, int32_t position,
-                                    const int32_t *arriving, bool is_by_expiry,
-                                    roll_memory *shared) {
+__device__ static void find_changes(const forward_plan &plan, const head_selection &of,
+                                    int32_t slots, int32_t position, const int32_t *arriving,
+                                    bool is_by_expiry, roll_memory *shared) {
     constexpr int rounds = list_queries / 32;
     const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
-    int32_t key[rounds], evicted = 0, arrived = 0;
+    const int32_t last = plan.block_queries - 1;
+    int32_t evicted = 0, arrived = 0;
+    for (int32_t base = 0; base <= last; base += list_queries) {
+        int32_t key[rounds];
 #pragma unroll
-    for (int r = 0; r < rounds; r++) {
-        const int32_t n = r * 32 + lane;
-        const bool takes = n < list_queries - 1 && (uint32_t)arriving[n] < (uint32_t)slots;
-        key[r] = takes && is_by_expiry ? shared->table[arriving[n]] : -1;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < rounds; r++)
-        if (key[r] >= 0)
-            atomicMin(&shared->table[arriving[r * 32 + lane]], claim_of(r * 32 + lane));
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < rounds; r++) {
-        const int32_t n = r * 32 + lane, entry = arriving[n];
-        const bool evicts = key[r] >= 0 && shared->table[entry] == claim_of(n);
-        const bool arrives = n < list_queries - 1 && entry >= 0 && is_valid(of, position + 1 + n);
-        const uint32_t evicting = __ballot_sync(~0u, evicts);
-        const uint32_t arrivals = __ballot_sync(~0u, arrives);
-        const int32_t rank = evicted + __popc(evicting & before);
-        shared->changes[n] = {(uint8_t)rank, (uint8_t)(arrived + __popc(arrivals & before))};
-        if (evicts) {
-            shared->evicted_entry[rank] = entry;
-            shared->evicted_key[rank] = key[r];
+        for (int r = 0; r < rounds; r++) {
+            const int32_t n = base + r * 32 + lane;
+            const bool takes = n < last && (uint32_t)arriving[n] < (uint32_t)slots;
+            key[r] = takes && is_by_expiry ? shared->table[arriving[n]] : -1;
         }
-        evicted += __popc(evicting);
-        arrived += __popc(arrivals);
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const int32_t n = base + r * 32 + lane;
+            if (key[r] >= 0)
+                atomicMin(&shared->table[arriving[n]], claim_of(n));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const int32_t n = base + r * 32 + lane, entry = arriving[n];
+            const bool evicts = key[r] >= 0 && shared->table[entry] == claim_of(n);
+            const bool arrives = n < last && entry >= 0 && is_valid(of, position + 1 + n);
+            const uint32_t evicting = __ballot_sync(~0u, evicts);
+            const uint32_t arrivals = __ballot_sync(~0u, arrives);
+            const int32_t rank = evicted + __popc(evicting & before);
+            shared->changes[n] = {(uint16_t)rank, (uint16_t)(arrived + __popc(arrivals & before))};
+            if (evicts) {
+                shared->evicted_entry[rank] = entry;
+                shared->evicted_key[rank] = key[r];
+            }
+            evicted += __popc(evicting);
+            arrived += __popc(arrivals);
+        }
     }
 }
 
@@ -156,11 +167,11 @@ __device__ static void copy_entries(int4 four, int32_t *list) {
  * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
  * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
  * how many entries that makes. */
-__device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
-                                     const roll_memory *shared) {
+__device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t block_queries,
+                                     int32_t *list, const roll_memory *shared) {
     const bool has_misfit = shared->live > slots;
     const int32_t own = has_misfit ? slots - 1 : shared->live;
-    const int32_t evicted = shared->changes[list_queries - 1].evicted;
+    const int32_t evicted = shared->changes[block_queries - 1].evicted;
     const int32_t moved = min((evicted + 3) / 4 * 4, own);
     const int32_t whole = of.key_valid == NULL ? max(own / 4 * 4, moved) : moved;
     for (int32_t n = threadIdx.x; n < evicted; n += roll_threads)
@@ -177,33 +188,36 @@ __device__ static int32_t write_live(const head_selection &of, int32_t slots, in
 }
 
 /* Appends the keys that arrive after the first position of list t, ascending, to its `live`
- * entries, and writes its counts and changes. A query block has fewer arrivals than there are
- * threads. */
+ * entries, and writes its counts and changes. */
 __device__ static void write_arrivals(const forward_plan &plan, int64_t head, int32_t t,
                                       int32_t position, int32_t live, int32_t *list,
                                       const roll_memory *shared) {
-    const int32_t n = threadIdx.x;
     const int64_t row = head * plan.lists + t;
-    if (n >= list_queries)
-        return;
-    const key_changes own = shared->changes[n];
-    if (plan.changes != NULL)
-        plan.changes[row * list_queries + n] = own;
-    // in bounds for any selection: at most `slots` are live, and fewer than list_queries arrive
-    if (n < list_queries - 1 && shared->changes[n + 1].arrived > own.arrived)
-        list[live + own.arrived] = position + 1 + n;
-    if (n == list_queries - 1)
-        plan.count[row] = make_int2(live, live + own.arrived);
+    const int32_t last = plan.block_queries - 1;
+    for (int32_t n = threadIdx.x; n <= last; n += roll_threads) {
+        const block_changes own = shared->changes[n];
+        if (plan.changes != NULL)
+            plan.changes[row * plan.block_queries + n] = {(uint8_t)own.evicted,
+                                                          (uint8_t)own.arrived};
+        // in bounds for any selection: at most `slots` are live, and no more keys arrive than
+        // there are positions after the first one
+        if (n < last && shared->changes[n + 1].arrived > own.arrived)
+            list[live + own.arrived] = position + 1 + n;
+        if (n == last)
+            plan.count[row] = make_int2(live, live + own.arrived);
+    }
 }
 
 /* Moves the table on to the next list's first position: the keys that arrive up to it take over
  * their entries. If two of them take the same one, the later key has it. */
-__device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
-    const int32_t n = threadIdx.x;
-    if (n >= list_queries || arriving[n] < 0)
-        return;
-    atomicMax(&shared->table[arriving[n]], position + 1 + n);
-    atomicMax(&shared->live, arriving[n] + 1);
+__device__ static void roll_table(int32_t block_queries, int32_t position, const int32_t *arriving,
+                                  roll_memory *shared) {
+    for (int32_t n = threadIdx.x; n < block_queries; n += roll_threads) {
+        if (arriving[n] < 0)
+            continue;
+        atomicMax(&shared->table[arriving[n]], position + 1 + n);
+        atomicMax(&shared->live, arriving[n] + 1);
+    }
 }
 
 /* Removes the keys from the table that are no longer live at a position, those of sequences that
@@ -234,7 +248,7 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
                                      int32_t slots, int32_t t, const int32_t *arriving,
                                      roll_memory *shared) {
     const int32_t position = list_position(plan, of, t), next = list_position(plan, of, t + 1);
-    roll_table(position, arriving, shared);
+    roll_table(plan.block_queries, position, arriving, shared);
     if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
         return;
     __syncthreads();
@@ -267,14 +281,14 @@ static __global__ void __launch_bounds__(roll_threads)
     griddepcontrol_launch_dependents();
     load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
     for (int32_t t = first; t < end; t++) {
-        const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
+        const int32_t *const arriving = shared.arriving + (t - first) * plan.block_queries;
         __syncthreads();
         if (threadIdx.x < 32)
-            find_changes(of, selection.slots, list_position(plan, of, t), arriving,
+            find_changes(plan, of, selection.slots, list_position(plan, of, t), arriving,
                          is_by_expiry && shared.live <= selection.slots, &shared);
         __syncthreads();
         int32_t *const list = lists + t * plan.list_tile;
-        const int32_t live = write_live(of, selection.slots, list, &shared);
+        const int32_t live = write_live(of, selection.slots, plan.block_queries, list, &shared);
         write_arrivals(plan, head, t, list_position(plan, of, t), live, list, &shared);
         __syncthreads();
         if (t + 1 < end)

@@ -53,7 +53,7 @@ __device__ static bool is_valid(const head_selection &selection, int32_t j) {
 /* The first position of list t, in a causal plan. */
 __device__ static int32_t list_position(const forward_plan &plan, const head_selection &of,
                                         int32_t t) {
-    return t * list_queries + of.kv_len - plan.q_len;
+    return t * plan.block_queries + of.kv_len - plan.q_len;
 }
 
 /* The end of key j's sequence. */

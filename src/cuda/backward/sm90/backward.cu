@@ -16,6 +16,8 @@ template <class config> __device__ static void init_barriers(backward_memory<con
         mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
         mbarrier_init(&memory->step_free[i], warps);
     }
+    mbarrier_init(&memory->dq_ready, 1);
+    mbarrier_init(&memory->dq_free, warps);
     mbarrier_init(&memory->slots_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_free, warps);
@@ -97,7 +99,8 @@ struct backward_task {
 template <class config>
 static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     backward_task task = {};
-    task.plan = fdma_cuda_plan_backward(problem, arena, {config::slots, most_partitions});
+    task.plan = fdma_cuda_plan_backward(problem, arena,
+                                        {config::slots, most_partitions, config::most_queries});
     task.pass.tiles = task.plan.rows / config::q_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);

@@ -45,7 +45,9 @@ template <class config> struct dq_adder {
     }
 
     /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
-     * the additions of this pass, and those of the slot pass are over. */
+     * the additions of this pass, and those of the slot pass are over. is_loaded: they are in
+     * shared memory. */
+    template <bool is_loaded>
     __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
                                   const float *from, const dq_tile &dq, int n) {
         const int first = index * config::dq_channels + n * config::dq_columns;
@@ -53,8 +55,10 @@ template <class config> struct dq_adder {
         for (int i = 0; i < config::dq_registers; i += 16) {
             float4 four[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                four[k] = __ldcg((const float4 *)(from + (i + 4 * k) * 32));
+            for (int k = 0; k < 4; k++) {
+                const float4 *const own = (const float4 *)(from + (i + 4 * k) * 32);
+                four[k] = is_loaded ? *own : __ldcg(own);
+            }
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const float *const own = &dq[i + 4 * k];
@@ -64,6 +68,18 @@ template <class config> struct dq_adder {
             write_dq_columns<config>(plan, memory->work.b, header.h, header.head_tile,
                                      first + i / 16 * quad_channels, four);
         }
+    }
+
+    /* The same where the sums are loaded to shared memory. */
+    __device__ void write_loaded_dq(const backward_plan &plan, const step_header &header,
+                                    const dq_tile &dq, int n) {
+        const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
+        if (n == 0)
+            wait(&memory->dq_ready, header.dq_phase);
+        const float *const own = memory->dq[index * config::dq_products + n][thread / 32];
+        write_last_dq<true>(plan, header, own + thread % 32 * 4, dq, n);
+        if (n == config::dq_products - 1)
+            release(&memory->dq_free);
     }
 
     /* Adds dq to dq_sum by a bulk operation of each warp. The one before has long read dq. */
@@ -100,8 +116,12 @@ template <class config> struct dq_adder {
         float *const to =
             dq_sum_of<config>(pass, header.tile, index * config::dq_products + n, thread / 32);
         float *const own = to + thread % 32 * 4;
+        if (config::loads_dq && header.loads_dq) {
+            write_loaded_dq(plan, header, dq, n);
+            return;
+        }
         if (config::is_diagonal && header.writes_dq) {
-            write_last_dq(plan, header, own, dq, n);
+            write_last_dq<false>(plan, header, own, dq, n);
             return;
         }
         if (pass.dq_semaphore != NULL && n == 0)

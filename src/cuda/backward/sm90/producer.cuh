@@ -177,10 +177,25 @@ template <class config> struct backward_producer {
 
     /* Whether a step of the diagonal pass is the last one that adds to dq of a tile. Keys that
      * arrive later than all of its queries do not count. */
-    __device__ bool writes_dq(int32_t tile) const {
-        constexpr int tiles = list_queries / config::q_rows, blocks = config::diagonal_blocks;
-        const int32_t seen = (progress()->now.block % blocks + 1) * config::slots;
-        return progress()->next.block % blocks == 0 || seen >= (tile % tiles + 1) * config::q_rows;
+    __device__ bool writes_dq(const backward_plan &plan, int32_t tile) const {
+        const int32_t next = progress()->next.block;
+        return next % config::diagonal_blocks == 0 ||
+               first_seeing(plan, next, progress()->next_key) >= end_in_block(plan, tile);
+    }
+
+    /* The first query of a query block, counted from its first one, that may see a key of a slot
+     * block of the diagonal pass. key: of the first slot. The n-th key to arrive inside the query
+     * block arrives after the first n queries, or later. */
+    __device__ int32_t first_seeing(const backward_plan &plan, int32_t block, int32_t key) const {
+        const int32_t at_least = block % config::diagonal_blocks * config::slots;
+        const int32_t query = query_block_of(block) * plan.forward.block_queries;
+        return key < 0 ? at_least
+                       : max(at_least, key - query_position(plan.forward, memory->work.b, query));
+    }
+
+    /* The end of a tile's queries in their query block. */
+    __device__ static int32_t end_in_block(const backward_plan &plan, int32_t tile) {
+        return (tile * config::q_rows & (plan.forward.block_queries - 1)) + config::q_rows;
     }
 
     /* Copies q and lse, or dout and delta, of 64 queries of head h. By one thread. */
@@ -203,17 +218,34 @@ template <class config> struct backward_producer {
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
-        const uint32_t order = pass.dq_semaphore == NULL
-                                   ? 0
-                                   : dq_order(plan, pass, tile * config::q_rows / list_queries);
+        const uint32_t order =
+            pass.dq_semaphore == NULL
+                ? 0
+                : dq_order(plan, pass, tile * config::q_rows / plan.forward.block_queries);
+        const bool writes = config::is_diagonal && writes_dq(plan, tile);
+        const bool is_first = progress()->now.block % config::diagonal_blocks == 0;
         memory->header[stage] = {(memory->work.b * plan.forward.q_heads + h) * pass.tiles + tile,
                                  plan.forward.by_position ? first : 0,
                                  order,
                                  progress()->changes != 0,
                                  first % 2 != 0,
-                                 config::is_diagonal && writes_dq(tile),
+                                 writes,
+                                 config::loads_dq && writes && is_first,
+                                 progress()->dq_loads % 2 != 0,
                                  h,
                                  tile};
+    }
+
+    /* Loads the sums of dq for the step whose header has been written. By one thread. */
+    __device__ void load_dq(const backward_pass &pass, const step_header &header) {
+        constexpr uint32_t bytes = sizeof memory->dq;
+        if (!header.loads_dq)
+            return;
+        wait(&memory->dq_free, header.dq_phase ^ 1);
+        mbarrier_arrive_expect_tx(&memory->dq_ready, bytes);
+        cp_async_bulk(shared_address(memory->dq), dq_sum_of<config>(pass, header.tile, 0, 0), bytes,
+                      &memory->dq_ready);
+        progress()->dq_loads++;
     }
 
     /* The first lane of three warps each does a part of what a step needs. */
@@ -231,7 +263,10 @@ template <class config> struct backward_producer {
                          h, tile, ready);
         } else if (warp == 2) {
             write_header(plan, pass, h, tile, stage);
+            const step_header header = memory->header[stage]; // not the next step's
             mbarrier_arrive(ready);
+            if constexpr (config::loads_dq)
+                load_dq(pass, header);
         }
     }
 
@@ -286,23 +321,24 @@ template <class config> struct backward_producer {
     }
 
     /* The end of the queries of a block that may see a key of the slots: where a packed sequence
-     * begins in the first half, none of the second half does in the slot pass. */
+     * begins in the first tile, none of the others does in the slot pass. */
     __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;
-        const int32_t first = query_block * list_queries, middle = first + config::q_rows;
+        const int32_t first = query_block * forward.block_queries, middle = first + config::q_rows;
         if (forward.sequences.ranges == NULL || !plan.is_rolling || config::is_diagonal ||
             config::is_listed || middle >= forward.q_len)
             return forward.q_len;
         return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
     }
 
-    /* Whether no query of a tile sees a key of the diagonal pass's slots: the n-th key to arrive
-     * inside a query block arrives after the first n queries, or later. */
-    __device__ static bool sees_none(int32_t tile, int32_t block) {
-        constexpr int tiles = list_queries / config::q_rows;
-        return config::is_diagonal && block % config::diagonal_blocks * config::slots >=
-                                          (tile % tiles + 1) * config::q_rows;
+    /* Whether no query of a tile sees a key of the current slot block of the diagonal pass. The
+     * first one of a query block has a step for each tile. */
+    __device__ bool sees_none(const backward_plan &plan, int32_t tile, int32_t block) const {
+        if (!config::is_diagonal || block % config::diagonal_blocks == 0)
+            return false;
+        const int32_t key = memory->slots[generation % slots_buffers][0].key;
+        return first_seeing(plan, block, key) >= end_in_block(plan, tile);
     }
 
     /* How many query heads a block has steps of. */
@@ -320,26 +356,29 @@ template <class config> struct backward_producer {
     /* Loads the steps of the current block. True if a slot changes its key after it, or nothing
      * follows. */
     __device__ bool load_block(const backward_plan &plan, const backward_pass &pass) {
-        constexpr int tiles = list_queries / config::q_rows;
+        // of the block; those of the listed pass are not longer
+        const int tiles_log2 =
+            config::is_listed ? 1 : 31 - __clz(plan.forward.block_queries / config::q_rows);
+        const int32_t last_tile = (1 << tiles_log2) - 1;
         progress()->end = end_of_queries(plan, pass, query_block_of(progress()->now.block));
         progress()->changes = 0;
         __syncwarp();
 #pragma unroll 1
-        for (int32_t n = 0; n < heads_of_block(plan, pass) * tiles; n++) {
+        for (int32_t n = 0; n < heads_of_block(plan, pass) << tiles_log2; n++) {
             const loaded_block at = progress()->now;
-            const int32_t tile = query_block_of(at.block) * tiles + n % tiles;
+            const int32_t in_block = n & last_tile, head = at.head + (n >> tiles_log2);
+            const int32_t tile = (query_block_of(at.block) << tiles_log2) + in_block;
             const int32_t end = progress()->end;
             const bool is_tail = (tile + 1) * config::q_rows >= end;
-            if (tile * config::q_rows >= end || (sees_none(tile, at.block) && !is_tail))
+            if (tile * config::q_rows >= end || (sees_none(plan, tile, at.block) && !is_tail))
                 continue; // but a block has at least one step
-            const bool ends =
-                n / tiles == heads_of_block(plan, pass) - 1 && (n % tiles == tiles - 1 || is_tail);
+            const bool ends = n >> tiles_log2 == heads_of_block(plan, pass) - 1 &&
+                              (in_block == last_tile || is_tail);
             if (ends)
                 progress()->changes =
                     bar_red_or(barrier, warpgroup_threads,
                                memory->next[own_slot()] != key_in_generation(opaque(generation)));
-            load_step(plan, pass, memory->work.g * plan.forward.group + at.head + n / tiles, tile,
-                      ends);
+            load_step(plan, pass, memory->work.g * plan.forward.group + head, tile, ends);
         }
         __syncwarp();
         return progress()->changes != 0;
@@ -395,6 +434,14 @@ template <class config> struct backward_producer {
         *progress() = begun;
     }
 
+    /* Tells each warp the first key of the next block. Then all of them also know the slots of the
+     * current one. */
+    __device__ void share_keys(void) {
+        bar_sync(barrier, warpgroup_threads);
+        progress()->next_key = memory->next[0];
+        __syncwarp();
+    }
+
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         begin(plan, pass);
         // the first round only finds the first generation
@@ -405,6 +452,8 @@ template <class config> struct backward_producer {
             progress()->next = block_after(plan, pass, progress()->now);
             __syncwarp();
             memory->next[own_slot()] = key_after(plan, pass, progress()->next);
+            if (config::is_diagonal)
+                share_keys();
             if (generation >= 0 && !load_block(plan, pass))
                 continue;
             generation++;

@@ -46,21 +46,28 @@ struct backward_config {
     static constexpr int dq_columns = dq_channels > most_columns ? most_columns : dq_channels;
     static constexpr int dq_products = dq_channels / dq_columns;
     static constexpr int dq_registers = q_rows * dq_columns / warpgroup_threads;
-    // slot blocks of a query block in the diagonal pass, one after the other in a thread block
-    static constexpr int diagonal_blocks = (list_queries - 1 + slots - 1) / slots;
+    // longer query blocks gain nothing with 64 channels, nor with 256
+    static constexpr int most_queries = channels == 128 ? most_block_queries : list_queries;
+    // most slot blocks of a query block in the diagonal pass, one after the other in a thread block
+    static constexpr int diagonal_blocks = (most_queries - 1 + slots - 1) / slots;
     // dq is added to dq_sum from shared memory: with 256 channels there is no room for it, and with
     // 64 it takes longer than from registers
     static constexpr bool stages_dq = channels == 128 && !is_diagonal;
+    // the diagonal pass, which writes dq, has the sums of a step loaded to shared memory
+    static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
-    static constexpr int stages = is_wide || is_narrow || stages_dq ? 2 : channels > 64 ? 3 : 4;
+    static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
+                                  : channels > 64                               ? 3
+                                                                                : 4;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
     // the producer reads the mask of a step before there is room for it, if it has the registers
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
-    // with 128 channels consumers need 240 registers, but dropout's producer more than 24
+    // with 128 channels consumers need 240 registers, but a producer that has more to do than that
+    // of the slot pass needs more than 24
     static constexpr int producer_registers = is_wide         ? 56
-                                              : channels > 64 ? (drops ? 40 : 24)
+                                              : channels > 64 ? (drops || is_diagonal ? 40 : 24)
                                               : is_narrow     ? 48
                                                               : 104;
     static constexpr int consumer_registers =
@@ -129,7 +136,9 @@ struct alignas(16) step_header {
     uint32_t dq_order;    // how many slot blocks add to dq_sum before this one
     bool is_last;         // of its generation
     bool is_odd;          // the position of its first query
-    bool writes_dq;       // in the diagonal pass: no other step adds to dq of these queries
+    bool writes_dq;       // in the diagonal pass: no later step adds to dq of these queries
+    bool loads_dq;        // nor has an earlier one of this pass: the sums are in shared memory
+    bool dq_phase;        // of dq_ready then
     int32_t h, head_tile; // of the tile
 };
 
@@ -149,7 +158,10 @@ struct load_progress {
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
-    int32_t changes;     // 1: after this block a slot changes its key, or nothing follows
+    // in the diagonal pass
+    int32_t next_key; // of the first slot in the next block
+    int32_t dq_loads; // that the warp has begun
+    int32_t changes;  // 1: after this block a slot changes its key, or nothing follows
 };
 
 static constexpr int32_t no_keys = -1;
@@ -158,9 +170,10 @@ template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
     alignas(1024) uint8_t ds[config::ds_buffers][config::slots * line_bytes]; // [slot][query]
-    // dq of each warp, to be added to dq_sum
-    alignas(128) float dq[config::stages_dq ? config::consumers : 1][warpgroup_warps]
-                         [config::stages_dq ? config::dq_registers * 32 : 4];
+    // dq of each warp to be added to dq_sum, or from there, as in dq_sum_of()
+    static constexpr bool has_dq = config::stages_dq || config::loads_dq;
+    alignas(128) float dq[has_dq ? config::channels / config::dq_columns : 1][warpgroup_warps]
+                         [has_dq ? config::dq_registers * 32 : 4];
     alignas(1024) uint8_t p[config::is_wide ? config::slots * line_bytes : 16]; // [slot][query]
     alignas(1024) uint8_t q[config::stages][config::q_rows * config::row_bytes];
     alignas(1024) uint8_t dout[config::stages][config::q_rows * config::row_bytes];
@@ -185,6 +198,7 @@ template <class config> struct backward_memory {
     uint32_t held_order[config::consumers];
     int32_t is_over; // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
+    uint64_t dq_ready, dq_free;                  // of loads_dq
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
@@ -239,7 +253,7 @@ __device__ static int32_t visible_slots(const backward_plan &plan, const backwar
     const int32_t head = work.head;
     if (plan.is_rolling)
         return list_counts(plan, head, query_block).x;
-    const int32_t queries = min(forward.q_len, (query_block + 1) * list_queries);
+    const int32_t queries = min(forward.q_len, (query_block + 1) * forward.block_queries);
     if (forward.sequences.ranges != NULL)
         return entries_seen(forward, head, queries - 1);
     if (!forward.causal)
@@ -308,7 +322,8 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
-    const int32_t range = n / heads, all = plan.rows / list_queries;
+    const int32_t block_queries = plan.forward.block_queries;
+    const int32_t range = n / heads, all = (plan.rows + block_queries - 1) / block_queries;
     const int32_t query_blocks = config::is_diagonal    ? pass.query_blocks
                                  : plan.partitions == 1 ? all
                                                         : plan.partition_lists;
