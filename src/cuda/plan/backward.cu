@@ -330,8 +330,8 @@ static int32_t choose_block_queries(const fdma_problem *problem, const backward_
     if (problem->slots >= longest_slots && problem->group == 1)
         queries = most_block_queries;
     queries = min(queries, (int64_t)shape.most_queries);
-    return (int32_t)(problem->kv_heads * problem->q_len < least_blocks * queries ? list_queries
-                                                                                 : queries);
+    const bool has_blocks = problem->kv_heads * problem->q_len >= least_blocks * queries;
+    return has_blocks ? (int32_t)queries : (int32_t)list_queries;
 }
 
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
