@@ -30,7 +30,7 @@ DTYPES = {
     torch.bool: _library.UINT8,
 }
 LAYOUTS_MAX = 512  # that a thread remembers
-WORKSPACE_KEPT = 1 << 20  # bytes that a thread keeps for its calls on the CPU, at most
+WORKSPACE_KEPT = 1 << 20  # bytes of the workspace that a thread keeps for its calls on the CPU
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
 BUNDLE_ALIGNMENT = 128  # bytes, of results in one tensor: a line of the cache of a GPU
 # Tensors of fdma_selection, not of the call's own struct.
@@ -186,10 +186,11 @@ class Prepared:
         self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
         self.current_stream = stream_function()
-        # On the CPU, where a call has ended when it returns, a thread's calls share one workspace.
-        self.borrows_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
-        if size.value and not self.borrows_workspace:
-            if memory.workspace is None:  # by a function that no mode sees, such as that of fakes
+        # A call on the CPU has ended when it returns, so all calls of a thread use one workspace if
+        # that is large enough. Other calls allocate one each time.
+        self.allocates_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
+        if size.value and not self.allocates_workspace:
+            if memory.workspace is None:  # modes such as FakeTensorMode do not see allocate()
                 memory.workspace = self.allocate((WORKSPACE_KEPT,), (1,), torch.uint8)
             self.workspace = memory.workspace
             self.args_words[self.workspace_at] = self.workspace.data_ptr()
@@ -253,7 +254,7 @@ class Prepared:
             outputs[index].zero_()
         if self.index >= 0:
             words[self.stream_at] = self.current_stream(self.index)
-        if self.borrows_workspace:
+        if self.allocates_workspace:
             workspace = allocate((self.workspace_size,), (1,), torch.uint8)
             words[self.workspace_at] = workspace.data_ptr()
         status = self.function(self.reference)

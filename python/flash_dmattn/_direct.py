@@ -2,10 +2,10 @@
 
 The dispatcher takes as long as a small call itself. It is needed where something watches or changes
 operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, counted
-FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. find() looks for these. What
-tensors and the thread's dispatch keys tell it looks at once, at the first call for a layout, and
-then has a guard: torch.compile's own test of tensors, which compares types, dispatch keys, dtypes,
-devices, shapes, strides and requires_grad in one call of C++.
+FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. is_watched() and is_plain()
+look for these. What tensors and the thread's dispatch keys tell is looked at once, at the first
+call for a layout. Later calls have a guard: torch.compile's own test of tensors, which compares
+types, dispatch keys, dtypes, devices, shapes, strides and requires_grad in one call of C++.
 
 A version of PyTorch that lacks what this takes has no direct calls.
 """
@@ -244,7 +244,7 @@ def begin(
 
 
 def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCall | None:
-    """find() for tensors whose layout is new."""
+    """A new direct call for these arguments; None if the dispatcher has to make the call."""
     tensors, options, backend = operator.settle(*arguments)
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
     given = [tensors[at] for at in inputs]
@@ -284,7 +284,7 @@ def make_native(call: DirectCall) -> Any:
     for number, (shape, stride, dtype, own) in enumerate(prepared.outputs, inputs):
         targets += [(address(words, at), number, offset) for words, at, offset in own]
         outputs.append(((shape, stride, dtype), number - inputs in prepared.zeroed))
-    if prepared.borrows_workspace:
+    if prepared.allocates_workspace:
         word = address(prepared.args_words, prepared.workspace_at)
         targets.append((word, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))

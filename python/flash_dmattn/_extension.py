@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ FILE = "_native.abi3.so"
 
 def load() -> Any:
     """The module; None if it is not there, or is one for another version of this package."""
+    # A free-threaded interpreter has other object layouts, and loading by path does not refuse.
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
     if NAME in sys.modules:
         return sys.modules[NAME]
     folders = [_library.find().parent, *map(Path, sys.modules[__package__].__path__)]
@@ -32,7 +36,7 @@ def load() -> Any:
         )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError:  # an interpreter without the stable ABI
+    except ImportError:  # the file does not load in this interpreter, for example PyPy
         return None
     if module.INTERFACE != INTERFACE:
         return None

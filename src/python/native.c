@@ -54,7 +54,8 @@ typedef struct module_state {
 
 /* ---- what calls depend on beside the layouts of tensors ---- */
 
-/* is_watched() of _direct.py, but for the hooks: 1, 0, or -1 with an exception. */
+/* The same as is_watched() of _direct.py, without the hooks for saved tensors: apply() asks for
+ * those. Returns 1, 0, or -1 with an exception. */
 static int is_watched(const module_state *state) {
     for (int index = 0; index < WATCHERS; index++) {
         const int truth = is_true(PyObject_CallObject(state->watchers[index], NULL));
@@ -62,8 +63,9 @@ static int is_watched(const module_state *state) {
             return truth;
     }
     PyObject *level = PyDict_GetItemWithError(state->forward_ad, state->names[LEVEL]);
-    const long number = level == NULL ? -1 : PyLong_AsLong(level);
-    return number >= 0 ? 1 : PyErr_Occurred() ? -1 : 0;
+    if (level == NULL) /* a PyTorch whose forward mode is not known here */
+        return PyErr_Occurred() ? -1 : 1;
+    return PyLong_AsLong(level) >= 0 ? 1 : PyErr_Occurred() ? -1 : 0;
 }
 
 static int has_hooks(const module_state *state) {
@@ -73,7 +75,8 @@ static int has_hooks(const module_state *state) {
 }
 
 /* Tells equal arguments of different meaning apart, such as 1, 1.0 and True, and a tensor, whose
- * type and layout a guard looks at, from None. -1 for an option of a type that no key has. */
+ * type and layout a guard looks at, from None. Returns -1 for an option that is not None, bool,
+ * str, int or float: calls with such an option are not remembered. */
 static int code_of(PyObject *argument, int is_tensor) {
     const PyTypeObject *type = Py_TYPE(argument);
     if (is_tensor)
@@ -83,7 +86,8 @@ static int code_of(PyObject *argument, int is_tensor) {
     return type == &PyLong_Type ? 1 : type == &PyFloat_Type ? 2 : -1;
 }
 
-/* The codes of all arguments in one number, or NULL, perhaps without an exception. */
+/* The codes of all arguments in one number. Returns NULL without an exception if there are too many
+ * arguments or one has no code. */
 static PyObject *make_codes(PyObject *arguments, Py_ssize_t tensors) {
     const Py_ssize_t count = PyTuple_Size(arguments);
     uint64_t codes = 0;
@@ -98,8 +102,8 @@ static PyObject *make_codes(PyObject *arguments, Py_ssize_t tensors) {
     return PyLong_FromUnsignedLongLong(codes);
 }
 
-/* The key of make_key(head, arguments, count); NULL, perhaps without an exception, if there is
- * none. */
+/* The key of make_key(head, arguments, count). Returns NULL without an exception if these arguments
+ * have no key, and NULL with an exception after an error. */
 static PyObject *build_key(const module_state *state, PyObject *args) {
     PyObject *head, *arguments;
     Py_ssize_t tensors;
@@ -118,16 +122,17 @@ static PyObject *build_key(const module_state *state, PyObject *args) {
     put(key, &at, head);
     PyTuple_SetItem(key, at++, codes);
     PyTuple_SetItem(key, at++, PyTuple_GetSlice(arguments, tensors, PyTuple_Size(arguments)));
-    for (int index = 0; index < STATES; index++)
+    for (int index = 0; index < STATES && !PyErr_Occurred(); index++)
         PyTuple_SetItem(key, at++, PyObject_CallObject(state->states[index], NULL));
-    PyTuple_SetItem(key, at, PyObject_GetAttr(state->memory_type, state->names[TUNINGS]));
+    if (!PyErr_Occurred())
+        PyTuple_SetItem(key, at, PyObject_GetAttr(state->memory_type, state->names[TUNINGS]));
     if (PyErr_Occurred())
         Py_CLEAR(key);
     return key;
 }
 
-/* The list of calls that a key has in the memory of this thread; NULL if there is none, perhaps
- * without an exception. */
+/* The list of calls that a key has in the memory of this thread. Returns NULL without an exception
+ * if it has none, and NULL with an exception after an error. */
 static PyObject *find_calls(const module_state *state, PyObject *key) {
     PyObject *memory = PyDict_GetItemWithError(state->calls, state->names[MEMORY]);
     PyObject *known = memory == NULL ? NULL : PyObject_GetAttr(memory, state->names[DIRECT]);
@@ -337,6 +342,8 @@ __attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__native(void) {
     if (type != NULL) {
         Py_INCREF(type); /* for the module, beside that of its state */
         failed = PyModule_AddObject(module, "Call", type) < 0;
+        if (failed)
+            Py_DECREF(type);
     }
     if (type == NULL || failed)
         Py_CLEAR(module);

@@ -309,21 +309,23 @@ static int64_t boundary_rows(const backward_plan *plan) {
            plan->slots;
 }
 
-/* How many queries have a list in common. The slot pass stops at the end of a query block
- * whenever a slot changes its key, so longer blocks take less time: on an H200, with random
- * scores and head_dim 128, 256 queries 2 to 7 %, and 512 queries 10 % where a kv head has one
- * query head. But the slots of keys that leave inside a query block are idle until its end, and
- * the diagonal pass takes the keys that arrive instead. That costs most where every key arrives,
- * as with rising scores: 3 to 5 % with these windows. The batch does not matter, so that results
- * do not depend on it. */
+/* How many queries have a list in common. The slot pass stops at the end of a query block whenever
+ * a slot changes its key, so longer blocks take less time. On an H200, with random scores and
+ * head_dim 128, blocks of 256 queries make backward 2 to 7 % faster, and blocks of 512 queries 10 %
+ * if a kv head has one query head. But the slots of keys that leave inside a query block are idle
+ * until its end, and the diagonal pass takes the keys that arrive instead. That costs most if every
+ * key arrives, as with rising scores: backward then takes 2 to 5 % longer with the numbers of slots
+ * below. The batch does not matter, so that results do not depend on it. */
 static int32_t choose_block_queries(const fdma_problem *problem, const backward_shape &shape) {
     const int64_t long_queries = 256, long_slots = 1024, longest_slots = 2048;
-    const int64_t least_blocks = 32; // of the heads of a sequence: of the diagonal pass
+    // query blocks of a sequence, over all kv heads, so that the diagonal pass has thread blocks
+    const int64_t least_blocks = 32;
     const bool is_rolling = problem->causal && problem->selected &&
                             problem->slots < problem->kv_len && problem->scope != FDMA_SCOPE_GLOBAL;
-    const bool all_arrive = problem->recent > 0 || is_present(&problem->starts);
+    const bool all_arrive = problem->recent > 0;
+    const bool is_packed = is_present(&problem->starts); // see seeing_blocks()
     int64_t queries = list_queries;
-    if (!is_rolling || all_arrive || is_present(&problem->attn_mask))
+    if (!is_rolling || all_arrive || is_packed || is_present(&problem->attn_mask))
         return list_queries;
     if (problem->slots >= long_slots)
         queries = long_queries;

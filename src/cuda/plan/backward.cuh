@@ -64,7 +64,7 @@ struct backward_plan {
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len
     boundary_sums boundary;
-    int32_t rows;  // q_len rounded up to whole query blocks
+    int32_t rows;  // q_len rounded up to a multiple of list_queries
     int32_t slots; // of a list, or keys of a list that is shared, rounded up to whole slot blocks
     int32_t partitions;
     int32_t partition_lists; // query blocks of a partition; the last may have fewer
@@ -128,8 +128,8 @@ struct block_range {
     int32_t first, end;
 };
 
-/* The query blocks of packed sequences in which some query may see an entry of the shared list from
- * `entry` to `end` - 1: none if there are none. */
+/* The query blocks, of list_queries, in which some query of packed sequences may see an entry of
+ * the shared list from `entry` to `end` - 1: none if there are none. */
 __device__ static block_range seeing_blocks(const forward_plan &plan, int64_t head, int32_t entry,
                                             int32_t end) {
     if (entry >= end)

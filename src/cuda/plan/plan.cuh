@@ -1,6 +1,6 @@
-/* The plan of a forward call: its tensors, and for each query block of 128 consecutive queries the
- * list of keys that any of them keeps. Every kernel of forward, decode and backward works from it,
- * whatever the architecture.
+/* The plan of a forward call: its tensors, and for each query block of 128 consecutive queries, or
+ * more in some backward calls, the list of keys that any of them keeps. Every kernel of forward,
+ * decode and backward works from it, whatever the architecture.
  *
  *   fdma_cuda_plan_forward()  on the host: lays out records and lists in the workspace
  *   fdma_cuda_build_lists()   on the stream: fills them in from a selection (plan/lists.cu)
@@ -19,8 +19,9 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/used.cuh"
 
-/* Queries of a query block, which share a list. The rows of one tile may be only some of them. In
- * backward a query block may be longer, up to most_block_queries: a power of two. */
+/* A query block has list_queries queries, which share a list. The rows of one tile may be only
+ * some of them. In backward a query block may have more, up to most_block_queries. The number is
+ * always a power of two. */
 enum { list_queries = 128, most_block_queries = 512 };
 
 /* What a kernel needs to know of a key beside k and v. A row at position p keeps a listed key j if

@@ -32,8 +32,8 @@ struct roll_memory {
 
 static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
 
-/* Marks the entry of a key that arrival n of a query block evicts, until the table is rolled. Below
- * every key, and every absent one. */
+/* Marks the entry of a key that arrival n of a query block evicts, until the table is rolled. A
+ * claim is less than every key and every mark of an absent key. */
 __device__ static int32_t claim_of(int32_t n) { return INT32_MIN + n; }
 
 __device__ static bool is_claim(int32_t entry) { return entry < claim_of(most_block_queries); }
@@ -87,11 +87,12 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
 /* Finds what changes in a list's query block, by one warp. Arrival n is the key at `position` + 1 +
  * n. The first arrival that takes an entry evicts the key that is live there at the list's first
  * position; its claim then stands in the table. The expiry of the evicted key is not read: it is
- * the position of that arrival, or before it where a packed sequence has ended. Unless the list is
- * by expiry, no key is taken to be evicted. Misfits never are, because they stand for others. */
+ * the position of that arrival, or before it where a packed sequence has ended. Unless the list
+ * begins with the evicted keys, none is looked for. Misfits are never evicted, because they stand
+ * for other keys. */
 __device__ static void find_changes(const forward_plan &plan, const head_selection &of,
                                     int32_t slots, int32_t position, const int32_t *arriving,
-                                    bool is_by_expiry, roll_memory *shared) {
+                                    bool evicted_first, roll_memory *shared) {
     constexpr int rounds = list_queries / 32;
     const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
     const int32_t last = plan.block_queries - 1;
@@ -102,7 +103,7 @@ __device__ static void find_changes(const forward_plan &plan, const head_selecti
         for (int r = 0; r < rounds; r++) {
             const int32_t n = base + r * 32 + lane;
             const bool takes = n < last && (uint32_t)arriving[n] < (uint32_t)slots;
-            key[r] = takes && is_by_expiry ? shared->table[arriving[n]] : -1;
+            key[r] = takes && evicted_first ? shared->table[arriving[n]] : -1;
         }
         __syncwarp();
 #pragma unroll
@@ -266,7 +267,7 @@ static __global__ void __launch_bounds__(roll_threads)
     if (head >= plan.batch * plan.kv_heads)
         return;
     const head_selection of = selection_of(plan, selection, head);
-    const bool is_by_expiry = plan.changes != NULL && selection.block_lists > 1;
+    const bool evicted_first = plan.changes != NULL && selection.block_lists > 1;
     int32_t *const lists = plan.list + head * plan.list_head;
     if (threadIdx.x == 0) {
         // a list that is not rolled any further is its own table
@@ -285,7 +286,7 @@ static __global__ void __launch_bounds__(roll_threads)
         __syncthreads();
         if (threadIdx.x < 32)
             find_changes(plan, of, selection.slots, list_position(plan, of, t), arriving,
-                         is_by_expiry && shared.live <= selection.slots, &shared);
+                         evicted_first && shared.live <= selection.slots, &shared);
         __syncthreads();
         int32_t *const list = lists + t * plan.list_tile;
         const int32_t live = write_live(of, selection.slots, plan.block_queries, list, &shared);

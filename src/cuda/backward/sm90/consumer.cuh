@@ -255,13 +255,13 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    /* Issues sums += block rows, with the block in shared memory, for this consumer's channels. */
-    __device__ void issue_sums(float (&sums)[sum_registers], const uint8_t *block,
+    /* The same in the wide form, with A in shared memory, for this consumer's channels. */
+    __device__ void issue_sums(float (&sums)[sum_registers], const uint8_t *a,
                                const uint8_t *rows) {
-        const int panel = config::is_wide ? index * config::own_channels / panel_channels : 0;
+        const int panel = index * config::own_channels / panel_channels;
         wgmma_fence();
         issue_ab<element, config::q_rows, config::q_rows / wgmma_k>(
-            sums, opaque(shared_address(block) + first_slot() * line_bytes),
+            sums, opaque(shared_address(a)),
             shared_address(rows) + panel * config::q_rows * line_bytes);
         wgmma_commit_group();
     }
@@ -278,13 +278,12 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* The products that P and dS of a step are for. dS of all slots is stored while dV is
-     * multiplied, and dq is added while dK is. */
+    /* Multiplies dV, dQ and dK of a step from P and dS. dQ is added while dK is multiplied. */
     __device__ void multiply(const backward_plan &plan, const backward_pass &pass, int32_t step,
                              const step_header &header, const pairs &weights, const pairs &ds) {
         pairs kept;
         dq_tile dq;
-        if (config::is_narrow) // until all warps have read the dS before it
+        if (config::is_narrow) // one buffer: until all warps have read dS of the previous step
             sync_consumer(index);
         store_pairs(ds_block(step), ds);
         clear_dropped<config::drops>(weights, kept);
@@ -292,7 +291,7 @@ template <class config> struct backward_consumer {
         sync_stores();
         issue_dq(dq, step);
         issue_sums(dk, ds, memory->q[stage_of(step)]);
-        wgmma_wait_group<1>(); // for all but dK
+        wgmma_wait_group<1>(); // for dV and dQ
         hold(kept);
         add_dq(plan, pass, step, header, dq);
         wgmma_wait_group<0>();
@@ -300,8 +299,8 @@ template <class config> struct backward_consumer {
     }
 
     /* The steps of a generation from `now` on; returns the first step of the next one. dP is
-     * multiplied while P is computed. What is read from shared memory is read early, as such reads
-     * take long while wgmma reads too. */
+     * multiplied while P is computed. With reads_ahead, lse and delta are read before the waits for
+     * the products, as reads of shared memory take long while wgmma reads it too. */
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
         row_inputs rows;

@@ -45,8 +45,8 @@ template <class config> struct dq_adder {
     }
 
     /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
-     * the additions of this pass, and those of the slot pass are over. is_loaded: they are in
-     * shared memory. */
+     * the additions of this pass, and those of the slot pass are over. is_loaded: `from` is in
+     * shared memory, instead of dq_sum. */
     template <bool is_loaded>
     __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
                                   const float *from, const dq_tile &dq, int n) {
@@ -82,7 +82,8 @@ template <class config> struct dq_adder {
             release(&memory->dq_free);
     }
 
-    /* Adds dq to dq_sum by a bulk operation of each warp. The one before has long read dq. */
+    /* Adds dq to dq_sum by a bulk operation of each warp. The wait until the previous one has read
+     * its rows is short, because that was issued a step ago. */
     __device__ void add_bulk(const dq_tile &dq, float *to) {
         const int32_t lane = threadIdx.x % 32;
         float *const own = memory->dq[index][threadIdx.x % warpgroup_threads / 32];
@@ -116,7 +117,7 @@ template <class config> struct dq_adder {
         float *const to =
             dq_sum_of<config>(pass, header.tile, index * config::dq_products + n, thread / 32);
         float *const own = to + thread % 32 * 4;
-        if (config::loads_dq && header.loads_dq) {
+        if (config::loads_dq && header.is_only) {
             write_loaded_dq(plan, header, dq, n);
             return;
         }

@@ -239,7 +239,7 @@ template <class config> struct backward_producer {
     /* Loads the sums of dq for the step whose header has been written. By one thread. */
     __device__ void load_dq(const backward_pass &pass, const step_header &header) {
         constexpr uint32_t bytes = sizeof memory->dq;
-        if (!header.loads_dq)
+        if (!header.is_only)
             return;
         wait(&memory->dq_free, header.dq_phase ^ 1);
         mbarrier_arrive_expect_tx(&memory->dq_ready, bytes);
@@ -263,10 +263,9 @@ template <class config> struct backward_producer {
                          h, tile, ready);
         } else if (warp == 2) {
             write_header(plan, pass, h, tile, stage);
-            const step_header header = memory->header[stage]; // not the next step's
             mbarrier_arrive(ready);
             if constexpr (config::loads_dq)
-                load_dq(pass, header);
+                load_dq(pass, memory->header[stage]);
         }
     }
 
@@ -320,8 +319,9 @@ template <class config> struct backward_producer {
         return active - 1 - work.slot_block;
     }
 
-    /* The end of the queries of a block that may see a key of the slots: where a packed sequence
-     * begins in the first tile, none of the others does in the slot pass. */
+    /* The end of the queries of a block that may see a key of the slots. In the slot pass of
+     * packed sequences, if the sequence of the second tile's first query begins inside this
+     * block, no query from that one on sees a key of the slots. */
     __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;
@@ -333,7 +333,8 @@ template <class config> struct backward_producer {
     }
 
     /* Whether no query of a tile sees a key of the current slot block of the diagonal pass. The
-     * first one of a query block has a step for each tile. */
+     * first slot block of a query block takes a step for every tile, so that dq of each is
+     * written. */
     __device__ bool sees_none(const backward_plan &plan, int32_t tile, int32_t block) const {
         if (!config::is_diagonal || block % config::diagonal_blocks == 0)
             return false;
@@ -371,7 +372,7 @@ template <class config> struct backward_producer {
             const int32_t end = progress()->end;
             const bool is_tail = (tile + 1) * config::q_rows >= end;
             if (tile * config::q_rows >= end || (sees_none(plan, tile, at.block) && !is_tail))
-                continue; // but a block has at least one step
+                continue; // but the last tile has a step that ends the block
             const bool ends = n >> tiles_log2 == heads_of_block(plan, pass) - 1 &&
                               (in_block == last_tile || is_tail);
             if (ends)
@@ -434,8 +435,8 @@ template <class config> struct backward_producer {
         *progress() = begun;
     }
 
-    /* Tells each warp the first key of the next block. Then all of them also know the slots of the
-     * current one. */
+    /* Gives each warp the first key of the next block. The barrier also makes the slot records of
+     * the current block, which sees_none() reads, visible to all warps. */
     __device__ void share_keys(void) {
         bar_sync(barrier, warpgroup_threads);
         progress()->next_key = memory->next[0];

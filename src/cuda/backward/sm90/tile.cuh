@@ -64,8 +64,8 @@ struct backward_config {
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
     // the producer reads the mask of a step before there is room for it, if it has the registers
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
-    // with 128 channels consumers need 240 registers, but a producer that has more to do than that
-    // of the slot pass needs more than 24
+    // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
+    // dropout and in the diagonal pass the producer needs 40.
     static constexpr int producer_registers = is_wide         ? 56
                                               : channels > 64 ? (drops || is_diagonal ? 40 : 24)
                                               : is_narrow     ? 48
@@ -131,14 +131,14 @@ struct alignas(16) slot_record {
 
 /* What the producer tells the consumers of a step. */
 struct alignas(16) step_header {
-    int32_t tile;         // among those of all heads
-    int32_t first;        // position of its first query; 0 if all queries see the same keys
-    uint32_t dq_order;    // how many slot blocks add to dq_sum before this one
-    bool is_last;         // of its generation
-    bool is_odd;          // the position of its first query
-    bool writes_dq;       // in the diagonal pass: no later step adds to dq of these queries
-    bool loads_dq;        // nor has an earlier one of this pass: the sums are in shared memory
-    bool dq_phase;        // of dq_ready then
+    int32_t tile;      // among those of all heads
+    int32_t first;     // position of its first query; 0 if all queries see the same keys
+    uint32_t dq_order; // how many slot blocks add to dq_sum before this one
+    bool is_last;      // of its generation
+    bool is_odd;       // the position of its first query
+    bool writes_dq;    // in the diagonal pass: it is the last step that adds to dq of its queries
+    bool is_only;      // it is also the first one, so that the sums are loaded to shared memory
+    bool dq_phase;     // if is_only: the parity of dq_ready to wait for
     int32_t h, head_tile; // of the tile
 };
 
@@ -158,10 +158,10 @@ struct load_progress {
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
+    int32_t changes;     // 1: after this block a slot changes its key, or nothing follows
     // in the diagonal pass
-    int32_t next_key; // of the first slot in the next block
-    int32_t dq_loads; // that the warp has begun
-    int32_t changes;  // 1: after this block a slot changes its key, or nothing follows
+    int32_t next_key; // of the first slot of the next block
+    int32_t dq_loads; // how many loads of dq the warp has issued
 };
 
 static constexpr int32_t no_keys = -1;
@@ -170,7 +170,8 @@ template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
     alignas(1024) uint8_t ds[config::ds_buffers][config::slots * line_bytes]; // [slot][query]
-    // dq of each warp to be added to dq_sum, or from there, as in dq_sum_of()
+    // with stages_dq: dq of each warp, before it is added to dq_sum; with loads_dq: the sums that
+    // were loaded from there; in the layout of dq_sum_of()
     static constexpr bool has_dq = config::stages_dq || config::loads_dq;
     alignas(128) float dq[has_dq ? config::channels / config::dq_columns : 1][warpgroup_warps]
                          [has_dq ? config::dq_registers * 32 : 4];

@@ -36,8 +36,8 @@ __device__ static void weigh_products(float unit, const float (&bias)[2],
     }
 }
 
-/* P with softcap, and P times the derivative of softcap in `sloped`. Both only in pairs, and lse
- * from shared memory, for lack of registers. */
+/* P with softcap, and P times the derivative of softcap in `sloped`. Both are kept only as pairs of
+ * 16 bits, and lse is read from shared memory, because registers do not suffice. */
 template <typename element, int n>
 __device__ static void
 weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const float2 *lse,
