@@ -241,7 +241,7 @@ cuda_build() {
 emulated_tests() {
     # shellcheck disable=SC2086 # a list of options
     build_targets "fdma_tool test_cache_store test_small_window test_stream_attention test_cuda_lists
-            test_cuda_workspace test_probabilities test_sink_logit test_dropout test_masks
+            test_cuda_query_blocks test_cuda_workspace test_probabilities test_sink_logit test_dropout test_masks
             test_mask_gradients test_mask_lists test_pair_gradients" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
         c_tests 8 build/gates/emulated -R \
