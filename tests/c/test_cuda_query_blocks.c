@@ -5,7 +5,7 @@
 
 enum { first_seed = 17 };
 
-/* HOLES and LEFT: some keys that arrive are absent. The last cases begin after their first keys. */
+/* HOLES and LEFT: some keys that arrive are absent. "later": there are more keys than queries. */
 static const shape_case long_cases[] = {
     SHAPE("256", 1, 1200, 1200, 14, 7, 72, 1024, CAUSAL, LINEAR, 0, IID, PLAIN, HOLES),
     SHAPE("256/later", 1, 1180, 1250, 7, 7, 80, 1030, CAUSAL, LINEAR, 0, RISING, PACK, NONE),

@@ -241,8 +241,8 @@ cuda_build() {
 emulated_tests() {
     # shellcheck disable=SC2086 # a list of options
     build_targets "fdma_tool test_cache_store test_small_window test_stream_attention test_cuda_lists
-            test_cuda_query_blocks test_cuda_workspace test_probabilities test_sink_logit test_dropout test_masks
-            test_mask_gradients test_mask_lists test_pair_gradients" \
+            test_cuda_query_blocks test_cuda_workspace test_probabilities test_sink_logit test_dropout
+            test_masks test_mask_gradients test_mask_lists test_pair_gradients" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
         c_tests 8 build/gates/emulated -R \
             '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|query_blocks|workspace))$'

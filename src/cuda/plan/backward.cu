@@ -311,17 +311,16 @@ static int64_t boundary_rows(const backward_plan *plan) {
 
 /* How many queries have a list in common. The slot pass stops at the end of a query block whenever
  * a slot changes its key, so longer blocks take less time. On an H200, with random scores and
- * head_dim 128, blocks of 256 queries make backward 2 to 7 % faster, and blocks of 512 queries 10 %
+ * head_dim 128, blocks of 256 queries make backward 1 to 7 % faster, and blocks of 512 queries 11 %
  * if a kv head has one query head. But the slots of keys that leave inside a query block are idle
  * until its end, and the diagonal pass takes the keys that arrive instead. That costs most if every
- * key arrives, as with rising scores: backward then takes 2 to 5 % longer with the numbers of slots
+ * key arrives, as with rising scores: backward then takes 3 to 5 % longer with the numbers of slots
  * below. The batch does not matter, so that results do not depend on it. */
 static int32_t choose_block_queries(const fdma_problem *problem, const backward_shape &shape) {
     const int64_t long_queries = 256, long_slots = 1024, longest_slots = 2048;
     // query blocks of a sequence, over all kv heads, so that the diagonal pass has thread blocks
     const int64_t least_blocks = 32;
-    const bool is_rolling = problem->causal && problem->selected &&
-                            problem->slots < problem->kv_len && problem->scope != FDMA_SCOPE_GLOBAL;
+    const bool is_rolling = problem->causal && rolls_lists(problem);
     const bool all_arrive = problem->recent > 0;
     const bool is_packed = is_present(&problem->starts); // see seeing_blocks()
     int64_t queries = list_queries;

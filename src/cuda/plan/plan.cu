@@ -160,7 +160,7 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
     // forward works from the lists of kept keys alone
     if (plain || (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
-    const bool is_rolling = is_listed(problem) && !is_global(problem);
+    const bool is_rolling = rolls_lists(problem);
     const int64_t size = round_up(list_size(problem, block_queries), 4);
     plan.list_tile = is_rolling ? size : 0;
     // a list of one query has no other entry for misfits, see plan/lists.cu

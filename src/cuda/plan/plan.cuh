@@ -100,6 +100,12 @@ struct forward_plan {
     bool by_position; // causal or packed: which keys a row keeps depends on its position
 };
 
+/* Whether each query block has a list of its own. If not, all share one. */
+static inline bool rolls_lists(const fdma_problem *problem) {
+    return problem->selected && problem->slots < problem->kv_len &&
+           problem->scope != FDMA_SCOPE_GLOBAL;
+}
+
 /* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
  * selection may leave any number there. */
 __device__ static bool is_key(int32_t entry, int32_t kv_len) {

@@ -34,9 +34,7 @@ static __global__ void __launch_bounds__(keep_threads)
 /* ---- the kernel of the table ---- */
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *refused = fdma_refuses_before_sm80(problem);
-    if (refused == NULL)
-        refused = refuses_scores(problem);
+    const char *const refused = refuses_scores(problem, fdma_refuses_before_sm80(problem));
     if (refused != NULL)
         return refused;
     if (problem->slots < problem->kv_len)
@@ -48,7 +46,7 @@ static const char *refuses(const fdma_problem *problem) {
     return has_table(problem) || problem->carried_len > 0 ? "tables or carried keys" : NULL;
 }
 
-/* Forward will find the plan there. */
+/* The plan of the forward call that follows, which lays it out in the same way. */
 static forward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return problem->attending == NULL ? forward_plan{}
                                       : fdma_cuda_plan_forward(problem->attending, arena);

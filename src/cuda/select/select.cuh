@@ -323,7 +323,11 @@ __device__ static void write_key(const select_segment &segment, uint32_t j, uint
         segment.slot[j] = slot;
 }
 
-static inline const char *refuses_scores(const fdma_problem *problem) {
+/* Why no kernel of a table takes a call: its device, for which `device` is the reason or NULL, or
+ * its scores. */
+static inline const char *refuses_scores(const fdma_problem *problem, const char *device) {
+    if (device != NULL)
+        return device;
     if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
         return "2^31 or more packed sequences";
     return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores; supported: float32";

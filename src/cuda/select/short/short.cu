@@ -96,9 +96,7 @@ static const char *refuses_call(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *refused = fdma_refuses_before_sm80(problem);
-    if (refused == NULL)
-        refused = refuses_scores(problem);
+    const char *refused = refuses_scores(problem, fdma_refuses_before_sm80(problem));
     if (refused == NULL)
         refused = refuses_call(problem);
     if (refused != NULL)

@@ -226,11 +226,10 @@ static __global__ void __launch_bounds__(threads) renumber_slots(const select_ca
 /* ---- the kernel of the table ---- */
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const refused = refuses_scores(problem);
+    const char *const refused = refuses_scores(problem, fdma_refuses_before_sm80(problem));
     if (refused != NULL)
         return refused;
-    return problem->kv_len > most_kv_len ? "more than 2^28 keys"
-                                         : fdma_refuses_before_sm80(problem);
+    return problem->kv_len > most_kv_len ? "more than 2^28 keys" : NULL;
 }
 
 /* The least shift for which there are no more partitions than keys in one. */

@@ -384,9 +384,7 @@ static int64_t sm80_time(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *refused = fdma_refuses_before_sm90(problem);
-    if (refused == NULL)
-        refused = refuses_scores(problem);
+    const char *const refused = refuses_scores(problem, fdma_refuses_before_sm90(problem));
     if (refused != NULL)
         return refused;
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);

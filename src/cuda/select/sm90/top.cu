@@ -273,9 +273,7 @@ static cluster_shape shape_of(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *refused = fdma_refuses_before_sm90(problem);
-    if (refused == NULL)
-        refused = refuses_scores(problem);
+    const char *const refused = refuses_scores(problem, fdma_refuses_before_sm90(problem));
     if (refused != NULL)
         return refused;
     if (problem->last_positions == 0 || problem->last_positions > most_positions ||
