@@ -5,7 +5,7 @@
 #include "scores.h"
 
 static const char *const kernels[] = {"cuda/sm90/d64", "cuda/sm80/d64", "cuda/sm80/decode/d64"};
-enum { tile_rows = 128, query_block = 128, random_cases = 80 };
+enum { tile_rows = 128, random_cases = 80, long_cases = 8 };
 
 /* ---- random selections ---- */
 
@@ -53,11 +53,30 @@ static problem random_problem(uint64_t *state, fdma_dtype dtype) {
     return x;
 }
 
-static void random_selections_are_attended_to(void) {
+/* Windows with which more than 128 queries share a list. Scores are of every kind; where they rise,
+ * every key arrives and evicts another one. */
+static problem long_problem(uint64_t *state, fdma_dtype dtype) {
+    static const int64_t windows[] = {512, 600, 1024, 2048, 2100};
+    problem x = {.batch = 1, .q_heads = 2, .kv_heads = 1, .head_dim = 16};
+    x.kv_len = 4097 + random_below(state, 600);
+    x.q_len = 1 + random_below(state, 1200);
+    x.window = windows[random_below(state, TEST_COUNT(windows))];
+    x.scope = FDMA_SCOPE_CAUSAL;
+    x.causal = 1;
+    x.dtype = dtype;
+    problem_fill(&x, *state);
+    fill_kinds(x.score, 1 + random_below(state, 2000), state);
+    if (random_below(state, 3) == 0)
+        x.key_valid = new_padding(1, x.kv_len, state);
+    problem_select(&x);
+    return x;
+}
+
+static void check_random(int cases, problem (*random)(uint64_t *state, fdma_dtype dtype)) {
     uint64_t state = 31;
     int taken = 0;
-    for (int i = 0; i < random_cases && test_state.failures < test_reports; i++) {
-        const problem x = random_problem(&state, test_dtypes[1 + i % 2]);
+    for (int i = 0; i < cases && test_state.failures < test_reports; i++) {
+        const problem x = random(&state, test_dtypes[1 + i % 2]);
         const attended want = problem_attend(&x, "reference", 1);
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
             test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d, gap %g"
@@ -73,7 +92,12 @@ static void random_selections_are_attended_to(void) {
         }
         test_free_all();
     }
-    CHECK(taken >= random_cases);
+    CHECK(taken >= cases);
+}
+
+static void random_selections_are_attended_to(void) {
+    check_random(random_cases, random_problem);
+    check_random(long_cases, long_problem);
 }
 
 /* ---- evicted keys ---- */
@@ -81,6 +105,8 @@ static void random_selections_are_attended_to(void) {
 /* Is key j live at the first position of a query's query block, but not at that of its tile? If a
  * query has rows in two tiles, the first one decides. */
 static bool is_evicted_early(const problem *x, int64_t j, int64_t i) {
+    const bool is_long = x->kv_len > 4096, is_longest = is_long && x->window >= 2048;
+    const int64_t query_block = is_longest ? 512 : is_long ? 256 : 128;
     const int64_t group = x->q_heads / x->kv_heads, origin = x->kv_len - x->q_len;
     const int64_t row = i * group / tile_rows * tile_rows, block = i / query_block * query_block;
     const int32_t expiry = ((const int32_t *)x->selection.expiry.data)[j];
@@ -112,6 +138,8 @@ static const shape_case evicted_cases[] = {
     SHAPE("rising", 1, 400, 400, 4, 1, 16, 64, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
     SHAPE("iid", 1, 300, 390, 8, 1, 16, 20, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
     SHAPE("steps", 1, 310, 350, 3, 1, 16, 150, CAUSAL, LINEAR, 0, STEPS, PLAIN, NONE),
+    SHAPE("256", 1, 600, 4100, 4, 1, 16, 512, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
+    SHAPE("512", 1, 700, 4100, 3, 1, 16, 2048, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
     SHAPE_RULES("recent", 1, 400, 400, 4, 1, 16, 30, CAUSAL, LINEAR, 0, IID, PLAIN, NONE, 130, 4),
 };
 
@@ -124,7 +152,8 @@ static void evicted_keys_are_not_visited(void) {
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
             if (!problem_is_taken(&x, kernels[kernel]))
                 continue;
-            for (int64_t j = random_below(&state, 20); j < x.kv_len; j += 41) {
+            for (int64_t j = random_below(&state, 20); j < x.kv_len;
+                 j += x.kv_len > 4096 ? 401 : 41) {
                 test_context("%s, %s, key %d", kernels[kernel], evicted_cases[n].name, (int)j);
                 rows += check_evicted(&x, j, kernels[kernel]);
             }

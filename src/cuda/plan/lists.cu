@@ -1,11 +1,10 @@
 /* Builds the lists and records of a plan (plan/plan.cuh) from a selection, on any device from
  * compute capability 8.0.
  *
- * Slots let keys be scattered into a list without conflicts, since every slot in use has one live
- * key at any position. Only lists 0, block_lists, 2 * block_lists, ... are scattered: each key
- * writes itself into those of them at whose first position it is live. A thread block then starts
- * from one of them and rolls it through the lists before the next: at each position at most one key
- * enters, in a free slot or in that of the key that it evicts.
+ * Each slot in use has one live key at any position. So a thread block has a table of live keys by
+ * slot. It fills the table for the first position of its first list, from the expiries of all keys
+ * up to there, and rolls it through the lists that follow: at each position at most one key enters,
+ * in a free slot or in that of the key that it evicts.
  *
  * A selection may use more slots than it says (window + recent). The host cannot look, so the rows
  * that would lose a key become NaN: a key whose slot is not one of the table's has a bias of NaN.
@@ -20,8 +19,7 @@
 static constexpr int record_threads = 256;
 static constexpr int count_threads = 256;
 static constexpr int compact_threads = 1024;
-static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
-static constexpr int wanted_blocks = 264;       // two on each multiprocessor of a large device
+static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
 
 /* The bias of key j, as an exponent of 2. */
 __device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
@@ -51,34 +49,24 @@ __device__ static key_record misfit_record(const forward_plan &plan, const head_
     return {end == of.kv_len ? INT32_MAX : end, NAN};
 }
 
-/* Writes key j into every scattered list at whose first position it is live. A global selection has
- * one list. */
-__device__ static void scatter_key(const forward_plan &plan, const selection_view &selection,
-                                   const head_selection &of, int32_t *list, int32_t j) {
-    const int32_t entry = table_entry(selection, of, j), expiry = of.expiry[j];
-    if (expiry <= j)
-        return;
-    if (selection.is_global) {
-        if (expiry == of.kv_len && entry < selection.slots)
-            list[entry] = is_valid(of, j) ? j : ~j;
-        return;
-    }
-    const int32_t step = plan.block_queries * selection.block_lists,
-                  origin = of.kv_len - plan.q_len;
-    const int32_t first = j <= origin ? 0 : (j - origin + step - 1) / step;
-    for (int32_t n = first; n * selection.block_lists < plan.lists; n++) {
-        if (origin + (int64_t)n * step >= expiry)
-            break;
-        list[n * selection.block_lists * plan.list_tile + entry] = j;
-    }
+/* Writes a key that a global selection keeps to the list, absent ones as ~j. */
+__device__ static void list_global_key(const selection_view &selection, const head_selection &of,
+                                       int32_t *list, int32_t j) {
+    const int32_t entry = table_entry(selection, of, j);
+    if (entry < selection.slots)
+        list[entry] = is_valid(of, j) ? j : ~j;
 }
 
-/* Each thread writes the record of one key, and its entries in the scattered lists. */
+/* Each thread writes the record of one key, and its entry in a list that all query blocks share. If
+ * each query block has its own list, roll_lists makes these, in the launch before this one, and the
+ * two run at the same time: records do not depend on lists. This kernel then waits for the lists
+ * before it ends, so that the next kernel, which waits for this one, has both. */
 static __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const selection_view selection) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
-    griddepcontrol_wait();
+    if (plan.list_tile == 0)
+        griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
         return;
@@ -90,13 +78,15 @@ static __global__ void __launch_bounds__(record_threads)
                       table_entry(selection, of, (int32_t)j) < selection.slots;
     plan.records[(int64_t)head * plan.kv_len + j] =
         fits ? key_record{expiry, bias} : misfit_record(plan, of, (int32_t)j);
-    if (plan.list == NULL || plan.entries_before != NULL)
+    if (plan.list_tile > 0)
+        griddepcontrol_wait();
+    if (plan.list == NULL || plan.list_tile > 0 || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
     if (plan.count == NULL)
         list[j] = expiry == INT32_MIN ? ~(int32_t)j : (int32_t)j;
-    else if (exists)
-        scatter_key(plan, selection, of, list, (int32_t)j);
+    else if (exists && of.expiry[j] == of.kv_len)
+        list_global_key(selection, of, list, (int32_t)j);
 }
 
 /* How many of the first `count` entries of a global selection's list are keys up to `position`,
@@ -194,10 +184,16 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
     }
 }
 
+/* The dynamic shared memory of a thread block of roll_lists. */
+static size_t roll_bytes(const forward_plan &plan, const selection_view &selection) {
+    const int64_t table = selection.shares_table ? table_entries(selection) : 0;
+    const int64_t arriving = (int64_t)selection.block_lists * plan.block_queries;
+    return (size_t)(table + arriving) * sizeof(int32_t);
+}
+
 static selection_view describe_selection(const fdma_problem *problem, const forward_plan *plan) {
     selection_view selection = {};
     const int64_t heads = problem->batch * problem->kv_heads;
-    const int64_t block_lists = heads * plan->lists / wanted_blocks;
     selection.expiry = numbers_of<const int32_t>(&problem->expiry);
     selection.slot = numbers_of<const int32_t>(&problem->slot);
     selection.bias = numbers_of<const float>(&problem->bias);
@@ -206,12 +202,13 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.valid_batch = problem->key_valid.stride[0];
     selection.slots = (int32_t)problem->slots;
     const int64_t most_lists = most_rolled_queries / plan->block_queries;
-    selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_lists);
-    const int64_t room = fdma_cuda_device(problem->exec.device)->shared_bytes;
-    const int64_t entries = min(problem->slots, problem->kv_len) + 1;
-    const int64_t table = entries * (int64_t)sizeof(int32_t);
-    if (table + (int64_t)sizeof(roll_memory) > room)
-        selection.block_lists = 1; // the table does not fit in shared memory
+    selection.block_lists = (int32_t)min(divide_up(heads * plan->lists, wanted_blocks), most_lists);
+    selection.shares_table = true;
+    const size_t room = (size_t)fdma_cuda_device(problem->exec.device)->shared_bytes;
+    if (roll_bytes(*plan, selection) + sizeof(roll_memory) > room) {
+        selection.shares_table = false;
+        selection.block_lists = 1;
+    }
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
     return selection;
 }
@@ -219,10 +216,14 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
 static fdma_status build_selection_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = describe_selection(problem, plan);
-    const size_t table = selection.block_lists > 1 ? (selection.slots + 1) * sizeof(int32_t) : 0;
     if (problem->plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
+    if (plan->list_tile > 0)
+        FDMA_TRY(launch("forward", roll_lists,
+                        {grid_of(divide_up(plan->lists, selection.block_lists), heads),
+                         dim3(roll_threads), roll_bytes(*plan, selection), start_early},
+                        problem, *plan, selection));
     FDMA_TRY(launch("forward", write_records,
                     {grid_of(divide_up(problem->kv_len, record_threads), heads),
                      dim3(record_threads), 0, start_early},
@@ -231,16 +232,11 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
         return launch("forward", compact_kept,
                       {dim3((unsigned)heads), dim3(compact_threads), 0, start_early}, problem,
                       *plan);
-    if (plan->count == NULL)
+    if (plan->count == NULL || !selection.is_global)
         return FDMA_OK;
-    if (selection.is_global)
-        return launch("forward", count_global,
-                      {dim3((unsigned)heads), dim3(count_threads), 0, start_early}, problem, *plan,
-                      selection);
-    return launch("forward", roll_lists,
-                  {grid_of(divide_up(plan->lists, selection.block_lists), heads),
-                   dim3(roll_threads), table, start_early},
-                  problem, *plan, selection);
+    return launch("forward", count_global,
+                  {dim3((unsigned)heads), dim3(count_threads), 0, start_early}, problem, *plan,
+                  selection);
 }
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {

@@ -137,8 +137,23 @@ static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
     plan->count = (int2 *)last.count.data;
 }
 
+/* How many queries share a list. The fewer lists there are, the sooner they are made. A tile visits
+ * a range of its list, and in longer query blocks that range has more keys that have arrived and
+ * been evicted since the block began. With the numbers of slots below there are few of these,
+ * whatever the scores. With recent keys or in packed sequences there may be many. */
+static int32_t choose_block_queries(const fdma_problem *problem) {
+    const int64_t long_slots = 512, longest_slots = 2048;
+    const bool many_leave = problem->recent > 0 || is_present(&problem->starts);
+    if (!problem->causal || !rolls_lists(problem) || many_leave || problem->gap > 0 ||
+        is_present(&problem->attn_mask) || problem->kv_len <= most_short_keys)
+        return list_queries;
+    return problem->slots >= longest_slots ? most_block_queries
+           : problem->slots >= long_slots  ? 2 * list_queries
+                                           : list_queries;
+}
+
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
-    return fdma_cuda_plan_lists(problem, arena, list_queries);
+    return fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem));
 }
 
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
@@ -171,6 +186,6 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
     else if (is_listed(problem))
         plan.count = take<int2>(arena, heads * plan.lists);
     if (is_rolling && problem->operation == operation_forward) // backward finds keys by slot
-        plan.changes = take<key_changes>(arena, heads * plan.lists * list_queries);
+        plan.changes = take<key_changes>(arena, heads * plan.lists * block_queries);
     return plan;
 }

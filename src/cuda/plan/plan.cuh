@@ -19,10 +19,13 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/used.cuh"
 
-/* A query block has list_queries queries, which share a list. The rows of one tile may be only
- * some of them. In backward a query block may have more, up to most_block_queries. The number is
- * always a power of two. */
+/* A query block has list_queries queries, which share a list, or more, up to most_block_queries. The
+ * rows of one tile may be only some of them. The number is always a power of two. */
 enum { list_queries = 128, most_block_queries = 512 };
+
+/* A selection of so many keys may be made by select/short, which lists them as well, for query
+ * blocks of list_queries. */
+enum { most_short_keys = 4096 };
 
 /* What a kernel needs to know of a key beside k and v. A row at position p keeps a listed key j if
  * p < expiry and, where causal, j <= p. Where not causal, expiry is INT32_MAX or INT32_MIN; or, in
@@ -34,11 +37,9 @@ struct alignas(8) key_record {
 
 /* Counts at one position of a query block, from its first position on: how many of the keys that
  * its list begins with have been evicted by then, and how many have arrived. */
-struct alignas(2) key_changes {
-    uint8_t evicted, arrived;
+struct alignas(4) key_changes {
+    uint16_t evicted, arrived;
 };
-
-static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position, and evicts one");
 
 /* With attn_mask, the keys that some query of a query block keeps, ascending, whatever other lists
  * the plan has, and for each query which of the listed keys it keeps, by all rules. Sequences and
@@ -80,7 +81,7 @@ struct forward_plan {
     int32_t *list; // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
-    key_changes *changes;         // [batch * kv_heads][lists][list_queries]: of each position
+    key_changes *changes;         // [batch * kv_heads][lists][block_queries]: by position
     int32_t *entries_before;      // [batch * kv_heads][kv_len + 1]: entries with a key below each
                                   // position, in packed sequences; NULL: entry j is key j
     packed_sequences sequences;   // starts NULL: not packed
@@ -158,7 +159,8 @@ __device__ static int32_t query_position(const forward_plan &plan, int32_t b, in
 /* The changes of list t by the position `offset` after its first one. */
 __device__ static key_changes changes_at(const forward_plan &plan, int64_t head, int32_t t,
                                          int32_t offset) {
-    return plan.changes[(head * plan.lists + t) * list_queries + min(offset, list_queries - 1)];
+    const int64_t row = head * plan.lists + t;
+    return plan.changes[row * plan.block_queries + min(offset, plan.block_queries - 1)];
 }
 
 /* Entries of list t of kv head `head` (of all sequences; b is its sequence) that some row up to
@@ -173,7 +175,7 @@ __device__ static int32_t visible_entries(const forward_plan &plan, int32_t b, i
     const int64_t size = plan.list_tile > 0 ? plan.list_tile : plan.list_head;
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), size);
     const int32_t live = min(max(count.x, 0), all);
-    const int32_t first = query_position(plan, b, t * list_queries);
+    const int32_t first = query_position(plan, b, t * plan.block_queries);
     if (plan.changes != NULL)
         return min(live + changes_at(plan, head, t, last - first).arrived, all);
     const int32_t seen = max(last - max(first, -1), 0);
@@ -215,9 +217,10 @@ struct tile_list {
 __device__ static int32_t evicted_entries(const forward_plan &plan, int64_t head, int32_t t,
                                           int32_t query) {
     const int2 *const ranges = plan.sequences.ranges;
-    if (ranges != NULL && ranges[query].x > t * list_queries)
+    const int32_t first = t * plan.block_queries;
+    if (ranges != NULL && ranges[query].x > first)
         return max(plan.count[head * plan.lists + t].x, 0);
-    return plan.changes == NULL ? 0 : changes_at(plan, head, t, query - t * list_queries).evicted;
+    return plan.changes == NULL ? 0 : changes_at(plan, head, t, query - first).evicted;
 }
 
 /* Leaves out the first entries of a list, those of keys that have expired by the first query of a
@@ -243,7 +246,7 @@ __device__ static int64_t kept_list(const kept_lists &kept, int32_t b, int32_t g
 /* The list of the rows of kv head g of sequence b from a query to a position. */
 __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, int32_t g,
                                          int32_t query, int32_t last) {
-    const int32_t t = plan.causal ? query / list_queries : 0;
+    const int32_t t = plan.causal ? query >> (31 - __clz(plan.block_queries)) : 0;
     const int64_t head = b * plan.kv_heads + g;
     tile_list keys = {};
     if (plan.kept.list != NULL) {

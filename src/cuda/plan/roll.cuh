@@ -10,27 +10,31 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/selection.cuh"
 
-static constexpr int roll_threads = 256;
-static constexpr int load_batch = 4; // entries of a table whose loads are in flight together
-static constexpr int64_t most_rolled_queries = 2048; // of the lists of a thread block
+static constexpr int roll_threads = 256, roll_warps = roll_threads / 32;
+static constexpr int load_batch = 16; // keys of a thread whose loads are in flight together
+static constexpr int64_t most_rolled_queries = 16384; // of the lists of a thread block
 
-/* As key_changes, for query blocks of any length. */
-struct block_changes {
-    uint16_t evicted, arrived;
-};
+static constexpr int change_rounds = most_block_queries / roll_threads; // see find_changes()
 
 /* The state of a thread block that rolls through its lists. */
 struct roll_memory {
     int32_t *table;                            // [slots + 1]: live keys, or -1; aligned to 16 bytes
     int32_t live;                              // one more than the last entry in use
-    block_changes changes[most_block_queries]; // of the list that is being written
+    key_changes changes[most_block_queries];   // of the list that is being written
     int32_t evicted_entry[most_block_queries]; // of the keys that it begins with
     int32_t evicted_key[most_block_queries];
-    // the entry of each key after the first list's first position; negative: it is not kept
-    int32_t arriving[most_rolled_queries];
+    key_changes warp_changes[change_rounds * roll_warps]; // by round, then by warp
+    // the entry of each key that arrives in the query blocks of the thread block; negative: it is
+    // not kept
+    int32_t *arriving;
 };
 
 static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
+
+/* Entries of a table in shared memory: one for each slot and one for misfits, in vectors of 4. */
+static inline __host__ __device__ int64_t table_entries(const selection_view &selection) {
+    return round_up((int64_t)selection.slots + 1, 4);
+}
 
 /* Marks the entry of a key that arrival n of a query block evicts, until the table is rolled. A
  * claim is less than every key and every mark of an absent key. */
@@ -38,33 +42,36 @@ __device__ static int32_t claim_of(int32_t n) { return INT32_MIN + n; }
 
 __device__ static bool is_claim(int32_t entry) { return entry < claim_of(most_block_queries); }
 
-/* Loads a scattered list. Entries that the selection does not confirm are left out, because they
- * may never have been written. */
-__device__ static void load_table(const forward_plan &plan, const selection_view &selection,
-                                  const head_selection &of, const int32_t *list, int32_t position,
-                                  roll_memory *shared) {
-    int32_t live = 0;
-    const uint32_t end = (uint32_t)selection.slots + 1;
-    for (uint32_t first = threadIdx.x; first < end; first += load_batch * roll_threads) {
-        int32_t key[load_batch], expiry[load_batch], entry[load_batch];
+/* The expiry of key j; INT32_MIN from key `end` on. */
+__device__ static int32_t expiry_before(const head_selection &of, uint32_t j, uint32_t end) {
+    return j < end ? of.expiry[j] : INT32_MIN;
+}
+
+/* Enters the keys into the table that are live at a position. For that it reads the expiries of all
+ * keys up to there, from the beginning of the packed sequence on. If two keys have the same entry,
+ * the later one gets it. */
+__device__ static void fill_table(const forward_plan &plan, const selection_view &selection,
+                                  const head_selection &of, int32_t position, roll_memory *shared) {
+    const uint32_t end = (uint32_t)max(min(position + 1, of.kv_len), 0), step = roll_threads;
+    const bool is_packed = plan.sequences.ranges != NULL && end > 0;
+    const uint32_t first = is_packed ? (uint32_t)plan.sequences.ranges[end - 1].x : 0;
+    int32_t next[load_batch], live = 0;
+#pragma unroll
+    for (int i = 0; i < load_batch; i++)
+        next[i] = expiry_before(of, first + i * step + threadIdx.x, end);
+    for (uint32_t base = first; base < end; base += load_batch * step) {
+        int32_t entry[load_batch];
 #pragma unroll
         for (int i = 0; i < load_batch; i++) {
-            const uint32_t s = first + i * roll_threads;
-            key[i] = s < end ? list[s] : -1;
+            const uint32_t j = base + i * step + threadIdx.x;
+            entry[i] = next[i] > position ? table_entry(selection, of, (int32_t)j) : -1;
+            next[i] = expiry_before(of, j + load_batch * step, end);
         }
 #pragma unroll
         for (int i = 0; i < load_batch; i++) {
-            const bool may_live = is_key(key[i], plan.kv_len) && key[i] <= position;
-            expiry[i] = may_live ? of.expiry[key[i]] : INT32_MIN;
-            entry[i] = may_live ? table_entry(selection, of, key[i]) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < load_batch; i++) {
-            const uint32_t s = first + i * roll_threads;
-            const bool lives = expiry[i] > position && entry[i] == (int32_t)s;
-            if (s < end)
-                shared->table[s] = lives ? key[i] : -1;
-            live = lives ? (int32_t)s + 1 : live;
+            if (entry[i] >= 0)
+                atomicMax(&shared->table[entry[i]], (int32_t)(base + i * step + threadIdx.x));
+            live = max(live, entry[i] + 1);
         }
     }
     live = __reduce_max_sync(~0u, live);
@@ -84,50 +91,61 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
     }
 }
 
-/* Finds what changes in a list's query block, by one warp. Arrival n is the key at `position` + 1 +
- * n. The first arrival that takes an entry evicts the key that is live there at the list's first
- * position; its claim then stands in the table. The expiry of the evicted key is not read: it is
- * the position of that arrival, or before it where a packed sequence has ended. Unless the list
- * begins with the evicted keys, none is looked for. Misfits are never evicted, because they stand
- * for other keys. */
+/* Finds what changes in a list's query block; in round r a thread looks at one arrival. Arrival n is the key at `position` + 1 + n. The first
+ * arrival that takes an entry evicts the key that is live there at the list's first position; its
+ * claim then stands in the table. The expiry of the evicted key is not read: it is the position of
+ * that arrival, or before it where a packed sequence has ended. Unless the list begins with the
+ * evicted keys, none is looked for. Misfits are never evicted, because they stand for other
+ * keys. */
 __device__ static void find_changes(const forward_plan &plan, const head_selection &of,
                                     int32_t slots, int32_t position, const int32_t *arriving,
                                     bool evicted_first, roll_memory *shared) {
-    constexpr int rounds = list_queries / 32;
-    const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
+    const uint32_t warp = threadIdx.x / 32, before = (1u << threadIdx.x % 32) - 1;
     const int32_t last = plan.block_queries - 1;
-    int32_t evicted = 0, arrived = 0;
-    for (int32_t base = 0; base <= last; base += list_queries) {
-        int32_t key[rounds];
+    int32_t entry[change_rounds], key[change_rounds];
+    uint32_t evicting[change_rounds], arrivals[change_rounds];
 #pragma unroll
-        for (int r = 0; r < rounds; r++) {
-            const int32_t n = base + r * 32 + lane;
-            const bool takes = n < last && (uint32_t)arriving[n] < (uint32_t)slots;
-            key[r] = takes && evicted_first ? shared->table[arriving[n]] : -1;
+    for (int r = 0; r < change_rounds; r++) {
+        const int32_t n = r * roll_threads + threadIdx.x;
+        entry[r] = n < last ? arriving[n] : -1;
+        const bool takes = evicted_first && (uint32_t)entry[r] < (uint32_t)slots;
+        key[r] = takes ? shared->table[entry[r]] : -1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < change_rounds; r++)
+        if (key[r] >= 0)
+            atomicMin(&shared->table[entry[r]], claim_of(r * roll_threads + threadIdx.x));
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < change_rounds; r++) {
+        const int32_t n = r * roll_threads + threadIdx.x;
+        const bool evicts = key[r] >= 0 && shared->table[entry[r]] == claim_of(n);
+        evicting[r] = __ballot_sync(~0u, evicts);
+        arrivals[r] = __ballot_sync(~0u, entry[r] >= 0 && is_valid(of, position + 1 + n));
+        if (threadIdx.x % 32 == 0)
+            shared->warp_changes[r * roll_warps + warp] = {(uint16_t)__popc(evicting[r]),
+                                                           (uint16_t)__popc(arrivals[r])};
+    }
+    __syncthreads();
+    int32_t evicted = 0, arrived = 0; // in earlier rounds
+#pragma unroll
+    for (int r = 0; r < change_rounds; r++) {
+        const int32_t n = r * roll_threads + threadIdx.x;
+        int32_t rank = evicted + __popc(evicting[r] & before);
+        int32_t order = arrived + __popc(arrivals[r] & before);
+#pragma unroll
+        for (uint32_t w = 0; w < roll_warps; w++) {
+            const key_changes of_warp = shared->warp_changes[r * roll_warps + w];
+            rank += w < warp ? of_warp.evicted : 0;
+            order += w < warp ? of_warp.arrived : 0;
+            evicted += of_warp.evicted;
+            arrived += of_warp.arrived;
         }
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < rounds; r++) {
-            const int32_t n = base + r * 32 + lane;
-            if (key[r] >= 0)
-                atomicMin(&shared->table[arriving[n]], claim_of(n));
-        }
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < rounds; r++) {
-            const int32_t n = base + r * 32 + lane, entry = arriving[n];
-            const bool evicts = key[r] >= 0 && shared->table[entry] == claim_of(n);
-            const bool arrives = n < last && entry >= 0 && is_valid(of, position + 1 + n);
-            const uint32_t evicting = __ballot_sync(~0u, evicts);
-            const uint32_t arrivals = __ballot_sync(~0u, arrives);
-            const int32_t rank = evicted + __popc(evicting & before);
-            shared->changes[n] = {(uint16_t)rank, (uint16_t)(arrived + __popc(arrivals & before))};
-            if (evicts) {
-                shared->evicted_entry[rank] = entry;
-                shared->evicted_key[rank] = key[r];
-            }
-            evicted += __popc(evicting);
-            arrived += __popc(arrivals);
+        shared->changes[n] = {(uint16_t)rank, (uint16_t)order};
+        if ((evicting[r] >> threadIdx.x % 32 & 1) != 0) {
+            shared->evicted_entry[rank] = entry[r];
+            shared->evicted_key[rank] = key[r];
         }
     }
 }
@@ -196,10 +214,9 @@ __device__ static void write_arrivals(const forward_plan &plan, int64_t head, in
     const int64_t row = head * plan.lists + t;
     const int32_t last = plan.block_queries - 1;
     for (int32_t n = threadIdx.x; n <= last; n += roll_threads) {
-        const block_changes own = shared->changes[n];
+        const key_changes own = shared->changes[n];
         if (plan.changes != NULL)
-            plan.changes[row * plan.block_queries + n] = {(uint8_t)own.evicted,
-                                                          (uint8_t)own.arrived};
+            plan.changes[row * plan.block_queries + n] = own;
         // in bounds for any selection: at most `slots` are live, and no more keys arrive than
         // there are positions after the first one
         if (n < last && shared->changes[n + 1].arrived > own.arrived)
@@ -257,36 +274,39 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
 }
 
 /* The lists of one thread block. */
-static __global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(roll_threads, 2)
     roll_lists(const forward_plan plan, const selection_view selection) {
-    extern __shared__ int4 table[];
+    extern __shared__ int4 bytes[];
     __shared__ roll_memory shared;
     const int64_t head = head_of_block();
     const int32_t first = blockIdx.x * selection.block_lists;
     const int32_t end = min(first + selection.block_lists, plan.lists);
+    griddepcontrol_wait(); // for the selection
+    griddepcontrol_launch_dependents();
     if (head >= plan.batch * plan.kv_heads)
         return;
     const head_selection of = selection_of(plan, selection, head);
-    const bool evicted_first = plan.changes != NULL && selection.block_lists > 1;
+    const bool evicted_first = plan.changes != NULL && selection.shares_table;
     int32_t *const lists = plan.list + head * plan.list_head;
+    int32_t *const memory = (int32_t *)bytes;
+    // without shared memory the table is the list, which is not rolled any further
+    int32_t *const table = selection.shares_table ? memory : lists + first * plan.list_tile;
     if (threadIdx.x == 0) {
-        // a list that is not rolled any further is its own table
-        shared.table =
-            selection.block_lists > 1 ? (int32_t *)table : lists + first * plan.list_tile;
+        shared.table = table;
+        shared.arriving = memory + (selection.shares_table ? table_entries(selection) : 0);
         shared.live = 0;
     }
+    for (int32_t s = threadIdx.x; s <= selection.slots; s += roll_threads)
+        table[s] = -1;
     __syncthreads();
     const int32_t position = list_position(plan, of, first);
     load_arriving(plan, selection, of, position, end - first, &shared);
-    griddepcontrol_wait(); // for the scattered lists
-    griddepcontrol_launch_dependents();
-    load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
+    fill_table(plan, selection, of, position, &shared);
     for (int32_t t = first; t < end; t++) {
         const int32_t *const arriving = shared.arriving + (t - first) * plan.block_queries;
         __syncthreads();
-        if (threadIdx.x < 32)
-            find_changes(plan, of, selection.slots, list_position(plan, of, t), arriving,
-                         evicted_first && shared.live <= selection.slots, &shared);
+        find_changes(plan, of, selection.slots, list_position(plan, of, t), arriving,
+                     evicted_first && shared.live <= selection.slots, &shared);
         __syncthreads();
         int32_t *const list = lists + t * plan.list_tile;
         const int32_t live = write_live(of, selection.slots, plan.block_queries, list, &shared);

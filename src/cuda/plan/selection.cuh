@@ -10,8 +10,9 @@ struct selection_view {
     const uint8_t *key_valid;                    // NULL: all
     int64_t valid_batch;
     int32_t slots;       // that the selection says it uses
-    int32_t block_lists; // lists of a thread block, the first of which is scattered
+    int32_t block_lists; // lists of a thread block
     bool is_global;
+    bool shares_table; // the table of live keys of a thread block is in its shared memory
 };
 
 /* The selection of one (b, g). */

@@ -100,7 +100,7 @@ __device__ static void write_changes(short_memory<config> &shared, const list_ta
         const uint32_t leaves = arrives && kept_index >= to.slots ? shared.evicted[kept_index] : j;
         const bool evicts = leaves <= position;
         const uint32_t rank = number_flag(evicts, &evicted), order = number_flag(arrives, &arrived);
-        to.changes[t * list_queries + n] = {(uint8_t)rank, (uint8_t)order};
+        to.changes[t * list_queries + n] = {(uint16_t)rank, (uint16_t)order};
         if (arrives)
             list[live + order] = (int32_t)j;
         if (evicts) {

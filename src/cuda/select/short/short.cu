@@ -50,8 +50,6 @@ static __global__ void __launch_bounds__(config::threads, 1)
 
 /* ---- the kernel of the table ---- */
 
-enum { most_keys = 4096 };
-
 template <int keys>
 static fdma_status run_with(const fdma_problem *problem, const select_call &call,
                             const forward_plan &plan) {
@@ -74,7 +72,7 @@ static const struct short_choice {
     {4096, short_config<4096>::entries, sizeof(short_memory<short_config<4096>>), run_with<4096>},
 };
 
-/* The smallest one. The problem has at most most_keys keys. */
+/* The smallest one. The problem has at most most_short_keys keys. */
 static const short_choice *choose(const fdma_problem *problem) {
     const short_choice *choice = choices;
     while (choice->keys < problem->kv_len)
@@ -90,7 +88,7 @@ static const char *refuses_call(const fdma_problem *problem) {
         return "global scope, packed sequences or a gap";
     if (is_present(&problem->kv_used) || has_table(problem) || problem->carried_len > 0)
         return "kv_used, tables or carried keys";
-    if (problem->kv_len > most_keys || attending->q_len > problem->kv_len)
+    if (problem->kv_len > most_short_keys || attending->q_len > problem->kv_len)
         return "more than 4096 keys, or fewer keys than queries";
     return problem->slots >= problem->kv_len ? "no more keys than slots" : NULL;
 }
