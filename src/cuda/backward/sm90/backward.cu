@@ -101,9 +101,9 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     backward_task task = {};
     task.plan = fdma_cuda_plan_backward(problem, arena,
                                         {config::slots, most_partitions, config::most_queries});
-    task.pass.tiles = task.plan.rows / config::q_rows;
+    task.pass.tiles = task.plan.rows / q_tile_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
-    task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
+    task.pass.dq_sum = take<float>(arena, task.tiles * q_tile_rows * config::channels);
     if (is_present(&problem->attn_mask))
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
     if (problem->deterministic)
@@ -205,10 +205,10 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
         return FDMA_OK;
-    FDMA_TRY(make_row_map("backward", &problem->q, config::q_rows, &pass.q));
-    FDMA_TRY(make_row_map("backward", &problem->dout, config::q_rows, &pass.dout));
+    FDMA_TRY(make_row_map("backward", &problem->q, q_tile_rows, &pass.q));
+    FDMA_TRY(make_row_map("backward", &problem->dout, q_tile_rows, &pass.dout));
     FDMA_TRY(clear("backward", problem, pass.dq_sum,
-                   (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
+                   (size_t)task.tiles * q_tile_rows * config::channels * sizeof(float)));
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {

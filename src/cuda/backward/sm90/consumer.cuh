@@ -2,7 +2,8 @@
  * compute
  *   S^T = K Q^T, dP^T = V dO^T, P = 2^(S - lse), dS = P (dP - delta), dV += P^T dO, dK += dS^T Q
  * with keys as rows, so that P and dS go from registers into the next products; and, from the dS of
- * all slots in shared memory, half of the channels each of dQ = dS K.
+ * all slots in shared memory, half of dQ = dS K each: of the channels, or in a step of 128 queries,
+ * of these.
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
@@ -22,8 +23,12 @@ template <class config> struct backward_consumer {
         !config::has_softcap && !config::drops && !config::is_listed && !config::is_wide;
 
     using products = float[product_registers];
-    using columns = float2[product_registers / 4];            // lse or delta of a lane's queries
     using pairs = uint32_t[config::own_queries / wgmma_k][4]; // 16-bit pairs, as wgmma takes them
+    static constexpr int tiles = config::q_tiles;
+    using tile_products = float[product_registers / tiles];
+    using tile_pairs = uint32_t[config::own_queries / wgmma_k / tiles][4];
+    // lse or delta of a lane's queries in a tile: there are no registers for those of two tiles
+    using columns = float2[product_registers / tiles / 4];
     using dq_tile = float[config::dq_registers];
 
     /* What the weights of a step depend on, beside the scores and row_inputs. */
@@ -79,9 +84,9 @@ template <class config> struct backward_consumer {
         issue_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
-    /* Where the columns of this lane begin in lse or delta of a step. */
-    __device__ const float2 *own_columns(const float *row) const {
-        return (const float2 *)(row + first_query()) + threadIdx.x % 4;
+    /* Where the columns of this lane begin in lse or delta of a step, from its tile t on. */
+    __device__ const float2 *own_columns(const float *row, int t = 0) const {
+        return (const float2 *)(row + first_query() + t * q_tile_rows) + threadIdx.x % 4;
     }
 
     /* The position of the first query of this lane's columns. */
@@ -132,14 +137,17 @@ template <class config> struct backward_consumer {
      * softcap also P times the derivative of softcap, in `sloped`. */
     __device__ bool weigh(const backward_plan &plan, int32_t step, const row_inputs &rows,
                           step_inputs &inputs, products &s, pairs &weights, pairs &sloped) const {
-        const float2 *const lse = own_columns(memory->lse[stage_of(step)]);
         if constexpr (config::has_softcap) {
-            weigh_softcapped<element>(plan.forward.softcap * log2_e, softcap_scale, rows.bias, lse,
-                                      s, weights, sloped);
+            weigh_softcapped<element>(plan.forward.softcap * log2_e, softcap_scale, rows.bias,
+                                      own_columns(memory->lse[stage_of(step)]), s, weights, sloped);
         } else {
-            if (!config::reads_ahead)
-                read_columns(lse, inputs.lse);
-            weigh_products(plan.forward.scale * log2_e, rows.bias, inputs.lse, s);
+#pragma unroll
+            for (int t = 0; t < tiles; t++) {
+                if (!config::reads_ahead || t > 0)
+                    read_columns(own_columns(memory->lse[stage_of(step)], t), inputs.lse);
+                weigh_products(plan.forward.scale * log2_e, rows.bias, inputs.lse,
+                               of_tile<tiles>(s, t));
+            }
             if (!keeps_p)
                 pack_products<element>(s, weights);
         }
@@ -159,25 +167,40 @@ template <class config> struct backward_consumer {
         return is_masked;
     }
 
-    /* dS of a step, and P in pairs where it was in float32. */
-    __device__ void differentiate(const backward_plan &plan, bool is_masked, const row_inputs &rows,
-                                  const step_inputs &inputs, const columns &delta,
+    /* dS of a step, and P in pairs where it was in float32. delta: of the first tile. */
+    template <bool masked>
+    __device__ void differentiate(const backward_plan &plan, int32_t step, const row_inputs &rows,
+                                  const step_inputs &inputs, columns &delta, const products &dp,
+                                  const products &p, pairs &weights, const pairs &sloped, pairs &ds,
+                                  float (&sums)[2]) const {
+#pragma unroll
+        for (int t = 0; t < tiles; t++) {
+            const tile_products &own_p = of_tile<tiles>(p, t), &own_dp = of_tile<tiles>(dp, t);
+            tile_pairs &own_weights = of_tile<tiles>(weights, t), &own_ds = of_tile<tiles>(ds, t);
+            if (t > 0)
+                read_columns(own_columns(memory->delta[stage_of(step)], t), delta);
+            if (keeps_p && !masked)
+                differentiate_products<element>(delta, own_dp, own_p, own_ds, sums);
+            if (keeps_p)
+                pack_products<element>(own_p, own_weights);
+            if (keeps_p && masked)
+                mask_pairs(own_column(inputs) + t * q_tile_rows, rows.kept, own_weights);
+            if (!keeps_p || masked)
+                differentiate_pairs<config, masked>(plan.forward.dropout_scale, delta, own_dp,
+                                                    own_weights, of_tile<tiles>(sloped, t), own_ds,
+                                                    sums);
+        }
+    }
+
+    __device__ void differentiate(const backward_plan &plan, int32_t step, bool is_masked,
+                                  const row_inputs &rows, const step_inputs &inputs, columns &delta,
                                   const products &dp, const products &p, pairs &weights,
                                   const pairs &sloped, pairs &ds) {
-        const float factor = plan.forward.dropout_scale;
         float sums[2] = {0, 0};
-        if (is_masked || config::has_softcap) { // with softcap, a second path spills registers
-            if (keeps_p) {
-                pack_products<element>(p, weights);
-                mask_pairs(own_column(inputs), rows.kept, weights);
-            }
-            differentiate_pairs<config, true>(factor, delta, dp, weights, sloped, ds, sums);
-        } else if (keeps_p) {
-            differentiate_products<element>(delta, dp, p, ds, sums);
-            pack_products<element>(p, weights);
-        } else {
-            differentiate_pairs<config, false>(factor, delta, dp, weights, sloped, ds, sums);
-        }
+        if (is_masked || config::has_softcap) // with softcap, a second path spills registers
+            differentiate<true>(plan, step, rows, inputs, delta, dp, p, weights, sloped, ds, sums);
+        else
+            differentiate<false>(plan, step, rows, inputs, delta, dp, p, weights, sloped, ds, sums);
         add_dbias(sums);
     }
 
@@ -216,18 +239,22 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Writes P or dS to shared memory as [slot][query], where both consumers read it. */
+    /* Writes P or dS to shared memory as [slot][query], where both consumers read it: a panel for
+     * every 64 queries. */
     __device__ void store_pairs(const uint8_t *block, const pairs &packed) {
+        constexpr int panel_steps = q_tile_rows / wgmma_k;
         const int thread = opaque(threadIdx.x) % warpgroup_threads, lane = thread % 32;
         const int row = first_slot() + thread / 32 * 16 + lane % 16;
         const uint32_t to = shared_address(block) + swizzled(row, first_query() / 8 + lane / 16);
 #pragma unroll
         for (int j = 0; j < config::own_queries / wgmma_k; j++)
-            stmatrix_x4(to ^ j * 2 * vec_bytes, packed[j]);
+            stmatrix_x4((to ^ j % panel_steps * 2 * vec_bytes) +
+                            j / panel_steps * config::slots * line_bytes,
+                        packed[j]);
     }
 
     __device__ const uint8_t *ds_block(int32_t step) const {
-        return memory->ds[step % config::ds_buffers];
+        return memory->ds[step % config::ds_buffers][0];
     }
 
     /* Waits until all consumers have stored what they share. */
@@ -236,15 +263,18 @@ template <class config> struct backward_consumer {
         bar_sync(all_barrier, config::consumers * warpgroup_threads);
     }
 
-    /* Issues dQ = dS K for the n-th dq_columns channels of this consumer. */
+    /* Issues the n-th product dQ = dS K of this consumer. */
     __device__ void issue_dq(dq_tile &dq, int32_t step, int n = 0) {
-        const int channel = index * config::dq_channels + n * config::dq_columns;
+        const int channel =
+            config::is_long ? 0 : index * config::dq_channels + n * config::dq_columns;
+        const uint8_t *const ds =
+            ds_block(step) + (config::is_long ? index * config::slots * line_bytes : 0);
         const uint32_t keys = shared_address(memory->k) +
                               channel / panel_channels * config::slots * line_bytes +
                               channel % panel_channels * 2;
         wgmma_fence();
-        issue_atb<element, config::slots, config::slots / wgmma_k>(
-            dq, shared_address(ds_block(step)), opaque(keys));
+        issue_atb<element, config::slots, config::slots / wgmma_k>(dq, shared_address(ds),
+                                                                   opaque(keys));
         wgmma_commit_group();
     }
 
@@ -319,13 +349,13 @@ template <class config> struct backward_consumer {
             const bool is_masked = weigh(plan, now, rows, inputs, s, weights, sloped);
             if (!overlaps_dp)
                 issue_dp(dp, now);
-            const step_header header = memory->header[stage_of(now)];
             if (config::reads_ahead)
                 read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
             if (!config::reads_ahead)
                 read_columns(own_columns(memory->delta[stage_of(now)]), delta);
-            differentiate(plan, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            const step_header header = memory->header[stage_of(now)];
             multiply(plan, pass, now, header, weights, ds);
             release(&memory->step_free[stage_of(now)]);
             if (header.is_last)
@@ -355,7 +385,7 @@ template <class config> struct backward_consumer {
             store_pairs(memory->p, kept);
             read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
-            differentiate(plan, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
             store_pairs(ds_block(now), ds);
             sync_stores();
             multiply_wide(plan, pass, now, header);

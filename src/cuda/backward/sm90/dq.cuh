@@ -104,18 +104,23 @@ template <class config> struct dq_adder {
 
     /* The same by each thread, from its registers. */
     static __device__ void add_vectors(const dq_tile &dq, float *to) {
+        constexpr int stored = config::stored_registers;
 #pragma unroll
-        for (int i = 0; i < config::dq_registers; i += 4)
-            red_add_v4(to + i * 32, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        for (int i = 0; i < config::dq_registers; i += 4) {
+            float *const sums = to + i / stored * (warpgroup_warps * stored * 32);
+            red_add_v4(sums + i % stored * 32, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        }
     }
 
-    /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer, or writes it if nothing
-     * more is added to it. */
+    /* Adds the n-th product of dq of this consumer to dq_sum, or writes it if nothing more is added
+     * to it. */
     __device__ void add(const backward_plan &plan, const backward_pass &pass,
                         const step_header &header, const dq_tile &dq, int n = 0) {
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
-        float *const to =
-            dq_sum_of<config>(pass, header.tile, index * config::dq_products + n, thread / 32);
+        // in the long form a consumer has all channels of one tile
+        const int32_t tile = header.tile + (config::is_long ? index : 0);
+        const int first = config::is_long ? 0 : index * config::dq_products + n;
+        float *const to = dq_sum_of<config>(pass, tile, first, thread / 32);
         float *const own = to + thread % 32 * 4;
         if (config::loads_dq && header.is_only) {
             write_loaded_dq(plan, header, dq, n);
@@ -126,7 +131,7 @@ template <class config> struct dq_adder {
             return;
         }
         if (pass.dq_semaphore != NULL && n == 0)
-            acquire_semaphore(pass, header.tile * config::consumers + index, header);
+            acquire_semaphore(pass, tile * config::consumers + index, header);
         if constexpr (config::stages_dq)
             add_bulk(dq, to);
         else

@@ -1,5 +1,6 @@
 /* The producer of sm90's backward kernel: a warpgroup that loads the queries of each step, and the
- * keys of each generation. Each of its threads watches the key of one slot. */
+ * keys of each generation. Each of its threads watches the key of one slot. `tile` is the first
+ * tile of a step. */
 #pragma once
 
 #include "cuda/backward/sm90/tile.cuh"
@@ -135,7 +136,7 @@ template <class config> struct backward_producer {
     /* Word n of the block that begins with entry `first`: which entries a query of head h keeps. */
     __device__ static uint32_t mask_word(const forward_plan &plan, const tile_list &list, int32_t h,
                                          int32_t tile, int32_t first, int n) {
-        const int32_t query = tile * config::q_rows + n / entry_words * 32 + threadIdx.x % 32;
+        const int32_t query = tile * q_tile_rows + n / entry_words * 32 + threadIdx.x % 32;
         const uint32_t *const bits = kept_bits(plan, list, first / list_queries, h, query);
         return bits[first % list_queries / 32 + n % entry_words];
     }
@@ -167,7 +168,7 @@ template <class config> struct backward_producer {
 
     /* Writes dropout's codes of the pairs of positions in a step. By a whole warp. */
     __device__ void write_codes(const backward_plan &plan, int32_t h, int32_t tile, int32_t stage) {
-        const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
+        const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
         const int32_t pairs = config::q_rows / 2 + (first % 2 != 0);
 #pragma unroll 1
         for (int32_t n = threadIdx.x % 32; n < pairs; n += 32)
@@ -195,21 +196,23 @@ template <class config> struct backward_producer {
 
     /* The end of a tile's queries in their query block. */
     __device__ static int32_t end_in_block(const backward_plan &plan, int32_t tile) {
-        return (tile * config::q_rows & (plan.forward.block_queries - 1)) + config::q_rows;
+        return (tile * q_tile_rows & (plan.forward.block_queries - 1)) + q_tile_rows;
     }
 
-    /* Copies q and lse, or dout and delta, of 64 queries of head h. By one thread. */
+    /* Copies q and lse, or dout and delta, of a step's queries of head h. By one thread. */
     __device__ void copy_queries(const backward_plan &plan, const row_map &rows,
                                  const float *numbers, const uint8_t *to_rows,
                                  const float *to_numbers, int32_t h, int32_t tile,
                                  uint64_t *ready) {
         constexpr uint32_t number_bytes = config::q_rows * sizeof(float);
-        const int32_t b = memory->work.b, first = tile * config::q_rows;
+        const int32_t b = memory->work.b, first = tile * q_tile_rows;
         mbarrier_arrive_expect_tx(ready, config::q_rows * config::row_bytes + number_bytes);
 #pragma unroll
-        for (int panel = 0; panel < config::panels; panel++)
-            copy_box(shared_address(to_rows) + panel * config::q_rows * line_bytes, rows, b, first,
+        for (int n = 0; n < config::panels * config::q_tiles; n++) {
+            const int panel = n / config::q_tiles, row = n % config::q_tiles * q_tile_rows;
+            copy_box(shared_address(to_rows) + n * q_tile_rows * line_bytes, rows, b, first + row,
                      h, panel * panel_channels, ready);
+        }
         const int64_t row = (int64_t)(b * plan.forward.q_heads + h) * plan.rows + first;
         cp_async_bulk(shared_address(to_numbers), numbers + row, number_bytes, ready);
     }
@@ -217,14 +220,15 @@ template <class config> struct backward_producer {
     /* By one thread. */
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
-        const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
+        const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
         const uint32_t order =
             pass.dq_semaphore == NULL
                 ? 0
-                : dq_order(plan, pass, tile * config::q_rows / plan.forward.block_queries);
+                : dq_order(plan, pass, tile * q_tile_rows / plan.forward.block_queries);
         const bool writes = config::is_diagonal && writes_dq(plan, tile);
         const bool is_first = progress()->now.block % config::diagonal_blocks == 0;
-        memory->header[stage] = {(memory->work.b * plan.forward.q_heads + h) * pass.tiles + tile,
+        const int32_t head = memory->work.b * plan.forward.q_heads + h;
+        memory->header[stage] = {head * pass.tiles + tile,
                                  plan.forward.by_position ? first : 0,
                                  order,
                                  progress()->changes != 0,
@@ -281,7 +285,7 @@ template <class config> struct backward_producer {
         return loads_keys;
     }
 
-    /* Loads q, dout, lse and delta of 64 queries of head h. */
+    /* Loads q, dout, lse and delta of a step's queries of head h. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
                               int32_t tile, bool ends_block) {
         const int32_t step = progress()->step, stage = step % config::stages;
@@ -321,13 +325,14 @@ template <class config> struct backward_producer {
 
     /* The end of the queries of a block that may see a key of the slots. In the slot pass of
      * packed sequences, if the sequence of the second tile's first query begins inside this
-     * block, no query from that one on sees a key of the slots. */
+     * block, no query from that one on sees a key of the slots. The long form, in which a step has
+     * both tiles, does not look. */
     __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;
-        const int32_t first = query_block * forward.block_queries, middle = first + config::q_rows;
-        if (forward.sequences.ranges == NULL || !plan.is_rolling || config::is_diagonal ||
-            config::is_listed || middle >= forward.q_len)
+        const int32_t first = query_block * forward.block_queries, middle = first + q_tile_rows;
+        if (forward.sequences.ranges == NULL || !plan.is_rolling || !config::is_slot ||
+            config::is_long || middle >= forward.q_len)
             return forward.q_len;
         return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
     }
@@ -357,24 +362,25 @@ template <class config> struct backward_producer {
     /* Loads the steps of the current block. True if a slot changes its key after it, or nothing
      * follows. */
     __device__ bool load_block(const backward_plan &plan, const backward_pass &pass) {
-        // of the block; those of the listed pass are not longer
-        const int tiles_log2 =
+        // steps of a head in the block; those of the listed pass are not longer
+        const int steps_log2 =
             config::is_listed ? 1 : 31 - __clz(plan.forward.block_queries / config::q_rows);
-        const int32_t last_tile = (1 << tiles_log2) - 1;
+        const int32_t last_step = (1 << steps_log2) - 1;
         progress()->end = end_of_queries(plan, pass, query_block_of(progress()->now.block));
         progress()->changes = 0;
         __syncwarp();
 #pragma unroll 1
-        for (int32_t n = 0; n < heads_of_block(plan, pass) << tiles_log2; n++) {
+        for (int32_t n = 0; n < heads_of_block(plan, pass) << steps_log2; n++) {
             const loaded_block at = progress()->now;
-            const int32_t in_block = n & last_tile, head = at.head + (n >> tiles_log2);
-            const int32_t tile = (query_block_of(at.block) << tiles_log2) + in_block;
+            const int32_t in_block = n & last_step, head = at.head + (n >> steps_log2);
+            const int32_t tile =
+                ((query_block_of(at.block) << steps_log2) + in_block) * config::q_tiles;
             const int32_t end = progress()->end;
-            const bool is_tail = (tile + 1) * config::q_rows >= end;
-            if (tile * config::q_rows >= end || (sees_none(plan, tile, at.block) && !is_tail))
+            const bool is_tail = tile * q_tile_rows + config::q_rows >= end;
+            if (tile * q_tile_rows >= end || (sees_none(plan, tile, at.block) && !is_tail))
                 continue; // but the last tile has a step that ends the block
-            const bool ends = n >> tiles_log2 == heads_of_block(plan, pass) - 1 &&
-                              (in_block == last_tile || is_tail);
+            const bool ends = n >> steps_log2 == heads_of_block(plan, pass) - 1 &&
+                              (in_block == last_step || is_tail);
             if (ends)
                 progress()->changes =
                     bar_red_or(barrier, warpgroup_threads,

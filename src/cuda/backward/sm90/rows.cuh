@@ -157,8 +157,7 @@ __device__ static void write_dq_columns(const backward_plan &plan, int32_t b, in
     element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int32_t query =
-            head_tile * config::q_rows + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+        const int32_t query = head_tile * q_tile_rows + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
         uint32_t words[4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
@@ -181,12 +180,12 @@ static __global__ void __launch_bounds__(warpgroup_threads)
     const int32_t tile = blockIdx.x, head = tile / pass.tiles;
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
-        const float4 *const sums =
-            (const float4 *)dq_sum_of<config>(pass, tile, c / config::dq_columns, threadIdx.x / 32);
+        const float4 *const sums = (const float4 *)dq_sum_of<config>(
+            pass, tile, c / config::stored_columns, threadIdx.x / 32);
         float4 four[4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
-            four[n] = sums[(c % config::dq_columns / 8 + n) * 32 + threadIdx.x % 32];
+            four[n] = sums[(c % config::stored_columns / 8 + n) * 32 + threadIdx.x % 32];
         write_dq_columns<config>(plan, head / plan.forward.q_heads, head % plan.forward.q_heads,
                                  tile % pass.tiles, c, four);
     }

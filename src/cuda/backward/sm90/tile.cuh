@@ -1,9 +1,10 @@
 /* What producer and consumers of sm90's backward kernel share: shapes, work, shared memory.
  *
  * A thread block owns a slot block for a range of query blocks. k and v of the slots' keys stay in
- * shared memory, dk and dv in the consumers' registers, and the queries stream past, 64 of one head
- * per step. At the start of a query block a slot may change its key. Then a new generation of keys
- * begins: the gradients of the keys that leave are written, and the new keys take their rows. */
+ * shared memory, dk and dv in the consumers' registers, and the queries stream past, one or two
+ * tiles of 64 queries of one head per step. At the start of a query block a slot may change its
+ * key. Then a new generation of keys begins: the gradients of the keys that leave are written, and
+ * the new keys take their rows. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
@@ -11,19 +12,23 @@
 #include "cuda/device/tensor_map.cuh"
 #include "cuda/plan/backward.cuh"
 
-static constexpr int q_tile_rows = 64; // queries, of one head, of a step
+static constexpr int q_tile_rows = 64; // queries, of one head, of a tile
 
 /* The passes: of the keys that are live at the first position of a query block, slot by slot; of
  * those that arrive inside one; and, in place of both with attn_mask, of the lists of kept keys. */
 enum pass_kind { slot_pass, diagonal_pass, listed_pass };
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * Two consumers split the slots of a block between them, but for two forms:
+ * Two consumers split the slots of a block between them, each step has 64 queries, and each
+ * consumer makes dq of half of the channels, but for three forms:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
  *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
- *           it too few registers */
+ *           it too few registers
+ *   long    in the slot pass with 64 channels, a step has 128 queries, because one of 64 mostly
+ *           waits for one product after the other, and each consumer makes dq of 64 of them;
+ *           softcap would leave it too few registers */
 template <typename element_, int most_channels, bool softcap, bool drops_, pass_kind kind>
 struct backward_config {
     using element = element_;
@@ -38,14 +43,20 @@ struct backward_config {
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
-    static constexpr int q_rows = q_tile_rows;
+    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap;
+    static constexpr int q_tiles = is_long ? 2 : 1;      // of a step
+    static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
     static constexpr int own_channels = is_wide ? channels / consumers : channels; // of dk and dv
-    static constexpr int dq_channels = channels / consumers;                       // of a consumer
-    static constexpr int most_columns = is_narrow ? 32 : 64; // of dq, for lack of registers
-    static constexpr int dq_columns = dq_channels > most_columns ? most_columns : dq_channels;
+    // Channels of dq that dq_sum_of() stores together, and a lane's sums of them: in all passes the
+    // same, of which the narrow form has no registers for more.
+    static constexpr int stored_columns = channels > 64 ? 64 : 32;
+    static constexpr int stored_registers = q_tile_rows * stored_columns / warpgroup_threads;
+    // Channels of dq of a consumer, and of one product, of which it makes one after the other.
+    static constexpr int dq_channels = is_long ? channels : channels / consumers;
+    static constexpr int dq_columns = is_long ? channels : stored_columns;
     static constexpr int dq_products = dq_channels / dq_columns;
-    static constexpr int dq_registers = q_rows * dq_columns / warpgroup_threads;
+    static constexpr int dq_registers = q_tile_rows * dq_columns / warpgroup_threads;
     // longer query blocks gain nothing with 64 channels, nor with 256
     static constexpr int most_queries = channels == 128 ? most_block_queries : list_queries;
     // most slot blocks of a query block in the diagonal pass, one after the other in a thread block
@@ -57,7 +68,7 @@ struct backward_config {
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
     static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
-                                  : channels > 64                               ? 3
+                                  : channels > 64 || is_long                    ? 3
                                                                                 : 4;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
@@ -65,11 +76,12 @@ struct backward_config {
     // the producer reads the mask of a step before there is room for it, if it has the registers
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
-    // dropout and in the diagonal pass the producer needs 40.
-    static constexpr int producer_registers = is_wide         ? 56
-                                              : channels > 64 ? (drops || is_diagonal ? 40 : 24)
-                                              : is_narrow     ? 48
-                                                              : 104;
+    // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
+    static constexpr int producer_registers = is_wide                           ? 56
+                                              : is_narrow                       ? 48
+                                              : channels == 64 && !is_long      ? 104
+                                              : drops || is_diagonal || is_long ? 40
+                                                                                : 24;
     static constexpr int consumer_registers =
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // lse and delta are read before the wait for the products that they are subtracted from
@@ -131,7 +143,7 @@ struct alignas(16) slot_record {
 
 /* What the producer tells the consumers of a step. */
 struct alignas(16) step_header {
-    int32_t tile;      // among those of all heads
+    int32_t tile;      // the first one of the step, among those of all heads
     int32_t first;     // position of its first query; 0 if all queries see the same keys
     uint32_t dq_order; // how many slot blocks add to dq_sum before this one
     bool is_last;      // of its generation
@@ -169,12 +181,13 @@ static constexpr int32_t no_keys = -1;
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
-    alignas(1024) uint8_t ds[config::ds_buffers][config::slots * line_bytes]; // [slot][query]
+    alignas(1024) uint8_t
+        ds[config::ds_buffers][config::q_tiles][config::slots * line_bytes]; // [slot][query]
     // with stages_dq: dq of each warp, before it is added to dq_sum; with loads_dq: the sums that
     // were loaded from there; in the layout of dq_sum_of()
     static constexpr bool has_dq = config::stages_dq || config::loads_dq;
-    alignas(128) float dq[has_dq ? config::channels / config::dq_columns : 1][warpgroup_warps]
-                         [has_dq ? config::dq_registers * 32 : 4];
+    alignas(128) float dq[has_dq ? config::channels / config::stored_columns : 1][warpgroup_warps]
+                         [has_dq ? config::stored_registers * 32 : 4];
     alignas(1024) uint8_t p[config::is_wide ? config::slots * line_bytes : 16]; // [slot][query]
     alignas(1024) uint8_t q[config::stages][config::q_rows * config::row_bytes];
     alignas(1024) uint8_t dout[config::stages][config::q_rows * config::row_bytes];
@@ -205,13 +218,13 @@ template <class config> struct backward_memory {
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
 };
 
-/* The sums of dq of a tile for the n-th dq_columns channels, of a warp of the warpgroup that makes
- * them: its accumulators four by four, [dq_registers / 4][32 lanes][4]. */
+/* The sums of dq of a tile for the n-th stored_columns channels, of a warp of the warpgroup that
+ * makes them: its accumulators four by four, [stored_registers / 4][32 lanes][4]. */
 template <class config>
 __device__ static float *dq_sum_of(const backward_pass &pass, int32_t tile, int n, int32_t warp) {
-    constexpr int products = config::channels / config::dq_columns; // of a tile
-    const int64_t all = ((int64_t)tile * products + n) * warpgroup_warps + warp;
-    return pass.dq_sum + all * (config::dq_registers * 32);
+    constexpr int per_tile = config::channels / config::stored_columns;
+    const int64_t all = ((int64_t)tile * per_tile + n) * warpgroup_warps + warp;
+    return pass.dq_sum + all * (config::stored_registers * 32);
 }
 
 /* The key of a list entry; -1: none. */

@@ -4,6 +4,12 @@
 
 #include "cuda/backward/sm90/rows.cuh"
 
+/* What an array of a step has for the t-th of its tiles. */
+template <int tiles, typename item, int n> __device__ static auto &of_tile(item (&all)[n], int t) {
+    using own = item[n / tiles];
+    return (own &)all[t * (n / tiles)];
+}
+
 /* What the weights of a thread's rows depend on in a generation. */
 struct row_inputs {
     int2 kept[2]; // the positions that keep the key
