@@ -1,5 +1,6 @@
 /* test_cuda_query_blocks.c - gradients for windows with which backward on 9.0 takes query blocks of
- * 256 and of 512 queries, whose keys arrive and leave in different tiles of queries. */
+ * 256 and of 512 queries, whose keys arrive and leave in different tiles of queries, and for
+ * head_dim 64, with which it takes steps of 128 queries. */
 #include "device.h"
 #include "gradient_properties.h"
 
@@ -27,8 +28,40 @@ static void check_long(const char *kernel, fdma_dtype dtype) {
 
 static void gradients_are_right(void) { for_each_kernel("backward", check_long); }
 
+/* With 300 and 440 queries the last step ends in its first half; with 225 and 335, in the second.
+ * "rising": keys leave in the order of their slots, those of a warp all in the same half of a step.
+ * Several slot blocks add to dq. */
+static const shape_case step_cases[] = {
+    SHAPE("rising", 2, 300, 335, 4, 2, 64, 200, CAUSAL, LINEAR, 0, RISING, PACK, NONE),
+    SHAPE_RULES("recent", 1, 440, 440, 6, 2, 48, 150, CAUSAL, EXP, 0, SAW, SWAP, LEFT, 140, 3),
+    SHAPE("dense", 1, 335, 370, 4, 1, 64, -1, CAUSAL, LINEAR, 0, IID, PLAIN, HOLES),
+    SHAPE("full", 1, 225, 300, 4, 2, 64, -1, FULL, EXP, 0, IID, SWAP, NONE),
+};
+
+static void check_steps(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < 2 * TEST_COUNT(step_cases); n++) {
+        const shape_case *const of = &step_cases[n / 2];
+        if (dtype != FDMA_BFLOAT16 || strstr(kernel, "sm90") == NULL)
+            continue;
+        problem x = shape_problem(of, first_seed, dtype);
+        x.dropout = n % 2 ? 0.3 : 0;
+        gradient_problem p = gradient_of(&x, 1);
+        test_context("%s, %s%s", kernel, of->name, n % 2 ? ", dropout" : "");
+        if (!gradient_is_taken(&p, kernel))
+            continue;
+        check_right(&p, kernel);
+        p.deterministic = 1;
+        check_right(&p, kernel);
+        check_repeats(&p, kernel);
+        test_free_all();
+    }
+}
+
+static void long_steps_are_right(void) { for_each_kernel("backward", check_steps); }
+
 static const test_entry tests[] = {
     TEST(gradients_are_right),
+    TEST(long_steps_are_right),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
