@@ -38,7 +38,7 @@ else()
   include(fdma_nvcc)
 endif()
 
-target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
+target_sources(fdma_objects PRIVATE src/cuda/cuda.c src/cuda/permissions.c)
 target_link_libraries(fdma_objects PRIVATE ${fdma_cuda_runtime})
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
 target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests depend on it

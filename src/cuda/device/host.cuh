@@ -61,7 +61,7 @@ static inline bool is_aligned(const void *data, int64_t strides) {
 template <typename... Params, typename... Args>
 static fdma_status launch(const char *what, void (*kernel)(Params...), const launch_shape &shape,
                           const fdma_problem *problem, const Args &...args) {
-    // of 48 KB that a block has without an attribute, what its static shared memory leaves
+    // of 48 KB that a block has without permission, what its static shared memory leaves
     enum { free_shared_bytes = (48 - 16) * 1024 };
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
@@ -84,9 +84,8 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
         overlap->val.programmaticStreamSerializationAllowed = 1;
     }
     if (shape.shared_bytes > free_shared_bytes)
-        FDMA_TRY(check_cuda(what, cudaFuncSetAttribute(kernel,
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       (int)shape.shared_bytes)));
+        FDMA_TRY(fdma_permit_shared(what, (const void *)kernel, problem->exec.device,
+                                    shape.shared_bytes));
     return check_cuda(what, cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 

@@ -325,9 +325,7 @@ static fdma_status run_config(const fdma_problem *problem, const select_call &ca
     const launch_shape shape = {dim3(segments * blocks), dim3(threads),
                                 sizeof(select_memory<config>), start_early, blocks};
     if (blocks > portable_blocks)
-        FDMA_TRY(check_cuda(
-            "select",
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+        FDMA_TRY(fdma_permit_large_clusters("select", (const void *)kernel, problem->exec.device));
     return launch("select", kernel, shape, problem, call, blocks);
 }
 

@@ -308,9 +308,8 @@ static fdma_status run(const fdma_problem *problem) {
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sinks(problem, rules, &call));
     if (cluster.blocks > portable_blocks)
-        FDMA_TRY(check_cuda(
-            "select",
-            cudaFuncSetAttribute(select_last, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+        FDMA_TRY(
+            fdma_permit_large_clusters("select", (const void *)select_last, problem->exec.device));
     const launch_shape shape = {dim3(segments * cluster.blocks), dim3(threads),
                                 sizeof(top_memory) + cluster.items * threads * sizeof(uint32_t),
                                 start_early, cluster.blocks};
