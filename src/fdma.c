@@ -104,8 +104,25 @@ static fdma_status run_on_host(const fdma_kernel *kernel, const fdma_problem *pr
 static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!fdma_has_work(problem))
         return FDMA_OK;
-    return kernel->on_device ? fdma_run_cuda(fdma_cuda_run_kernel, kernel, problem)
-                             : run_on_host(kernel, problem);
+    return kernel->on_device ? fdma_cuda_run_kernel(kernel, problem) : run_on_host(kernel, problem);
+}
+
+static fdma_status run_steps(const prepared_call *call) {
+    fdma_status status = FDMA_OK;
+    for (int i = 0; i < call->steps.count && status == FDMA_OK; i++)
+        status = run_step(call->kernels[i], &call->steps.problems[i]);
+    return status;
+}
+
+static fdma_status run_prepared(const prepared_call *call) {
+    const fdma_exec *const exec = &call->steps.problems[0].exec;
+    int before;
+    if (exec->device == FDMA_CPU)
+        return run_steps(call);
+    FDMA_TRY(fdma_enter_cuda(exec, &before));
+    const fdma_status status = run_steps(call);
+    fdma_leave_cuda(exec, before);
+    return status;
 }
 
 /* Fills in what the selection that a call makes was made for. The first step of a fused call does
@@ -138,8 +155,7 @@ static fdma_status prepare_run(fdma_operation operation, const void *args, prepa
 static fdma_status run(fdma_operation operation, const void *args) {
     prepared_call call;
     FDMA_TRY(prepare_run(operation, args, &call));
-    for (int i = 0; i < call.steps.count; i++)
-        FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
+    FDMA_TRY(run_prepared(&call));
     note_selection(&call.steps.problems[call.steps.count - 1]);
     return FDMA_OK;
 }
@@ -256,7 +272,7 @@ fdma_status fdma_mask_lists(const fdma_forward_args *args) {
     FDMA_TRY(fdma_cuda_check_mask_lists(problem)); // they may be absent
     FDMA_TRY(check_lists_apart(problem));
     problem->only_mask_lists = true;
-    return run_step(call.kernels[0], problem);
+    return run_prepared(&call);
 }
 
 fdma_status fdma_probabilities(const fdma_probabilities_args *args) {

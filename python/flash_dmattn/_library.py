@@ -56,7 +56,8 @@ class Exec(ctypes.Structure):
         ("kernel", c_char_p),
         ("device", c_int32),
         ("threads", c_int32),
-        ("reserved", c_uint64 * 2),
+        ("trusted", c_int32),
+        ("reserved", c_int32 * 3),
     ]
 
 

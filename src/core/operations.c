@@ -284,8 +284,8 @@ static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
                  exec->threads);
     FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT,
                  "exec.device: is %d, want FDMA_CPU or FDMA_CUDA(n)", exec->device);
-    FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0, FDMA_INVALID_ARGUMENT,
-                 "exec.reserved: is set, want 0");
+    FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0 && exec->reserved[2] == 0,
+                 FDMA_INVALID_ARGUMENT, "exec.reserved: is set, want 0");
     FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
                  FDMA_INVALID_ARGUMENT,
                  "exec.workspace: is NULL, want %zu bytes as exec.workspace_size says",

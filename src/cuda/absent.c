@@ -51,6 +51,13 @@ fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes) {
                      fdma_device_text(device).text);
 }
 
-fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem) {
-    return run(kernel, problem);
+fdma_status fdma_enter_cuda(const fdma_exec *exec, int *before) {
+    (void)before;
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.device: is %s, but this library is built without CUDA",
+                     fdma_device_text(exec->device).text);
+}
+
+void fdma_leave_cuda(const fdma_exec *exec, int before) {
+    (void)exec;
+    (void)before;
 }

@@ -192,7 +192,7 @@ static fdma_status check_pointers(const fdma_problem *problem) {
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     FDMA_TRY(check_there("exec.device", problem->exec.device));
-    return depth == check_all ? check_pointers(problem) : FDMA_OK;
+    return depth == check_all && !problem->exec.trusted ? check_pointers(problem) : FDMA_OK;
 }
 
 /* Sets a device, and says in `before` which one the caller had. */
@@ -209,14 +209,12 @@ static void restore_device(int32_t device, int before) {
         cudaSetDevice(before);
 }
 
-fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem) {
-    const int32_t device = problem->exec.device;
-    int before;
-    FDMA_TRY(set_device("exec.device", device, &before));
-    const fdma_status ran = run(kernel, problem);
-    restore_device(device, before);
-    return ran;
+fdma_status fdma_enter_cuda(const fdma_exec *exec, int *before) {
+    *before = exec->device - 1;
+    return exec->trusted ? FDMA_OK : set_device("exec.device", exec->device, before);
 }
+
+void fdma_leave_cuda(const fdma_exec *exec, int before) { restore_device(exec->device, before); }
 
 fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes) {
     const fdma_exec exec = {.device = device};

@@ -13,7 +13,7 @@ int32_t fdma_cuda_count(void);
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
 
 /* Checks that exec.device exists and, in a call, that the tensors and the workspace are in its
- * memory. */
+ * memory, unless the caller vouches for that. */
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
 /* The bytes of mask_lists for a problem with attn_mask, and whether a call has as many of them. */
@@ -27,11 +27,12 @@ bool fdma_cuda_makes_plan(const fdma_kernel *kernel);
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
 
 /* Runs a kernel of this backend on the current device. */
-typedef fdma_status run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);
-run_kernel fdma_cuda_run_kernel;
+fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);
 
-/* Calls `run` with the problem's device set, and restores the caller's device. */
-fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem);
+/* Makes exec.device the current device, unless the caller vouches that it is. `before`: which one
+ * is current again after fdma_leave_cuda(). */
+fdma_status fdma_enter_cuda(const fdma_exec *exec, int *before);
+void fdma_leave_cuda(const fdma_exec *exec, int before);
 
 /* Fills memory of a device with a byte, after all work of its default stream, and waits for it. */
 fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes);

@@ -46,6 +46,7 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     const fdma_kernel *const kernel = find_kernel();
     const int64_t *const n = on_cpu->score.shape;
     const int kept = device_state.blocks;
+    int before;
     fdma_problem call_problem;
     call here, there;
     call_of(&here, operation_select, on_cpu);
@@ -64,7 +65,9 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     const bool taken = kernel->refuses(&call_problem) == NULL;
     if (taken) {
         device_exec(&call_problem.exec, fdma_cuda_workspace(kernel, &call_problem));
-        CHECK_OK(fdma_run_cuda(fdma_cuda_run_kernel, kernel, &call_problem));
+        CHECK_OK(fdma_enter_cuda(&call_problem.exec, &before));
+        CHECK_OK(fdma_cuda_run_kernel(kernel, &call_problem));
+        fdma_leave_cuda(&call_problem.exec, before);
         device_wait();
         found->list = device_read(call_problem.last_keys.list);
         found->count = device_read(call_problem.last_keys.count);

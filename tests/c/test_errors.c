@@ -228,6 +228,7 @@ static void exec_is_checked(void) {
         EXEC_REJECTS(device = -7, INVALID("device", "-7"));
         EXEC_REJECTS(reserved[0] = 1, INVALID("reserved"));
         EXEC_REJECTS(reserved[1] = 5, INVALID("reserved"));
+        EXEC_REJECTS(reserved[2] = -1, INVALID("reserved"));
         EXEC_REJECTS(kernel = "gpu", FDMA_UNSUPPORTED, {"kernel", "gpu"}, 0);
         EXEC_REJECTS(kernel = "cpu/sse9", FDMA_UNSUPPORTED, {"kernel", "cpu/sse9"}, 0);
         EXEC_REJECTS(workspace = NULL, FDMA_INVALID_ARGUMENT, {"workspace", "NULL"}, 1);
