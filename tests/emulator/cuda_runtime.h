@@ -221,12 +221,7 @@ static inline long long clock64() {
 template <typename... Params, typename... Args>
 static inline cudaError_t emulated_launch_kernel(const cudaLaunchConfig_t *config,
                                                  void (*kernel)(Params...), Args &&...args) {
-    return emulated_launch(*config, [=] { kernel(args...); });
+    const std::function<void()> grid = [=] { kernel(args...); };
+    return emulated_launch(config, &grid);
 }
 #define cudaLaunchKernelEx emulated_launch_kernel
-
-template <typename... Params>
-static inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...),
-                                               cudaFuncAttribute attribute, int value) {
-    return cudaFuncSetAttribute((const void *)kernel, attribute, value);
-}

@@ -87,4 +87,6 @@ uint32_t emulated_map_rank(uint32_t address, uint32_t rank);
 void emulated_cluster_arrive();
 void emulated_cluster_wait();
 
-cudaError_t emulated_launch(const cudaLaunchConfig_t &config, std::function<void()> kernel);
+/* Without a name of C++, so that a test can count launches. */
+extern "C" cudaError_t emulated_launch(const cudaLaunchConfig_t *config,
+                                       const std::function<void()> *kernel);

@@ -47,17 +47,18 @@ static cudaError_t enqueue(cudaStream_t stream, const step &next) {
     return cudaSuccess;
 }
 
-cudaError_t emulated_launch(const cudaLaunchConfig_t &config, std::function<void()> kernel) {
-    const dim3 grid = config.gridDim, shape = config.blockDim;
+cudaError_t emulated_launch(const cudaLaunchConfig_t *config, const std::function<void()> *kernel) {
+    const dim3 grid = config->gridDim, shape = config->blockDim;
     if ((uint64_t)grid.x * grid.y * grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
-        shape.x * shape.y * shape.z > 1024 || config.dynamicSmemBytes > shared_bytes)
+        shape.x * shape.y * shape.z > 1024 || config->dynamicSmemBytes > shared_bytes)
         return cudaErrorInvalidConfiguration;
-    const std::vector<cudaLaunchAttribute> attributes(config.attrs, config.attrs + config.numAttrs);
-    return enqueue(config.stream, [=] {
-        cudaLaunchConfig_t own = config;
-        std::vector<cudaLaunchAttribute> copy = attributes;
-        own.attrs = copy.data();
-        emulated_run_grid(own, kernel);
+    const std::vector<cudaLaunchAttribute> attributes(config->attrs,
+                                                      config->attrs + config->numAttrs);
+    return enqueue(config->stream, [own = *config, attributes, grid_kernel = *kernel] {
+        cudaLaunchConfig_t copy = own;
+        std::vector<cudaLaunchAttribute> copied = attributes;
+        copy.attrs = copied.data();
+        emulated_run_grid(copy, grid_kernel);
     });
 }
 
