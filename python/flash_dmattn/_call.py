@@ -17,7 +17,7 @@ import torch
 
 from . import _arguments, _library
 from ._arguments import MaybeTensor, Options, Sizes
-from ._device import allocator, stream_function, thread_count
+from ._device import allocator, device_function, stream_function, thread_count
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -177,6 +177,8 @@ class Prepared:
         exec_at = type(self.args).exec.offset
         self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
         self.workspace_at = (exec_at + _library.Exec.workspace.offset) // 8
+        trusted_at = exec_at + _library.Exec.trusted.offset
+        self.trusted = ctypes.c_int32.from_buffer(self.args, trusted_at)
         self.reference = ctypes.byref(self.args)
         self.function = getattr(_library.library, f"fdma_{operation.function}")
         size = ctypes.c_size_t()
@@ -186,6 +188,7 @@ class Prepared:
         self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
         self.current_stream = stream_function()
+        self.current_device = device_function()
         # A call on the CPU has ended when it returns, so all calls of a thread use one workspace if
         # that is large enough. Other calls allocate one each time.
         self.allocates_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
@@ -254,6 +257,8 @@ class Prepared:
             outputs[index].zero_()
         if self.index >= 0:
             words[self.stream_at] = self.current_stream(self.index)
+            # tensors tell where they are, and the library need not ask for it
+            self.trusted.value = self.current_device() == self.index
         if self.allocates_workspace:
             workspace = allocate((self.workspace_size,), (1,), torch.uint8)
             words[self.workspace_at] = workspace.data_ptr()

@@ -25,6 +25,12 @@ def stream_function() -> Callable[[int], int]:
     return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
+def device_function() -> Callable[[], int]:
+    """A function for the number of the current device."""
+    raw = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has none
+    return raw if raw is not None else torch.cuda.current_device
+
+
 def allocators(index: int) -> tuple[Allocator, Allocator]:
     """Functions that make tensors of a shape, strides and a dtype, without values: on the current
     device if that is the one, and on the device wherever the current one is."""
@@ -42,7 +48,7 @@ def allocator(index: int) -> Allocator:
     on_current, allocate = allocators(index)
     if index < 0 or on_current is allocate:
         return on_current
-    current_device = torch._C._cuda_getDevice
+    current_device = device_function()
 
     def allocate_fast(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
         make = on_current if current_device() == index else allocate

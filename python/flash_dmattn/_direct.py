@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from . import _call, _extension
 from ._arguments import MaybeTensor
-from ._device import GUARDS, allocators, stream_function
+from ._device import GUARDS, allocators, device_function, stream_function
 
 if TYPE_CHECKING:
     from .ops import Operator
@@ -289,10 +289,11 @@ def make_native(call: DirectCall) -> Any:
         targets.append((word, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     index = prepared.index
-    device = (None, None, None, 0)
+    device = (None, None, None, 0, 0)
     if index >= 0:
         stream_word = address(prepared.args_words, prepared.stream_at)
-        device = (index, torch._C._cuda_getDevice, stream_function(), stream_word)
+        trusted = ctypes.addressof(prepared.trusted)
+        device = (index, device_function(), stream_function(), stream_word, trusted)
     return NATIVE.Call(
         prepared,
         ctypes.cast(prepared.function, ctypes.c_void_p).value,

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import _library
 
-INTERFACE = 1  # of _native: what it and _direct.py expect of each other
+INTERFACE = 2  # of _native: what it and _direct.py expect of each other
 NAME = f"{__package__}._native"
 FILE = "_native.abi3.so"
 

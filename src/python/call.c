@@ -52,24 +52,24 @@ static int parse_targets(call *self, PyObject *targets) {
 }
 
 /* (prepared, function, args, guard, apply, fail, (allocate, elsewhere), (device, current, stream,
- * stream_word), (data_ptr, read_address, tensor_type, parameter_type), inputs, outputs, targets,
- * return_count, kept): see make_native() of _direct.py. */
+ * stream_word, trusted), (data_ptr, read_address, tensor_type, parameter_type), inputs, outputs,
+ * targets, return_count, kept): see make_native() of _direct.py. */
 static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     PyObject *inputs, *outputs, *targets, *prepared;
-    unsigned long long function, struct_address, stream_word, read_address;
+    unsigned long long function, struct_address, stream_word, trusted, read_address;
     (void)keywords;
     call *self = (call *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
     Py_INCREF(args);
     self->plan = args;
-    if (!PyArg_ParseTuple(args, "OKKOOO(OO)(OOOK)(OKOO)O!O!O!nO!", &prepared, &function,
+    if (!PyArg_ParseTuple(args, "OKKOOO(OO)(OOOKK)(OKOO)O!O!O!nO!", &prepared, &function,
                           &struct_address, &self->guard, &self->apply, &self->fail, &self->allocate,
                           &self->elsewhere, &self->device, &self->current, &self->stream,
-                          &stream_word, &self->data_ptr, &read_address, &self->tensor_type,
-                          &self->parameter_type, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs,
-                          &PyTuple_Type, &targets, &self->return_count, &PyTuple_Type,
-                          &self->kept) ||
+                          &stream_word, &trusted, &self->data_ptr, &read_address,
+                          &self->tensor_type, &self->parameter_type, &PyTuple_Type, &inputs,
+                          &PyTuple_Type, &outputs, &PyTuple_Type, &targets, &self->return_count,
+                          &PyTuple_Type, &self->kept) ||
         parse_tensors(self, inputs, outputs) < 0 || parse_targets(self, targets) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -79,6 +79,7 @@ static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords
     self->read_address = (void *(*)(PyObject *))(uintptr_t)read_address;
     self->args = pointer_of(struct_address);
     self->stream_word = pointer_of(stream_word);
+    self->trusted = pointer_of(trusted);
     return (PyObject *)self;
 }
 
@@ -161,19 +162,20 @@ int fits(const call *self, PyObject *given, uint64_t *addresses) {
 
 /* ---- the call ---- */
 
-/* The allocator to use, borrowed. On a device also the current stream of it. */
-static PyObject *choose_allocator(const call *self, uint64_t *stream) {
+/* Whether the call's device is the current one, 1 for the CPU, or -1 with an exception. On a device
+ * also the current stream of it. */
+static int look_at_device(const call *self, uint64_t *stream) {
     if (self->device == Py_None)
-        return self->allocate;
+        return 1;
     PyObject *found = PyObject_CallFunctionObjArgs(self->stream, self->device, NULL);
     if (read_number(found, stream) < 0)
-        return NULL;
+        return -1;
     PyObject *current = PyObject_CallObject(self->current, NULL);
     if (current == NULL)
-        return NULL;
+        return -1;
     const int is_current = PyObject_RichCompareBool(current, self->device, Py_EQ);
     Py_DECREF(current);
-    return is_current < 0 ? NULL : is_current ? self->allocate : self->elsewhere;
+    return is_current;
 }
 
 static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *addresses) {
@@ -193,9 +195,10 @@ static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *ad
 
 PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
     uint64_t stream = 0;
-    PyObject *allocate = choose_allocator(self, &stream);
-    if (allocate == NULL)
+    const int is_current = look_at_device(self, &stream);
+    if (is_current < 0)
         return NULL;
+    PyObject *allocate = is_current ? self->allocate : self->elsewhere;
     PyObject *outputs = make_outputs(self, allocate, addresses + self->input_count);
     if (outputs == NULL)
         return NULL;
@@ -206,6 +209,8 @@ PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
     }
     if (self->stream_word != NULL)
         *self->stream_word = stream;
+    if (self->trusted != NULL)
+        *self->trusted = is_current;
     int status;
     Py_BEGIN_ALLOW_THREADS;
     status = self->function(self->args);

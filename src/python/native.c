@@ -8,7 +8,7 @@
 #include "call.h"
 
 enum {
-    INTERFACE = 1, /* of _extension.py: what Python and C expect of each other */
+    INTERFACE = 2, /* of _extension.py: what Python and C expect of each other */
     WATCHERS = 3,
     STATES = 3,
     KEY_ITEMS = 4 + STATES,

@@ -28,7 +28,8 @@ class Fake:
         address = ctypes.addressof(self.words)
         at_word = [address + 8 * at for at in range(8)]
         allocators = (self.allocator("current"), self.allocator("elsewhere"))
-        device = (DEVICE, lambda: self.current, lambda index: 1000 + index, at_word[7])
+        current, stream = lambda: self.current, lambda index: 1000 + index  # noqa: E731
+        device = (DEVICE, current, stream, at_word[7], at_word[5])
         plan = {
             "prepared": self,
             "function": ctypes.cast(self.function, ctypes.c_void_p).value,
@@ -88,6 +89,8 @@ def test_allocators_of_devices() -> None:
     for fake.current, where in ((DEVICE, "current"), (0, "elsewhere"), (DEVICE, "current")):
         fake.repeat(one, None, one)
         assert fake.where == where
+        trusted = ctypes.c_int32.from_address(ctypes.addressof(fake.words) + 8 * 5).value
+        assert trusted == (where == "current")
 
 
 def test_results() -> None:
@@ -121,8 +124,8 @@ def test_failures_raise() -> None:
     for changes in (
         {"guard": broken},
         {"allocators": (broken, broken)},
-        {"device": (DEVICE, broken, lambda index: 0, 0)},
-        {"device": (DEVICE, lambda: 0, broken, 0)},
+        {"device": (DEVICE, broken, lambda index: 0, 0, 0)},
+        {"device": (DEVICE, lambda: 0, broken, 0, 0)},
         {"addresses": (broken, 0, torch.Tensor, torch.Tensor)},
         {"apply": broken},
     ):
