@@ -65,7 +65,8 @@ class Record(NamedTuple):
     kept: list[int]  # where what is saved is among given inputs and results
     # Where each tensor of the backward operator is among these; the name of one that is bundled.
     sources: list[int | str | None]
-    gradients: list[int | None]  # of each given input: where its gradient is in backward's results
+    results: list[int]  # of the backward operator: those that are not absent
+    gradients: list[int | None]  # of each given input: where its gradient is among these
 
 
 class DirectCall:
@@ -233,7 +234,7 @@ def begin(
     order."""
     if is_watched():
         return NotImplemented
-    call = add(operator, arguments, count)
+    call = add(operator, arguments, operator.operation.results[:count])
     if call is None:
         return NotImplemented
     remember(make_key((operator, count), arguments, operator.count), call)
@@ -243,8 +244,11 @@ def begin(
     return call.make([arguments[at] for at in call.inputs])
 
 
-def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCall | None:
-    """A new direct call for these arguments; None if the dispatcher has to make the call."""
+def add(
+    operator: Operator, arguments: tuple[Any, ...], results: tuple[str, ...]
+) -> DirectCall | None:
+    """A new direct call for these arguments, with some of the operator's results; None if the
+    dispatcher has to make the call."""
     tensors, options, backend = operator.settle(*arguments)
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
     given = [tensors[at] for at in inputs]
@@ -259,15 +263,14 @@ def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCal
     if is_copied or len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
         return None
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    whole, record = operator.operation, None
-    operation = whole.with_results(whole.results[:count])
+    operation, record = operator.operation.with_results(results), None
     if needs_gradients:
         if operator.plan_record is None or saved_hooks is None:
             return None
-        operation, record = operator.plan_record(arguments, count)
+        operation, record = operator.plan_record(arguments, len(results))
     prepared, _ = _call.find(operation, tensors, options, backend)
     call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
-    call.record, call.count = record, count
+    call.record, call.count = record, len(results)
     return call if call.fits(given) else None
 
 
@@ -315,7 +318,8 @@ def make_native(call: DirectCall) -> Any:
 def call_backward(
     call: DirectCall, dout: torch.Tensor, dlse: MaybeTensor, kept: _call.Outputs
 ) -> _call.Outputs:
-    """The gradients of a recorded call, from those of out and lse and from what was kept."""
+    """The results of the backward operator of a recorded call that are not absent, from the
+    gradients of out and lse and from what was kept."""
     record = call.record
     assert record is not None
     given = (dout, *kept) if dlse is None else (dout, dlse, *kept)
@@ -333,10 +337,11 @@ def call_backward(
         for at in record.sources
     ]
     arguments = (dout, dlse, *tensors, *record.options)
-    count = len(record.backward.operation.results)
-    added = add(record.backward, arguments, count) if is_eager and not is_watched() else None
+    names = tuple(record.backward.operation.results[at] for at in record.results)
+    added = add(record.backward, arguments, names) if is_eager and not is_watched() else None
     if added is None:
-        return record.backward.dispatch(*arguments)
+        found = record.backward.dispatch(*arguments)
+        return tuple(found[at] for at in record.results)
     # From now on the call takes what is given here.
     sources = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
     for at in record.sources:
@@ -345,7 +350,7 @@ def call_backward(
         elif at is not None:
             sources.append((len(given) - len(kept) + at, 0))
     again = DirectCall(list(range(len(given))), list(given), added.prepared, sources)
-    again.count = count
+    again.count = len(names)
     remember(make_key(call, given, len(given)), again)
     return added.make([arguments[at] for at in added.inputs])
 

@@ -147,7 +147,9 @@ def plan_record(
         name[len("wants_d") :] in needed if name.startswith("wants_d") else named[name]
         for name in backward.operation.options
     ]
+    known_options = {**named, **dict(zip(backward.operation.options, options))}
     gradients = backward.operation.results
+    found = [at for at, x in enumerate(gradients) if not is_absent(x, tensors, known_options)]
     record = Record(
         apply=apply_recorded,
         native_apply=apply_natively,
@@ -155,10 +157,11 @@ def plan_record(
         options=(*options, named["backend"]),
         kept=[*kept, len(known)] if bundled else kept,
         sources=sources,
+        results=found,
         gradients=[
-            None
-            if name not in needed or is_absent(f"d{name}", tensors, named)
-            else gradients.index(f"d{name}")
+            found.index(gradients.index(f"d{name}"))
+            if name in needed and not is_absent(f"d{name}", tensors, known_options)
+            else None
             for name in given
         ],
     )

@@ -1,4 +1,5 @@
-"""The extension module _native: what it does for a device, what it refuses, where it is found."""
+"""The extension module _native: what it does for a device, what it refuses, where it is found, and
+what the calls that it repeats leave out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable
 
+import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _call, _direct, _extension, _library
@@ -193,3 +195,15 @@ def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert _extension.load() is None
     assert _extension.load().INTERFACE == _extension.INTERFACE
     monkeypatch.setitem(_extension.sys.modules, _extension.NAME, NATIVE)
+
+
+def test_absent_gradients_are_not_made() -> None:
+    _call.memory.direct.clear()
+    leaves = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in "qkv"]
+    leaves += [torch.randn(2, 16, requires_grad=True), torch.ones(2, requires_grad=True)]
+    out = flash_dmattn.flash_dma_attention(*leaves, 4)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    known = {call for calls in _call.memory.direct.values() for call in calls}
+    (backward,) = (call for call in known if call.record is None)
+    names = ("dquery", "dkey", "dvalue", "ddt_proj", "da_coef")  # dt_bias and sink_logit are None
+    assert backward.prepared.operation.results == names
