@@ -172,6 +172,19 @@ static const fdma_kernel *find_tuned(const kernel_backend *backends, const fdma_
     return NULL;
 }
 
+/* The first selected kernel that runs here and takes the problem; NULL if none does. */
+static const fdma_kernel *find_first(const kernel_backend *backends, const fdma_problem *problem,
+                                     name_match match) {
+    for (; *backends != NULL; backends++)
+        for (const kernel_table *const *table = *backends; *table != NULL; table++)
+            for (const fdma_kernel *kernel = (*table)->kernels;
+                 kernel < (*table)->kernels + (*table)->count; kernel++)
+                if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
+                    kernel->refuses(problem) == NULL)
+                    return kernel;
+    return NULL;
+}
+
 fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
                                const fdma_kernel **picked) {
     const char *const forced = problem->exec.kernel;
@@ -180,15 +193,8 @@ fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_proble
     if (forced != NULL && !is_known(backends, forced))
         return fail_unknown(backends, forced);
     const name_match match = match_of(backends, problem);
-    const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
-        if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
-            kernel->refuses(problem) == NULL) {
-            *picked = kernel;
-            return FDMA_OK;
-        }
-    }
-    return fail_choice(backends, problem, match);
+    *picked = find_first(backends, problem, match);
+    return *picked != NULL ? FDMA_OK : fail_choice(backends, problem, match);
 }
 
 fdma_arena fdma_arena_of(const fdma_problem *problem) {
