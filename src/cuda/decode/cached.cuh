@@ -59,8 +59,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         if (config::in_pages)
             shared.pages = split_pages_of(cached, range, is_new);
     }
-    attend_keys(shared, splits, range, head, split, is_new ? 0 : split * splits.keys, plan.head_dim,
-                is_new);
+    attend_keys(shared, is_new ? 0 : split * splits.keys, is_new);
+    write_split(shared, splits, range, head, split, plan.head_dim);
 }
 
 /* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed

@@ -1,7 +1,7 @@
 /* Decode: forward for up to 16 queries and head_dim up to FDMA_HEAD_DIM, on any device from compute
  * capability 8.0. The keys of a (b, g) are split over thread blocks (decode/split.cuh), whose
- * partial results are then merged in order (decode/merge.cuh). Splits and their order depend
- * on kv_len, or on the size of a list, alone, and so do the bits of a result.
+ * partial results are then merged in order (decode/merge.cuh) if there are several. Splits and
+ * their order depend on kv_len, or on the size of a list, alone, and so do the bits of a result.
  *
  * Source: arXiv:2307.08691; arXiv:2205.14135, section 3.1. */
 #include "cuda/decode/merge.cuh"
@@ -16,6 +16,8 @@ static split_plan plan_splits(const forward_plan *plan, fdma_arena *arena) {
     wanted = max(max(wanted, divide_up(keys, most_splits)), least_keys);
     splits.keys = (int32_t)round_up(wanted, 64); // whole key blocks of four warps
     splits.count = keys > 0 ? (int32_t)divide_up(keys, splits.keys) : 1;
+    if (splits.count == 1)
+        return splits;
     const int64_t results = (int64_t)plan->batch * plan->q_heads * plan->q_len * splits.count;
     splits.out = take<float>(arena, results * plan->head_dim);
     splits.stats = take<float2>(arena, results);
@@ -41,6 +43,8 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
     const int32_t rows = plan.q_len * plan.group;
     FDMA_TRY(rows <= one_tile::rows ? attend_splits<one_tile>(problem, plan, splits)
                                     : attend_splits<more_tiles>(problem, plan, splits));
+    if (splits.count == 1)
+        return FDMA_OK;
     const launch_shape merge = {dim3(plan.batch * plan.kv_heads * rows), dim3(merge_threads), 0,
                                 start_early};
     return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);

@@ -15,7 +15,7 @@ static constexpr int64_t most_splits = 512; // enough for one kv head to fill a 
 /* Splits depend on kv_len, or on the size of a list, alone. out and sum of a partial result are
  * relative to its row_max. */
 struct split_plan {
-    int32_t count;
+    int32_t count; // 1: the split writes out and lse itself
     int32_t keys;  // of a split
     float *out;    // [batch * kv_heads][q_len * group][count][head_dim]
     float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
@@ -211,7 +211,30 @@ __device__ static void stage_rows(decode_memory<config> &shared, const row_state
     }
 }
 
-/* Merges the partial results of the warps, and writes those of the split to the workspace. */
+/* The partial results of a row, merged over the warps. */
+template <typename config> struct merged_warps {
+    float row_max, row_sum;
+    float factor[config::warps]; // of the out of each warp
+
+    __device__ merged_warps(const decode_memory<config> &shared, int r)
+        : row_max(least_max), row_sum(0) {
+        for (int w = 0; w < config::warps; w++)
+            row_max = fmaxf(row_max, shared.max[w][r]);
+        for (int w = 0; w < config::warps; w++) {
+            factor[w] = ex2_approx(shared.max[w][r] - row_max);
+            row_sum += factor[w] * shared.sum[w][r];
+        }
+    }
+
+    __device__ float out(const decode_memory<config> &shared, int r, int d) const {
+        float sum = 0;
+        for (int w = 0; w < config::warps; w++)
+            sum += factor[w] * shared.out[w][r][d];
+        return sum;
+    }
+};
+
+/* Writes the partial results of the split to the workspace. */
 template <typename config>
 __device__ static void write_split(const decode_memory<config> &shared, const split_plan &splits,
                                    const row_range &range, int64_t head, int32_t split,
@@ -219,30 +242,39 @@ __device__ static void write_split(const decode_memory<config> &shared, const sp
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     for (int r = warp; r < min(config::rows, range.total - range.first); r += config::warps) {
         const int64_t at = (head * range.total + range.first + r) * splits.count + split;
-        float max = least_max, sum = 0, factor[config::warps];
-        for (int w = 0; w < config::warps; w++)
-            max = fmaxf(max, shared.max[w][r]);
-        for (int w = 0; w < config::warps; w++) {
-            factor[w] = ex2_approx(shared.max[w][r] - max);
-            sum += factor[w] * shared.sum[w][r];
-        }
-        for (int d = lane; d < head_dim; d += warp_lanes) {
-            float out = 0;
-            for (int w = 0; w < config::warps; w++)
-                out += factor[w] * shared.out[w][r][d];
-            splits.out[at * head_dim + d] = out;
-        }
+        const merged_warps<config> merged(shared, r);
+        for (int d = lane; d < head_dim; d += warp_lanes)
+            splits.out[at * head_dim + d] = merged.out(shared, r, d);
         if (lane == 0)
-            splits.stats[at] = make_float2(max, sum);
+            splits.stats[at] = make_float2(merged.row_max, merged.row_sum);
+    }
+}
+
+/* Writes out and lse of the rows where there is one split, as merge_splits() does. */
+template <typename config>
+__device__ static void write_rows(const decode_memory<config> &shared, const forward_plan &plan,
+                                  const row_range &range) {
+    using element = typename config::element;
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    for (int r = warp; r < min(config::rows, range.total - range.first); r += config::warps) {
+        const int32_t row = range.first + r;
+        const merged_warps<config> merged(shared, r);
+        const row_result result =
+            result_of(merged.row_max, merged.row_sum, sink_of_row(plan, range, row));
+        element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
+        for (int d = lane; d < plan.head_dim; d += warp_lanes) {
+            const float out = merged.row_sum == 0 ? 0 : merged.out(shared, r, d); // it may be NaN
+            to[d] = (element)(result.scale == 0 ? 0 : out * result.scale);
+        }
+        if (lane == 0 && plan.lse.data != NULL)
+            *lse_at(plan, range, row) = result.lse;
     }
 }
 
 /* The split of shared.inputs.keys, from entry `from` on, against the tile of rows whose q is being
- * loaded. */
+ * loaded. Leaves the partial results of its warps in shared memory. */
 template <typename config>
-__device__ static void attend_keys(decode_memory<config> &shared, const split_plan &splits,
-                                   const row_range &range, int64_t head, int32_t split,
-                                   int32_t from, int32_t head_dim, bool causal) {
+__device__ static void attend_keys(decode_memory<config> &shared, int32_t from, bool causal) {
     row_state<config> state;
     cp_async_commit_group();
     __syncthreads();
@@ -252,7 +284,6 @@ __device__ static void attend_keys(decode_memory<config> &shared, const split_pl
     __syncthreads();
     stage_rows(shared, state);
     __syncthreads();
-    write_split(shared, splits, range, head, split, head_dim);
 }
 
 /* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
@@ -276,5 +307,9 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
     write_positions<config::rows>(shared.position, plan, range, key_count(plan, range.b));
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
-    attend_keys(shared, splits, range, head, split, from, plan.head_dim, plan.by_position);
+    attend_keys(shared, from, plan.by_position);
+    if (splits.count == 1)
+        write_rows(shared, plan, range);
+    else
+        write_split(shared, splits, range, head, split, plan.head_dim);
 }
