@@ -105,12 +105,12 @@ static const struct {
     const call_sizes *sizes;
     int most[request_count];
 } cases[] = {
-    {"attention, few keys", call_attention, &few, {4, 0, 7, 0, 1}},
+    {"attention, few keys", call_attention, &few, {3, 0, 7, 0, 1}},
     {"attention, more keys", call_attention, &more, {3, 0, 7, 0, 1}},
-    {"recorded, few keys", call_recorded, &few, {4, 0, 11, 0, 1}},
+    {"recorded, few keys", call_recorded, &few, {3, 0, 11, 0, 1}},
     {"recorded, more keys", call_recorded, &more, {3, 0, 11, 0, 1}},
-    {"backward, few keys", call_backward, &few, {10, 1, 17, 0, 1}},
-    {"backward, more keys", call_backward, &more, {11, 4, 17, 0, 1}},
+    {"backward, few keys", call_backward, &few, {9, 1, 17, 0, 1}},
+    {"backward, more keys", call_backward, &more, {10, 2, 17, 0, 1}},
 };
 
 static void make(call *x, call_kind kind, const call_sizes *sizes) {

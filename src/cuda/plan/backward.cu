@@ -12,16 +12,15 @@ extern "C" {
 
 static constexpr int boundary_threads = 128;
 
-/* Writes row_lse and row_delta. row_lanes lanes take a row. */
+/* Writes row_lse and row_delta of the rows of a query head from row `first` on. row_lanes lanes
+ * take a row. */
 template <typename element>
-static __global__ void __launch_bounds__(row_threads)
-    find_row_stats(const backward_plan plan, const bool aligned) {
+__device__ static void find_row_stats(const backward_plan &plan, int64_t head, int32_t first,
+                                      bool aligned) {
     const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block(), b = head / forward.q_heads, h = head % forward.q_heads;
-    const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
+    const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
+    const int32_t i = first + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
-    if (head >= (int64_t)forward.batch * forward.q_heads)
-        return;
     const bool there = i < forward.q_len;
     const float lse = there ? forward.lse.at(b, h)[i] : -INFINITY;
     const bool empty = lse == -INFINITY; // a row of NaN is not
@@ -71,14 +70,15 @@ static __global__ void __launch_bounds__(row_threads)
     plan.dsink_logit[h] = plan.accumulate ? plan.dsink_logit[h] + sum : sum;
 }
 
-/* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
-static __global__ void __launch_bounds__(row_threads)
-    clear_keys(const __grid_constant__ backward_plan plan, const bool aligned) {
+/* Clears dbias and, unless they accumulate, dk and dv, of the keys of a kv head from key `first`
+ * on. row_lanes lanes take a key. */
+__device__ static void clear_keys(const backward_plan &plan, int64_t head, int32_t first,
+                                  bool aligned) {
     const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
-    const int32_t j = blockIdx.x * block_rows + threadIdx.x / row_lanes;
+    const int64_t b = head / forward.kv_heads, g = head % forward.kv_heads;
+    const int32_t j = first + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
-    if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
+    if (j >= forward.kv_len)
         return;
     // a call without keys of its own may have no memory for dbias, and yet some for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
@@ -93,6 +93,23 @@ static __global__ void __launch_bounds__(row_threads)
         store_vec(dk + d, zeros, aligned);
         store_vec(dv + d, zeros, aligned);
     }
+}
+
+/* What does not depend on lists. Of the blocks of a kv head, the first key_blocks take its keys,
+ * and the others the rows of its query heads, row_blocks for each. */
+template <typename element>
+static __global__ void __launch_bounds__(row_threads)
+    begin_rows(const __grid_constant__ backward_plan plan, const int32_t key_blocks,
+               const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
+    const int64_t head = head_of_block();
+    const int32_t n = (int32_t)blockIdx.x - key_blocks;
+    if (head >= (int64_t)plan.forward.batch * plan.forward.kv_heads)
+        return;
+    if (n < 0)
+        clear_keys(plan, head, (int32_t)blockIdx.x * block_rows, aligned_keys);
+    else
+        find_row_stats<element>(plan, head * plan.forward.group + n / row_blocks,
+                                n % row_blocks * block_rows, aligned_rows);
 }
 
 /* Adds eight channels of a sum to a gradient, and clears the sum. */
@@ -399,34 +416,40 @@ static fdma_status clear_key_sums(const fdma_problem *problem, const backward_pl
     return clear("backward", problem, plan->key_sums, (size_t)total * sizeof(float));
 }
 
+/* The boundary sums are one after the other in the workspace. */
 static fdma_status clear_boundaries(const fdma_problem *problem, const backward_plan *plan) {
+    const boundary_sums &sums = plan->boundary;
+    const size_t before = (size_t)((uintptr_t)sums.dbias - (uintptr_t)sums.dk);
     const size_t dbias_bytes = (size_t)boundary_rows(plan) * sizeof(float);
-    const size_t bytes = dbias_bytes * (size_t)problem->head_dim;
-    FDMA_TRY(clear("backward", problem, plan->boundary.dk, bytes));
-    FDMA_TRY(clear("backward", problem, plan->boundary.dv, bytes));
-    return clear("backward", problem, plan->boundary.dbias, dbias_bytes);
+    return clear("backward", problem, sums.dk, before + dbias_bytes);
+}
+
+static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan) {
+    const int64_t key_heads = problem->batch * problem->kv_heads;
+    const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)block_rows);
+    const int64_t row_blocks = divide_up((int64_t)plan->rows, (int64_t)block_rows);
+    const int64_t blocks = key_blocks + problem->group * row_blocks;
+    const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
+    if (blocks == 0 || key_heads == 0)
+        return FDMA_OK;
+    return launch("backward",
+                  problem->dtype == FDMA_FLOAT16 ? begin_rows<__half> : begin_rows<__nv_bfloat16>,
+                  {grid_of(blocks, key_heads), dim3(row_threads)}, problem, *plan,
+                  (int32_t)key_blocks, (int32_t)row_blocks, aligned, has_aligned_sums(*plan));
 }
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t heads = problem->batch * problem->q_heads;
-    const int64_t key_heads = problem->batch * problem->kv_heads;
+    const bool has_rows = plan->rows > 0 && problem->batch > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
-    if (problem->kv_len > 0 && key_heads > 0)
-        FDMA_TRY(launch("backward", clear_keys, over_rows(problem->kv_len, key_heads), problem,
-                        *plan, has_aligned_sums(*plan)));
-    const bool has_dsink = plan->dsink_logit != NULL && problem->q_heads > 0;
-    const launch_shape by_head = {dim3((uint32_t)problem->q_heads), dim3(row_threads)};
-    if (plan->rows == 0 || heads == 0)
-        return has_dsink ? launch("backward", sum_sinks, by_head, problem, *plan) : FDMA_OK;
-    const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
-    const bool is_half = problem->dtype == FDMA_FLOAT16;
-    FDMA_TRY(clear_boundaries(problem, plan));
-    FDMA_TRY(clear_key_sums(problem, plan));
-    FDMA_TRY(launch("backward", is_half ? find_row_stats<__half> : find_row_stats<__nv_bfloat16>,
-                    over_rows(plan->rows, heads), problem, *plan, aligned));
-    if (has_dsink)
-        FDMA_TRY(launch("backward", sum_sinks, by_head, problem, *plan));
-    return fdma_cuda_build_lists(problem, &plan->forward);
+    if (has_rows) {
+        FDMA_TRY(clear_boundaries(problem, plan));
+        FDMA_TRY(clear_key_sums(problem, plan));
+    }
+    FDMA_TRY(launch_begin_rows(problem, plan));
+    if (plan->dsink_logit != NULL)
+        FDMA_TRY(launch("backward", sum_sinks,
+                        {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));
+    return has_rows ? fdma_cuda_build_lists(problem, &plan->forward) : FDMA_OK;
 }
 
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {
