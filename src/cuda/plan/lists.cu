@@ -186,7 +186,7 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
 
 /* The dynamic shared memory of a thread block of roll_lists. */
 static size_t roll_bytes(const forward_plan &plan, const selection_view &selection) {
-    const int64_t table = selection.shares_table ? table_entries(selection) : 0;
+    const int64_t table = selection.table_fits ? table_entries(selection) : 0;
     const int64_t arriving = (int64_t)selection.block_lists * plan.block_queries;
     return (size_t)(table + arriving) * sizeof(int32_t);
 }
@@ -203,10 +203,10 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.slots = (int32_t)problem->slots;
     const int64_t most_lists = most_rolled_queries / plan->block_queries;
     selection.block_lists = (int32_t)min(divide_up(heads * plan->lists, wanted_blocks), most_lists);
-    selection.shares_table = true;
+    selection.table_fits = true;
     const size_t room = (size_t)fdma_cuda_device(problem->exec.device)->shared_bytes;
     if (roll_bytes(*plan, selection) + sizeof(roll_memory) > room) {
-        selection.shares_table = false;
+        selection.table_fits = false;
         selection.block_lists = 1;
     }
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;

@@ -19,8 +19,8 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/used.cuh"
 
-/* A query block has list_queries queries, which share a list, or more, up to most_block_queries. The
- * rows of one tile may be only some of them. The number is always a power of two. */
+/* A query block has list_queries queries, which share a list, or more, up to most_block_queries.
+ * The rows of one tile may be only some of them. The number is always a power of two. */
 enum { list_queries = 128, most_block_queries = 512 };
 
 /* A selection of so many keys may be made by select/short, which lists them as well, for query

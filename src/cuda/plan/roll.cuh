@@ -91,12 +91,12 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
     }
 }
 
-/* Finds what changes in a list's query block; in round r a thread looks at one arrival. Arrival n is the key at `position` + 1 + n. The first
- * arrival that takes an entry evicts the key that is live there at the list's first position; its
- * claim then stands in the table. The expiry of the evicted key is not read: it is the position of
- * that arrival, or before it where a packed sequence has ended. Unless the list begins with the
- * evicted keys, none is looked for. Misfits are never evicted, because they stand for other
- * keys. */
+/* Finds what changes in a list's query block. Arrival n is the key at `position` + 1 + n; in each
+ * round a thread looks at one of them. The first arrival that takes an entry evicts the key that is
+ * live there at the list's first position; its claim then stands in the table. The expiry of the
+ * evicted key is not read: it is the position of that arrival, or before it where a packed sequence
+ * has ended. Unless the list begins with the evicted keys, none is looked for. Misfits are never
+ * evicted, because they stand for other keys. */
 __device__ static void find_changes(const forward_plan &plan, const head_selection &of,
                                     int32_t slots, int32_t position, const int32_t *arriving,
                                     bool evicted_first, roll_memory *shared) {
@@ -286,14 +286,14 @@ static __global__ void __launch_bounds__(roll_threads, 2)
     if (head >= plan.batch * plan.kv_heads)
         return;
     const head_selection of = selection_of(plan, selection, head);
-    const bool evicted_first = plan.changes != NULL && selection.shares_table;
+    const bool evicted_first = plan.changes != NULL && selection.table_fits;
     int32_t *const lists = plan.list + head * plan.list_head;
     int32_t *const memory = (int32_t *)bytes;
     // without shared memory the table is the list, which is not rolled any further
-    int32_t *const table = selection.shares_table ? memory : lists + first * plan.list_tile;
+    int32_t *const table = selection.table_fits ? memory : lists + first * plan.list_tile;
     if (threadIdx.x == 0) {
         shared.table = table;
-        shared.arriving = memory + (selection.shares_table ? table_entries(selection) : 0);
+        shared.arriving = memory + (selection.table_fits ? table_entries(selection) : 0);
         shared.live = 0;
     }
     for (int32_t s = threadIdx.x; s <= selection.slots; s += roll_threads)

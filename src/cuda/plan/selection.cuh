@@ -12,7 +12,7 @@ struct selection_view {
     int32_t slots;       // that the selection says it uses
     int32_t block_lists; // lists of a thread block
     bool is_global;
-    bool shares_table; // the table of live keys of a thread block is in its shared memory
+    bool table_fits; // shared memory, for the live keys of a thread block
 };
 
 /* The selection of one (b, g). */
