@@ -54,8 +54,9 @@ template <int keys>
 static fdma_status run_with(const fdma_problem *problem, const select_call &call,
                             const forward_plan &plan) {
     using config = short_config<keys>;
+    // not early: beside the blocks of score, several blocks would get the same multiprocessor
     const launch_shape shape = {dim3((unsigned)(problem->batch * problem->kv_heads)),
-                                dim3(config::threads), sizeof(short_memory<config>), start_early};
+                                dim3(config::threads), sizeof(short_memory<config>), start_after};
     return launch("select", select_short<config>, shape, problem, call, plan,
                   numbers_of<const float>(&problem->attending->bias));
 }
