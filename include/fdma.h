@@ -163,10 +163,10 @@
  *              one line: the argument, its value and what is wanted, or why no kernel takes it.
  *
  * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
- * All tensors and the workspace are then memory of that device, which a call checks unless
- * exec.trusted is set; the argument structs are read
- * during the call and stay on the host. The call puts its work on `stream` and returns without
- * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
+ * All tensors and the workspace are then memory of that device. A call checks this unless
+ * exec.trusted is set. The argument structs are read during the call and stay on the host. The call
+ * puts its work on `stream` and returns without reading anything back, so a CUDA graph can capture
+ * it. On a device q, k, v, out and their
  * gradients are float16 or bfloat16: convert float32 tensors first. Only fdma_merge() and its
  * gradients take float32 there. To attend on a device, a selection whose window + recent is smaller
  * than kv_len needs its slots.
@@ -313,10 +313,11 @@ typedef struct fdma_exec {
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
     int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds
                               it, else the CPUs that this process may use */
-    int32_t trusted; /* device only: nonzero: the caller vouches that `device` is current in this
-                              thread, and that it can access all tensors and the workspace. The call
-                              then does not ask the driver, which takes less time on the host. Where
-                              it is not so, the device may fault, or write to the wrong place */
+    int32_t trusted; /* device only. Nonzero: the caller guarantees that `device` is the current
+                              device of this thread, and that all tensors and the workspace are
+                              memory that this device can access. The call then skips these checks,
+                              which saves host time. If the guarantee is false, this call and later
+                              ones may fail, fault, or write to other memory */
     int32_t reserved[3];
 } fdma_exec;
 

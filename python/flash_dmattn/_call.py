@@ -257,7 +257,7 @@ class Prepared:
             outputs[index].zero_()
         if self.index >= 0:
             words[self.stream_at] = self.current_stream(self.index)
-            # tensors tell where they are, and the library need not ask for it
+            # PyTorch knows each tensor's device, so only the current device must be compared
             self.trusted.value = self.current_device() == self.index
         if self.allocates_workspace:
             workspace = allocate((self.workspace_size,), (1,), torch.uint8)

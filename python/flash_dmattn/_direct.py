@@ -65,8 +65,8 @@ class Record(NamedTuple):
     kept: list[int]  # where what is saved is among given inputs and results
     # Where each tensor of the backward operator is among these; the name of one that is bundled.
     sources: list[int | str | None]
-    results: list[int]  # of the backward operator: those that are not absent
-    gradients: list[int | None]  # of each given input: where its gradient is among these
+    results: list[int]  # indices of the backward operator's results that exist
+    gradients: list[int | None]  # for each given input, where its gradient is in `results`
 
 
 class DirectCall:

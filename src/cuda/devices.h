@@ -23,8 +23,8 @@ const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
 
-/* Permits launches of a kernel with so many bytes of dynamic shared memory, or with clusters of
- * more than 8 blocks, on the device, which is the current one. `what` is the call, for messages. */
+/* Allow a kernel so many bytes of dynamic shared memory, or clusters of more than 8 blocks, on
+ * `device`, which must be current. `what` is the call, for messages. */
 fdma_status fdma_permit_shared(const char *what, const void *kernel, int32_t device, size_t bytes);
 fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int32_t device);
 

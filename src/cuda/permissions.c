@@ -1,7 +1,7 @@
 /* What kernels are permitted to take on a device beyond what every kernel may: shared memory, and
- * clusters of more than 8 blocks. A permission lasts until the device is reset, which the library
- * does not expect (cudaDeviceReset() destroys the caller's memory, too). So it is remembered here,
- * and the runtime is asked for it once. */
+ * clusters of more than 8 blocks. A permission lasts until the device is reset, so the runtime is
+ * asked for it once, and it is remembered here. The library does not support cudaDeviceReset()
+ * within a process, which would also destroy the caller's memory. */
 #include "core/error.h"
 #include "cuda/devices.h"
 
@@ -17,14 +17,14 @@ typedef struct permission {
     enum cudaFuncAttribute attribute;
 } permission;
 
-/* A hash table. Where no entry is left among those that a permission may have, the runtime is asked
- * each time. */
+/* A hash table with linear probing. If all permission_tries entries of a permission are taken, it
+ * is not remembered, and the runtime is asked each time. */
 enum { permission_count = 1024, permission_tries = 16 };
 static permission permissions[permission_count];
 static pthread_mutex_t permissions_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The entry of a permission; if it has none, NULL, or the free entry that it can have, if `claims`
- * and there is one. */
+/* Returns the entry of a permission. If it has none: NULL, or with `claims` a free entry for it, if
+ * there is one. */
 static permission *find_entry(const void *kernel, int32_t device, enum cudaFuncAttribute attribute,
                               bool claims) {
     const uintptr_t hash = ((uintptr_t)kernel >> 4) + (uintptr_t)device * 31 + (uintptr_t)attribute;
@@ -49,8 +49,10 @@ static cudaError_t set_attribute(const void *kernel, int32_t device,
     const cudaError_t status = cudaFuncSetAttribute(kernel, attribute, value);
     if (status != cudaSuccess || entry == NULL)
         return status;
-    entry->device = device;
-    entry->attribute = attribute;
+    if (atomic_load(&entry->kernel) == NULL) { // otherwise others read these
+        entry->device = device;
+        entry->attribute = attribute;
+    }
     atomic_store(&entry->value, value);
     atomic_store_explicit(&entry->kernel, kernel, memory_order_release);
     return cudaSuccess;

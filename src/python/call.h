@@ -49,8 +49,8 @@ typedef struct call {
     PyObject *tensor_type, *parameter_type;
     void *(*read_address)(PyObject *tensor); /* data_ptr as PyTorch has it in C++, or NULL */
     uint64_t *stream_word;
-    int32_t *trusted; /* fdma_exec.trusted: tensors tell where they are, so that only the current
-                         device is to be asked for; NULL on the CPU */
+    int32_t *trusted; /* fdma_exec.trusted: PyTorch knows each tensor's device, so only the current
+                         device must be compared; NULL on the CPU */
     library_function *function;
     const void *args;
     Py_ssize_t input_count, output_count, target_count;

@@ -15,7 +15,7 @@ static constexpr int64_t most_splits = 512; // enough for one kv head to fill a 
 /* Splits depend on kv_len, or on the size of a list, alone. out and sum of a partial result are
  * relative to its row_max. */
 struct split_plan {
-    int32_t count; // 1: the split writes out and lse itself
+    int32_t count; // 1 in decode.cu: the split writes out and lse itself, and no merge follows
     int32_t keys;  // of a split
     float *out;    // [batch * kv_heads][q_len * group][count][head_dim]
     float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum

@@ -61,7 +61,7 @@ static inline bool is_aligned(const void *data, int64_t strides) {
 template <typename... Params, typename... Args>
 static fdma_status launch(const char *what, void (*kernel)(Params...), const launch_shape &shape,
                           const fdma_problem *problem, const Args &...args) {
-    // of 48 KB that a block has without permission, what its static shared memory leaves
+    // what a kernel may have without permission: 48 KB, less up to 16 KB of static shared memory
     enum { free_shared_bytes = (48 - 16) * 1024 };
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};

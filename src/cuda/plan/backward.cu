@@ -95,8 +95,9 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     }
 }
 
-/* What does not depend on lists. Of the blocks of a kv head, the first key_blocks take its keys,
- * and the others the rows of its query heads, row_blocks for each. */
+/* Clears the gradients of keys and finds lse and delta of rows: neither needs lists. Of the blocks
+ * of a kv head, the first key_blocks take its keys, and the others its query heads, row_blocks
+ * each. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan, const int32_t key_blocks,

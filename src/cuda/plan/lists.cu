@@ -3,8 +3,8 @@
  *
  * Each slot in use has one live key at any position. So a thread block has a table of live keys by
  * slot. It fills the table for the first position of its first list, from the expiries of all keys
- * up to there, and rolls it through the lists that follow: at each position at most one key enters,
- * in a free slot or in that of the key that it evicts.
+ * of the packed sequence up to there, and rolls it through the lists that follow: at each position
+ * at most one key enters, in a free slot or in that of the key that it evicts.
  *
  * A selection may use more slots than it says (window + recent). The host cannot look, so the rows
  * that would lose a key become NaN: a key whose slot is not one of the table's has a bias of NaN.
@@ -19,7 +19,7 @@
 static constexpr int record_threads = 256;
 static constexpr int count_threads = 256;
 static constexpr int compact_threads = 1024;
-static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
+static constexpr int64_t multiprocessor_blocks = 2; // of roll_lists, as far as there are lists
 
 /* The bias of key j, as an exponent of 2. */
 __device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
@@ -49,7 +49,7 @@ __device__ static key_record misfit_record(const forward_plan &plan, const head_
     return {end == of.kv_len ? INT32_MAX : end, NAN};
 }
 
-/* Writes a key that a global selection keeps to the list, absent ones as ~j. */
+/* Writes a key that a global selection keeps into the list, an absent key as ~j. */
 __device__ static void list_global_key(const selection_view &selection, const head_selection &of,
                                        int32_t *list, int32_t j) {
     const int32_t entry = table_entry(selection, of, j);
@@ -57,10 +57,10 @@ __device__ static void list_global_key(const selection_view &selection, const he
         list[entry] = is_valid(of, j) ? j : ~j;
 }
 
-/* Each thread writes the record of one key, and its entry in a list that all query blocks share. If
- * each query block has its own list, roll_lists makes these, in the launch before this one, and the
- * two run at the same time: records do not depend on lists. This kernel then waits for the lists
- * before it ends, so that the next kernel, which waits for this one, has both. */
+/* Each thread writes the record of one key. If all query blocks share a list, it also writes the
+ * key's entry there. Otherwise roll_lists, launched just before, makes the lists while this kernel
+ * writes records, and one block waits for it at its end. So a kernel that waits for this one has
+ * both. roll_lists has waited for the selection before it let this kernel start. */
 static __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const selection_view selection) {
     const int64_t head = head_of_block();
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(record_threads)
                       table_entry(selection, of, (int32_t)j) < selection.slots;
     plan.records[(int64_t)head * plan.kv_len + j] =
         fits ? key_record{expiry, bias} : misfit_record(plan, of, (int32_t)j);
-    if (plan.list_tile > 0)
+    if (plan.list_tile > 0 && blockIdx.x + blockIdx.y + blockIdx.z == 0)
         griddepcontrol_wait();
     if (plan.list == NULL || plan.list_tile > 0 || plan.entries_before != NULL)
         return;
@@ -201,14 +201,15 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.key_valid = (const uint8_t *)problem->key_valid.data;
     selection.valid_batch = problem->key_valid.stride[0];
     selection.slots = (int32_t)problem->slots;
-    const int64_t most_lists = most_rolled_queries / plan->block_queries;
-    selection.block_lists = (int32_t)min(divide_up(heads * plan->lists, wanted_blocks), most_lists);
-    selection.table_fits = true;
-    const size_t room = (size_t)fdma_cuda_device(problem->exec.device)->shared_bytes;
-    if (roll_bytes(*plan, selection) + sizeof(roll_memory) > room) {
-        selection.table_fits = false;
-        selection.block_lists = 1;
-    }
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
+    const int64_t wanted =
+        divide_up(heads * plan->lists, multiprocessor_blocks * device->multiprocessors);
+    const int64_t table = table_entries(selection) * (int64_t)sizeof(int32_t);
+    const int64_t room = device->shared_bytes - (int64_t)sizeof(roll_memory) - table;
+    const int64_t list_bytes = plan->block_queries * (int64_t)sizeof(int32_t); // of its arrivals
+    const int64_t most = min(room / list_bytes, most_rolled_queries / plan->block_queries);
+    selection.table_fits = room >= list_bytes;
+    selection.block_lists = (int32_t)max(min(wanted, most), (int64_t)1);
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
     return selection;
 }

@@ -137,10 +137,10 @@ static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
     plan->count = (int2 *)last.count.data;
 }
 
-/* How many queries share a list. The fewer lists there are, the sooner they are made. A tile visits
- * a range of its list, and in longer query blocks that range has more keys that have arrived and
- * been evicted since the block began. With the numbers of slots below there are few of these,
- * whatever the scores. With recent keys or in packed sequences there may be many. */
+/* How many queries share a list. Fewer lists are made sooner. But a tile also visits the keys that
+ * have arrived and been evicted again since its query block began, and longer blocks have more of
+ * these. With at least the numbers of slots below they are few, whatever the scores. With recent
+ * keys or in packed sequences they may be many. */
 static int32_t choose_block_queries(const fdma_problem *problem) {
     const int64_t long_slots = 512, longest_slots = 2048;
     const bool many_leave = problem->recent > 0 || is_present(&problem->starts);

@@ -23,7 +23,7 @@
  * The rows of one tile may be only some of them. The number is always a power of two. */
 enum { list_queries = 128, most_block_queries = 512 };
 
-/* A selection of so many keys may be made by select/short, which lists them as well, for query
+/* select/short, which also makes the lists, takes at most so many keys. Its lists are for query
  * blocks of list_queries. */
 enum { most_short_keys = 4096 };
 

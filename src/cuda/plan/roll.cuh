@@ -276,7 +276,7 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
 /* The lists of one thread block. */
 static __global__ void __launch_bounds__(roll_threads, 2)
     roll_lists(const forward_plan plan, const selection_view selection) {
-    extern __shared__ int4 bytes[];
+    extern __shared__ __align__(16) uint8_t bytes[];
     __shared__ roll_memory shared;
     const int64_t head = head_of_block();
     const int32_t first = blockIdx.x * selection.block_lists;
@@ -288,12 +288,12 @@ static __global__ void __launch_bounds__(roll_threads, 2)
     const head_selection of = selection_of(plan, selection, head);
     const bool evicted_first = plan.changes != NULL && selection.table_fits;
     int32_t *const lists = plan.list + head * plan.list_head;
-    int32_t *const memory = (int32_t *)bytes;
-    // without shared memory the table is the list, which is not rolled any further
-    int32_t *const table = selection.table_fits ? memory : lists + first * plan.list_tile;
+    int32_t *const words = (int32_t *)bytes;
+    // if the table does not fit in shared memory, it is the only list of the block
+    int32_t *const table = selection.table_fits ? words : lists + first * plan.list_tile;
     if (threadIdx.x == 0) {
         shared.table = table;
-        shared.arriving = memory + (selection.table_fits ? table_entries(selection) : 0);
+        shared.arriving = words + (selection.table_fits ? table_entries(selection) : 0);
         shared.live = 0;
     }
     for (int32_t s = threadIdx.x; s <= selection.slots; s += roll_threads)

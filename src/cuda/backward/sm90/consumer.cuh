@@ -1,9 +1,9 @@
 /* The consumers of sm90's backward kernel: two warpgroups of 64 slots each. For each step they
  * compute
  *   S^T = K Q^T, dP^T = V dO^T, P = 2^(S - lse), dS = P (dP - delta), dV += P^T dO, dK += dS^T Q
- * with keys as rows, so that P and dS go from registers into the next products; and, from the dS of
- * all slots in shared memory, half of dQ = dS K each: of the channels, or in a step of 128 queries,
- * of these.
+ * with keys as rows, so that P and dS go from registers into the next products. From the dS of all
+ * slots in shared memory each makes half of dQ = dS K: half of the channels, or in the long form
+ * one of the two tiles.
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 

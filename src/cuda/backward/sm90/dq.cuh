@@ -1,4 +1,4 @@
-/* Adds dq of a consumer's channels to the sums of all slot blocks, or writes it where nothing more
+/* Adds the dq that a consumer makes to the sums of all slot blocks, or writes it where nothing more
  * is added. */
 #pragma once
 

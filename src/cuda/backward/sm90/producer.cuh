@@ -325,8 +325,8 @@ template <class config> struct backward_producer {
 
     /* The end of the queries of a block that may see a key of the slots. In the slot pass of
      * packed sequences, if the sequence of the second tile's first query begins inside this
-     * block, no query from that one on sees a key of the slots. The long form, in which a step has
-     * both tiles, does not look. */
+     * block, no query from that one on sees a key of the slots. The long form does not look,
+     * because its steps have both tiles. */
     __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;

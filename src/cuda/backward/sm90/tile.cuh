@@ -26,9 +26,9 @@ enum pass_kind { slot_pass, diagonal_pass, listed_pass };
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
  *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
  *           it too few registers
- *   long    in the slot pass with 64 channels, a step has 128 queries, because one of 64 mostly
- *           waits for one product after the other, and each consumer makes dq of 64 of them;
- *           softcap would leave it too few registers */
+ *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
+ *           queries, because a step of one tile mostly waits for its products. Each consumer makes
+ *           dq of one of the tiles, with all channels. With softcap there are too few registers. */
 template <typename element_, int most_channels, bool softcap, bool drops_, pass_kind kind>
 struct backward_config {
     using element = element_;
@@ -48,11 +48,11 @@ struct backward_config {
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
     static constexpr int own_channels = is_wide ? channels / consumers : channels; // of dk and dv
-    // Channels of dq that dq_sum_of() stores together, and a lane's sums of them: in all passes the
-    // same, of which the narrow form has no registers for more.
+    // dq_sum_of() stores dq in blocks of stored_columns channels, as many in all passes, because
+    // the narrow form has no registers for more. stored_registers: a lane's sums in a block.
     static constexpr int stored_columns = channels > 64 ? 64 : 32;
     static constexpr int stored_registers = q_tile_rows * stored_columns / warpgroup_threads;
-    // Channels of dq of a consumer, and of one product, of which it makes one after the other.
+    // channels of dq that a consumer makes, in dq_products products of dq_columns channels each
     static constexpr int dq_channels = is_long ? channels : channels / consumers;
     static constexpr int dq_columns = is_long ? channels : stored_columns;
     static constexpr int dq_products = dq_channels / dq_columns;

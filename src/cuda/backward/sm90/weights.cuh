@@ -4,7 +4,7 @@
 
 #include "cuda/backward/sm90/rows.cuh"
 
-/* What an array of a step has for the t-th of its tiles. */
+/* The part of a step's array that belongs to its t-th tile. */
 template <int tiles, typename item, int n> __device__ static auto &of_tile(item (&all)[n], int t) {
     using own = item[n / tiles];
     return (own &)all[t * (n / tiles)];

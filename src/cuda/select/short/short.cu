@@ -12,6 +12,8 @@ extern "C" {
 #include "cuda/select/short/kept.cuh"
 #include "cuda/select/short/lists.cuh"
 
+#include <assert.h>
+
 /* The biases of the keys by position, as exponents of 2. Loaded long before they are written. */
 template <class config>
 __device__ static void load_bias(const number_view<const float> &view, uint32_t segment,
@@ -126,6 +128,7 @@ static short_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const short_space space = lay_out(problem, &arena);
+    assert(space.plan.block_queries == list_queries);
     select_call call = describe_select(problem, {}, NULL);
     call.slot = numbers_of<int32_t>(&problem->slot); // also with recent keys
     if (problem->batch == 0 || problem->kv_len == 0)
