@@ -83,11 +83,11 @@ static problem long_problem(uint64_t *state, fdma_dtype dtype) {
     return x;
 }
 
-static void check_random(int cases, problem (*random)(uint64_t *state, fdma_dtype dtype)) {
+static void check_random(int count, problem (*make)(uint64_t *state, fdma_dtype dtype)) {
     uint64_t state = 31;
     int taken = 0;
-    for (int i = 0; i < cases && test_state.failures < test_reports; i++) {
-        const problem x = random(&state, test_dtypes[1 + i % 2]);
+    for (int i = 0; i < count && test_state.failures < test_reports; i++) {
+        const problem x = make(&state, test_dtypes[1 + i % 2]);
         const attended want = problem_attend(&x, "reference", 1);
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
             test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d, gap %g"
@@ -103,7 +103,7 @@ static void check_random(int cases, problem (*random)(uint64_t *state, fdma_dtyp
         }
         test_free_all();
     }
-    CHECK(taken >= cases);
+    CHECK(taken >= count);
 }
 
 static void random_selections_are_attended_to(void) {
