@@ -162,9 +162,9 @@ int fits(const call *self, PyObject *given, uint64_t *addresses) {
 
 /* ---- the call ---- */
 
-/* Whether the call's device is the current one, 1 for the CPU, or -1 with an exception. On a device
- * also the current stream of it. */
-static int look_at_device(const call *self, uint64_t *stream) {
+/* Returns whether the call's device is the current one: 1 for the CPU; -1 with an exception set. On
+ * a device it also writes that device's current stream. */
+static int is_device_current(const call *self, uint64_t *stream) {
     if (self->device == Py_None)
         return 1;
     PyObject *found = PyObject_CallFunctionObjArgs(self->stream, self->device, NULL);
@@ -195,7 +195,7 @@ static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *ad
 
 PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
     uint64_t stream = 0;
-    const int is_current = look_at_device(self, &stream);
+    const int is_current = is_device_current(self, &stream);
     if (is_current < 0)
         return NULL;
     PyObject *allocate = is_current ? self->allocate : self->elsewhere;
