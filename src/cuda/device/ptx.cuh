@@ -92,9 +92,9 @@ __device__ static void cp_async_bulk_wait_group_read(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/* Waits until this thread's bulk operations are over. */
-__device__ static void cp_async_bulk_wait_group(void) {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+/* Waits until at most `pending` of this thread's last groups of bulk operations are not over. */
+template <int pending> __device__ static void cp_async_bulk_wait_group(void) {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 __device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
@@ -134,11 +134,6 @@ __device__ static void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
 /* Orders earlier ordinary writes to shared memory before accesses by wgmma or TMA. */
 __device__ static void fence_proxy_async(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/* The same for all memory. */
-__device__ static void fence_proxy_async_all(void) {
-    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 template <uint32_t registers> __device__ static void setmaxnreg_dec(void) {
@@ -400,7 +395,7 @@ __device__ static void red_add_x8(element *address, const uint32_t (&words)[4]) 
 
 /* Orders this thread's earlier accesses to device memory before its later ones, also as seen by
  * threads that synchronise with it. */
-__device__ static void fence_acq_rel_gpu(void) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ static void fence_release_gpu(void) { asm volatile("fence.release.gpu;" ::: "memory"); }
 
 __device__ static uint32_t ld_acquire_gpu(const uint32_t *address) {
     uint32_t value;

@@ -18,11 +18,11 @@ template <class config> __device__ static void init_barriers(backward_memory<con
     }
     mbarrier_init(&memory->dq_ready, 1);
     mbarrier_init(&memory->dq_free, warps);
+    mbarrier_init(&memory->turn_begun, 1);
+    mbarrier_init(&memory->dq_added, warps);
     mbarrier_init(&memory->slots_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_free, warps);
-    for (int i = 0; i < config::consumers; i++)
-        memory->held_semaphore[i] = -1;
     fence_mbarrier_init();
 }
 
@@ -107,7 +107,7 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     if (is_present(&problem->attn_mask))
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
     if (problem->deterministic)
-        task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
+        task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles);
     task.pass.slot_blocks = task.plan.slots / config::slots;
     const int64_t blocks = (int64_t)task.pass.slot_blocks * task.plan.partitions;
     // with semaphores a block waits for others, which must not start after it
@@ -130,7 +130,7 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
         return FDMA_OK;
     if (task.pass.dq_semaphore != NULL) // each pass counts from 0
         FDMA_TRY(clear("backward", problem, task.pass.dq_semaphore,
-                       (size_t)task.tiles * config::consumers * sizeof(uint32_t)));
+                       (size_t)task.tiles * sizeof(uint32_t)));
     return launch("backward", differentiate<config>,
                   {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory)}, problem,
                   task.plan, task.pass, softcap_scale);
@@ -141,11 +141,14 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
     const backward_plan &plan = task.plan;
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
-    task.pass.visits = !plan.is_rolling                        ? by_head
-                       : plan.forward.sequences.ranges == NULL ? descending
-                                                               : ascending;
+    const bool is_packed = plan.forward.sequences.ranges != NULL;
+    const bool is_ordered = task.pass.dq_semaphore != NULL;
+    if (plan.is_rolling)
+        task.pass.visits = is_packed ? ascending : descending;
+    else // in order, the blocks of a head begin with a query block that all of them see
+        task.pass.visits = is_packed || !is_ordered ? by_head : descending;
     if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
-        task.pass.dq_semaphore == NULL) // twice the blocks that run at the same time
+        !(is_packed && is_ordered)) // twice the blocks that run at the same time
         task.pass.head_group = (int32_t)divide_up(
             (int64_t)2 * fdma_cuda_device(problem->exec.device)->multiprocessors, slot_blocks);
     if (task.order != NULL && task.pass.slot_blocks > 0)

@@ -299,12 +299,12 @@ template <class config> struct backward_consumer {
     /* Adds dq of a step, whose first channels have been multiplied. */
     __device__ void add_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
                            const step_header &header, dq_tile &dq) {
-        adder().add(plan, pass, header, dq);
+        adder().add(plan, pass, step, header, dq);
 #pragma unroll 1
         for (int n = 1; n < config::dq_products; n++) {
             issue_dq(dq, step, n);
             wgmma_wait_group<0>();
-            adder().add(plan, pass, header, dq, n);
+            adder().add(plan, pass, step, header, dq, n);
         }
     }
 
@@ -396,17 +396,17 @@ template <class config> struct backward_consumer {
         return now;
     }
 
-    __device__ void multiply_wide(const backward_plan &plan, const backward_pass &pass, int32_t now,
-                                  const step_header &header) {
+    __device__ void multiply_wide(const backward_plan &plan, const backward_pass &pass,
+                                  int32_t step, const step_header &header) {
         dq_tile dq;
-        issue_dq(dq, now);
-        issue_sums(dv, memory->p, memory->dout[stage_of(now)]);
+        issue_dq(dq, step);
+        issue_sums(dv, memory->p, memory->dout[stage_of(step)]);
         wgmma_wait_group<1>();
-        adder().add(plan, pass, header, dq);
-        issue_dq(dq, now, 1);
-        issue_sums(dk, ds_block(now), memory->q[stage_of(now)]);
+        adder().add(plan, pass, step, header, dq);
+        issue_dq(dq, step, 1);
+        issue_sums(dk, ds_block(step), memory->q[stage_of(step)]);
         wgmma_wait_group<1>();
-        adder().add(plan, pass, header, dq, 1);
+        adder().add(plan, pass, step, header, dq, 1);
         wgmma_wait_group<0>();
     }
 
@@ -461,9 +461,10 @@ template <class config> struct backward_consumer {
             else
                 step = run_generation(plan, pass, step);
         }
-        if (pass.dq_semaphore != NULL)
-            adder().release_semaphore(pass);
-        if (config::stages_dq && threadIdx.x % 32 == 0)
+        if (config::stages_dq && threadIdx.x % 32 == 0) {
             cp_async_bulk_wait_group_read(); // of shared memory, before it is another block's
+            if (pass.dq_semaphore != NULL)
+                adder().template confirm_added<0>();
+        }
     }
 };

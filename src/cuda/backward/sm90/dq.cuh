@@ -17,33 +17,6 @@ template <class config> struct dq_adder {
     backward_memory<config> *memory;
     int32_t index; // of the consumer
 
-    /* Lets the next slot block add to the tile that this consumer has added to, if there is one. */
-    __device__ void release_semaphore(const backward_pass &pass) {
-        if (config::stages_dq && threadIdx.x % 32 == 0) {
-            cp_async_bulk_wait_group();
-            fence_proxy_async_all();
-        }
-        fence_acq_rel_gpu(); // costs little, as the additions were issued a step ago
-        sync_consumer(index);
-        if (threadIdx.x % warpgroup_threads == 0 && memory->held_semaphore[index] >= 0)
-            st_relaxed_gpu(&pass.dq_semaphore[memory->held_semaphore[index]],
-                           memory->held_order[index] + 1);
-    }
-
-    /* Waits until dq_order slot blocks have added to a tile. */
-    __device__ void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
-                                      const step_header &header) {
-        release_semaphore(pass);
-        if (threadIdx.x % warpgroup_threads == 0) {
-            const uint32_t order = header.dq_order;
-            while (ld_acquire_gpu(&pass.dq_semaphore[semaphore]) != order) {
-            }
-            memory->held_semaphore[index] = semaphore;
-            memory->held_order[index] = order;
-        }
-        sync_consumer(index);
-    }
-
     /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
      * the additions of this pass, and those of the slot pass are over. is_loaded: `from` is in
      * shared memory, instead of dq_sum. */
@@ -82,9 +55,16 @@ template <class config> struct dq_adder {
             release(&memory->dq_free);
     }
 
+    /* Tells the producer that all dq but that of the last `pending` steps has been added. By the
+     * first lane of a warp. */
+    template <int pending> __device__ void confirm_added(void) {
+        cp_async_bulk_wait_group<pending>();
+        mbarrier_arrive(&memory->dq_added);
+    }
+
     /* Adds dq to dq_sum by a bulk operation of each warp. The wait until the previous one has read
      * its rows is short, because that was issued a step ago. */
-    __device__ void add_bulk(const dq_tile &dq, float *to) {
+    __device__ void add_bulk(const dq_tile &dq, float *to, bool is_ordered, int32_t step) {
         const int32_t lane = threadIdx.x % 32;
         float *const own = memory->dq[index][threadIdx.x % warpgroup_threads / 32];
         if (lane == 0)
@@ -97,8 +77,12 @@ template <class config> struct dq_adder {
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
+            if (is_ordered)
+                wait(&memory->turn_begun, step & 1);
             cp_reduce_async_bulk_add(to, shared_address(own), config::dq_registers * 32 * 4);
             cp_async_bulk_commit_group();
+            if (is_ordered)
+                confirm_added<1>();
         }
     }
 
@@ -114,7 +98,7 @@ template <class config> struct dq_adder {
 
     /* Adds the n-th product of dq of this consumer to dq_sum, or writes it if nothing more is added
      * to it. */
-    __device__ void add(const backward_plan &plan, const backward_pass &pass,
+    __device__ void add(const backward_plan &plan, const backward_pass &pass, int32_t step,
                         const step_header &header, const dq_tile &dq, int n = 0) {
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
         // in the long form a consumer has all channels of one tile
@@ -130,11 +114,12 @@ template <class config> struct dq_adder {
             write_last_dq<false>(plan, header, own, dq, n);
             return;
         }
-        if (pass.dq_semaphore != NULL && n == 0)
-            acquire_semaphore(pass, tile * config::consumers + index, header);
-        if constexpr (config::stages_dq)
-            add_bulk(dq, to);
-        else
+        const bool is_ordered = config::is_slot && pass.dq_semaphore != NULL;
+        if (is_ordered && !config::stages_dq && n == 0)
+            wait(&memory->turn_begun, step & 1);
+        if constexpr (!config::stages_dq)
             add_vectors(dq, own);
+        else
+            add_bulk(dq, to, is_ordered, step);
     }
 };

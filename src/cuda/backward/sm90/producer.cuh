@@ -3,13 +3,14 @@
  * tile of a step. */
 #pragma once
 
-#include "cuda/backward/sm90/tile.cuh"
+#include "cuda/backward/sm90/turns.cuh"
 
 static constexpr int32_t past_end = -2; // in place of a slot's key after the last query block
 
 /* The consumers leave few registers, so what can be found again is not kept. */
 template <class config> struct backward_producer {
-    static constexpr int barrier = 1; // of the producer's warps
+    static constexpr int barrier = 1;          // of the producer's warps
+    static constexpr int turn_thread = 3 * 32; // that runs dq_turns
 
     backward_memory<config> *memory;
     int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
@@ -221,16 +222,11 @@ template <class config> struct backward_producer {
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
-        const uint32_t order =
-            pass.dq_semaphore == NULL
-                ? 0
-                : dq_order(plan, pass, tile * q_tile_rows / plan.forward.block_queries);
         const bool writes = config::is_diagonal && writes_dq(plan, tile);
         const bool is_first = progress()->now.block % config::diagonal_blocks == 0;
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         memory->header[stage] = {head * pass.tiles + tile,
                                  plan.forward.by_position ? first : 0,
-                                 order,
                                  progress()->changes != 0,
                                  first % 2 != 0,
                                  writes,
@@ -305,22 +301,35 @@ template <class config> struct backward_producer {
         if constexpr (config::step_writers > 0)
             if (config::is_listed || warp == 3)
                 release(&memory->step_ready[stage]);
+        if (config::is_slot && pass.dq_semaphore != NULL && threadIdx.x == turn_thread)
+            take_turn(plan, pass, h, tile);
         if (count_step(ends_block))
             load_keys(plan);
     }
 
-    /* How many slot blocks add to dq of a query block before this one does. Where lists roll, all
-     * lower slot blocks do: lower slots become visible no later, and a slot block visits every
-     * query block from its first one on, even if the selection is corrupt. slot_block is returned
-     * in two places because returning it in one spills a register. */
+    /* How many slot blocks add to dq of a query block before this one does: all lower ones, as
+     * lower slots become visible no later, and a slot block visits every query block from its
+     * first one on, even if the selection is corrupt. by_head, all higher ones that are visible:
+     * with packed sequences lower ones may not be. */
     __device__ uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
                                  int32_t query_block) const {
         const backward_work &work = memory->work;
-        if (plan.is_rolling)
+        if (pass.visits != by_head)
             return work.slot_block;
         const int32_t visible = min(visible_slots(plan, work, query_block), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
         return active - 1 - work.slot_block;
+    }
+
+    __device__ dq_turns<config> turns(void) const { return {memory}; }
+
+    /* By one thread. */
+    __device__ void take_turn(const backward_plan &plan, const backward_pass &pass, int32_t h,
+                              int32_t tile) {
+        const int32_t head = memory->work.b * plan.forward.q_heads + h;
+        const int32_t query_block = tile * q_tile_rows / plan.forward.block_queries;
+        turns().take(pass, progress()->step,
+                     {head * pass.tiles + tile, dq_order(plan, pass, query_block)});
     }
 
     /* The end of the queries of a block that may see a key of the slots. In the slot pass of
@@ -466,9 +475,11 @@ template <class config> struct backward_producer {
             generation++;
             publish_slots(plan, memory->next[own_slot()]);
             if (memory->next[own_slot()] == past_end)
-                return;
+                break;
             // the first keys are loaded after one step, as no others must be released
             progress()->steps_ahead = generation == 0 ? config::stages - 2 : 0;
         }
+        if (config::is_slot && pass.dq_semaphore != NULL && threadIdx.x == turn_thread)
+            turns().take_last(pass, progress()->step);
     }
 };

@@ -112,8 +112,8 @@ struct backward_pass {
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     int32_t list_splits;    // thread blocks that share a list in the listed pass
     float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, see dq_sum_of()
-    uint32_t *dq_semaphore; // of each tile and consumer: how many slot blocks have added to
-                            // dq_sum; NULL: they add in any order
+    uint32_t *dq_semaphore; // of each tile: how many slot blocks have added to dq_sum; a step has
+                            // that of its first tile; NULL: they add in any order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
     const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
@@ -143,16 +143,23 @@ struct alignas(16) slot_record {
 
 /* What the producer tells the consumers of a step. */
 struct alignas(16) step_header {
-    int32_t tile;      // the first one of the step, among those of all heads
-    int32_t first;     // position of its first query; 0 if all queries see the same keys
-    uint32_t dq_order; // how many slot blocks add to dq_sum before this one
-    bool is_last;      // of its generation
-    bool is_odd;       // the position of its first query
-    bool writes_dq;    // in the diagonal pass: it is the last step that adds to dq of its queries
-    bool is_only;      // it is also the first one, so that the sums are loaded to shared memory
-    bool dq_phase;     // if is_only: the parity of dq_ready to wait for
+    int32_t tile;   // the first one of the step, among those of all heads
+    int32_t first;  // position of its first query; 0 if all queries see the same keys
+    bool is_last;   // of its generation
+    bool is_odd;    // the position of its first query
+    bool writes_dq; // in the diagonal pass: it is the last step that adds to dq of its queries
+    bool is_only;   // it is also the first one, so that the sums are loaded to shared memory
+    bool dq_phase;  // if is_only: the parity of dq_ready to wait for
     int32_t h, head_tile; // of the tile
 };
+
+/* Of a step, with semaphores. */
+struct dq_turn {
+    int32_t tile;   // whose semaphore it has
+    uint32_t order; // how many slot blocks add to dq_sum before this one
+};
+
+static constexpr int most_turns = 4; // that have not ended
 
 // slot records of three generations: the one being written out, the current one, the next one
 static constexpr int slots_buffers = 3;
@@ -206,13 +213,12 @@ template <class config> struct backward_memory {
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
     backward_work work;
-    tile_list kept_list; // of the listed pass
-    // of each consumer: the semaphore that it holds, or -1, and its own number in that order
-    int32_t held_semaphore[config::consumers];
-    uint32_t held_order[config::consumers];
-    int32_t is_over; // 1: no generation follows
+    tile_list kept_list;       // of the listed pass
+    dq_turn turns[most_turns]; // of the last steps
+    int32_t is_over;           // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
-    uint64_t dq_ready, dq_free;                  // of loads_dq
+    uint64_t dq_ready, dq_free;    // of loads_dq
+    uint64_t turn_begun, dq_added; // of a step, with semaphores; dq_added: with stages_dq
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
@@ -318,8 +324,7 @@ __device__ static int32_t work_in_group(const backward_pass &pass, int32_t id, i
 }
 
 /* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
- * that waits for the dq of another one comes after it: slot blocks add in reverse where lists do
- * not roll, so there they start in reverse. */
+ * that waits for the dq of another one comes after it: see dq_order(). */
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
@@ -330,7 +335,7 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
         id = work_in_group(pass, id, heads);
     const int32_t n = id / pass.slot_blocks, block = id % pass.slot_blocks;
     backward_work work;
-    const bool is_reversed = pass.dq_semaphore != NULL && !plan.is_rolling;
+    const bool is_reversed = pass.dq_semaphore != NULL && pass.visits == by_head;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
     work.first_slot = work.slot_block * config::slots;
     work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;

@@ -149,9 +149,8 @@ static inline void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
 }
 
 static inline void fence_proxy_async() {}
-static inline void fence_proxy_async_all() {}
 static inline void cp_async_bulk_commit_group() {}
-static inline void cp_async_bulk_wait_group() {}
+template <int> static inline void cp_async_bulk_wait_group() {}
 static inline void cp_async_bulk_wait_group_read() {}
 template <uint32_t registers> static void setmaxnreg_dec() {}
 template <uint32_t registers> static void setmaxnreg_inc() {}
@@ -334,4 +333,4 @@ static inline void red_add_x8(element *address, const uint32_t (&words)[4]) {
             from_float<element>(float_of<element>(address + i) + unpacked<element>(words, i));
 }
 
-static inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static inline void fence_release_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
