@@ -109,8 +109,8 @@ static const struct {
     {"attention, more keys", call_attention, &more, {3, 0, 7, 0, 1}},
     {"recorded, few keys", call_recorded, &few, {3, 0, 11, 0, 1}},
     {"recorded, more keys", call_recorded, &more, {3, 0, 11, 0, 1}},
-    {"backward, few keys", call_backward, &few, {9, 1, 17, 0, 1}},
-    {"backward, more keys", call_backward, &more, {10, 2, 17, 0, 1}},
+    {"backward, few keys", call_backward, &few, {9, 0, 17, 0, 1}},
+    {"backward, more keys", call_backward, &more, {10, 0, 17, 0, 1}},
 };
 
 static void make(call *x, call_kind kind, const call_sizes *sizes) {

@@ -4,13 +4,11 @@
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #include "cuda/device/rows.cuh"
 #include "cuda/device/softmax.cuh"
-#include "cuda/plan/backward.cuh"
+#include "cuda/plan/boundaries.cuh"
 
 extern "C" {
 #include "core/pair_sums.h"
 }
-
-static constexpr int boundary_threads = 128;
 
 /* Writes row_lse and row_delta of the rows of a query head from row `first` on. row_lanes lanes
  * take a row. */
@@ -95,80 +93,37 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     }
 }
 
-/* Clears the gradients of keys and finds lse and delta of rows: neither needs lists. Of the blocks
- * of a kv head, the first key_blocks take its keys, and the others its query heads, row_blocks
- * each. */
+/* Clears what thread block n of `blocks` has of a range. */
+__device__ static void clear_slice(const cleared_range &range, int64_t n, int64_t blocks) {
+    const int64_t each = divide_up(range.vecs, blocks), end = min((n + 1) * each, range.vecs);
+    for (int64_t i = n * each + threadIdx.x; i < end; i += row_threads)
+        range.data[i] = make_float4(0, 0, 0, 0);
+}
+
+/* Clears sums and the gradients of keys, and finds lse and delta of rows: none of it needs lists.
+ * Of the blocks of a kv head, the first key_blocks take its keys, and the others its query heads,
+ * row_blocks each.
+ *
+ * It may run while the lists are made. One block waits for them at its end, so that a kernel that
+ * waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
     const int64_t head = head_of_block();
     const int32_t n = (int32_t)blockIdx.x - key_blocks;
-    if (head >= (int64_t)plan.forward.batch * plan.forward.kv_heads)
+    const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
+    if (head >= heads)
         return;
+    for (const cleared_range &range : plan.cleared)
+        clear_slice(range, head * gridDim.x + blockIdx.x, heads * gridDim.x);
     if (n < 0)
         clear_keys(plan, head, (int32_t)blockIdx.x * block_rows, aligned_keys);
     else
         find_row_stats<element>(plan, head * plan.forward.group + n / row_blocks,
                                 n % row_blocks * block_rows, aligned_rows);
-}
-
-/* Adds eight channels of a sum to a gradient, and clears the sum. */
-template <typename element>
-__device__ static void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
-    float old[vec_channels];
-    load_vec(old, to, aligned);
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++) {
-        old[x] += sum[x];
-        sum[x] = 0;
-    }
-    store_vec(to, old, aligned);
-}
-
-/* Adds eight channels to a sum. */
-__device__ static void sum_channels(float (&sum)[vec_channels], const float *from) {
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++)
-        sum[x] += from[x];
-}
-
-/* Adds the boundary sums of each key, in order, and the total to the key's gradients. A warp takes
- * a slot, a lane eight channels. */
-template <typename element>
-static __global__ void __launch_bounds__(boundary_threads)
-    add_boundaries(const __grid_constant__ backward_plan plan, const bool aligned) {
-    const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
-    const int32_t slot = blockIdx.x * (boundary_threads / 32) + threadIdx.x / 32;
-    const int32_t lane = threadIdx.x % 32, d = lane * vec_channels;
-    if (head >= (int64_t)forward.batch * forward.kv_heads || slot >= plan.slots)
-        return;
-    float dk[vec_channels] = {}, dv[vec_channels] = {}, dbias = 0;
-    int32_t key = key_in_slot(plan, head, plan.partition_lists, slot);
-    for (int32_t n = 1; n < plan.partitions; n++) {
-        const bool is_last = n + 1 == plan.partitions;
-        const int32_t next =
-            is_last ? -1 : key_in_slot(plan, head, (n + 1) * plan.partition_lists, slot);
-        const int64_t row = boundary_row(plan, head, n, slot);
-        if (is_key(key, forward.kv_len)) {
-            if (d < forward.head_dim) {
-                sum_channels(dk, plan.boundary.dk + row * forward.head_dim + d);
-                sum_channels(dv, plan.boundary.dv + row * forward.head_dim + d);
-            }
-            dbias += plan.boundary.dbias[row];
-        }
-        if (is_key(key, forward.kv_len) && next != key) {
-            if (d < forward.head_dim) {
-                add_channels(dk_of_key<element>(plan, b, g, key) + d, dk, aligned);
-                add_channels(dv_of_key<element>(plan, b, g, key) + d, dv, aligned);
-            }
-            if (plan.dbias.data != NULL && lane == 0)
-                *dbias_of_key(plan, b, g, key) += dbias;
-            dbias = 0;
-        }
-        key = next;
-    }
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0)
+        griddepcontrol_wait();
 }
 
 /* Adds eight channels of a row of key_sums, from channel d on, times scale to a gradient. */
@@ -378,13 +333,13 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
         plan.boundary.dk = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
         plan.boundary.dv = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
         plan.boundary.dbias = take<float>(arena, boundary_rows(&plan));
+        // one after the other in the workspace
+        const size_t before =
+            (size_t)((uintptr_t)plan.boundary.dbias - (uintptr_t)plan.boundary.dk);
+        plan.cleared[0] = cleared_floats(plan.boundary.dk,
+                                         (int64_t)(before / sizeof(float)) + boundary_rows(&plan));
     }
     return plan;
-}
-
-/* Floats of key_sums. */
-static int64_t key_sum_total(const fdma_problem *problem, int32_t channels) {
-    return problem->batch * problem->kv_heads * problem->kv_len * 2 * channels;
 }
 
 void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdma_arena *arena,
@@ -409,23 +364,13 @@ void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdm
 void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma_arena *arena,
                              backward_plan *plan) {
     plan->sum_channels = channels;
-    plan->key_sums = take<float>(arena, key_sum_total(problem, channels));
+    const int64_t floats = problem->batch * problem->kv_heads * problem->kv_len * 2 * channels;
+    plan->key_sums = take<float>(arena, floats);
+    plan->cleared[0] = cleared_floats(plan->key_sums, floats);
 }
 
-static fdma_status clear_key_sums(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t total = key_sum_total(problem, plan->sum_channels);
-    return clear("backward", problem, plan->key_sums, (size_t)total * sizeof(float));
-}
-
-/* The boundary sums are one after the other in the workspace. */
-static fdma_status clear_boundaries(const fdma_problem *problem, const backward_plan *plan) {
-    const boundary_sums &sums = plan->boundary;
-    const size_t before = (size_t)((uintptr_t)sums.dbias - (uintptr_t)sums.dk);
-    const size_t dbias_bytes = (size_t)boundary_rows(plan) * sizeof(float);
-    return clear("backward", problem, sums.dk, before + dbias_bytes);
-}
-
-static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan) {
+static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan,
+                                     launch_start start) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
     const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)block_rows);
     const int64_t row_blocks = divide_up((int64_t)plan->rows, (int64_t)block_rows);
@@ -435,22 +380,22 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
         return FDMA_OK;
     return launch("backward",
                   problem->dtype == FDMA_FLOAT16 ? begin_rows<__half> : begin_rows<__nv_bfloat16>,
-                  {grid_of(blocks, key_heads), dim3(row_threads)}, problem, *plan,
+                  {grid_of(blocks, key_heads), dim3(row_threads), 0, start}, problem, *plan,
                   (int32_t)key_blocks, (int32_t)row_blocks, aligned, has_aligned_sums(*plan));
 }
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
+    // these lists' kernels start the next one once what precedes the call has ended
+    const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
-    if (has_rows) {
-        FDMA_TRY(clear_boundaries(problem, plan));
-        FDMA_TRY(clear_key_sums(problem, plan));
-    }
-    FDMA_TRY(launch_begin_rows(problem, plan));
+    if (has_rows)
+        FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
+    FDMA_TRY(launch_begin_rows(problem, plan, rolls ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,
                         {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));
-    return has_rows ? fdma_cuda_build_lists(problem, &plan->forward) : FDMA_OK;
+    return FDMA_OK;
 }
 
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {
@@ -468,8 +413,6 @@ fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_p
                             has_aligned_sums(*plan));
     if (plan->partitions == 1)
         return FDMA_OK;
-    return launch(
-        "backward", is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,
-        {grid_of(divide_up(plan->slots, boundary_threads / 32), key_heads), dim3(boundary_threads)},
-        problem, *plan, has_aligned_sums(*plan));
+    return is_half ? launch_add_boundaries<__half>(problem, *plan)
+                   : launch_add_boundaries<__nv_bfloat16>(problem, *plan);
 }

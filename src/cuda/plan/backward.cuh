@@ -37,6 +37,17 @@ struct boundary_sums {
     float *dbias;
 };
 
+/* Sums in the workspace that are zero at first. */
+struct cleared_range {
+    float4 *data;
+    int64_t vecs;
+};
+
+/* floats: a multiple of 4, aligned to 16 bytes. */
+static inline cleared_range cleared_floats(float *data, int64_t floats) {
+    return {(float4 *)data, floats / 4};
+}
+
 /* How kernels write dattn_bias. */
 enum pair_writing {
     pairs_added,  // to float32 zeros, by any lanes in any order
@@ -64,7 +75,8 @@ struct backward_plan {
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len
     boundary_sums boundary;
-    int32_t rows;  // q_len rounded up to a multiple of list_queries
+    cleared_range cleared[2]; // boundary or key_sums; and the kernel's own sums, if it has any
+    int32_t rows;             // q_len rounded up to a multiple of list_queries
     int32_t slots; // of a list, or keys of a list that is shared, rounded up to whole slot blocks
     int32_t partitions;
     int32_t partition_lists; // query blocks of a partition; the last may have fewer
@@ -178,7 +190,7 @@ void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdm
                           backward_plan *plan);
 
 /* Fills in lists, records, row_lse and row_delta, and clears dk and dv (unless they accumulate),
- * dbias, the boundary sums and key_sums, and dattn_bias or its sums. */
+ * dbias, what plan->cleared names, and dattn_bias or its sums. */
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan);
 
 /* Takes key_sums from the arena. */

@@ -34,6 +34,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     backward_memory<config> *const memory = (backward_memory<config> *)bytes;
     // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
+    griddepcontrol_wait(); // for the kernel before it
     if (threadIdx.x == 0) {
         init_barriers(memory);
         memory->work = find_work<config>(plan, pass);
@@ -103,7 +104,9 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
                                         {config::slots, most_partitions, config::most_queries});
     task.pass.tiles = task.plan.rows / q_tile_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
-    task.pass.dq_sum = take<float>(arena, task.tiles * q_tile_rows * config::channels);
+    const int64_t dq_floats = task.tiles * q_tile_rows * config::channels;
+    task.pass.dq_sum = take<float>(arena, dq_floats);
+    task.plan.cleared[1] = cleared_floats(task.pass.dq_sum, dq_floats);
     if (is_present(&problem->attn_mask))
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
     if (problem->deterministic)
@@ -132,8 +135,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
         FDMA_TRY(clear("backward", problem, task.pass.dq_semaphore,
                        (size_t)task.tiles * sizeof(uint32_t)));
     return launch("backward", differentiate<config>,
-                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory)}, problem,
-                  task.plan, task.pass, softcap_scale);
+                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory), start_early},
+                  problem, task.plan, task.pass, softcap_scale);
 }
 
 template <class config>
@@ -210,8 +213,6 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         return FDMA_OK;
     FDMA_TRY(make_row_map("backward", &problem->q, q_tile_rows, &pass.q));
     FDMA_TRY(make_row_map("backward", &problem->dout, q_tile_rows, &pass.dout));
-    FDMA_TRY(clear("backward", problem, pass.dq_sum,
-                   (size_t)task.tiles * q_tile_rows * config::channels * sizeof(float)));
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
