@@ -13,7 +13,8 @@ extern "C" {
 static constexpr size_t least_shared_bytes = 99 * 1024;
 
 /* When a kernel may start: after the one ahead of it in the stream has ended, or earlier, in which
- * case it waits for that one itself, by griddepcontrol_wait(). */
+ * case it waits for that one itself, by griddepcontrol_wait(). If it needs nothing of that one, a
+ * single thread block may wait, at its end, so that whoever waits for this kernel has both. */
 enum launch_start { start_after, start_early };
 
 struct launch_shape {

@@ -24,7 +24,8 @@ __device__ static void griddepcontrol_wait() {
 }
 
 /* Lets the next kernel in the stream start, if it is launched with start_early. Call it after
- * griddepcontrol_wait(), so that every kernel before this one has ended by then. */
+ * griddepcontrol_wait(), so that every kernel before this one has ended by then; or earlier, if the
+ * kernel before this one has called both in that order, and the next one needs nothing of it. */
 __device__ static void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -393,8 +394,8 @@ __device__ static void red_add_x8(element *address, const uint32_t (&words)[4]) 
                  : "memory");
 }
 
-/* Orders this thread's earlier accesses to device memory before its later ones, also as seen by
- * threads that synchronise with it. */
+/* Orders this thread's earlier accesses to device memory, and those that it knows of, before its
+ * later stores, as seen by threads that acquire one of these. */
 __device__ static void fence_release_gpu(void) { asm volatile("fence.release.gpu;" ::: "memory"); }
 
 __device__ static uint32_t ld_acquire_gpu(const uint32_t *address) {

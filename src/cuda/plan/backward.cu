@@ -104,8 +104,8 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
  * Of the blocks of a kv head, the first key_blocks take its keys, and the others its query heads,
  * row_blocks each.
  *
- * It may run while the lists are made. One block waits for them at its end, so that a kernel that
- * waits for this one has them. */
+ * It may run while roll_lists makes the lists. One block waits for them at its end, so that a
+ * kernel that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan, const int32_t key_blocks,
@@ -386,7 +386,7 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // these lists' kernels start the next one once what precedes the call has ended
+    // roll_lists lets later kernels start only after it has waited for what precedes the call
     const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)

@@ -26,8 +26,9 @@ __device__ static int32_t key_at_boundary(const backward_plan &plan, int64_t hea
 }
 
 /* Adds the boundary sums of each key, in order, and the total to the key's gradients. For each slot
- * and boundary some lanes take dk, and as many others dv, eight channels each. They have the sums
- * of the key that is live there, if it is not live at the next boundary. */
+ * and boundary some lanes take dk, and as many others dv, eight channels each. They add up all
+ * boundary sums of the key that is live there, unless it is live at the next boundary too, whose
+ * lanes then do so. */
 template <typename element, int lanes>
 static __global__ void __launch_bounds__(boundary_threads)
     add_boundaries(const __grid_constant__ backward_plan plan, const bool aligned) {
@@ -65,7 +66,7 @@ static __global__ void __launch_bounds__(boundary_threads)
         *dbias_of_key(plan, b, g, key) += dbias;
 }
 
-/* As many lanes for a row as have channels, so that few are idle with small heads. */
+/* As many lanes for a row as it has vectors, rounded up to 8, 16 or 32. */
 template <typename element>
 static fdma_status launch_add_boundaries(const fdma_problem *problem, const backward_plan &plan) {
     const int lanes = problem->head_dim <= 8 * vec_channels    ? 8

@@ -20,6 +20,7 @@ template <class config> __device__ static void init_barriers(backward_memory<con
     mbarrier_init(&memory->dq_free, warps);
     mbarrier_init(&memory->turn_begun, 1);
     mbarrier_init(&memory->dq_added, warps);
+    mbarrier_init(&memory->all_dq_added, warps);
     mbarrier_init(&memory->slots_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_ready, warpgroup_threads);
     mbarrier_init(&memory->keys_free, warps);
@@ -148,7 +149,7 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
     const bool is_ordered = task.pass.dq_semaphore != NULL;
     if (plan.is_rolling)
         task.pass.visits = is_packed ? ascending : descending;
-    else // in order, the blocks of a head begin with a query block that all of them see
+    else // in order, all slot blocks begin with the last query block, which all of them see
         task.pass.visits = is_packed || !is_ordered ? by_head : descending;
     if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
         !(is_packed && is_ordered)) // twice the blocks that run at the same time

@@ -461,10 +461,13 @@ template <class config> struct backward_consumer {
             else
                 step = run_generation(plan, pass, step);
         }
-        if (config::stages_dq && threadIdx.x % 32 == 0) {
+        if (!config::stages_dq || threadIdx.x % 32 != 0)
+            return;
+        if (pass.dq_semaphore == NULL) {
             cp_async_bulk_wait_group_read(); // of shared memory, before it is another block's
-            if (pass.dq_semaphore != NULL)
-                adder().template confirm_added<0>();
+        } else {
+            cp_async_bulk_wait_group<0>();
+            mbarrier_arrive(&memory->all_dq_added);
         }
     }
 };

@@ -55,13 +55,6 @@ template <class config> struct dq_adder {
             release(&memory->dq_free);
     }
 
-    /* Tells the producer that all dq but that of the last `pending` steps has been added. By the
-     * first lane of a warp. */
-    template <int pending> __device__ void confirm_added(void) {
-        cp_async_bulk_wait_group<pending>();
-        mbarrier_arrive(&memory->dq_added);
-    }
-
     /* Adds dq to dq_sum by a bulk operation of each warp. The wait until the previous one has read
      * its rows is short, because that was issued a step ago. */
     __device__ void add_bulk(const dq_tile &dq, float *to, bool is_ordered, int32_t step) {
@@ -81,8 +74,10 @@ template <class config> struct dq_adder {
                 wait(&memory->turn_begun, step & 1);
             cp_reduce_async_bulk_add(to, shared_address(own), config::dq_registers * 32 * 4);
             cp_async_bulk_commit_group();
-            if (is_ordered)
-                confirm_added<1>();
+            if (is_ordered) {
+                cp_async_bulk_wait_group<1>(); // that of the step before has been added
+                mbarrier_arrive(&memory->dq_added);
+            }
         }
     }
 

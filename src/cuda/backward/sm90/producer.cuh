@@ -273,7 +273,8 @@ template <class config> struct backward_producer {
     __device__ bool count_step(bool ends_block) {
         const load_progress was = *progress();
         const bool waits = was.steps_ahead != no_keys;
-        const bool loads_keys = waits && (was.steps_ahead + 1 == config::stages - 1 || ends_block);
+        const bool loads_keys =
+            waits && (was.steps_ahead + 1 == config::steps_before_keys || ends_block);
         __syncwarp(); // all lanes have read it
         progress()->step = was.step + 1;
         progress()->steps_ahead = waits && !loads_keys ? was.steps_ahead + 1 : no_keys;
@@ -328,8 +329,8 @@ template <class config> struct backward_producer {
                               int32_t tile) {
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         const int32_t query_block = tile * q_tile_rows / plan.forward.block_queries;
-        turns().take(pass, progress()->step,
-                     {head * pass.tiles + tile, dq_order(plan, pass, query_block)});
+        turns().advance(pass, progress()->step,
+                        {head * pass.tiles + tile, dq_order(plan, pass, query_block)});
     }
 
     /* The end of the queries of a block that may see a key of the slots. In the slot pass of
@@ -477,9 +478,9 @@ template <class config> struct backward_producer {
             if (memory->next[own_slot()] == past_end)
                 break;
             // the first keys are loaded after one step, as no others must be released
-            progress()->steps_ahead = generation == 0 ? config::stages - 2 : 0;
+            progress()->steps_ahead = generation == 0 ? config::steps_before_keys - 1 : 0;
         }
         if (config::is_slot && pass.dq_semaphore != NULL && threadIdx.x == turn_thread)
-            turns().take_last(pass, progress()->step);
+            turns().finish(pass, progress()->step);
     }
 };

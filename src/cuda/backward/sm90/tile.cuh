@@ -70,6 +70,9 @@ struct backward_config {
     static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
                                   : channels > 64 || is_long                    ? 3
                                                                                 : 4;
+    // The keys of a generation are loaded after so many of its steps. With semaphores dq_turns
+    // waits in the third step until the consumers have ended the first one, which needs the keys.
+    static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -100,9 +103,9 @@ struct backward_config {
  * as they do so at nearly the same time. */
 enum block_order {
     ascending,
-    descending, // where slots change their keys: all slot blocks see the last query block, and so
-                // begin with the same one
-    by_head,    // where they do not: all query blocks of one query head, then those of the next one
+    descending, // where slots change their keys, or where they do not but slot blocks add in order:
+                // all see the last query block, and so begin with the same one
+    by_head,    // elsewhere: all query blocks of one query head, then those of the next one
 };
 
 /* One launch of the kernel. */
@@ -159,7 +162,7 @@ struct dq_turn {
     uint32_t order; // how many slot blocks add to dq_sum before this one
 };
 
-static constexpr int most_turns = 4; // that have not ended
+static constexpr int most_turns = 4; // a power of 2; at most three have not ended
 
 // slot records of three generations: the one being written out, the current one, the next one
 static constexpr int slots_buffers = 3;
@@ -217,8 +220,9 @@ template <class config> struct backward_memory {
     dq_turn turns[most_turns]; // of the last steps
     int32_t is_over;           // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
-    uint64_t dq_ready, dq_free;    // of loads_dq
-    uint64_t turn_begun, dq_added; // of a step, with semaphores; dq_added: with stages_dq
+    uint64_t dq_ready, dq_free; // of loads_dq
+    // of a step, with semaphores; the two of dq_added: with stages_dq
+    uint64_t turn_begun, dq_added, all_dq_added;
     uint64_t slots_ready, keys_ready, keys_free; // of a generation
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
