@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     backward_memory<config> *const memory = (backward_memory<config> *)bytes;
     // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
-    griddepcontrol_wait(); // for the kernel before it
+    griddepcontrol_wait(); // for lists, row statistics and zeros, or for the slot pass
     if (threadIdx.x == 0) {
         init_barriers(memory);
         memory->work = find_work<config>(plan, pass);

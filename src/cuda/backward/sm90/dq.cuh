@@ -55,8 +55,9 @@ template <class config> struct dq_adder {
             release(&memory->dq_free);
     }
 
-    /* Adds dq to dq_sum by a bulk operation of each warp. The wait until the previous one has read
-     * its rows is short, because that was issued a step ago. */
+    /* Adds dq to dq_sum by a bulk operation of each warp; if is_ordered, once the turn of the step
+     * has begun. The wait until the previous one has read its rows is short, because that was
+     * issued a step ago. */
     __device__ void add_bulk(const dq_tile &dq, float *to, bool is_ordered, int32_t step) {
         const int32_t lane = threadIdx.x % 32;
         float *const own = memory->dq[index][threadIdx.x % warpgroup_threads / 32];

@@ -71,6 +71,7 @@ template <class config> struct dq_turns {
         count(pass, step);
     }
 
+    /* Counts the turn of a step in its tile's semaphore. */
     __device__ void count(const backward_pass &pass, int32_t step) {
         const dq_turn turn = memory->turns[step % most_turns];
         st_relaxed_gpu(&pass.dq_semaphore[turn.tile], turn.order + 1);
