@@ -110,7 +110,7 @@ template <class config> struct dq_adder {
             write_last_dq<false>(plan, header, own, dq, n);
             return;
         }
-        const bool is_ordered = config::is_slot && pass.dq_semaphore != NULL;
+        const bool is_ordered = takes_turns<config>(pass);
         if (is_ordered && !config::stages_dq && n == 0)
             wait(&memory->turn_begun, step & 1);
         if constexpr (!config::stages_dq)

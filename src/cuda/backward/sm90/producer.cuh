@@ -302,7 +302,7 @@ template <class config> struct backward_producer {
         if constexpr (config::step_writers > 0)
             if (config::is_listed || warp == 3)
                 release(&memory->step_ready[stage]);
-        if (config::is_slot && pass.dq_semaphore != NULL && threadIdx.x == turn_thread)
+        if (takes_turns<config>(pass) && threadIdx.x == turn_thread)
             take_turn(plan, pass, h, tile);
         if (count_step(ends_block))
             load_keys(plan);
@@ -480,7 +480,7 @@ template <class config> struct backward_producer {
             // the first keys are loaded after one step, as no others must be released
             progress()->steps_ahead = generation == 0 ? config::steps_before_keys - 1 : 0;
         }
-        if (config::is_slot && pass.dq_semaphore != NULL && threadIdx.x == turn_thread)
+        if (takes_turns<config>(pass) && threadIdx.x == turn_thread)
             turns().finish(pass, progress()->step);
     }
 };

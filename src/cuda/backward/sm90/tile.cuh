@@ -123,6 +123,11 @@ struct backward_pass {
     int32_t head_group;   // heads whose blocks take turns, see work_in_group(); 0: none do
 };
 
+/* Whether the thread blocks of a pass add to dq in turns, as deterministic calls do. */
+template <class config> __device__ static bool takes_turns(const backward_pass &pass) {
+    return config::is_slot && pass.dq_semaphore != NULL;
+}
+
 /* The work of a thread block. */
 struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
