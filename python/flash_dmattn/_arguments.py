@@ -75,7 +75,7 @@ BOOL_INPUTS = ("key_valid", "attn_mask")
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
 FLOAT32_RESULTS = (
-    *("score", "bias", "dbias", "dsink_logit", "lse", "dlse_a", "dlse_b"),
+    *("score", "bias", "dbias", "dbias_carried", "dsink_logit", "lse", "dlse_a", "dlse_b"),
     "probability",
 )
 

@@ -173,7 +173,8 @@ class Prepared:
         if has_cache:
             fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
-        self.zeroed = [0] if operation.function == "score_backward" else []
+        adds = operation.function == "score_backward" and "dvalue" in operation.results
+        self.zeroed = [operation.results.index("dvalue")] if adds else []
         exec_at = type(self.args).exec.offset
         self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
         self.workspace_at = (exec_at + _library.Exec.workspace.offset) // 8

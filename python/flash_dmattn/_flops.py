@@ -41,6 +41,7 @@ def count_attention(given: Mapping[str, Any], products: int) -> int:
     window = given.get("window", given.get("keep_window_size"))
     selects = "expiry" not in given or given["expiry"] is not None
     kept = window + given["recent"] if selects else kv_len
+    kv_len += kept if "key_carried" in given else 0
     pairs = count_pairs(q_len, kv_len, kept, given.get("causal", True))
     return 2 * products * batch * q_heads * head_dim * pairs
 
@@ -61,8 +62,11 @@ def count_decode(given: Mapping[str, Any]) -> int:
 FORMULAS = {
     ops.SCORE: lambda given: count_score(given, 1),
     ops.SCORE_BACKWARD: lambda given: count_score(given, 2),
+    ops.SCORE_BACKWARD_ADDED: lambda given: count_score(given, 2),
     ops.ATTENTION: lambda given: count_attention(given, FORWARD),
     ops.ATTENTION_BACKWARD: lambda given: count_attention(given, BACKWARD),
+    ops.CARRIED_ATTENTION: lambda given: count_attention(given, FORWARD),
+    ops.CARRIED_ATTENTION_BACKWARD: lambda given: count_attention(given, BACKWARD),
     ops.PROBABILITIES: lambda given: count_attention(given, 1),
     ops.DECODE: count_decode,
 }

@@ -169,6 +169,7 @@ def plan_record(
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
+differentiate(ops.CARRIED_ATTENTION, ops.CARRIED_ATTENTION_BACKWARD)
 differentiate(ops.FUSED, ops.FUSED_BACKWARD)
 differentiate(ops.MERGE, ops.MERGE_BACKWARD)
 

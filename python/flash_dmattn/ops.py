@@ -242,6 +242,21 @@ ATTENTION = Operator(
     "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
+# The same with carried keys, in causal scope: see "Streams" in fdma.h.
+SELECT_CARRIED = Operator(
+    "select_carried(Tensor score, Tensor? key_valid, Tensor score_in, Tensor position_in, "
+    "Tensor seen_in, SymInt window, SymInt recent, SymInt sinks, str scope, str? backend) "
+    "-> (Tensor expiry_all, Tensor slot_all)",
+    "select",
+)
+CARRIED_ATTENTION = Operator(
+    "carried_attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor key_carried, "
+    "Tensor value_carried, Tensor? bias_carried, Tensor? sink_logit, Tensor expiry_all, "
+    "Tensor slot_all, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
+    "float softmax_scale, float softcap, bool deterministic, str? backend) "
+    "-> (Tensor out, Tensor lse)",
+    "forward",
+)
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
@@ -294,6 +309,15 @@ SCORE_BACKWARD = BackwardOperator(
     SCORE,
     "score_backward",
 )
+# The same, added to a dvalue that there is already.
+SCORE_BACKWARD_ADDED = BackwardOperator(
+    "score_backward_added(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? kv_used, Tensor(a!) dvalue, str bias_form, "
+    "str? backend) -> (Tensor ddt_proj, Tensor da_coef, Tensor ddt_bias)",
+    "score_backward",
+    SCORE,
+    "score_backward",
+)
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
@@ -306,6 +330,18 @@ ATTENTION_BACKWARD = BackwardOperator(
     "Tensor dbias, Tensor dsink_logit, Tensor dattn_bias)",
     "backward",
     ATTENTION,
+    "backward",
+)
+CARRIED_ATTENTION_BACKWARD = BackwardOperator(
+    "carried_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
+    "Tensor key, Tensor value, Tensor? bias, Tensor key_carried, Tensor value_carried, "
+    "Tensor? bias_carried, Tensor? sink_logit, Tensor expiry_all, Tensor slot_all, "
+    "SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, float softmax_scale, "
+    "float softcap, bool deterministic, bool wants_dbias, bool wants_dbias_carried, "
+    "str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, "
+    "Tensor dkey_carried, Tensor dvalue_carried, Tensor dbias_carried, Tensor dsink_logit)",
+    "backward",
+    CARRIED_ATTENTION,
     "backward",
 )
 FUSED_BACKWARD = BackwardOperator(

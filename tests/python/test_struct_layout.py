@@ -147,7 +147,7 @@ DIMENSIONS = {
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
 NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
-NO_FIELD |= {"wants_dbias", "wants_dattn_bias"}
+NO_FIELD |= {"wants_dbias", "wants_dbias_carried", "wants_dattn_bias"}
 
 
 def tensors_of(mirror: type, prefix: str = "") -> list[str]:
@@ -175,11 +175,10 @@ def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
     """Each has a field; tensors have the shapes, and results the dtypes, of the library's list."""
     operation = operator.operation
     listed = TENSORS[operation.function]
-    dimensions = DIMENSIONS
-    if operator in (ops.PREFILL, ops.CACHE_STORE):  # which may have carried keys
-        dimensions = {**DIMENSIONS, "j": "all_len"}
     for name in (*operation.tensors, *operation.results):
         one = listed[_arguments.field_of(name)]
+        # of a selection that counts carried keys
+        dimensions = {**DIMENSIONS, "j": "all_len" if name.endswith("_all") else "kv_len"}
         assert _arguments.shape_of(name) == tuple(dimensions[letter] for letter in one.dims)
         if name in operation.results:
             assert (one.dtypes == "int32") == (name in _arguments.INT32_RESULTS)
