@@ -19,6 +19,7 @@ from typing import Any
 import flash_dma
 import flash_dma_cuda
 import flash_dmattn
+import flash_dmattn.distributed
 import flash_dmattn.onnx
 import flash_dmattn.transformers
 
@@ -111,7 +112,7 @@ def class_text(name: str, thing: type) -> Iterator[str]:
 
 def python_text() -> Iterator[str]:
     yield "## Python"
-    optional = (flash_dmattn.transformers, flash_dmattn.onnx)
+    optional = (flash_dmattn.distributed, flash_dmattn.transformers, flash_dmattn.onnx)
     modules = (flash_dmattn, *optional, flash_dma, flash_dma_cuda)
     for module, name in [(one, name) for one in modules for name in one.__all__]:
         thing = getattr(module, name)

@@ -5,13 +5,20 @@ The terms are those of fdma.h; `hidden` is the width of the hidden states, `head
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Sequence
+
 import torch
 from torch import nn
 
 from . import _arguments, functional, fused
 from ._inputs import check_dropout
+from ._layer_ranks import LayerRanks
 from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 HEAD_DIM_MAX = 256  # of the kernels
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
@@ -92,6 +99,18 @@ def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> i
     return hidden
 
 
+def check_ranks(
+    group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
+) -> LayerRanks | None:
+    """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
+    if group is None:
+        return None
+    for name, given in zip(("gap", "memory_hidden", "options"), absent):
+        require(given is None, f"{name}: is given, want None with process_group")
+    require(dropout == 0, f"dropout: is {dropout}, want 0 with process_group")
+    return LayerRanks(group)
+
+
 class DynamicMaskAttention(nn.Module):
     """Attention in which every query attends to its `window` best keys, with projections.
 
@@ -142,6 +161,9 @@ class DynamicMaskAttention(nn.Module):
             for none.
         options: as in flash_dma_attention(), for every call of the layer. Its keep_window_size has
             to be `window`. A layer with options has no cache.
+        process_group: ranks that each have consecutive tokens of every sequence: a process group of
+            torch.distributed or a mesh of one dimension, as in distributed.py. The layer then has
+            no gap, dropout, memory or options. With a cache the group does not matter.
         device: of the parameters.
         dtype: of the parameters: float32, float16 or bfloat16 (float64 on the CPU, slowly).
 
@@ -192,6 +214,7 @@ class DynamicMaskAttention(nn.Module):
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         options: DynamicMaskOptions | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -214,6 +237,7 @@ class DynamicMaskAttention(nn.Module):
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
         self.memory_hidden = check_memory(memory_hidden, causal, rope_base)
+        self.ranks = check_ranks(process_group, dropout, (gap, memory_hidden, options))
         source = hidden if memory_hidden is None else memory_hidden
         self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)
         self.k_proj = nn.Linear(source, kv_heads * dim, bias=bias, **kind)
@@ -258,13 +282,14 @@ class DynamicMaskAttention(nn.Module):
         *,
         memory: torch.Tensor | None = None,
         key_valid: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
         positions: torch.Tensor | None = None,
         cache: DynamicMaskCache | None = None,
         layer: int = 0,
         index: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
         draft: bool = False,
+        lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Attention of every position of x; with a cache, also to the tokens before x.
 
@@ -279,7 +304,8 @@ class DynamicMaskAttention(nn.Module):
                 kept and never read, and has no gradient. (torch.nn's key_padding_mask is its
                 inverse.) Without memory kv_len is len.
             starts: optional [sequences + 1] int32, for packed sequences: x is [1, len, hidden], and
-                sequence n has the positions starts[n] to starts[n + 1] - 1.
+                sequence n has the positions starts[n] to starts[n + 1] - 1. With a process_group
+                they are those of all ranks' tokens, a list or a tensor on the CPU.
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
                 ..., beginning anew in each packed sequence. Give them if there is padding on the
                 left. Causality depends on the order in x, not on these numbers. With a cache None
@@ -290,6 +316,7 @@ class DynamicMaskAttention(nn.Module):
             index: with a cache: as in its attend(). x is then [streams, len, hidden].
             n_tokens: with a cache: as in its attend().
             draft: with a cache: the tokens do not enter it; see DynamicMaskCache.
+            lengths: with a process_group: as in context_parallel_attention().
 
         Returns:
             [batch, len, hidden]. Where a query keeps no key, the attention is 0, and the result is
@@ -313,6 +340,8 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_base is not None:
             if positions is None and cache is not None:
                 positions = cache.positions(layer, x.shape[1], index)
+            elif positions is None and self.ranks is not None:
+                positions = self.ranks.positions(x, starts, lengths)
             elif positions is None:
                 positions = count_positions(x.shape[1], starts, x.device)
             fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
@@ -321,7 +350,7 @@ class DynamicMaskAttention(nn.Module):
             require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
         if cache is None:
-            out = self.attend(query, key, value, key_valid, starts)
+            out = self.attend(query, key, value, key_valid, starts, lengths)
         else:
             *weights, dt_bias = self._score_weights()
             out = cache.attend(
@@ -400,9 +429,13 @@ class DynamicMaskAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
-        starts: torch.Tensor | None,
+        starts: torch.Tensor | Sequence[int] | None,
+        lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]."""
+        if self.ranks is not None:
+            return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
+        require(lengths is None, "lengths: is given, want None without a process_group")
         options = {
             "key_valid": key_valid,
             "starts": starts,
@@ -423,3 +456,25 @@ class DynamicMaskAttention(nn.Module):
             **rules,
             **options,
         )
+
+    def _attend_over_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_valid: torch.Tensor | None,
+        starts: torch.Tensor | Sequence[int] | None,
+        lengths: Sequence[int] | None,
+    ) -> torch.Tensor:
+        options = {
+            **{"causal": self.causal, "key_valid": key_valid, "lengths": lengths},
+            **{"sink_logit": self._wide_sink_logit, "softmax_scale": self.softmax_scale},
+            "softcap": self.softcap,
+        }
+        rows = (query, key, value)
+        if self.window is None:
+            require(starts is None, "starts: is given, want None if window is None")
+            return self.ranks.attend_to_all(rows, options)
+        *weights, dt_bias = self._score_weights()
+        rules = {"recent": self.recent, "sinks": self.sinks, "starts": starts, "dt_bias": dt_bias}
+        return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})

@@ -21,6 +21,8 @@ import torch
 from programs import ROOT, output_of, python
 
 MODULES = [flash_dmattn, flash_dma, flash_dma_cuda]
+if torch.distributed.is_available():
+    MODULES.append(importlib.import_module("flash_dmattn.distributed"))
 if importlib.util.find_spec("transformers"):
     MODULES.append(importlib.import_module("flash_dmattn.transformers"))
 if importlib.util.find_spec("onnxscript"):

@@ -1,0 +1,55 @@
+"""The process group of a layer, whose ranks each have consecutive tokens of every sequence."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def module(name: str) -> ModuleType:
+    """One that only a PyTorch with torch.distributed can import."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+class LayerRanks:
+    """The ranks of a layer, which copies of the layer share."""
+
+    def __init__(self, process_group: ProcessGroup | DeviceMesh) -> None:
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRanks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("process_group: cannot be saved, save the state_dict() of the layer")
+
+    def positions(
+        self,
+        x: torch.Tensor,
+        starts: torch.Tensor | Sequence[int] | None,
+        lengths: Sequence[int] | None,
+    ) -> torch.Tensor:
+        """[1, length]: the positions of the own tokens x, which begin anew at each of `starts`."""
+        group, device = self.process_group, x.device
+        make = module("distributed").sequence_positions
+        positions = make(x.shape[1], group=group, device=device, lengths=lengths)
+        if starts is None:
+            return positions
+        sequences = module("_sequences")
+        starts = sequences.int32_on(device, sequences.list_starts(starts))
+        return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+    def attend(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+        attend = module("distributed").context_parallel_attention
+        return attend(*arguments, group=self.process_group, **options)
+
+    def attend_to_all(self, rows: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+        attend = module("distributed").ring_attention
+        return attend(*rows, group=self.process_group, **options)

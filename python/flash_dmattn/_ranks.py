@@ -1,0 +1,260 @@
+"""A process group as its ranks see it: what they agree on before a call, and what they exchange.
+
+Ranks first compare their arguments through the store of torch.distributed, from host to host. So a
+rank that disagrees, raises or stays away ends the call with an error on every rank before any of
+them waits for a collective operation, and no device is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# PyTorch 2.13 renames it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+PROBE = timedelta(milliseconds=50)  # how long has() waits
+LENGTH = "length"  # of the settings, the one in which ranks may differ
+FAILED = "failed"  # instead of settings: why a rank has refused its arguments
+
+
+class Ranks:
+    """The ranks of a process group, and which of them this process is."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # gloo moves tensors in the memory of the host alone
+        self.through_host = "nccl" not in dist.get_backend_config(group)
+        store = distributed_c10d._get_default_store()
+        self.timeout = timeout_of(group, store)
+        # Neither groups without a common rank nor one that is made anew share keys.
+        members = ",".join(map(str, dist.get_process_group_ranks(group)))
+        prefix = f"flash_dmattn/{group.group_name}/{members}"
+        made = (store.add(f"{prefix}/ranks", 1) - 1) // self.size
+        self.store = dist.PrefixStore(f"{prefix}/{made}", own_client(store))
+        self.calls = 0  # that the ranks have compared so far
+
+    def process_group(self) -> dist.ProcessGroup:
+        """
+        Raises:
+            RuntimeError: it has been destroyed, as before a backward. (torch.distributed would take
+                the default group instead.)
+        """
+        group = self.group()
+        if group is None:
+            raise RuntimeError("group: the process group has been destroyed")
+        return group
+
+    # ---- From host to host ----
+
+    def compare(self, settings: Mapping[str, Any]) -> list[int]:
+        """The length that each rank has. All other settings have to be the same on all ranks.
+
+        Raises:
+            ValueError: they are not, or another rank has refused its arguments.
+            RuntimeError: a rank made no such call within the timeout of the process group.
+        """
+        found = [json.loads(text) for text in self.post(settings)]
+        refused = [f"rank {n}: {one[FAILED]}" for n, one in enumerate(found) if FAILED in one]
+        if refused:
+            raise ValueError("; ".join(refused))
+        names = dict.fromkeys(name for one in found for name in one if name != LENGTH)
+        unlike = [name for name in names if len({str(one.get(name)) for one in found}) > 1]
+        if unlike:
+            raise ValueError("; ".join(describe(name, found) for name in unlike))
+        return [one[LENGTH] for one in found]
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank has refused its arguments."""
+        self.post({FAILED: str(error)})
+
+    def post(self, settings: Mapping[str, Any]) -> list[str]:
+        """The texts of all ranks for this call, in the order of ranks."""
+        call, self.calls = self.calls, self.calls + 1
+        keys = [f"{call}/{rank}" for rank in range(self.size)]
+        own = keys[self.rank]
+        try:
+            self.store.set(own, json.dumps(settings, default=str))
+            texts = [text.decode() for text in self.read(keys)]
+            if call > 0:  # all ranks have read it: they have begun this call
+                self.store.delete_key(f"{call - 1}/{self.rank}")
+        except Exception as error:
+            message = self.describe_absent(keys)
+            if self.has(own):  # a rank that comes later reads that this one has given up
+                self.store.set(own, json.dumps({FAILED: message}))
+            raise RuntimeError(message) from error
+        return texts
+
+    def read(self, keys: list[str]) -> list[bytes]:
+        """The values of all keys, as soon as they are there."""
+        if self.timeout != self.store.timeout:
+            self.store.wait(keys, self.timeout)
+        if self.store.has_extended_api():
+            return self.store.multi_get(keys)
+        return [self.store.get(key) for key in keys]
+
+    def describe_absent(self, keys: list[str]) -> str:
+        absent = [rank for rank, key in enumerate(keys) if not self.has(key)]
+        if self.rank in absent:  # although it has just written its own text
+            return "group: the store of the process group is gone, with the process that had it"
+        seconds = self.timeout.total_seconds()
+        if not absent:
+            return (
+                f"group: a rank made its call of flash_dmattn later than {seconds:g} s after others"
+            )
+        return f"group: {list_ranks(absent)} made no call of flash_dmattn within {seconds:g} s"
+
+    def has(self, key: str) -> bool:
+        try:
+            self.store.wait([key], PROBE)
+        except Exception:
+            return False
+        return True
+
+    # ---- Between devices ----
+
+    def gather(self, own: torch.Tensor) -> Gathering:
+        """Begin to gather a tensor of the same shape from all ranks."""
+        return Gathering(self, own)
+
+    def exchange(
+        self, sent: torch.Tensor, sent_counts: list[int], received_counts: list[int]
+    ) -> list[torch.Tensor]:
+        """Send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n. Returns for
+        each n the received_counts[n] rows from rank n."""
+        device = sent.device
+        sent = (sent.cpu() if self.through_host else sent).contiguous()
+        received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
+        dist.all_to_all_single(
+            received, sent, received_counts, sent_counts, group=self.process_group()
+        )
+        return list(received.to(device).split(received_counts))
+
+    def pass_on(self, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Passing:
+        """Begin to send tensors to the next rank, and to receive such of these shapes from the one
+        before: the ranks form a ring."""
+        return Passing(self, sent, shapes)
+
+
+class Gathering:
+    """A tensor that is on its way from every rank."""
+
+    def __init__(self, ranks: Ranks, own: torch.Tensor) -> None:
+        self.device, self.shape = own.device, (ranks.size, *own.shape)
+        # Kept until wait(): the operation reads it.
+        self.sent = (own.cpu() if ranks.through_host else own).flatten()
+        self.received = self.sent.new_empty(ranks.size * own.numel())
+        self.work = all_gather(self.received, self.sent, group=ranks.process_group(), async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """[ranks, ...]: on a device its stream waits, not the host."""
+        self.work.wait()
+        return self.received.view(self.shape).to(self.device)
+
+
+class Passing:
+    """Tensors on their way from one rank to the next."""
+
+    def __init__(
+        self, ranks: Ranks, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]
+    ) -> None:
+        self.device, group = sent[0].device, ranks.process_group()
+        following, before = (
+            dist.get_global_rank(group, (ranks.rank + step) % ranks.size) for step in (1, -1)
+        )
+        # Kept until wait(): the operations read them.
+        self.sent = [(one.cpu() if ranks.through_host else one).contiguous() for one in sent]
+        if ranks.size == 1:
+            self.received, self.works = self.sent, []
+            return
+        self.received = [one.new_empty(shape) for one, shape in zip(self.sent, shapes)]
+        # All ranks have to take part in the first operations of a group: one without tokens sends
+        # an element that is not read.
+        pairs = ((dist.isend, self.sent, following), (dist.irecv, self.received, before))
+        operations = [
+            dist.P2POp(run, one if one.numel() else one.new_zeros(1), peer, group)
+            for run, tensors, peer in pairs
+            for one in tensors
+        ]
+        self.works = dist.batch_isend_irecv(operations)
+        self.operations = operations  # their tensors are in use until wait()
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        return [one.to(self.device) for one in self.received]
+
+
+known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    """The ranks of a process group, or of a mesh of one dimension; None for all processes.
+
+    Raises:
+        RuntimeError: torch.distributed has no process group.
+        TypeError: it is something else.
+        ValueError: a mesh of more dimensions, or a group without this process.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: torch.distributed has no process group, call "
+            "torch.distributed.init_process_group() first"
+        )
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"group: is a mesh of {group.ndim} dimensions, want one of them")
+        group = group.get_group()
+    if group is None:
+        group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: does not have this process as a rank")
+    if not isinstance(group, dist.ProcessGroup):
+        kind = type(group).__name__
+        raise TypeError(f"group: is a {kind}, want a ProcessGroup or a DeviceMesh")
+    found = known.get(group)
+    if found is None:
+        found = known[group] = Ranks(group)
+    return found
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """A connection of its own to the store, where PyTorch can make one: others then do not wait
+    while the ranks of a group wait for each other."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+def timeout_of(group: dist.ProcessGroup, store: dist.Store) -> timedelta:
+    """How long the ranks of a group wait for each other."""
+    for device in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):  # no such backend, or a PyTorch that does not tell
+            continue
+    return store.timeout
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def describe(name: str, found: list[dict[str, Any]]) -> str:
+    """Which ranks have which value of a setting."""
+    owners: dict[str, list[int]] = {}
+    for rank, settings in enumerate(found):
+        owners.setdefault(str(settings.get(name)), []).append(rank)
+    values = ", ".join(f"{value} on {list_ranks(ranks)}" for value, ranks in owners.items())
+    return f"{name}: is {values}, want the same on all ranks of the group"

@@ -1,0 +1,120 @@
+"""Where the tokens of each rank stand, in one sequence or in several packed ones, and how a rank
+gets those of all."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import zlib
+from itertools import accumulate
+from typing import Any, NamedTuple, Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ._arguments import wide
+from ._ranks import Ranks
+
+STARTS_SHOWN = 16  # in messages
+STARTS_KEPT = 64  # tensors of starts that int32_on() keeps
+
+
+class Layout(NamedTuple):
+    """The tokens of a rank.
+
+    The first `head` of them go on with a sequence that earlier ranks have begun. The others are
+    sequences of their own, the last of which may go on on later ranks.
+    """
+
+    offset: int  # tokens of all earlier ranks
+    length: int
+    begin: int  # position at which the sequence begins that the first own tokens go on with
+    head: int
+    tail: int  # first own token of the sequence that later ranks go on with; `length` if none do
+    starts: list[int] | None  # of the sequences behind `head`, counted from there; None: it is one
+
+
+def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None:
+    if starts is None:
+        return None
+    if isinstance(starts, torch.Tensor) and starts.device.type != "cpu":
+        raise ValueError(f"starts: is on {starts.device}, want a list, or a tensor on the CPU")
+    found = starts.tolist() if isinstance(starts, torch.Tensor) else [int(x) for x in starts]
+    ascends = all(x <= y for x, y in zip(found, found[1:]))
+    if len(found) < 2 or found[0] != 0 or not ascends:
+        raise ValueError(f"starts: is {found}, want 0 and then numbers that do not descend")
+    return found
+
+
+def describe_starts(starts: list[int] | None) -> str | None:
+    """All numbers, if they are few."""
+    if starts is None or len(starts) <= STARTS_SHOWN:
+        return starts and str(starts)
+    return f"{len(starts)} numbers of checksum {zlib.crc32(str(starts).encode())}"
+
+
+@functools.lru_cache(maxsize=STARTS_KEPT)
+def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def int32_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
+    """Numbers of the host as a tensor of a device, without waiting for it. The layers of a model
+    have the same ones, and so have all replays of a CUDA graph."""
+    return tensor_of(device, tuple(numbers))
+
+
+def offsets_of(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
+
+
+def lay_out(lengths: list[int], starts: list[int] | None) -> list[Layout]:
+    """The layout of each rank. `starts` are those of packed sequences, as in attention()."""
+    pairs = zip(offsets_of(lengths), lengths)
+    if starts is None:
+        return [Layout(at, length, 0, length if at else 0, 0, None) for at, length in pairs]
+    return [lay_out_packed(at, length, starts) for at, length in pairs]
+
+
+def lay_out_packed(offset: int, length: int, starts: list[int]) -> Layout:
+    """Tokens from starts[-1] on belong to no sequence."""
+    end = offset + length
+
+    def begin_of(position: int) -> int:
+        """Where the sequence of a position begins, which is in one."""
+        return starts[bisect.bisect_right(starts, position) - 1]
+
+    begin, head = offset, 0
+    if offset < starts[-1]:
+        begin = begin_of(offset)
+        if begin < offset:
+            head = min(starts[bisect.bisect_right(starts, offset)] - offset, length)
+    goes_on = length > 0 and end < starts[-1] and begin_of(end) != end
+    tail = max(begin_of(end) - offset, 0) if goes_on else length
+    first = offset + head
+    own = [at - first for at in starts if first < at < end]
+    behind = [0, *own, max(min(starts[-1], end) - first, 0)]
+    return Layout(offset, length, begin, head, tail, behind)
+
+
+class GatherTokens(torch.autograd.Function):
+    """apply(ranks, lengths, tensor): all tokens, along the first axis."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, lengths: list[int], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.ranks, ctx.lengths = ranks, lengths
+        room = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        room[: len(tensor)] = tensor
+        blocks = ranks.gather(room).wait()
+        return torch.cat([block[:length] for block, length in zip(blocks, lengths)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ranks, lengths = ctx.ranks, ctx.lengths
+        own = lengths[ranks.rank]
+        found = ranks.exchange(gradient, lengths, [own] * ranks.size)
+        total = found[0].to(wide(gradient.dtype))
+        for one in found[1:]:
+            total = total + one
+        return None, None, total.to(gradient.dtype)
