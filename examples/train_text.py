@@ -25,12 +25,15 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from flash_dmattn import DynamicMaskAttention
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 try:
     from tqdm import tqdm
@@ -49,31 +52,43 @@ HELD_OUT_ROWS = 8  # pieces of held-out text in an evaluation
 class Block(nn.Module):
     """Attention, then two linear layers, each with a residual connection."""
 
-    def __init__(self, width: int, window: int | None) -> None:
+    def __init__(
+        self, width: int, window: int | None, process_group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         heads = width // HEAD_DIM
         recent = 0 if window is None else window // 2  # the newest bytes; scores choose the others
         best = None if window is None else window - recent
         self.attention_norm = nn.RMSNorm(width)
         self.attention = DynamicMaskAttention(
-            width, heads, max(1, heads // GROUP), best, recent=recent
+            *(width, heads, max(1, heads // GROUP), best),
+            recent=recent,
+            process_group=process_group,
         )
         self.norm = nn.RMSNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`options` are those of the attention."""
+        x = x + self.attention(self.attention_norm(x), **options)
         return x + self.contract(torch.nn.functional.gelu(self.expand(self.norm(x))))
 
 
 class Model(nn.Module):
     """From bytes [batch, len] to the logits of each next byte [batch, len, 256]."""
 
-    def __init__(self, layers: int, width: int, window: int | None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        window: int | None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = nn.Sequential(*(Block(width, window) for _ in range(layers)))
+        blocks = (Block(width, window, process_group) for _ in range(layers))
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():

@@ -1,0 +1,44 @@
+# examples/context_parallel.c. Its ranks are CUDA devices where NCCL and the CUDA runtime are found,
+# and in any case, for the test, a loop on the CPU.
+
+set(NCCL_ROOT "" CACHE PATH "the folder of NCCL, with include/nccl.h and lib/libnccl.so, for examples/context_parallel.c")
+find_path(FDMA_NCCL_INCLUDE_DIR nccl.h
+          HINTS "${NCCL_ROOT}" ENV NCCL_ROOT PATHS /usr/local/cuda PATH_SUFFIXES include)
+find_library(FDMA_NCCL_LIBRARY NAMES nccl libnccl.so.2 # which is all that NVIDIA's wheel has
+             HINTS "${NCCL_ROOT}" ENV NCCL_ROOT PATHS /usr/local/cuda PATH_SUFFIXES lib lib64)
+mark_as_advanced(FDMA_NCCL_INCLUDE_DIR FDMA_NCCL_LIBRARY)
+
+set(context_parallel "${PROJECT_SOURCE_DIR}/examples/context_parallel.c")
+add_executable(context_parallel "${context_parallel}")
+set_target_properties(context_parallel PROPERTIES
+  RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/examples"
+  LINKER_LANGUAGE C)
+target_link_libraries(context_parallel PRIVATE fdma_shared fdma_flags m)
+
+set(without "")
+if(NOT fdma_has_cuda OR FDMA_CUDA STREQUAL "EMULATED")
+  set(without "the CUDA backend is not built")
+elseif(NOT FDMA_NCCL_INCLUDE_DIR OR NOT FDMA_NCCL_LIBRARY)
+  set(without "nccl.h or libnccl was not found, set NCCL_ROOT")
+endif()
+if(without)
+  message(STATUS "examples/context_parallel.c: devices are skipped, only --cpu works: ${without}")
+else()
+  target_include_directories(context_parallel SYSTEM PRIVATE
+    "${FDMA_NCCL_INCLUDE_DIR}" ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(context_parallel PRIVATE "${FDMA_NCCL_LIBRARY}" ${fdma_cuda_runtime})
+  target_compile_definitions(context_parallel PRIVATE FDMA_HAVE_NCCL=1)
+  add_test(NAME context_parallel_cuda COMMAND context_parallel)
+  list(APPEND context_parallel_tests context_parallel_cuda)
+  set_tests_properties(context_parallel_cuda PROPERTIES
+    SKIP_REGULAR_EXPRESSION "no CUDA device: ;one CUDA device: ")
+endif()
+
+# Ranks and tokens: one rank; pieces longer than the window, and shorter; and of single tokens.
+foreach(ranks_tokens 1,500 2,5000 3,1000 8,200 8,36)
+  string(REPLACE "," ";" arguments "${ranks_tokens}")
+  string(REPLACE "," "_" name "context_parallel_${ranks_tokens}")
+  add_test(NAME ${name} COMMAND context_parallel --cpu ${arguments})
+  list(APPEND context_parallel_tests ${name})
+endforeach()
+set_tests_properties(${context_parallel_tests} PROPERTIES TIMEOUT 300)
