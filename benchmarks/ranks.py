@@ -1,0 +1,450 @@
+#!/usr/bin/env python3
+"""Time attention over a sequence that many ranks hold, count what they exchange, and compare.
+
+It runs under torchrun, on one CUDA device for each rank, or with --device cpu and small sizes on
+CPUs, with flash_dmattn installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
+
+    torchrun --nproc-per-node 8 benchmarks/ranks.py FOLDER
+
+FOLDER gets ranks.json, which benchmarks/ranks_picture.py draws; it is written anew after every
+item. A time is that of forward and backward of one layer, of the slowest rank, from events on its
+stream between calls that all ranks begin together. Ranks of a team make the same rounds, in each of
+which everything that is compared runs once. Results are checked before they are timed. Exit status:
+0 done; 1 wrong results or a file that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import flash_dmattn
+import torch
+import torch.distributed as dist
+from flash_dmattn.distributed import ring_attention, split_lengths
+from peers import Parser, whole_number
+from peers_common import Disagreement, Rounds, find_machine, quantiles, write_whole
+from ranks_common import (
+    DTYPES,
+    WARM_UP,
+    Job,
+    Recording,
+    Team,
+    Tokens,
+    alternate,
+    check,
+    counted,
+    slowest,
+    time_calls,
+)
+from script import folder
+from streams_inputs import visible_pairs
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+CHECKED_KEYS = 4096  # of each rank, at most
+
+MORE = """
+Items, each of which is one or more lines of ranks.json:
+  weak           --keys tokens on each of 1, 2, 4, ... ranks. efficiency: the time of one device
+                 alone with as many tokens, by flash_dma_attention(), over that of the team; of both
+                 the slowest rank counts. work: pairs of a query and a kept key of the rank that has
+                 most, over those of one device alone, whose first queries see fewer keys
+  strong         --total tokens over 2, 4, ... ranks. efficiency: the time of one device over the
+                 number of ranks, over the time of the team. ideal_from says whether one device was
+                 measured, before the teams, with all tokens, or with --keys tokens and multiplied
+  bytes          what each rank receives from others and sends to others, counted in the collective
+                 operations of a call, for two lengths; table_bytes: of window + recent keys
+  communication  exchange_ms: the collective operations of a call alone, with the same tensors.
+                 of_time: the fraction of the call's time that goes if they are replaced by copies
+                 of what they returned
+  memory         the peak of a call over that of one device alone with the same tokens: what a rank
+                 has beside its own tensors
+  host           milliseconds until forward returns to the host, if the ranks compare their
+                 arguments, and if `lengths` is given
+  ring           ring_attention(), dense, of --ring-keys tokens over all ranks, and cuDNN's SDPA of
+                 --dense-keys on one device, multiplied by the pairs and divided by the ranks
+  longest        --longest tokens over all ranks: time and memory
+A line with not_run says why. Times are medians of the rounds in milliseconds, spread is (90th
+percentile - 10th percentile) / median, and ratios are medians of the rounds' ratios.
+"""
+
+Row = dict[str, Any]
+
+
+def describe(times: list[float]) -> Row:
+    low, median, high = quantiles(times)
+    return {"ms": median, "spread": (high - low) / median, "rounds": len(times)}
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    return quantiles([x / y for x, y in zip(over, under)])[1]
+
+
+def rounds_of(job: Job, least: int = 3) -> Rounds:
+    return Rounds(min(least, job.args.rounds), job.args.rounds, job.args.seconds)
+
+
+def measure(
+    job: Job,
+    team: Team,
+    calls: dict[str, Callable[[], Any]],
+    warm_up: int = WARM_UP,
+    least: int = 3,
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of each call [round][rank], after calls that do not count."""
+    for call in calls.values():
+        for _ in range(warm_up):
+            call()
+    timers = {
+        name: lambda call=call: time_calls(call, job.args.calls, team)
+        for name, call in calls.items()
+    }
+    return alternate(team, timers, rounds_of(job, least))
+
+
+def fits(job: Job, team: Team, keys: int) -> bool:
+    return all(row[0] for row in team.gather(float(job.fits(keys))))
+
+
+def too_large(job: Job, keys: int) -> str:
+    need = keys * job.bytes_per_key / 2**30
+    return f"{keys} tokens on a device take about {need:.0f} GiB"
+
+
+def on_teams(
+    job: Job, teams: list[Team], item: Callable[[Job, Team], Iterator[Row]]
+) -> Iterator[Row]:
+    """The rows of each team, on its ranks. The other ranks wait."""
+    for team in teams:
+        rows = list(item(job, team)) if job.rank < team.size else []
+        job.wait()
+        yield from ({"ranks": team.size, **row} for row in rows)
+
+
+# ---- items ----
+
+
+def weak(job: Job, team: Team) -> Iterator[Row]:
+    keys, kept = job.args.keys, job.args.window + job.args.recent
+    tokens, lengths = Tokens(job, keys), [keys] * team.size
+    calls = {"one": tokens.run_alone, "team": lambda: tokens.run(team, lengths)}
+    found = measure(job, team, calls)
+    one, many = slowest(found["one"]), slowest(found["team"])
+    pairs = visible_pairs(keys * team.size, kept) - visible_pairs(keys * (team.size - 1), kept)
+    yield {
+        "keys": keys,
+        **describe(many),
+        "one_ms": quantiles(one)[1],
+        "one_fastest_ms": quantiles([min(row) for row in found["one"]])[1],
+        "efficiency": median_ratio(one, many),
+        "work": pairs / visible_pairs(keys, kept),
+    }
+
+
+def time_tokens(job: Job, count: int) -> float:
+    """Milliseconds of so many tokens on the first rank's device, which calls this alone."""
+    tokens = Tokens(job, count)
+    return quantiles(slowest(measure(job, job.teams[0], {"one": tokens.run_alone})["one"]))[1]
+
+
+def time_alone(job: Job) -> tuple[float, str]:
+    """Milliseconds of all --total tokens on one device, and where they are from."""
+    total, keys = job.args.total, job.args.keys
+    number, measured = 0.0, 0.0
+    if job.rank == 0:
+        if job.fits(total):
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                number, measured = time_tokens(job, total), 1.0
+        if not measured:
+            job.free()
+            number = time_tokens(job, keys) * total / keys
+    job.wait()
+    number, measured = job.everyone.gather(number, measured)[0]
+    return number, "measured" if measured else f"modelled from {keys} keys"
+
+
+def strong(job: Job) -> Iterator[Row]:
+    one, source = time_alone(job)
+
+    def of_team(job: Job, team: Team) -> Iterator[Row]:
+        lengths = split_lengths(job.args.total, team.size)
+        head = {"keys": job.args.total, "ideal_from": source, "ideal_ms": one / team.size}
+        if not fits(job, team, lengths[0]):
+            yield {**head, "not_run": too_large(job, lengths[0])}
+            return
+        tokens = Tokens(job, lengths[job.rank])
+        times = slowest(measure(job, team, {"team": lambda: tokens.run(team, lengths)})["team"])
+        row = {**head, **describe(times)}
+        yield {**row, "efficiency": head["ideal_ms"] / row["ms"]}
+
+    yield from on_teams(job, job.teams[1:], of_team)
+
+
+def count_bytes(job: Job, team: Team, keys: int) -> Row:
+    """Of each rank."""
+    tokens = Tokens(job, keys)
+    with counted() as forward:
+        out = tokens.forward(team, [keys] * team.size)
+    with counted() as backward:
+        tokens.gradients(out)
+    numbers = (forward.received, forward.sent, backward.received, backward.sent)
+    names = ("forward_received", "forward_sent", "backward_received", "backward_sent")
+    columns = zip(*team.gather(*(float(number) for number in numbers)))
+    return {name: [int(x) for x in column] for name, column in zip(names, columns)}
+
+
+def bytes_moved(job: Job, team: Team) -> Iterator[Row]:
+    for keys in (job.args.keys // 4, job.args.keys):
+        yield {"keys": keys, "table_bytes": job.table_bytes(), **count_bytes(job, team, keys)}
+
+
+def communication(job: Job, team: Team) -> Iterator[Row]:
+    keys = job.args.keys
+    tokens, lengths = Tokens(job, keys), [keys] * team.size
+
+    def run() -> None:
+        tokens.run(team, lengths)
+
+    recording = Recording(run)
+    calls = {
+        "team": run,
+        "local": lambda: recording.run_locally(run),
+        "exchange": recording.exchange_alone,
+    }
+    found = {name: slowest(times) for name, times in measure(job, team, calls).items()}
+    yield {
+        "keys": keys,
+        **describe(found["team"]),
+        "local_ms": quantiles(found["local"])[1],
+        "exchange_ms": quantiles(found["exchange"])[1],
+        "of_time": 1 - median_ratio(found["local"], found["team"]),
+        "exchange_of_time": median_ratio(found["exchange"], found["team"]),
+    }
+
+
+def peak_of(job: Job, call: Callable[[], Any]) -> int:
+    """The most bytes that tensors take during a call, with those that are there before it."""
+    call()
+    job.free()
+    torch.cuda.reset_peak_memory_stats(job.device)
+    call()
+    torch.cuda.synchronize(job.device)
+    return torch.cuda.max_memory_allocated(job.device)
+
+
+def memory(job: Job, team: Team) -> Iterator[Row]:
+    keys, table = job.args.keys, job.table_bytes()
+    if job.device.type != "cuda":
+        yield {"keys": keys, "not_run": "PyTorch counts the memory of CUDA devices alone"}
+        return
+    tokens, lengths = Tokens(job, keys), [keys] * team.size
+    one = peak_of(job, tokens.run_alone)
+    rows = team.gather(peak_of(job, lambda: tokens.run(team, lengths)), one)
+    above = [int(many - alone) for many, alone in rows]
+    yield {
+        **{"keys": keys, "table_bytes": table, "peak": [int(row[0]) for row in rows]},
+        **{"above": above, "tables_a_rank": max(above) / table / team.size},
+    }
+
+
+def host(job: Job, team: Team) -> Iterator[Row]:
+    keys = job.args.keys
+    tokens, lengths = Tokens(job, keys), [keys] * team.size
+
+    def launch(known: list[int] | None) -> float:
+        team.wait()
+        before = time.perf_counter()
+        out = tokens.forward(team, known)
+        taken = 1e3 * (time.perf_counter() - before)
+        del out
+        return taken
+
+    timers = {"compared": lambda: launch(None), "given": lambda: launch(lengths)}
+    for timer in timers.values():
+        timer()
+    found = alternate(team, timers, rounds_of(job))
+    compared, given = (slowest(found[name]) for name in timers)
+    names = {"compared_ms": compared, "given_ms": given}
+    yield {"keys": keys, **{name: quantiles(times)[1] for name, times in names.items()}}
+
+
+def time_dense(job: Job, team: Team) -> float:
+    """Milliseconds of SDPA over --dense-keys tokens on each rank's own device, the slowest."""
+    tokens = Tokens(job, job.args.dense_keys)
+    rows = [x.detach().transpose(1, 2).requires_grad_() for x in tokens.rows]
+    gradient = tokens.dout.transpose(1, 2)
+    backend = SDPBackend.CUDNN_ATTENTION if job.args.device == "cuda" else SDPBackend.MATH
+
+    def call() -> None:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, rows, gradient)
+
+    return quantiles(slowest(measure(job, team, {"dense": call})["dense"]))[1]
+
+
+def ring(job: Job, team: Team) -> Iterator[Row]:
+    """The ring is warmed up with few tokens. It is not run if by the yardstick it takes longer than
+    --seconds."""
+    total, dense_keys = job.args.ring_keys, job.args.dense_keys
+    dense = time_dense(job, team)
+    job.free()
+    ideal = dense * visible_pairs(total, 0) / visible_pairs(dense_keys, 0) / team.size
+    head = {"keys": total, "dense_keys": dense_keys, "dense_ms": dense, "ring_ideal_ms": ideal}
+    lengths = split_lengths(total, team.size)
+    if not fits(job, team, 2 * lengths[0]):  # gradients that go round are of float32
+        yield {**head, "not_run": too_large(job, 2 * lengths[0])}
+        return
+    tokens = Tokens(job, lengths[job.rank])
+    context = slowest(measure(job, team, {"c": lambda: tokens.run(team, lengths)})["c"])
+    row = {**head, "context_ms": quantiles(context)[1], "context_rounds": len(context)}
+    row["times_ideal"] = ideal / row["context_ms"]
+    # With causal masking the last of n ranks has 2 - 1 / n times the mean work.
+    expected = ideal * (2 - 1 / team.size) / 1e3
+    if expected > job.args.seconds:
+        yield {**row, "not_run": f"it would take about {expected:.0f} s, --seconds allows less"}
+        return
+
+    def run(own: Tokens, known: list[int]) -> None:
+        own.gradients_of_rows(ring_attention(*own.rows, group=team.group, lengths=known))
+
+    few = split_lengths(min(total, 1024 * team.size), team.size)
+    small = Tokens(job, few[job.rank])
+    run(small, few)
+    timers = {
+        "ring": lambda: time_calls(lambda: run(tokens, lengths), 1, team),
+        "context": lambda: time_calls(lambda: tokens.run(team, lengths), 1, team),
+    }
+    found = alternate(team, timers, rounds_of(job, least=1))
+    times, context = slowest(found["ring"]), slowest(found["context"])
+    yield {**row, **describe(times), "times": median_ratio(times, context)}
+
+
+def longest(job: Job, team: Team) -> Iterator[Row]:
+    lengths = split_lengths(job.args.longest, team.size)
+    head = {"keys": job.args.longest}
+    if not fits(job, team, lengths[0]):
+        yield {**head, "not_run": too_large(job, lengths[0])}
+        return
+    tokens = Tokens(job, lengths[job.rank])
+    on_cuda = job.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(job.device)
+    calls = {"team": lambda: tokens.run(team, lengths)}
+    times = slowest(measure(job, team, calls, warm_up=1, least=1)["team"])
+    peak = torch.cuda.max_memory_allocated(job.device) if on_cuda else 0
+    peaks = [int(row[0]) for row in team.gather(float(peak))]
+    yield {**head, **describe(times), "peak": peaks if on_cuda else None}
+
+
+ITEMS: dict[str, Callable[[Job], Iterator[Row]]] = {
+    "weak": lambda job: on_teams(job, job.teams, weak),
+    "strong": strong,
+    "bytes": lambda job: on_teams(job, job.teams[1:], bytes_moved),
+    "communication": lambda job: on_teams(job, job.teams[1:], communication),
+    "memory": lambda job: on_teams(job, job.teams[1:], memory),
+    "host": lambda job: on_teams(job, [job.everyone], host),
+    "ring": lambda job: on_teams(job, [job.everyone], ring),
+    "longest": lambda job: on_teams(job, [job.everyone], longest),
+}
+
+
+# ---- the program ----
+
+
+def find_bytes_per_key(job: Job) -> None:
+    """Of a call on --keys tokens, on a device that PyTorch counts the memory of."""
+    if job.device.type == "cuda":
+        tokens = Tokens(job, job.args.keys)
+        job.bytes_per_key = peak_of(job, tokens.run_alone) / job.args.keys
+        del tokens
+        job.free()
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def print_row(row: Row) -> None:
+    named = [
+        f"{name} {shown(value)}" for name, value in row.items() if name not in ("item", "ranks")
+    ]
+    print(f"{row['item']:13} {row['ranks']:3}  {', '.join(named)}", flush=True)
+
+
+def run(job: Job) -> None:
+    """Raises Disagreement, on all ranks, if results are wrong."""
+    args = job.args
+    check(job, min(CHECKED_KEYS, args.keys))
+    find_bytes_per_key(job)
+    names = ("q_heads", "kv_heads", "head_dim", "window", "recent", "dtype", "calls")
+    settings = {"ranks": job.size, **{name: getattr(args, name) for name in names}}
+    lines = [{**find_machine(args.device), **settings}]
+    for name in args.only:
+        for row in ITEMS[name](job):
+            lines.append({"item": name, **row})
+            if job.rank == 0:
+                print_row(lines[-1])
+        if job.rank == 0:
+            write_whole(args.out / "ranks.json", lines)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="ranks.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("out", type=folder, metavar="FOLDER")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--only", nargs="+", choices=ITEMS, default=[*ITEMS], metavar="ITEM", help="default: all")
+    add("--dtype", choices=DTYPES, default="bf16")
+    numbers = {
+        **{"q-heads": 32, "kv-heads": 8, "head-dim": 128, "window": 2048},
+        **{"keys": 65536, "total": 1 << 20, "ring-keys": 1 << 18, "dense-keys": 32768},
+        **{"longest": 1 << 22, "rounds": 9, "calls": 3, "timeout": 300},
+    }
+    for name, number in numbers.items():
+        add(
+            f"--{name}", type=whole_number, default=number, metavar="N", help="default: %(default)s"
+        )
+    add("--recent", type=int, default=0, metavar="N", help="default: %(default)s")
+    seconds = "no more rounds of a comparison after these, default: %(default)s"
+    add("--seconds", type=float, default=20.0, help=seconds)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("is not a rank, want it started by torchrun")
+    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
+        parser.error("there is no CUDA device, or no CUDA backend in this build")
+    if args.keys < 4 or min(args.total, args.ring_keys, args.longest) < int(
+        os.environ["WORLD_SIZE"]
+    ):
+        parser.error("--keys, --total, --ring-keys or --longest is too few tokens for the ranks")
+    job = Job(args)
+    try:
+        run(job)
+    except (Disagreement, OSError) as error:
+        print(f"ranks.py: {error}", file=sys.stderr)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

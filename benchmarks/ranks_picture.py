@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Draw the efficiency of many ranks from a file that benchmarks/ranks.py wrote.
+
+    benchmarks/ranks_picture.py FOLDER/ranks.json --out FILE.svg
+
+Left: weak scaling, with as many tokens on each rank whatever their number. Right: strong scaling,
+with one sequence over them all. A team as fast as its devices would be without each other has 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+from peers_picture import save
+
+PANELS = {
+    "weak": "weak scaling, {:,} tokens a rank",
+    "strong": "strong scaling, {:,} tokens in all",
+}
+
+
+def points(rows: list[dict[str, Any]], item: str) -> list[tuple[int, float]]:
+    """Pairs of a number of ranks and an efficiency. Teams that were not run have none."""
+    drawn = [row for row in rows if row["item"] == item and "efficiency" in row]
+    return sorted((row["ranks"], row["efficiency"]) for row in drawn)
+
+
+def draw_panel(axes: pyplot.Axes, rows: list[dict[str, Any]], item: str) -> None:
+    drawn = points(rows, item)
+    keys = {row["keys"] for row in rows if row["item"] == item}
+    axes.set_title(PANELS[item].format(*keys))
+    axes.plot(*zip(*drawn), color="#0072B2", marker="D", markersize=5)
+    for ranks, efficiency in drawn:
+        offset = {"textcoords": "offset points", "xytext": (0, -14), "ha": "center"}
+        axes.annotate(f"{efficiency:.3f}", (ranks, efficiency), fontsize="small", **offset)
+    axes.axhline(1, color="0.5", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([ranks for ranks, _ in drawn], [str(ranks) for ranks, _ in drawn])
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+    axes.set_ylim(0, max(1.1, *(1.1 * efficiency for _, efficiency in drawn)))
+    axes.set_xlabel("ranks")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def caption(machine: dict[str, Any]) -> str:
+    sizes = "{dtype}, {q_heads} heads, {kv_heads} kv heads, head_dim {head_dim}, window {window}"
+    recent = f", recent {machine['recent']}" if machine["recent"] else ""
+    where = f"{machine['machine']}, PyTorch {machine['torch']}"
+    return f"{where}\n{sizes.format(**machine)}{recent}; forward and backward of one layer"
+
+
+def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
+    matplotlib.use("svg" if out.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
+    items = [item for item in PANELS if points(rows, item)]
+    if not items:
+        raise ValueError("there is no efficiency of weak or strong scaling to draw")
+    figure, panels = pyplot.subplots(
+        1, len(items), figsize=(9, 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, item in zip(panels[0], items):
+        draw_panel(axes, rows, item)
+    panels[0][0].set_ylabel("efficiency")
+    figure.supxlabel(caption(machine), fontsize="small", color="0.35")
+    save(figure, out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("json", type=Path, help="a file that ranks.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
+    try:
+        draw(machine, rows, args.out)
+    except ValueError as error:
+        print(f"ranks_picture.py: {args.json}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

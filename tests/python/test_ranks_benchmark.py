@@ -1,0 +1,235 @@
+"""benchmarks/ranks.py: its lines, the bytes that it counts, the mistakes that it finds, with three
+processes and tiny sizes on the CPU; and the picture of a file that is made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peers_common
+import pytest
+import ranks
+import ranks_picture
+from programs import ROOT, Done, assert_refused, help_of, output_of, python
+
+RANKS, Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW, RECENT, KEYS = 3, 4, 2, 16, 8, 3, 64
+SIZES = {
+    **{"q-heads": Q_HEADS, "kv-heads": KV_HEADS, "head-dim": HEAD_DIM, "window": WINDOW},
+    **{"recent": RECENT, "keys": KEYS, "total": 130, "ring-keys": 70, "dense-keys": 32},
+    **{"longest": 200, "rounds": 2, "calls": 1, "timeout": 60},
+}
+TEAMS = [1, 2, 3]
+LINES = [
+    *(("weak", size) for size in TEAMS),
+    *(("strong", size) for size in TEAMS[1:]),
+    *(("bytes", size) for size in TEAMS[1:] for _ in range(2)),
+    *(("communication", size) for size in TEAMS[1:]),
+    *(("memory", size) for size in TEAMS[1:]),
+    *(("host", 3), ("ring", 3), ("longest", 3)),
+]
+TIMES = {"item", "ranks", "keys", "ms", "spread", "rounds"}
+FIELDS = {
+    "weak": TIMES | {"one_ms", "one_fastest_ms", "efficiency", "work"},
+    "strong": TIMES | {"ideal_from", "ideal_ms", "efficiency"},
+    "communication": TIMES | {"local_ms", "exchange_ms", "of_time", "exchange_of_time"},
+    "memory": {"item", "ranks", "keys", "not_run"},
+    "host": {"item", "ranks", "keys", "compared_ms", "given_ms"},
+    "ring": TIMES
+    | {"dense_keys", "dense_ms", "ring_ideal_ms", "context_ms", "context_rounds"}
+    | {"times", "times_ideal"},
+    "longest": TIMES | {"peak"},
+}
+
+
+def run(folder: Path, *options: str, program: Path = ROOT / "benchmarks" / "ranks.py") -> Done:
+    sizes = [text for name, number in SIZES.items() for text in (f"--{name}", str(number))]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    given = [program, folder, "--device", "cpu", *sizes, *options]
+    return python(*launcher, *given, env={"OMP_NUM_THREADS": "1"}, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The file of a run with all items, and what the run printed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    printed = output_of(run(folder))
+    return folder / "ranks.json", printed
+
+
+@pytest.fixture
+def lines(written: tuple[Path, str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in written[0].read_text().splitlines()]
+
+
+def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
+    machine, *rows = lines
+    assert machine["device"] == "cpu" and machine["ranks"] == RANKS
+    assert machine["date"] and "commit" in machine and machine["dtype"] == "bf16"
+    assert (machine["window"], machine["recent"]) == (WINDOW, RECENT)
+    assert [(row["item"], row["ranks"]) for row in rows] == LINES
+    for row in rows:
+        if row["item"] != "bytes":
+            assert row.keys() == FIELDS[row["item"]]
+        figures = [number for name, number in row.items() if name.endswith("ms")]
+        assert all(number > 0 for number in figures)
+    printed = [tuple(line.split()[:2]) for line in written[1].splitlines()]
+    assert printed == [(item, str(size)) for item, size in LINES]
+
+
+def test_figures(lines: list[dict[str, Any]]) -> None:
+    """Those that follow from others in the line."""
+    rows = {(row["item"], row["ranks"]): row for row in lines[1:]}
+    kept = WINDOW + RECENT
+    alone = sum(min(query + 1, kept) for query in range(KEYS))
+    for size in TEAMS:
+        want = KEYS * kept / alone if size > 1 else 1
+        assert rows["weak", size]["work"] == pytest.approx(want)
+    for size in TEAMS[1:]:
+        row = rows["strong", size]
+        assert row["ideal_from"] == "measured"
+        assert row["efficiency"] == pytest.approx(row["ideal_ms"] / row["ms"])
+    assert rows["strong", 2]["ideal_ms"] == pytest.approx(rows["strong", 3]["ideal_ms"] * 3 / 2)
+    ring = rows["ring", RANKS]
+    pairs = (70 * 71) / (32 * 33)
+    assert ring["ring_ideal_ms"] == pytest.approx(ring["dense_ms"] * pairs / RANKS)
+    assert ring["times_ideal"] == pytest.approx(ring["ring_ideal_ms"] / ring["context_ms"])
+
+
+def test_bytes(lines: list[dict[str, Any]]) -> None:
+    """What the shapes say, whatever the number of tokens. Forward: from each other rank the key,
+    the value, score, position and bias of each candidate. Backward: from each later rank the
+    gradients of key, value and bias of each."""
+    rows = [row for row in lines[1:] if row["item"] == "bytes"]
+    assert [row["keys"] for row in rows] == [KEYS // 4, KEYS] * 2
+    candidates = KV_HEADS * (WINDOW + RECENT)
+    pair = 2 * HEAD_DIM * 2  # of a key and a value, bfloat16
+    for row in rows:
+        size = row["ranks"]
+        gathered = [(size - 1) * candidates * (pair + 3 * 4)] * size
+        returned = [(size - 1 - rank) * candidates * (pair + 4) for rank in range(size)]
+        assert row["table_bytes"] == candidates * pair
+        assert row["forward_received"] == row["forward_sent"] == gathered
+        assert row["backward_received"] == returned
+        assert row["backward_sent"] == returned[::-1]
+
+
+# ---- what goes wrong ----
+
+# ranks.py after a change, which is the last line but one.
+CHANGED = """
+import sys
+sys.path.insert(0, {folder!r})
+import flash_dmattn._context as context
+import ranks
+import ranks_common
+
+attend = context.attend
+def wrong(*arguments):
+    out, lse = attend(*arguments)
+    return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
+{change}
+sys.exit(ranks.main())
+"""
+
+
+def run_changed(folder: Path, change: str, *options: str) -> Done:
+    program = folder / "changed.py"
+    program.write_text(CHANGED.format(folder=str(ROOT / "benchmarks"), change=change))
+    return run(folder, *options, program=program)
+
+
+def test_wrong_results_are_found(tmp_path: Path) -> None:
+    """Those of one rank; then all of them end."""
+    done = run_changed(tmp_path, "context.attend = wrong", "--only", "bytes")
+    assert done.returncode == 1
+    assert "ranks.py: 3 ranks and one differ by" in done.stderr
+    assert not (tmp_path / "ranks.json").exists()
+
+
+def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
+    """On devices that have room for 64 tokens, and with no time for the ring."""
+    change = "ranks_common.Job.fits = lambda job, keys: keys <= 64"
+    items = ("--only", "strong", "ring", "longest", "--seconds", "0")
+    output_of(run_changed(tmp_path, change, *items))
+    _, *rows = [json.loads(line) for line in (tmp_path / "ranks.json").read_text().splitlines()]
+    two, three, ring, longest = rows
+    assert two.keys() == FIELDS["strong"] - {"ms", "spread", "rounds", "efficiency"} | {"not_run"}
+    assert two["not_run"].startswith("65 tokens on a device take about ")
+    assert three.keys() == FIELDS["strong"]
+    assert three["ideal_from"] == "modelled from 64 keys"
+    assert "--seconds allows less" in ring["not_run"] and ring["times_ideal"] > 0
+    assert longest["not_run"].startswith("67 tokens on a device take about ")
+
+
+# ---- arguments ----
+
+REFUSED = {
+    "": "the following arguments are required: FOLDER",
+    "/no/such/folder": "is '/no/such/folder', want a folder",
+    ". --only weak all": "invalid choice: 'all'",
+    ". --device cpu": "is not a rank, want it started by torchrun",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_usage(
+    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert_refused(ranks.main, arguments, REFUSED[arguments], capsys)
+
+
+def test_too_few_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    arguments = ". --device cpu --total 7"
+    assert_refused(ranks.main, arguments, "too few tokens for the ranks", capsys)
+
+
+def test_help_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = help_of(ranks.main, capsys)
+    for item in ranks.ITEMS:
+        assert f"\n  {item} " in printed.partition("Items,")[2]
+
+
+# ---- picture ----
+
+MACHINE = {
+    **{"machine": "A GPU", "device": "cuda", "torch": "2", "date": "today", "commit": "abc"},
+    **{"dtype": "bf16", "q_heads": 32, "kv_heads": 8, "head_dim": 128, "window": 2048},
+    "recent": 0,
+}
+
+
+def made_up(item: str, ranks: int, **fields: Any) -> dict[str, Any]:
+    return {"item": item, "ranks": ranks, "keys": 65536, **fields}
+
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> int:
+    peers_common.write_whole(folder / "ranks.json", [MACHINE, *rows])
+    out = ["--out", str(folder / "ranks.svg")]
+    return ranks_picture.main([str(folder / "ranks.json"), *out])
+
+
+def test_picture(tmp_path: Path) -> None:
+    rows = [made_up("weak", n, efficiency=e) for n, e in ((4, 0.973), (1, 0.999), (2, 0.985))]
+    rows += [made_up("strong", 2, efficiency=0.941), made_up("strong", 4, not_run="too large")]
+    rows += [made_up("bytes", 2)]
+    assert ranks_picture.points(rows, "weak") == [(1, 0.999), (2, 0.985), (4, 0.973)]
+    assert ranks_picture.points(rows, "strong") == [(2, 0.941)]
+    assert draw(rows, tmp_path) == 0
+    drawn = (tmp_path / "ranks.svg").read_text()
+    assert drawn.rstrip().endswith("</svg>")
+    for text in ("A GPU, PyTorch 2", "weak scaling, 65,536 tokens a rank", "0.973", "0.941"):
+        assert f"<!-- {text} -->" in drawn, text
+    first = drawn
+    assert draw(rows, tmp_path) == 0 and (tmp_path / "ranks.svg").read_text() == first
+
+
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw([made_up("strong", 2, not_run="too large")], tmp_path) == 1
+    assert "no efficiency" in capsys.readouterr().err
+    assert not (tmp_path / "ranks.svg").exists()
