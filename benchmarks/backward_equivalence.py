@@ -1,51 +1,23 @@
 #!/usr/bin/env python3
-"""Compare the gradients of flash_dmattn_func() with those of its definition in PyTorch, in float64.
+"""Compare the gradients of attention() and flash_dmattn_func() with their definition, in float64.
 
-    python benchmarks/backward_equivalence.py [--device cpu]
+    python benchmarks/backward_equivalence.py [--device cpu] [--quick]
 
-The mask has the best keys of each query; query, key, value and the bias of every pair have
-gradients. Errors and exit status are as in forward_equivalence.py.
+query, key, value, the bias of keys, the sink logits and the bias of pairs have gradients, of out
+and of lse. attention() is given a selection, flash_dmattn_func() a mask of the same keys. --help
+has the rule that errors are held to and the exit status.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 
-import flash_dmattn
-import torch
-from definition import (
-    Comparison,
-    Inputs,
-    Tensors,
-    attend,
-    cast,
-    compare_all,
-    evaluate,
-    gradients,
-    run_equivalence,
-)
-
-NAMES = [f"flash_dmattn_func: {name}" for name in ("dq", "dk", "dv", "dattn_bias")]
-
-
-def masked(leaves: Sequence[torch.Tensor], mask: torch.Tensor, dout: torch.Tensor) -> Tensors:
-    return gradients(attend(*leaves, mask), leaves, dout)
-
-
-def comparisons(inputs: Inputs) -> Iterator[Comparison]:
-    dtype = inputs.query.dtype
-    given = (*inputs.rows, inputs.attn_bias)
-    leaves = cast(given, dtype)
-    out = flash_dmattn.flash_dmattn_func(
-        *leaves[:3], inputs.mask.to(dtype), leaves[3], is_causal=True
-    )
-    found = gradients(out, leaves, inputs.dout)
-    return compare_all(NAMES, found, *evaluate(inputs, given, masked), dtype)
+from definition_run import run_equivalence
+from definition_stages import backward_comparisons
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_equivalence("backward_equivalence.py", __doc__, comparisons, arguments)
+    return run_equivalence("backward_equivalence.py", __doc__, backward_comparisons, arguments)
 
 
 if __name__ == "__main__":

@@ -1,240 +1,369 @@
-"""Dynamic mask attention by its definition, in PyTorch alone: what forward_equivalence.py and its
-like compare with, and the inputs that forward_performance.py and its like have too."""
+"""Dynamic mask attention by its definition, in PyTorch alone: every stage by its formula in
+docs/algorithm.md, in the precision of the tensors that it is given. forward_equivalence.py and its
+like compare the package with it.
+
+Tensors are named as the arguments of the package are, and AXES has the axes of each. A function
+takes tensors by name and returns results by name; dX is the gradient of X.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple, Sequence, Tuple
+import math
+from typing import Callable, Dict, NamedTuple
 
-import flash_dmattn
 import torch
-from peers import Parser
-from peers_common import Disagreement
+from definition_cases import Case
+from torch.nn.functional import softplus
 
-Tensors = Tuple[torch.Tensor, ...]
+Named = Dict[str, torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of matrices
+Compute = Callable[[Case, Named, Product], Named]
+Orders = Dict[str, torch.Tensor]  # of the indices along an axis
 PLAIN = 6  # plain evaluations
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEW = 64  # numbers: a sum of so few may be accurate by chance, and has more plain evaluations
+PLAIN_OF_FEW = 16
+
+# The letters are those of docs/glossary.md; c is a channel of the value states of all kv heads.
+AXES = {
+    **{"query": "bihd", "key": "bjgd", "value": "bjgd", "out": "bihd", "lse": "bhi"},
+    **{"dt_proj": "gc", "a_coef": "g", "dt_bias": "g", "score": "bgj", "bias": "bgj"},
+    **{"key_valid": "bj", "mask": "bhij", "attn_bias": "bhij", "sink_logit": "h"},
+    **{"probability": "bhij"},
+}
+# A plain evaluation leaves these float32: exp(s - lse) is one step of a softmax, whose sums PyTorch
+# has in float32 in every dtype.
+WIDE = ("lse", "dlse", "sink_logit")
 
 
-class Case(NamedTuple):
-    """Causal attention of `length` queries to as many keys."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    length: int
-    window: int
-
-    def name(self) -> str:
-        words = "b{}/h{}g{}/d{}/n{}/w{}"
-        return words.format(*self)
+def axes_of(name: str) -> str:
+    return AXES[name] if name in AXES else AXES[name[1:]]
 
 
-CASES = (
-    Case(1, 4, 2, 64, 256, 64),
-    Case(2, 3, 3, 32, 300, 400),
-    Case(2, 4, 1, 32, 500, 128),
-    Case(1, 8, 2, 128, 1000, 256),
-)
+# ---- which keys are kept ----
 
 
-class Inputs:
-    """Random tensors of a case, and the mask of the best keys of each query by their scores."""
-
-    def __init__(self, case: Case, device: str, dtype: torch.dtype) -> None:
-        random = torch.Generator(device).manual_seed(case.length)
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random, device=device)
-
-        batch, q_heads, kv_heads, head_dim, length, window = case
-        self.case = case
-        self.query = draw(batch, length, q_heads, head_dim).to(dtype)
-        self.key, self.value = (draw(batch, length, kv_heads, head_dim).to(dtype) for _ in "kv")
-        width = kv_heads * head_dim
-        self.weights = draw(kv_heads, width) / width**0.5, draw(kv_heads)
-        self.attn_bias = draw(batch, kv_heads, length, length).to(dtype)
-        self.dout = draw(*self.query.shape).to(dtype)
-        score, _ = flash_dmattn.score(self.value, *self.weights)
-        self.mask = best_keys(score, window)
-
-    @property
-    def rows(self) -> Tensors:
-        return self.query, self.key, self.value
+def sequence_of(case: Case, device: torch.device) -> torch.Tensor:
+    """The number of the sequence that each position is in [kv_len]; -1 for none."""
+    number = torch.zeros(case.kv_len, dtype=torch.long, device=device)
+    if case.starts:
+        number.fill_(-1)
+        for n, (begin, end) in enumerate(zip(case.starts, case.starts[1:])):
+            number[begin:end] = n
+    return number
 
 
-def best_keys(score: torch.Tensor, window: int) -> torch.Tensor:
-    """Which keys each query keeps of those up to its position: bool [batch, kv_heads, len, len]."""
-    length = score.shape[-1]
-    visible = torch.ones(length, length, dtype=torch.bool, device=score.device).tril()
-    ranked = score[:, :, None].expand(-1, -1, length, -1).masked_fill(~visible, float("-inf"))
-    best = ranked.topk(min(window, length), dim=-1).indices
-    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & visible
+def candidates(case: Case, key_valid: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The keys that a query could attend to if it ignored positions: the valid ones of its
+    sequence, bool [batch or 1, 1, q_len, kv_len]."""
+    number = sequence_of(case, device)
+    if case.starts:  # where q_len is kv_len
+        same = (number[:, None] == number) & (number >= 0)
+    else:
+        same = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=device)
+    return same[None, None] if key_valid is None else same & key_valid[:, None, None]
 
 
-def bias_of(value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor) -> torch.Tensor:
-    """What scores add to the logits of keys: [batch, kv_heads, 1, len]."""
-    states = torch.nn.functional.softplus(value.flatten(2) @ dt_proj.T)
-    return (a_coef * states).exp().transpose(1, 2)[:, :, None]
+def kept_keys(case: Case, score: torch.Tensor, key_valid: torch.Tensor | None) -> torch.Tensor:
+    """The keys that each query keeps, every query sorting all keys that it sees: bool
+    [batch, kv_heads, q_len, kv_len]. Scores are finite but for padding."""
+    device, shape = score.device, (*score.shape[:2], case.q_len, case.kv_len)
+    position = torch.arange(case.q_len, device=device) + case.kv_len - case.q_len
+    past = torch.arange(case.kv_len, device=device) <= position[:, None]
+    valid = candidates(case, key_valid, device)
+    visible = valid & past if case.causal else valid
+    if case.window is None:
+        return visible.expand(shape)
+    seen = visible if case.scope == "causal" else valid
+    newest = seen & (seen.flip(-1).cumsum(-1).flip(-1) <= case.recent)
+    first = valid & (valid.cumsum(-1) <= case.sinks)
+    # Sinks outrank all others: [batch, kv_heads, q_len or 1, kv_len].
+    rank = score[:, :, None].double().masked_fill(first, math.inf)
+    # A stable sort of the flipped keys: of equal scores the key of larger index is first.
+    order = case.kv_len - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    others = (seen & ~newest).expand(shape).gather(-1, order)
+    chosen = others & (others.cumsum(-1) <= case.window)
+    best = torch.zeros_like(chosen).scatter(-1, order, chosen)
+    if case.gap is not None:
+        numbers = score[:, :, None].double()
+        highest = numbers.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+        best &= first | (numbers >= highest - case.gap)
+    return (newest | best) & visible
 
 
-class Attention(torch.autograd.Function):
-    """Attention of [batch, heads, len, head_dim], and its gradients by docs/algorithm.md, Backward.
-    delta comes from out, as in every form of FlashAttention: out is rounded to the tensors' dtype,
-    and sums of many gradients differ by that from what autograd computes of the softmax."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        logits = q @ k.mT * q.shape[3] ** -0.5 + bias
-        probability = logits.masked_fill(~mask, float("-inf")).softmax(-1)
-        out = probability @ v
-        ctx.save_for_backward(q, k, v, bias, probability, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, bias, probability, out = ctx.saved_tensors
-        delta = (dout * out).sum(-1, keepdim=True)
-        dlogits = probability * (dout @ v.mT - delta)
-        scaled = dlogits * q.shape[3] ** -0.5
-        dv = probability.mT @ dout
-        return scaled @ k, scaled.mT @ q, dv, dlogits.sum_to_size(bias.shape), None
+def keys_of_selection(case: Case, expiry: torch.Tensor) -> torch.Tensor:
+    """The keys that each query keeps by the rule of expiry in docs/algorithm.md."""
+    device, j = expiry.device, torch.arange(case.kv_len, device=expiry.device)
+    position = torch.arange(case.q_len, device=device)[:, None] + case.kv_len - case.q_len
+    ends = expiry[:, :, None]
+    if case.causal:
+        return (j <= position) & (position < ends)
+    return (ends > j) & candidates(case, None, device)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """Attention under a mask and a bias of kv heads, in the dtype of its arguments."""
-    group = query.shape[2] // key.shape[2]
-    rows = [x.transpose(1, 2) for x in (query, key, value)]
-    rest = (x.repeat_interleave(group, 1) for x in (*rows[1:], bias, mask))
-    return Attention.apply(rows[0], *rest).transpose(1, 2)
+def slot_conflicts(case: Case, slot: torch.Tensor, kept: torch.Tensor) -> int:
+    """How many kept keys of all queries have a slot that another kept key has, or one that is not
+    below window + recent."""
+    slots = case.window + case.recent
+    number = slot[:, :, None].expand(kept.shape).long()
+    outside = kept & ((number < 0) | (number >= slots))
+    inside = kept & ~outside
+    counts = torch.zeros(*kept.shape[:3], slots, dtype=torch.long, device=kept.device)
+    counts.scatter_add_(-1, number.clamp(0, slots - 1), inside.long())
+    return int(outside.sum() + (counts - 1).clamp(min=0).sum())
 
 
-def cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """New leaves of the same values in `dtype`, which collect gradients."""
-    return [x.detach().to(dtype).clone().requires_grad_() for x in tensors]
+# ---- the stages ----
 
 
-def gradients(out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor) -> Tensors:
-    return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+def of_heads(tensor: torch.Tensor, q_heads: int) -> torch.Tensor:
+    """Entries for each query head along axis 1, which has 1, kv_heads or q_heads."""
+    size = tensor.shape[1]
+    return tensor if size == 1 else tensor.repeat_interleave(q_heads // size, 1)
 
 
-def reorder(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Put positions in another order, along every axis that has as many entries."""
-    for axis, size in enumerate(tensor.shape):
-        tensor = tensor.index_select(axis, order) if size == len(order) else tensor
+def sum_to(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """[batch, q_heads, q_len, kv_len] summed to a shape with axes of 1, or with kv_heads."""
+    if shape[1] not in (1, tensor.shape[1]):
+        tensor = tensor.unflatten(1, (shape[1], -1)).sum(2)
+    return tensor.sum_to_size(shape)
+
+
+def sum_one_by_one(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right, each sum in one accumulator, as some kernels have them. PyTorch's products have
+    several, whose errors are smaller by the root of their number."""
+    right = right.expand(*left.shape[:-2], *right.shape[-2:])
+    total = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    for k in range(left.shape[-1]):
+        total.addcmul_(left[..., k : k + 1], right[..., k : k + 1, :])
+    return total
+
+
+def states_of(given: Named, product: Product) -> torch.Tensor:
+    """dt [batch, kv_heads, kv_len]."""
+    dt = product(given["value"].flatten(2), given["dt_proj"].mT)
+    return (dt + given["dt_bias"] if "dt_bias" in given else dt).transpose(1, 2)
+
+
+def score(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    z = given["a_coef"][:, None] * softplus(states_of(given, product))
+    if "key_valid" in given:
+        z = z.masked_fill(~given["key_valid"][:, None], -math.inf)
+    return {"score": z}
+
+
+def bias(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    return {"bias": given["score"].exp() if case.bias_form == "exp" else given["score"]}
+
+
+def make_logits(
+    case: Case, given: Named, product: Product
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Logits [batch, q_heads, q_len, kv_len], and their slope in <query, key>."""
+    query, key = (given[name].transpose(1, 2) for name in ("query", "key"))
+    slope = case.softmax_scale or case.head_dim**-0.5
+    logits = slope * product(query, of_heads(key, case.q_heads).mT)
+    if case.softcap:
+        tanh = torch.tanh(logits / case.softcap)
+        logits, slope = case.softcap * tanh, slope * (1 - tanh * tanh)
+    if "bias" in given:
+        logits = logits + of_heads(given["bias"], case.q_heads)[:, :, None]
+    if "attn_bias" in given:
+        logits = logits + of_heads(given["attn_bias"], case.q_heads)
+    return logits, slope
+
+
+def weigh(logits: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Probabilities from lse, in the precision of the logits."""
+    probability = torch.exp(logits.to(lse.dtype) - lse[..., None])
+    return torch.where(mask, probability, 0).to(logits.dtype)
+
+
+def probability(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    logits, _ = make_logits(case, given, product)
+    return {"probability": weigh(logits, given["lse"], given["mask"])}
+
+
+def attention(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    logits, _ = make_logits(case, given, product)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    terms = logits.to(wide).masked_fill(~given["mask"], -math.inf)
+    if "sink_logit" in given:
+        sink = given["sink_logit"].to(wide)[:, None, None].expand(*terms.shape[:3], 1)
+        terms = torch.cat([terms, sink], -1)
+    lse = torch.logsumexp(terms, -1)
+    value = of_heads(given["value"].transpose(1, 2), case.q_heads)
+    out = product(weigh(logits, lse, given["mask"]), value)
+    return {"out": out.transpose(1, 2), "lse": lse}
+
+
+def attention_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    """By docs/algorithm.md, Backward, from out and lse as they are given. (delta is <dout, out>:
+    sums of many gradients differ from those of autograd by the rounding of out.)"""
+    logits, slope = make_logits(case, given, product)
+    query, dout, out = (given[name].transpose(1, 2) for name in ("query", "dout", "out"))
+    key, value = (of_heads(given[name].transpose(1, 2), case.q_heads) for name in ("key", "value"))
+    probability = weigh(logits, given["lse"], given["mask"])
+    delta = (dout * out).sum(-1) - given["dlse"].to(dout.dtype)
+    dlogits = probability * (product(dout, value.mT) - delta[..., None])
+    dproducts = dlogits * slope
+    found = {"dquery": product(dproducts, key).transpose(1, 2)}
+    for name, weights, rows in (("dkey", dproducts, query), ("dvalue", probability, dout)):
+        by_head = product(weights.mT, rows).unflatten(1, (case.kv_heads, -1))
+        found[name] = by_head.sum(2).transpose(1, 2)
+    if "bias" in given:
+        shape = torch.Size((case.batch, case.kv_heads, 1, case.kv_len))
+        found["dbias"] = sum_to(dlogits, shape)[:, :, 0]
+    if "attn_bias" in given:
+        found["dattn_bias"] = sum_to(dlogits, given["attn_bias"].shape)
+    if "sink_logit" in given:
+        weight = torch.exp(given["sink_logit"][:, None] - given["lse"])
+        found["dsink_logit"] = -(weight * delta).sum((0, 2))
+    return found
+
+
+def score_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    """From dbias; a key without a bias, which is padding, has none."""
+    dt = states_of(given, product)
+    a_coef, states = given["a_coef"][:, None], softplus(dt)
+    slope = (a_coef * states).exp() if case.bias_form == "exp" else 1
+    dz = given["dbias"] * slope
+    if "key_valid" in given:
+        dz = dz.masked_fill(~given["key_valid"][:, None], 0)
+    ddt = dz * a_coef * torch.sigmoid(dt)
+    rows = ddt.transpose(1, 2)  # [batch, kv_len, kv_heads]
+    found = {
+        "dvalue": product(rows, given["dt_proj"]).view_as(given["value"]),
+        "ddt_proj": product(rows.flatten(0, 1).mT, given["value"].flatten(0, 1).flatten(1)),
+        "da_coef": (dz * states).sum((0, 2)),
+    }
+    return {**found, "ddt_bias": ddt.sum((0, 2))} if "dt_bias" in given else found
+
+
+def fused_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
+    """Those of flash_dma_attention(): value has one through its scores, too."""
+    found = attention_gradients(case, given, product)
+    if case.bias_form == "none":
+        return found
+    learned = score_gradients(case, {**given, "dbias": found.pop("dbias")}, product)
+    return {**found, **learned, "dvalue": found["dvalue"] + learned["dvalue"]}
+
+
+# ---- plain evaluations ----
+
+
+def cast(given: Named, dtype: torch.dtype) -> Named:
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        name: x.detach().to(wide if name in WIDE else dtype) if x.is_floating_point() else x
+        for name, x in given.items()
+    }
+
+
+def reorder(name: str, tensor: torch.Tensor, orders: Orders) -> torch.Tensor:
+    """Put the indices of some axes in another order; an axis of length 1 stands for all."""
+    for axis, letter in enumerate(axes_of(name)):
+        if letter in orders and tensor.shape[axis] > 1:
+            tensor = tensor.index_select(axis, orders[letter])
     return tensor
 
 
-Compute = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], Tensors]
-
-
-def evaluate(inputs: Inputs, given: Tensors, compute: Compute) -> tuple[list[Tensors], Tensors]:
-    """The results of compute(given, mask, dout), plain and exact. Plain evaluations round every
-    step to the inputs' dtype, and differ in the order of positions, so that they add in different
-    orders. The exact evaluation is in float64."""
-    dtype, device, length = inputs.query.dtype, inputs.query.device, inputs.case.length
-    exact = compute(cast(given, torch.float64), inputs.mask, inputs.dout)
-    orders = [torch.arange(length), torch.arange(length).flip(0)]
+def make_orders(case: Case, count: int, device: torch.device) -> list[Orders]:
+    """Orders of queries, keys and channels: as they are, from last to first, and random."""
+    found = []
+    sizes = {"i": case.q_len, "j": case.kv_len, "d": case.head_dim}
     random = torch.Generator().manual_seed(0)
-    orders += [torch.randperm(length, generator=random) for _ in range(PLAIN - len(orders))]
+    for number in range(count):
+        orders = {letter: torch.randperm(size, generator=random) for letter, size in sizes.items()}
+        if number < 2:
+            orders = {letter: torch.arange(size) for letter, size in sizes.items()}
+        if number == 1:
+            orders = {letter: order.flip(0) for letter, order in orders.items()}
+        heads = torch.arange(case.kv_heads)[:, None] * case.head_dim
+        orders["c"] = (heads + orders["d"]).flatten()
+        found.append({letter: order.to(device) for letter, order in orders.items()})
+    return found
+
+
+def evaluate(
+    case: Case, compute: Compute, given: Named, dtype: torch.dtype
+) -> tuple[list[Named], Named]:
+    """The results of compute(), plain and exact. Plain evaluations round every step to `dtype`,
+    and differ in the order of queries, keys and channels, so that they add in different orders. One
+    more adds in one accumulator if `dtype` is that of the kernels' accumulators. The exact
+    evaluation is in float64."""
+    exact = compute(case, cast(given, torch.float64), torch.matmul)
+    count = PLAIN_OF_FEW if min(x.numel() for x in exact.values()) <= FEW else PLAIN
     plain = []
-    for order in (x.to(device) for x in orders):
-        leaves = cast([reorder(x, order) for x in given], dtype)
-        results = compute(leaves, reorder(inputs.mask, order), reorder(inputs.dout, order))
-        plain.append(tuple(reorder(x.detach(), order.argsort()) for x in results))
-    return plain, tuple(x.detach() for x in exact)
+    for orders in make_orders(case, count, next(iter(given.values())).device):
+        shuffled = {name: reorder(name, x, orders) for name, x in given.items()}
+        found = compute(case, cast(shuffled, dtype), torch.matmul)
+        back = {letter: order.argsort() for letter, order in orders.items()}
+        plain.append({name: reorder(name, x, back) for name, x in found.items()})
+    if dtype == torch.float32:
+        plain.append(compute(case, cast(given, dtype), sum_one_by_one))
+    return plain, exact
 
 
 class Comparison(NamedTuple):
-    """The largest errors of a tensor and of the worst plain evaluation."""
+    """The largest errors of a tensor and of the worst plain evaluation. For sets of keys, and for
+    numbers that have to be 0, the error is how many are wrong, and none is allowed."""
 
     what: str
     error: float
-    plain: float
-    largest: float  # number of the exact tensor
-    step: float  # of rounding, of numbers near 1
+    plain: float = 0.0
+    largest: float = 0.0  # number of the exact tensor
+    step: float = 0.0  # of rounding, of numbers near 1
+    factor: float = 2.0  # what plain errors are multiplied by
 
     @property
     def allowed(self) -> float:
-        return 2 * self.plain + self.step * self.largest
+        return self.factor * self.plain + self.step * self.largest
+
+    @property
+    def fits(self) -> bool:
+        """Not with NaN, nor where a plain evaluation overflows, which would allow anything."""
+        return self.error <= self.allowed < math.inf
+
+    @property
+    def ratio(self) -> float:
+        """Of the error to what is allowed."""
+        if self.fits and self.error == 0:
+            return 0.0
+        is_number = 0 < self.allowed < math.inf and self.error == self.error
+        return self.error / self.allowed if is_number else math.inf
 
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return (found.double() - exact).abs().max().item()
+    """The largest difference of finite numbers; infinite if others differ."""
+    found, finite = found.detach().double(), exact.isfinite()
+    if found.shape != exact.shape or not torch.equal(found[~finite], exact[~finite]):
+        return math.inf
+    errors = (found - exact)[finite].abs()
+    return errors.max().item() if errors.numel() else 0.0
 
 
 def compare_all(
-    names: Sequence[str], found: Tensors, plain: list[Tensors], exact: Tensors, dtype: torch.dtype
-) -> Iterator[Comparison]:
-    """Each result with its plain evaluations and the exact one."""
-    step = torch.finfo(dtype).eps
-    for index, (name, one, want) in enumerate(zip(names, found, exact)):
-        worst = max(error_of(results[index], want) for results in plain)
-        yield Comparison(name, error_of(one, want), worst, want.abs().max().item(), step)
-
-
-def default_device() -> str:
-    return "cuda" if "cuda" in flash_dmattn.get_available_backends() else "cpu"
-
-
-def make_parser(program: str, document: str | None) -> Parser:
-    parser = Parser(prog=program, description=(document or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default_device())
-    parser.add_argument("--dtype", choices=DTYPES, help="of query, key, value and mask")
-    return parser
-
-
-def parse(parser: Parser, arguments: list[str] | None) -> argparse.Namespace:
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and default_device() != "cuda":
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    args.dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "bfloat16")]
-    return args
-
-
-def run_equivalence(
-    program: str,
-    document: str | None,
-    comparisons: Callable[[Inputs], Iterator[Comparison]],
-    arguments: list[str] | None,
-) -> int:
-    """Compare on every case. Exit status: 0 equal but for rounding; 1 not; 2 bad usage."""
-    args = parse(make_parser(program, document), arguments)
-    wrong = 0
-    print(f"{'case':26} {'tensor':34} {'error':>9} {'plain':>9} {'allowed':>9}")
-    for case in CASES:
-        for one in comparisons(Inputs(case, args.device, args.dtype)):
-            fits = one.error <= one.allowed  # NaN does not
-            wrong += not fits
-            numbers = f"{one.error:9.2e} {one.plain:9.2e} {one.allowed:9.2e}"
-            print(f"{case.name():26} {one.what:34} {numbers} {'' if fits else 'WRONG'}".rstrip())
-    if wrong:
-        print(f"{program}: {wrong} tensors differ from their definition", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-def require_equal(inputs: Inputs, found: torch.Tensor, other: torch.Tensor) -> None:
-    """Raise Disagreement unless two peers' outputs are equal but for rounding: of weights and of
-    outputs, and of sums in float32."""
-    error = (found.double() - other.double()).abs().max().item()
-    sums = inputs.case.length**0.5 * torch.finfo(torch.float32).eps
-    allowed = (4 * torch.finfo(found.dtype).eps + sums) * inputs.value.abs().max().item()
-    if not error <= allowed:  # written so that NaN fails
-        name = inputs.case.name()
-        raise Disagreement(f"{name}: outputs differ by {error:.3g}, allowed {allowed:.3g}")
+    case: Case,
+    found: Named,
+    compute: Compute,
+    given: Named,
+    dtype: torch.dtype,
+    *,
+    label: str = "",
+    factors: dict[str, float] | None = None,
+) -> list[Comparison]:
+    """Each result with its plain evaluations, in `dtype`, and the exact one. `factors` has those
+    that plain errors are multiplied by where they are not 2."""
+    plain, exact = evaluate(case, compute, given, dtype)
+    step, comparisons = torch.finfo(dtype).eps, []
+    for name, one in found.items():
+        want = exact[name]
+        if want.numel() == 0:
+            raise ValueError(f"{name}: has no numbers to compare")
+        worst = max(error_of(results[name], want) for results in plain)
+        finite = want[want.isfinite()].abs()
+        largest = finite.max().item() if finite.numel() else 0.0
+        error = error_of(one, want)
+        factor = (factors or {}).get(name, 2.0)
+        comparisons.append(Comparison(label + name, error, worst, largest, step, factor))
+    return comparisons

@@ -10,7 +10,8 @@ from typing import Callable, Dict, NamedTuple
 import flash_dmattn
 import torch
 from decode import time_pass
-from definition import Case, Inputs, make_parser, parse, require_equal
+from definition_cases import Inputs, choose_dtype, square
+from definition_run import make_parser, parse
 from peers_common import QUICK, USUAL, Disagreement, Rounds, quantiles
 from script import alternate
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,13 +30,35 @@ class Row(NamedTuple):
     times: float  # median of the ratios to flash_dma_attention
 
 
+def best_keys(score: torch.Tensor, window: int) -> torch.Tensor:
+    """Which keys each query keeps of those up to its position: bool [batch, kv_heads, len, len].
+    Scores have no ties."""
+    length = score.shape[-1]
+    visible = torch.ones(length, length, dtype=torch.bool, device=score.device).tril()
+    ranked = score[:, :, None].expand(-1, -1, length, -1).masked_fill(~visible, float("-inf"))
+    best = ranked.topk(min(window, length), dim=-1).indices
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & visible
+
+
+def require_equal(inputs: Inputs, found: torch.Tensor, other: torch.Tensor) -> None:
+    """Raise Disagreement unless two peers' outputs are equal but for rounding: of weights and of
+    outputs, and of sums in float32."""
+    error = (found.double() - other.double()).abs().max().item()
+    sums = inputs.case.kv_len**0.5 * torch.finfo(torch.float32).eps
+    allowed = (4 * torch.finfo(found.dtype).eps + sums) * inputs.value.abs().max().item()
+    if not error <= allowed:  # written so that NaN fails
+        name = inputs.case.name
+        raise Disagreement(f"{name}: outputs differ by {error:.3g}, allowed {allowed:.3g}")
+
+
 def peers_of(inputs: Inputs, training: bool) -> Peers:
     """Attention to the same keys by three functions, and to all keys."""
     leaves = [x.requires_grad_(training) for x in inputs.rows]
     swapped = [x.transpose(1, 2) for x in leaves]
     group = inputs.case.q_heads // inputs.case.kv_heads
-    mask = inputs.mask.repeat_interleave(group, 1)
     window = inputs.case.window
+    kept = best_keys(flash_dmattn.score(inputs.value, *inputs.weights)[0], window)
+    mask = kept.repeat_interleave(group, 1)
 
     def sdpa(**options: object) -> torch.Tensor:
         return scaled_dot_product_attention(*swapped, enable_gqa=True, **options).transpose(1, 2)
@@ -44,9 +67,7 @@ def peers_of(inputs: Inputs, training: bool) -> Peers:
         "flash_dma_attention": lambda: flash_dmattn.flash_dma_attention(
             *leaves, *inputs.weights, keep_window_size=window, causal=True, bias_form="none"
         ),
-        "flash_dmattn_func": lambda: flash_dmattn.flash_dmattn_func(
-            *leaves, inputs.mask, is_causal=True
-        ),
+        "flash_dmattn_func": lambda: flash_dmattn.flash_dmattn_func(*leaves, kept, is_causal=True),
         "SDPA, mask": lambda: sdpa(attn_mask=mask),
         "SDPA, all keys": lambda: sdpa(is_causal=True),
     }
@@ -77,7 +98,7 @@ def measure(inputs: Inputs, training: bool, device: str, rounds: Rounds) -> Iter
         low, median, high = quantiles(own)
         ratios = [x / base for x, base in zip(own, times["flash_dma_attention"])]
         spread = (high - low) / median
-        yield Row(inputs.case.length, name, median, spread, quantiles(ratios)[1])
+        yield Row(inputs.case.kv_len, name, median, spread, quantiles(ratios)[1])
 
 
 def run_performance(
@@ -91,7 +112,8 @@ def run_performance(
     args = parse(parser, arguments)
     print(f"{'keys':>6} {'peer':20} {'ms':>10} {'spread':>7} {'times':>7}")
     for length in args.lengths or LENGTHS[args.device]:
-        inputs = Inputs(Case(1, 8, 2, 64, length, args.window), args.device, args.dtype)
+        case = square(1, 8, 2, 64, length, args.window)
+        inputs = Inputs(case, args.device, choose_dtype(args))
         try:
             for row in measure(inputs, training, args.device, QUICK if args.quick else USUAL):
                 print("{:6} {:20} {:10.3f} {:7.3f} {:7.3f}".format(*row), flush=True)

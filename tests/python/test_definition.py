@@ -1,79 +1,164 @@
-"""The benchmarks that compare with the definition: their evaluation, their exit status, and wrong
-results that they find, on the CPU."""
+"""The definition that benchmarks compare with, against the tests' own evaluation, autograd and
+PyTorch; and the benchmarks that time calls, on the CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import backward_equivalence
 import backward_performance
 import definition
 import definition_times
 import evaluate
 import flash_dmattn
-import forward_equivalence
 import forward_performance
-import grad_equivalence
 import pytest
 import torch
 from cases import with_sdpa
-from definition import Attention, Case, Inputs
+from definition import Named
+from definition_cases import CASES, Case, Inputs, square
+from definition_stages import Stages
 from programs import assert_refused, help_of
 
-EQUIVALENCE = (forward_equivalence, backward_equivalence, grad_equivalence)
 PERFORMANCE = (forward_performance, backward_performance)
-SMALL = Case(1, 4, 2, 16, 24, 5)
+SMALL = square(1, 4, 2, 16, 24, 5)
+RULES = [
+    {},
+    {"window": 1},
+    {"window": 100},
+    {"recent": 6},
+    {"recent": 5, "sinks": 3},
+    {"gap": 0.75, "window": 12},
+    {"gap": 0.5, "recent": 4, "sinks": 2},
+    {"scope": "global"},
+    {"scope": "global", "causal": False, "sinks": 2},
+    {"window": None},
+]
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(definition, "CASES", (SMALL, Case(2, 2, 2, 8, 30, 40)))
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("padding", ["", "left", "holes", "all"])
+def test_kept_keys(rules: dict[str, Any], padding: str) -> None:
+    """Against every query sorting its keys one by one, with ties."""
+    case = Case(batch=2, q_len=23, kv_len=31, padding=padding, **{"window": 5, **rules})
+    key_valid = Inputs(case, "cpu", torch.float32).key_valid
+    random = torch.Generator().manual_seed(1)
+    score = torch.randint(6, (2, 2, 31), generator=random) / 4
+    want = None
+    if case.window is not None:
+        options = {name: getattr(case, name) for name in ("recent", "sinks", "gap")}
+        want = evaluate.kept_keys(score, case.window, case.scope, key_valid, **options)
+    want = evaluate.visible_keys(23, 31, case.causal, want, key_valid)
+    assert torch.equal(definition.kept_keys(case, score, key_valid), want.expand(2, 2, 23, 31))
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_kept_keys_of_packed_sequences(rules: dict[str, Any]) -> None:
+    """Each sequence keeps what it keeps by itself, and positions after the last keep nothing."""
+    starts = (0, 9, 9, 20, 27)
+    whole = Case(q_len=31, kv_len=31, starts=starts, **{"window": 5, **rules})
+    score = torch.randn(1, 2, 31, generator=torch.Generator().manual_seed(1))
+    found = definition.kept_keys(whole, score, None)
+    want = torch.zeros_like(found)
+    for begin, end in ((0, 9), (9, 20), (20, 27)):
+        alone = whole._replace(q_len=end - begin, kv_len=end - begin, starts=())
+        want[..., begin:end, begin:end] = definition.kept_keys(alone, score[..., begin:end], None)
+    assert torch.equal(found, want) and want.any()
+
+
+def test_conflicts_of_slots() -> None:
+    case = Case(batch=1, kv_heads=1, q_len=1, kv_len=4, window=3, recent=0)
+    kept = torch.tensor([True, True, True, False]).view(1, 1, 1, 4)
+    for slots, want in (([0, 1, 2, 2], 0), ([0, 1, 1, 2], 1), ([3, 1, -1, 0], 2), ([1] * 4, 2)):
+        assert definition.slot_conflicts(case, torch.tensor([[slots]]), kept) == want
+
+
+def leaves_of(tensors: Named, *names: str) -> Named:
+    return {name: tensors[name].detach().requires_grad_() for name in names if name in tensors}
+
+
+@pytest.mark.parametrize("what", ["softcap", "attn-bias/kv-heads", "attn-bias/keys", "mask/global"])
+def test_gradients_of_attention(what: str) -> None:
+    """The formulas, in float64, against what autograd finds."""
+    case = next(x for x in CASES if x.what == what)._replace(head_dim=8, softcap=1.5)
+    inputs = Inputs(case, "cpu", torch.float32)
+    given = definition.cast(Stages(inputs).given, torch.float64)
+    leaves = leaves_of(given, "query", "key", "value", "bias", "sink_logit", "attn_bias")
+    results = definition.attention(case, {**given, **leaves})
+    douts = definition.cast({"out": inputs.dout, "lse": inputs.dlse}, torch.float64)
+    want = torch.autograd.grad(list(results.values()), list(leaves.values()), list(douts.values()))
+    more = {"dout": douts["out"], "dlse": douts["lse"], **results}
+    found = definition.attention_gradients(case, {**given, **more})
+    assert set(found) == {f"d{name}" for name in leaves}
+    for name, one in zip(leaves, want):
+        torch.testing.assert_close(found[f"d{name}"], one)
+
+
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_gradients_of_scores(form: str) -> None:
+    case = Case(batch=2, head_dim=8, bias_form=form, has_dt_bias=True, padding="holes")
+    stages = Stages(Inputs(case, "cpu", torch.float32))
+    given = definition.cast({**stages.learned, **stages.valid}, torch.float64)
+    leaves = leaves_of(given, "value", "dt_proj", "a_coef", "dt_bias")
+    score = definition.score(case, {**given, **leaves})
+    bias = definition.bias(case, score)["bias"]
+    dbias = stages.inputs.dbias.double()
+    valid = stages.inputs.key_valid[:, None].expand_as(bias)
+    want = torch.autograd.grad(bias[valid], list(leaves.values()), dbias[valid])
+    found = definition.score_gradients(case, {**given, "dbias": dbias})
+    for name, one in zip(leaves, want):
+        torch.testing.assert_close(found[f"d{name}"], one)
+
+
+def test_attention_is_that_of_pytorch() -> None:
+    stages = Stages(Inputs(SMALL._replace(bias_form="none"), "cpu", torch.float32))
+    given = definition.cast(stages.given, torch.float64)
+    rows = [given[name].transpose(1, 2) for name in ("query", "key", "value")]
+    want = evaluate.grouped_sdpa(*rows, attn_mask=given["mask"]).transpose(1, 2)
+    torch.testing.assert_close(definition.attention(stages.case, given)["out"], want)
+
+
+def test_orders_change_nothing_but_rounding() -> None:
+    """In float64 all plain evaluations agree, whatever is reordered."""
+    case = next(x for x in CASES if x.what == "attn-bias/keys")._replace(head_dim=8)
+    inputs = Inputs(case, "cpu", torch.float32)
+    stages = Stages(inputs)
+    given = {**stages.given, **stages.learned}
+    results = definition.attention(case, definition.cast(given, torch.float64))
+    given.update(results, dout=inputs.dout, dlse=inputs.dlse)
+    for function in (definition.score, definition.attention, definition.fused_gradients):
+        plain, exact = definition.evaluate(case, function, given, torch.float64)
+        assert len(plain) >= definition.PLAIN
+        one_by_one = function(
+            case, definition.cast(given, torch.float64), definition.sum_one_by_one
+        )
+        for one in (*plain, one_by_one):
+            for name, tensor in exact.items():
+                torch.testing.assert_close(one[name], tensor)
+
+
+def test_errors() -> None:
+    exact = torch.tensor([1.0, -torch.inf, 2.0]).double()
+    assert definition.error_of(torch.tensor([1.5, -torch.inf, 2.0]), exact) == 0.5
+    for wrong in (torch.tensor([1.0, torch.inf, 2.0]), torch.tensor([1.0, -torch.inf])):
+        assert definition.error_of(wrong, exact) == torch.inf
+    nan = definition.error_of(torch.tensor([1.0, -torch.inf, torch.nan]), exact)
+    one = definition.Comparison("out", nan, 1.0, 1.0, 1.0)
+    assert not one.fits and one.ratio == torch.inf
+    assert definition.Comparison("out", 1.0, 0.5, 2.0, 0.5).ratio == 0.5
+    overflow = definition.Comparison("out", 1.0, torch.inf)  # of a plain evaluation
+    assert not overflow.fits and overflow.ratio == torch.inf
+    assert not definition.Comparison("kept keys", 1.0).fits
+    assert definition.Comparison("kept keys", 0.0).ratio == 0
+
+
+# ---- benchmarks that time calls ----
 
 
 def test_masks() -> None:
     inputs = Inputs(SMALL, "cpu", torch.float32)
     score, _ = flash_dmattn.score(inputs.value, *inputs.weights)
-    visible = torch.ones(24, 24, dtype=torch.bool).tril()
-    want = evaluate.kept_keys(score, SMALL.window, "causal") & visible
-    assert torch.equal(inputs.mask, want)
-
-
-def test_gradients_of_the_evaluation() -> None:
-    """Those of its formulas are those of finite differences."""
-    random = torch.Generator().manual_seed(1)
-    rows = [torch.randn(1, 2, 6, 8, generator=random).double().requires_grad_() for _ in "qkv"]
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    for shape in ((1, 2, 6, 6), (1, 2, 1, 6)):
-        bias = torch.randn(shape, generator=random).double().requires_grad_()
-        assert torch.autograd.gradcheck(lambda *x: Attention.apply(*x, mask), (*rows, bias))
-
-
-@pytest.mark.parametrize("program", EQUIVALENCE, ids=lambda x: x.__name__)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equivalence(
-    program: Any, dtype: str, small: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.main(["--device", "cpu", "--dtype", dtype]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) >= 2 * len(definition.CASES)
-    assert {line.split()[0] for line in lines} == {case.name() for case in definition.CASES}
-
-
-@pytest.mark.parametrize("program", EQUIVALENCE, ids=lambda x: x.__name__)
-def test_wrong_results_are_found(
-    program: Any, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A scale that is a thousandth too large."""
-    for name in ("flash_dmattn_func", "flash_dma_attention"):
-        function = getattr(flash_dmattn, name)
-
-        def wrong(q: torch.Tensor, *rest: Any, function: Any = function, **options: Any) -> Any:
-            return function(q, *rest, softmax_scale=1.001 * q.shape[3] ** -0.5, **options)
-
-        monkeypatch.setattr(flash_dmattn, name, wrong)
-    assert program.main(["--device", "cpu"]) == 1
-    printed = capsys.readouterr()
-    assert "WRONG" in printed.out and "differ from their definition" in printed.err
+    want = definition.kept_keys(SMALL, score, None)
+    assert torch.equal(definition_times.best_keys(score, SMALL.window), want)
 
 
 @with_sdpa
@@ -113,7 +198,7 @@ def test_training_computes_gradients() -> None:
             out.sum().backward()
 
 
-@pytest.mark.parametrize("program", [*EQUIVALENCE, *PERFORMANCE], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("program", PERFORMANCE, ids=lambda x: x.__name__)
 def test_usage(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device" in help_of(program.main, capsys)
     assert_refused(program.main, "--device tpu", "--device", capsys)

@@ -1,0 +1,258 @@
+"""The stages of the package on one case, each compared with its definition. What a stage is
+evaluated from is the package's own result of the stage before, so that a fault appears where it is:
+scores give the selection, scores and selection give out and lse, these give the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import definition
+import flash_dmattn
+import torch
+from definition import Comparison, Named, compare_all
+from definition_cases import Inputs
+
+FUSED, MASKED = "flash_dma_attention: ", "flash_dmattn_func: "
+# Tensor cores truncate sums where a plain evaluation in float32 rounds, which doubles the error.
+LSE_FACTOR = {"cpu": 2.0, "cuda": 4.0}
+
+
+def present(**tensors: torch.Tensor | None) -> Named:
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def leaves_of(given: Named, *names: str) -> Named:
+    """New leaves, which collect gradients, of the tensors that there are."""
+    return {name: given[name].detach().clone().requires_grad_() for name in names if name in given}
+
+
+class Stages:
+    """The package's scores and selection of a case, and calls of what comes after them."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.case = inputs, inputs.case
+        dt_proj, a_coef = inputs.weights
+        self.learned = present(
+            value=inputs.value, dt_proj=dt_proj, a_coef=a_coef, dt_bias=inputs.dt_bias
+        )
+        self.rows = present(query=inputs.query, key=inputs.key, value=inputs.value)
+        self.pairs = present(attn_mask=inputs.attn_mask, attn_bias=inputs.attn_bias)
+        self.sink = present(sink_logit=inputs.sink_logit)
+        self.valid = present(key_valid=inputs.key_valid)
+        case = self.case
+        self.numbers = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+        self.rules = {"recent": case.recent, "sinks": case.sinks, "gap": case.gap}
+        self.score, bias = flash_dmattn.score(
+            **self.learned, **self.valid, bias_form=case.bias_form
+        )
+        self.bias = present(bias=bias)
+        self.selection = None
+        if case.window is not None:
+            self.selection = flash_dmattn.select(
+                self.score,
+                case.window,
+                scope=case.scope,
+                starts=inputs.starts,
+                **self.rules,
+                **self.valid,
+            )
+        self.kept = self.keys_of_package()
+
+    def keys_of_package(self) -> torch.Tensor:
+        """bool [batch, kv_heads, q_len, kv_len]."""
+        case, valid = self.case, self.inputs.key_valid
+        if self.selection is None:
+            return definition.kept_keys(case, self.score, valid)
+        return definition.keys_of_selection(case, self.selection.expiry)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """The pairs that everything allows, bool [batch, q_heads, q_len, kv_len]."""
+        case, mask = self.case, definition.of_heads(self.kept, self.case.q_heads)
+        if self.inputs.attn_mask is not None:
+            mask = mask & definition.of_heads(self.inputs.attn_mask, case.q_heads)
+        return mask.expand(case.batch, case.q_heads, case.q_len, case.kv_len)
+
+    @property
+    def given(self) -> Named:
+        """What attention is evaluated from."""
+        bias = present(attn_bias=self.inputs.attn_bias)
+        return {**self.rows, **self.bias, **bias, **self.sink, "mask": self.mask}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of attention() and attention_probabilities(), without tensors that have gradients."""
+        options = {"causal": self.case.causal, "starts": self.inputs.starts, **self.numbers}
+        mask = present(attn_mask=self.inputs.attn_mask)
+        return {**options, **mask, **self.valid, "selection": self.selection}
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether flash_dma_attention() has everything of the case."""
+        return self.selection is not None and not self.pairs
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether flash_dmattn_func() can be given everything as a mask and a bias of pairs."""
+        return not self.sink
+
+    def fused(self, tensors: Named) -> tuple[torch.Tensor, ...]:
+        """out and lse. The call scores and selects itself, by the kernels of score() and select(),
+        so that it keeps the same keys."""
+        case = self.case
+        return flash_dmattn.flash_dma_attention(
+            **tensors,
+            **self.valid,
+            starts=self.inputs.starts,
+            keep_window_size=case.window,
+            causal=case.causal,
+            scope=case.scope,
+            bias_form=case.bias_form,
+            return_lse=True,
+            **self.numbers,
+            **self.rules,
+        )
+
+    def masked(self, tensors: Named) -> tuple[torch.Tensor, ...]:
+        """out and lse. The mask is of numbers, and the biases of keys are left out."""
+        case, mask = self.case, self.mask.to(self.inputs.dtype)
+        out, lse, _ = flash_dmattn.flash_dmattn_func(
+            *(tensors[name] for name in ("query", "key", "value")),
+            mask,
+            tensors.get("attn_bias"),
+            is_causal=case.causal,
+            return_attn_probs=True,
+            **self.numbers,
+        )
+        return out, lse
+
+    @property
+    def given_masked(self) -> Named:
+        return {name: x for name, x in self.given.items() if name != "bias"}
+
+    def compare(self, what: str, found: Named, given: Named, label: str = "") -> list[Comparison]:
+        """`what` is the function of definition.py, for results in the dtype of query."""
+        function = getattr(definition, what)
+        return compare_all(self.case, found, function, given, self.inputs.dtype, label=label)
+
+    def compare_float32(
+        self, what: str, found: Named, given: Named, label: str = ""
+    ) -> list[Comparison]:
+        """For results that are float32 in every dtype of query."""
+        function, factors = getattr(definition, what), {"lse": LSE_FACTOR[self.inputs.device]}
+        options = {"label": label, "factors": factors}
+        return compare_all(self.case, found, function, given, torch.float32, **options)
+
+    def compare_attention(
+        self, results: tuple[torch.Tensor, ...], given: Named, label: str = ""
+    ) -> list[Comparison]:
+        out, lse = ({name: x} for name, x in zip(("out", "lse"), results))
+        if self.inputs.dtype == torch.float32:
+            return self.compare_float32("attention", {**out, **lse}, given, label)
+        return [
+            *self.compare("attention", out, given, label),
+            *self.compare_float32("attention", lse, given, label),
+        ]
+
+
+def selection_comparisons(stages: Stages) -> Iterator[Comparison]:
+    """How many pairs of a query and a key only one of both keeps, and how many slots conflict."""
+    case, selection = stages.case, stages.selection
+    want = definition.kept_keys(case, stages.score, stages.inputs.key_valid)
+    yield Comparison("kept keys", float((stages.kept != want).sum()))
+    yield Comparison("slots", float(definition.slot_conflicts(case, selection.slot, stages.kept)))
+
+
+def compare_zeros(what: str, tensor: torch.Tensor, zero: torch.Tensor) -> Iterator[Comparison]:
+    """How many numbers are not exactly 0 where they have to be, if that is anywhere."""
+    if zero.any():
+        yield Comparison(f"zeros of {what}", float((tensor != 0)[zero].sum()))
+
+
+def zeros_of_keys(stages: Stages, found: Named, label: str = "") -> Iterator[Comparison]:
+    """dkey and dvalue of keys that no query keeps."""
+    by_head = stages.mask.any(2).unflatten(1, (stages.case.kv_heads, -1)).any(2)
+    for name in ("dkey", "dvalue"):
+        if name in found:
+            yield from compare_zeros(f"{label}{name}", found[name], ~by_head.mT)
+
+
+def forward_comparisons(inputs: Inputs) -> Iterator[Comparison]:
+    """Scores to out and lse, then out and lse of the functions that do several stages."""
+    stages = Stages(inputs)
+    given = {**stages.learned, **stages.valid}
+    yield from stages.compare_float32("score", {"score": stages.score}, given)
+    if stages.bias:
+        yield from stages.compare_float32("bias", stages.bias, {"score": stages.score})
+    if stages.selection is not None:
+        yield from selection_comparisons(stages)
+    given = stages.given
+    more = {**stages.bias, **stages.sink, **present(attn_bias=inputs.attn_bias)}
+    out, lse = flash_dmattn.attention(**stages.rows, **more, **stages.options)
+    yield from stages.compare_attention((out, lse), given)
+    more = {**stages.bias, **present(attn_bias=inputs.attn_bias)}
+    found = flash_dmattn.attention_probabilities(
+        inputs.query, inputs.key, lse, **more, **stages.options
+    )
+    given_lse = {**given, "lse": lse}
+    yield from stages.compare_float32("probability", {"probability": found}, given_lse)
+    yield from compare_zeros("probability", found, ~stages.mask)
+    yield from compare_zeros("out", out.transpose(1, 2), ~stages.mask.any(3))
+    if stages.is_fused:
+        results = stages.fused({**stages.rows, **stages.learned, **stages.sink})
+        yield from stages.compare_attention(results, given, FUSED)
+    if stages.is_masked:
+        results = stages.masked({**stages.rows, **present(attn_bias=inputs.attn_bias)})
+        yield from stages.compare_attention(results, stages.given_masked, MASKED)
+
+
+def differentiate(
+    results: tuple[torch.Tensor, ...], leaves: Named, inputs: Inputs
+) -> tuple[Named, Named]:
+    """The gradients of the leaves, and what they are evaluated from beside the leaves."""
+    out, lse = results
+    found = torch.autograd.grad(results, tuple(leaves.values()), (inputs.dout, inputs.dlse))
+    more = {"out": out, "lse": lse, "dout": inputs.dout, "dlse": inputs.dlse}
+    named = {f"d{name}": one for name, one in zip(leaves, found)}
+    return named, {name: x.detach() for name, x in more.items()}
+
+
+def backward_comparisons(inputs: Inputs) -> Iterator[Comparison]:
+    """Gradients of attention under a selection, and under a mask."""
+    stages = Stages(inputs)
+    given = stages.given
+    leaves = leaves_of(given, "query", "key", "value", "bias", "sink_logit", "attn_bias")
+    results = flash_dmattn.attention(**leaves, **stages.options)
+    found, more = differentiate(results, leaves, inputs)
+    yield from stages.compare("attention_gradients", found, {**given, **more})
+    yield from zeros_of_keys(stages, found)
+    if stages.is_masked:
+        given = stages.given_masked
+        leaves = leaves_of(given, "query", "key", "value", "attn_bias")
+        found, more = differentiate(stages.masked(leaves), leaves, inputs)
+        yield from stages.compare("attention_gradients", found, {**given, **more}, MASKED)
+        yield from zeros_of_keys(stages, found, MASKED)
+
+
+def grad_comparisons(inputs: Inputs) -> Iterator[Comparison]:
+    """Gradients of scores, and those of flash_dma_attention() through them."""
+    stages = Stages(inputs)
+    form = {"bias_form": stages.case.bias_form}
+    if stages.bias:
+        leaves = leaves_of(stages.learned, *stages.learned)
+        _, bias = flash_dmattn.score(**leaves, **stages.valid, **form)
+        found = torch.autograd.grad(bias, tuple(leaves.values()), inputs.dbias)
+        named = {f"d{name}": one for name, one in zip(leaves, found)}
+        given = {**stages.learned, **stages.valid, "dbias": inputs.dbias}
+        yield from stages.compare("score_gradients", named, given, "score: ")
+    if stages.is_fused:
+        given = {**stages.given, **stages.learned, **stages.valid}
+        leaves = leaves_of(given, "query", "key", "value", "sink_logit")
+        fixed = {name: x for name, x in stages.learned.items() if name != "value"}
+        if stages.bias:
+            leaves, fixed = {**leaves, **leaves_of(fixed, *fixed)}, {}
+        found, more = differentiate(stages.fused({**leaves, **fixed}), leaves, inputs)
+        yield from stages.compare("fused_gradients", found, {**given, **more}, FUSED)
+        # dvalue of a key has a term of every kv head that keeps it.
+        yield from zeros_of_keys(stages, {"dkey": found["dkey"]}, FUSED)
