@@ -44,10 +44,10 @@ class Ranks:
         self.calls = 0  # that the ranks have compared so far
 
     def process_group(self) -> dist.ProcessGroup:
-        """
+        """The process group, while it exists.
+
         Raises:
-            RuntimeError: it has been destroyed, as before a backward. (torch.distributed would take
-                the default group instead.)
+            RuntimeError: it has been destroyed. (torch.distributed would take the default group.)
         """
         group = self.group()
         if group is None:

@@ -22,15 +22,15 @@ STARTS_KEPT = 64  # tensors of starts that int32_on() keeps
 class Layout(NamedTuple):
     """The tokens of a rank.
 
-    The first `head` of them go on with a sequence that earlier ranks have begun. The others are
-    sequences of their own, the last of which may go on on later ranks.
+    The first `head` of them continue a sequence that earlier ranks have begun. The others are
+    sequences of their own, the last of which may continue on later ranks.
     """
 
     offset: int  # tokens of all earlier ranks
     length: int
-    begin: int  # position at which the sequence begins that the first own tokens go on with
+    begin: int  # position at which the sequence of the first own token begins
     head: int
-    tail: int  # first own token of the sequence that later ranks go on with; `length` if none do
+    tail: int  # first own token of the sequence that later ranks continue; `length` if none do
     starts: list[int] | None  # of the sequences behind `head`, counted from there; None: it is one
 
 
@@ -55,7 +55,11 @@ def describe_starts(starts: list[int] | None) -> str | None:
 
 @functools.lru_cache(maxsize=STARTS_KEPT)
 def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A graph would read the host's numbers at each replay, when they are gone.
+        raise RuntimeError("starts: call once with the same starts before a CUDA graph is captured")
+    with torch.inference_mode(False):  # or later calls could not save it for backward
+        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def int32_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """One sequence over many processes: each rank of a process group has some consecutive tokens of it.
 
-torch.distributed moves what has to be moved: NCCL between CUDA devices, gloo between CPUs. (With
-gloo tensors of CUDA devices go through the memory of the host.) Every rank of the group calls the
-same functions in the same order, with its own tokens and otherwise the same arguments. Ranks may
-have different numbers of tokens, or none.
+Tensors go between ranks through torch.distributed: NCCL between CUDA devices, gloo between CPUs.
+(With gloo, tensors of CUDA devices go through the memory of the host.) Every rank of the group
+calls the same functions in the same order, with its own tokens and otherwise the same arguments.
+Ranks may have different numbers of tokens, or none.
 
 Before they exchange anything, the ranks compare their arguments from host to host. If one
 disagrees, refuses its arguments or does not call within the timeout of the process group, all of
@@ -17,8 +17,9 @@ does not depend on the result, runs it too. If a rank is missing there, the othe
 timeout; NCCL then ends their processes. One thread at a time uses a group.
 
 dt_proj, a_coef, dt_bias and sink_logit are the same on all ranks, and each rank has the gradients
-that its own tokens give them. Their sum over ranks is the gradient of the whole; DistributedData-
-Parallel and FSDP take the mean over ranks: the gradient of the mean of the ranks' losses.
+that its own tokens give them. Their sum over ranks is the gradient of the whole.
+DistributedDataParallel and FSDP take the mean over ranks: the gradient of the mean of the ranks'
+losses.
 
 Under torch.compile calls are made between graphs, not in them.
 """

@@ -331,7 +331,7 @@ class DynamicMaskAttention(nn.Module):
         """
         check_hidden("x", "len", x, self.hidden)
         self._check_memory(x, memory, cache, starts)
-        self._check_cache(cache, starts, index, n_tokens, draft)
+        self._check_cache(cache, starts, index, n_tokens, draft, lengths)
         source = x if memory is None else memory
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
@@ -404,7 +404,9 @@ class DynamicMaskAttention(nn.Module):
         index: torch.Tensor | None,
         n_tokens: torch.Tensor | int | None,
         draft: bool,
+        lengths: Sequence[int] | None,
     ) -> None:
+        require(cache is None or lengths is None, "lengths: is given, want None with a cache")
         if cache is None:
             require(index is None, "index: is given, want None without a cache")
             require(n_tokens is None, "n_tokens: is given, want None without a cache")

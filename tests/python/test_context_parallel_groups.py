@@ -101,6 +101,9 @@ def starts_and_numbers(rank: int) -> dict[str, Any]:
     found["nan"] = refusal_of(lambda: attend(make_rows(), softcap=float("nan")))
     lengths = [LENGTH if n == rank else 1 << 30 for n in range(SIZE)]
     found["total"] = refusal_of(lambda: attend(make_rows(), lengths=lengths))
+    with torch.inference_mode():
+        attend(make_rows(), starts=[0, 11, SIZE * LENGTH])
+    attend(make_rows(), starts=[0, 11, SIZE * LENGTH]).sum().backward()
     layer = flash_dmattn.DynamicMaskAttention(32, 4, 2, 6, process_group=dist.group.WORLD)
     found["pickle"] = refusal_of(lambda: pickle.dumps(layer))
     return found
@@ -189,3 +192,11 @@ def test_many_starts_in_a_message() -> None:
 def test_numbers_and_files(name: str, kind: str, words: str) -> None:
     for one in on_ranks("starts_and_numbers"):
         assert one[name]["kind"] == kind and words in one[name]["message"]
+
+
+def test_lengths_with_a_cache() -> None:
+    sizes = {"kv_heads": 2, "head_dim": 8, "window": 6, "recent": 0}
+    layer = flash_dmattn.DynamicMaskAttention(32, 4, 2, 6, recent=0)
+    cache = flash_dmattn.DynamicMaskCache(layers=1, batch=1, **sizes)
+    with torch.no_grad(), pytest.raises(ValueError, match="^lengths: is given, want None with a c"):
+        layer(torch.randn(1, 3, 32), cache=cache, lengths=[3])
