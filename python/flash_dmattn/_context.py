@@ -1,27 +1,28 @@
 """Attention of one rank's tokens in a sequence that many ranks hold, each some consecutive tokens.
 
 Of the tokens of earlier ranks a rank needs the keys that the last query before its own tokens
-keeps: a table of window + recent rows for each kv head, as in a stream (streams.py). That table is
-found among candidates. The candidates of a rank are the keys that its last query would keep if its
-tokens were the whole sequence, at most window + recent: docs/algorithm.md, "One sequence over
-several processes", says why queries of later ranks keep no others.
+keeps. These are among the candidates of those ranks. The candidates of a rank are the keys that its
+last query would keep if its tokens were the whole sequence, at most window + recent:
+docs/algorithm.md, "One sequence over several processes", says why queries of later ranks keep no
+others.
 
-    scores -> candidates -> candidates of all ranks -> table of what came before
-           -> selection over [table | own keys] -> attention over them
+    scores -> candidates -> candidates of all ranks
+           -> selection over [candidates of earlier ranks | own keys] -> attention over them
 
-Scores and positions of candidates are gathered first. Their keys and values follow while the table
-is found and the own keys are selected. Backward returns the gradients of the table's rows to the
-ranks that own them, which add them in the order of ranks.
+Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
+Their scores and positions are gathered first, their keys and values follow while the own keys are
+selected. Backward returns the gradients of carried keys to the ranks that own them, which add them
+in the order of ranks.
 
-Without causal masking all queries keep the same keys, so that these are the table of every rank,
-and attention is dense attention to its rows.
+Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 
-Dimensions beside those of fdma.h: room, the candidates of a rank; rows, those of the table.
+Dimensions beside those of fdma.h: room, the candidates of a rank; rows, the carried keys.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from typing import Any, NamedTuple, Tuple
 
 import torch
@@ -33,7 +34,6 @@ from ._sequences import Layout, int32_on
 
 Tensors = Tuple[torch.Tensor, ...]
 MaybeTensors = Tuple[MaybeTensor, ...]
-INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the same size
 
 
 class Call(NamedTuple):
@@ -59,23 +59,25 @@ class Call(NamedTuple):
         return self.layouts[self.ranks.rank]
 
     @property
-    def rows(self) -> int:
-        return self.window + self.recent
-
-    @property
     def room(self) -> int:
-        return max(min(self.rows, max(layout.length for layout in self.layouts)), 1)
-
-    @property
-    def scope(self) -> str:
-        return "causal" if self.causal else "global"
+        longest = max(layout.length for layout in self.layouts)
+        return max(min(self.window + self.recent, longest), 1)
 
     @property
     def rules(self) -> tuple[int, int, int, str]:
-        return self.window, self.recent, self.sinks, self.scope
+        """Of a selection in causal scope, whose last query keeps what all queries keep in global
+        scope."""
+        return self.window, self.recent, self.sinks, "causal"
+
+    @property
+    def candidate_rules(self) -> tuple[int, int, int]:
+        """Those that keep at most `room` keys. If that is all keys of any rank, no other rules are
+        needed."""
+        room = self.room
+        return self.rules[:3] if room == self.window + self.recent else (room, 0, 0)
 
     def owners(self, reader: int) -> range:
-        """The ranks that may have keys of the table of the rank `reader`."""
+        """The ranks whose candidates the rank `reader` has as carried keys."""
         if not self.causal:
             return range(self.ranks.size)
         after = self.layouts[reader]
@@ -93,27 +95,44 @@ class Call(NamedTuple):
         return ops.backend_for(self.backend, "select")
 
 
-class Candidates(NamedTuple):
-    """The keys of a rank that queries of later ranks may keep, in ascending order behind columns
-    that have none. All kv heads have equally many."""
+class Numbers(NamedTuple):
+    """Of candidates, [..., batch, kv_heads, room]."""
 
-    # [batch, kv_heads, room] int64: into the rank's keys, and the column itself. A column without a
-    # candidate has those of the last column, which has one if any has
-    index: torch.Tensor
-    column: torch.Tensor
-    # [3, batch, kv_heads, room]: position, -1 where there is no candidate, between score and bias,
-    # which are integers of the same bits
-    numbers: torch.Tensor
-    rows: torch.Tensor  # [batch, kv_heads, room, 2 * head_dim]: key and value
+    score: torch.Tensor
+    bias: torch.Tensor
+    position: torch.Tensor  # int32, among the rank's keys from `tail` on; -1: there is none
+
+    @classmethod
+    def within(cls, packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Numbers:
+        """Views of bytes [..., bytes_of(...)] of one rank or of several."""
+        count, at, found = math.prod(shape), 0, []
+        for kind in (dtype, dtype, torch.int32):
+            end = at + count * kind.itemsize
+            found.append(packed[..., at:end].view(kind).unflatten(-1, shape))
+            at = end
+        return cls(*found)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of the numbers of a rank, a multiple of 8 and never 0, which would have no views."""
+    return max((math.prod(shape) * (2 * dtype.itemsize + 4) + 7) // 8 * 8, 8)
+
+
+class Candidates(NamedTuple):
+    """The keys of a rank that queries of later ranks may keep."""
+
+    numbers: Numbers
+    packed: torch.Tensor  # bytes of all numbers
+    rows: torch.Tensor  # [batch, room, kv_heads, 2 * head_dim]: key and value
 
 
 class Table(NamedTuple):
-    """The keys of other ranks that queries of this rank may keep."""
+    """Score, position and bias of the carried keys, [batch, kv_heads, rows]. A row of position -1
+    is empty, or a key of another sequence."""
 
-    source: torch.Tensor  # [batch, kv_heads, rows] int64: rank * room + column; -1: an empty row
-    score: torch.Tensor  # [batch, kv_heads, rows]
-    position: torch.Tensor  # [batch, kv_heads, rows] int32; -1: an empty row
-    bias: torch.Tensor  # [batch, kv_heads, rows]
+    score: torch.Tensor
+    position: torch.Tensor  # int32
+    bias: torch.Tensor
 
 
 class Segment(NamedTuple):
@@ -121,109 +140,90 @@ class Segment(NamedTuple):
 
     first: int
     last: int
-    reads_table: bool  # whether their keys stand behind those of the table
+    reads_carried: bool  # whether they stand behind the carried keys
     starts: MaybeTensor
-    expiry: MaybeTensor
-    slot: MaybeTensor
-
-
-def scatter_rows(
-    values: torch.Tensor, rows: torch.Tensor, count: int, empty: float
-) -> torch.Tensor:
-    """A table of `count` rows, `empty` at first, with values[..., j] in the row rows[..., j]. Those
-    of the row `count` are dropped."""
-    table = values.new_full((*values.shape[:-1], count + 1), empty)
-    return table.scatter_(-1, rows, values)[..., :count]
-
-
-def slots_of_kept(expiry: torch.Tensor, slot: torch.Tensor, count: int) -> torch.Tensor:
-    """The slots of the keys that are kept to the end, and `count` for the others."""
-    return torch.where(expiry == expiry.shape[-1], slot, count).long()
+    expiry: torch.Tensor
+    slot: torch.Tensor
 
 
 def find_candidates(call: Call, key: torch.Tensor, value: torch.Tensor) -> Candidates:
-    own, room, score = call.own, call.room, call.score
+    own, room, rules = call.own, call.room, call.candidate_rules
     tail = slice(own.tail, own.length)  # keys of sequences that end on this rank are no candidates
     valid = None if call.key_valid is None else call.key_valid[:, tail]
-    tail_score = score[..., tail]
-    kept = ops.SELECT(tail_score, valid, None, None, *call.rules, 0.0, call.select_backend())
-    keys = torch.arange(own.tail, own.length, device=score.device).expand_as(tail_score)
-    index, _ = scatter_rows(keys, slots_of_kept(*kept, room), room, -1).sort(-1)
-    is_key = index >= 0
-    column = torch.where(is_key, torch.arange(room, device=index.device), room - 1)
-    index = torch.where(is_key, index, index[..., -1:]).clamp(min=0)
-    integer, head_dim = INTEGERS[score.dtype], key.shape[-1]
-    rows = torch.empty((*index.shape, 2 * head_dim), dtype=key.dtype, device=key.device)
-    numbers = torch.empty((3, *index.shape), dtype=integer, device=score.device)
-    numbers[1] = torch.where(is_key, index + own.offset, -1)
-    if own.length == 0:  # nothing to gather from
-        return Candidates(index, column, numbers, rows.zero_())
-    bias = score if call.bias is None else call.bias
-    for out, one in zip((numbers[0], numbers[2]), (score, bias)):
-        torch.gather(one.view(integer), 2, index, out=out)
-    wide = index[..., None].expand(*index.shape, head_dim)
-    rows[..., :head_dim] = key.transpose(1, 2).gather(2, wide)
-    rows[..., head_dim:] = value.transpose(1, 2).gather(2, wide)
-    return Candidates(index, column, numbers, rows)
+    key, value, score = key[:, tail], value[:, tail], call.score[..., tail]
+    backend = call.select_backend()
+    kept = ops.SELECT(score, valid, None, None, *rules, "causal", 0.0, backend)
+    (batch, _, kv_heads, head_dim), device = key.shape, key.device
+    shape = (batch, kv_heads, room)
+    packed = torch.empty(bytes_of(shape, score.dtype), dtype=torch.uint8, device=device)
+    numbers = Numbers.within(packed, shape, score.dtype)
+    rows = key.new_empty((batch, room, kv_heads, 2 * head_dim))
+    seen = torch.empty(batch, dtype=torch.int32, device=device)  # of no use here
+    cache = (*rows.chunk(2, -1), numbers.bias, numbers.score, numbers.position, seen, None)
+    backend = ops.backend_for(call.backend, "cache_store")
+    if batch > 0:  # a cache has sequences
+        ops.CACHE_STORE(key, value, score, None, *kept, *cache, *rules, call.bias_form, backend)
+    return Candidates(numbers, packed, rows)
 
 
-def find_table(call: Call, gathered: torch.Tensor) -> Table:
-    """The table among the candidates of all ranks, [ranks, 3, batch, kv_heads, room]."""
-    own, rank, kind = call.own, call.ranks.rank, call.score.dtype
-    before = gathered[:rank] if call.causal else gathered
-    numbers = before.permute(1, 2, 3, 0, 4).flatten(3)  # of each head, in the order of positions
-    valid = numbers[1, :, 0] >= own.begin  # the same for all kv heads
-    kept = ops.SELECT(
-        numbers[0].view(kind), valid, None, None, *call.rules, 0.0, call.select_backend()
-    )
-    columns = torch.arange(numbers.shape[-1], device=numbers.device).expand_as(numbers[0])
-    source = scatter_rows(columns, slots_of_kept(*kept, call.rows), call.rows, -1)
-    score, position, bias = numbers.gather(-1, source.clamp(min=0).expand(3, *source.shape))
-    position = torch.where(source >= 0, position, -1).to(torch.int32)
-    return Table(source, score.view(kind), position, bias.view(kind))
+def join_ranks(gathered: torch.Tensor, dim: int) -> torch.Tensor:
+    """[ranks, ...] with the axis of ranks before the axis `dim` of a rank's own, and one with it:
+    no copy, where all axes before that have length 1."""
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def flat_rows(call: Call, source: torch.Tensor, ranks: range, empty: int) -> torch.Tensor:
-    """The row of each key of a table in [ranks, batch, kv_heads, room, ...] when all axes before
-    `...` are one; `empty` for an empty row of the table."""
-    batch, kv_heads, _ = source.shape
-    heads = batch * kv_heads
-    head = torch.arange(heads, device=source.device).view(batch, kv_heads, 1)
-    rank, column = source // call.room - ranks.start, source % call.room
-    return torch.where(source >= 0, (rank * heads + head) * call.room + column, empty)
+def find_table(call: Call, gathered: torch.Tensor) -> Table | None:
+    """The carried keys, from the numbers of all ranks; None if there are none."""
+    owners, begin = call.owners(call.ranks.rank), call.own.begin
+    if not owners:
+        return None
+    layouts = [call.layouts[owner] for owner in owners]
+    batch, kv_heads, _ = call.score.shape
+    shape = (batch, kv_heads, call.room)
+    found = Numbers.within(gathered[owners.start : owners.stop], shape, call.score.dtype)
+    first = [layout.offset + layout.tail for layout in layouts]
+    constants = [*first, *(max(begin - at, 0) if call.causal else 0 for at in first)]
+    shift, least = int32_on(gathered.device, constants).view(2, -1, 1, 1, 1)
+    position = torch.where(found.position >= least, found.position + shift, -1)
+    return Table(*(join_ranks(one, 2) for one in (found.score, position, found.bias)))
 
 
-def take_rows(call: Call, table: Table, gathered: torch.Tensor) -> Tensors:
-    """key and value of the table, [batch, rows, kv_heads, head_dim]. Empty rows are never read."""
-    at = flat_rows(call, table.source, range(call.ranks.size), 0)
-    rows = gathered.flatten(0, -2).index_select(0, at.flatten())
-    return rows.view(*at.shape, gathered.shape[-1]).transpose(1, 2).chunk(2, -1)
+def take_rows(call: Call, gathered: torch.Tensor) -> Tensors:
+    """key and value of the carried keys, [batch, rows, kv_heads, head_dim]. Empty rows are never
+    read."""
+    owners = call.owners(call.ranks.rank)
+    return join_ranks(gathered[owners.start : owners.stop], 1).chunk(2, -1)
+
+
+def select_carried(call: Call, table: Table, tokens: slice) -> Tensors:
+    """expiry and slot of the carried keys, and of some own keys behind them."""
+    score, valid = call.score[..., tokens], call.key_valid
+    seen = int32_on(score.device, score.shape[0] * [call.own.offset])
+    tensors = (score, None if valid is None else valid[:, tokens], table.score, table.position)
+    return ops.SELECT_CARRIED(*tensors, seen, *call.rules, call.select_backend())
 
 
 def select_segments(call: Call, table: Table | None) -> list[Segment]:
-    """The own tokens in at most two segments: those that stand behind the table, and the others."""
+    """The own tokens in at most two segments: those that stand behind the carried keys, and the
+    others. Without causal masking only the carried keys are selected."""
     own, segments = call.own, []
-    backend, rules = call.select_backend(), call.rules
-    score, valid = call.score, call.key_valid
     if not call.causal:
-        return [Segment(0, own.length, True, None, None, None)]
+        return [Segment(0, own.length, True, None, *select_carried(call, table, slice(0, 0)))]
     if own.head > 0:
-        head = slice(0, own.head)
-        seen = torch.full((score.shape[0],), own.offset, dtype=torch.int32, device=score.device)
-        tensors = (score[..., head], None if valid is None else valid[:, head])
-        kept = ops.SELECT_CARRIED(*tensors, table.score, table.position, seen, *rules, backend)
+        kept = select_carried(call, table, slice(0, own.head))
         segments.append(Segment(0, own.head, True, None, *kept))
     if own.head < own.length or not segments:
         rest = slice(own.head, own.length)
-        starts = None if own.starts is None else int32_on(score.device, own.starts)
-        tensors = (score[..., rest], None if valid is None else valid[:, rest])
-        kept = ops.SELECT(*tensors, starts, None, *rules, 0.0, backend)
+        starts = None if own.starts is None else int32_on(call.score.device, own.starts)
+        valid = None if call.key_valid is None else call.key_valid[:, rest]
+        tensors = (call.score[..., rest], valid, starts, None)
+        kept = ops.SELECT(*tensors, *call.rules, 0.0, call.select_backend())
         segments.append(Segment(own.head, own.length, False, starts, *kept))
     return segments
 
 
 class Carried(NamedTuple):
-    """The rows of the table, in the order of the operators' arguments."""
+    """The carried keys, in the order of the operators' arguments."""
 
     key: torch.Tensor  # [batch, rows, kv_heads, head_dim]
     value: torch.Tensor
@@ -231,7 +231,8 @@ class Carried(NamedTuple):
 
 
 def options_of(call: Call) -> tuple[Any, ...]:
-    return (*call.rules, call.causal, call.softmax_scale, call.softcap)
+    scope = "causal" if call.causal else "global"
+    return (*call.rules[:3], scope, call.causal, call.softmax_scale, call.softcap)
 
 
 def cut(segment: Segment, rows: Tensors, bias: MaybeTensor) -> MaybeTensors:
@@ -246,17 +247,14 @@ def attend(
     tensors: MaybeTensors,
     carried: Carried | None,
     sink_logit: MaybeTensor,
-    valid: MaybeTensor,
 ) -> Tensors:
-    """out and lse of a segment, from its query, key, value and bias. Without causal masking,
-    `valid` [batch, rows] is false for empty rows of the table."""
+    """out and lse of a segment, from its query, key, value and bias."""
     last = (call.deterministic, call.backend)
     if not call.causal:
-        given = (tensors[0], *carried, valid, None, None, sink_logit)
-        no_selection = (*6 * [None], 0, 0, 0, "causal", False)
-        numbers = (call.softmax_scale, call.softcap, 0.0)
-        return ops.ATTENTION(*given, *no_selection, *numbers, *last)
-    if segment.reads_table:
+        given = (tensors[0], *carried, None, None, None, sink_logit, *4 * [None])
+        kept = (segment.expiry, segment.slot)
+        return ops.ATTENTION(*given, *kept, *options_of(call), 0.0, *last)
+    if segment.reads_carried:
         kept = (sink_logit, segment.expiry, segment.slot)
         return ops.CARRIED_ATTENTION(*tensors, *carried, *kept, *options_of(call), *last)
     key_valid = None if call.key_valid is None else call.key_valid[:, segment.first : segment.last]
@@ -285,14 +283,11 @@ class Saved(NamedTuple):
     key_carried: MaybeTensor
     value_carried: MaybeTensor
     bias_carried: MaybeTensor
-    valid: MaybeTensor  # [batch, rows] without causal masking: the rows that are not empty
-    source: MaybeTensor  # of Table
-    index: MaybeTensor  # of Candidates, and the next one
-    column: MaybeTensor
+    position: MaybeTensor  # of the own candidates
 
 
 class Gradients(NamedTuple):
-    """Of a segment; `carried` has those of the table's rows: key, value and bias."""
+    """Of a segment; `carried` has those of the carried keys: key, value and bias."""
 
     query: torch.Tensor
     key: MaybeTensor
@@ -314,12 +309,12 @@ def differentiate(
     wants_dbias = saved.bias is not None
     carried = (saved.key_carried, saved.value_carried, saved.bias_carried)
     if not call.causal:
-        given = (tensors[0], *carried, saved.valid, None, None, saved.sink_logit)
-        numbers = (0, 0, 0, "causal", False, call.softmax_scale, call.softcap, 0.0)
-        last = (call.deterministic, wants_dbias, False, call.backend)
-        found = ops.ATTENTION_BACKWARD(*results, *given, *6 * [None], *numbers, *last)
+        given = (tensors[0], *carried, None, None, None, saved.sink_logit, *4 * [None])
+        kept = (segment.expiry, segment.slot)
+        last = (0.0, call.deterministic, wants_dbias, False, call.backend)
+        found = ops.ATTENTION_BACKWARD(*results, *given, *kept, *options_of(call), *last)
         return Gradients(found[0], None, None, None, found[4], found[1:4])
-    if segment.reads_table:
+    if segment.reads_carried:
         kept = (saved.sink_logit, segment.expiry, segment.slot)
         last = (call.deterministic, wants_dbias, wants_dbias, call.backend)
         given = (*tensors, *carried, *kept, *options_of(call), *last)
@@ -334,35 +329,36 @@ def differentiate(
 
 
 def pack(rows: Tensors, has_bias: bool) -> torch.Tensor:
-    """Gradients of key and value [batch, n, kv_heads, head_dim], and those of bias [batch,
-    kv_heads, n] as they are in memory, in one tensor [batch, kv_heads, n, ...]."""
+    """Gradients of key and value [batch, rows, kv_heads, head_dim], and those of bias [batch,
+    kv_heads, rows] as they are in memory, in one tensor [batch, rows, kv_heads, ...]."""
     dkey, dvalue, dbias = rows
-    packed = (dkey.transpose(1, 2), dvalue.transpose(1, 2))
+    packed = (dkey, dvalue)
     if has_bias:
-        packed += (dbias[..., None].view(dkey.dtype),)
+        packed += (dbias.transpose(1, 2)[..., None].view(dkey.dtype),)
     return torch.cat(packed, -1)
 
 
 def send_back(call: Call, carried: Tensors | None, like: Saved) -> Tensors | None:
-    """Return the gradients of the table's rows to the ranks that own them. Returns what the others
-    send back of the own candidates, added in the order of ranks; None if no rank reads them."""
+    """Return the gradients of carried keys to the ranks that own them. Returns what the others send
+    back of the own candidates, added in the order of ranks: of key and value [batch, room,
+    kv_heads, 2 * head_dim] and of bias; None if no rank has carried them."""
     rank, ranks = call.ranks.rank, range(call.ranks.size)
     head_dim, wide = like.key.shape[-1], like.lse.dtype
+    batch, kv_heads, room = like.position.shape
+    owners, count = call.owners(rank), batch * room * kv_heads
     width = 2 * head_dim
     if like.bias is not None:
         width += like.bias.element_size() // like.key.element_size()
-    owners, count = call.owners(rank), like.index.numel()
-    sent = like.key.new_zeros((len(owners) * count + 1, width))  # the last one is for empty rows
+    sent = like.key.new_empty((0, width))
     if carried is not None:
-        at = flat_rows(call, like.source, owners, len(owners) * count)
-        packed = pack(carried, like.bias is not None)
-        sent.index_copy_(0, at.flatten(), packed.flatten(0, 2))
+        packed = pack(carried, like.bias is not None).unflatten(1, (len(owners), room))
+        sent = packed.transpose(0, 1).reshape(-1, width)
     received = call.ranks.exchange(
-        sent[:-1],
+        sent,
         [count if owner in owners else 0 for owner in ranks],
         [count if rank in call.owners(reader) else 0 for reader in ranks],
     )
-    received = [block.view(*like.index.shape, width) for block in received if len(block)]
+    received = [block.view(batch, room, kv_heads, width) for block in received if len(block)]
     if not received:
         return None
     rows, bias = None, None
@@ -381,19 +377,24 @@ def add_rows(target: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None
     flat.index_copy_(0, at, sums.to(target.dtype))
 
 
-def add_candidates(received: Tensors, gradients: Tensors, saved: Saved) -> None:
+def add_candidates(call: Call, received: Tensors, gradients: Tensors, saved: Saved) -> None:
     """Add what other ranks have sent back to the gradients of the own key, value and bias."""
     dkey, dvalue, dbias = gradients
     batch, length, kv_heads, head_dim = dkey.shape
-    # A column without a candidate repeats the last one.
-    rows, bias = (x.gather(2, saved.column[..., None].expand_as(x)) for x in received)
+    position = saved.position.transpose(1, 2)  # [batch, room, kv_heads]
+    # A row without a candidate repeats one that has one, if any has.
+    newest, row = position.max(1, keepdim=True)
+    numbers = torch.arange(position.shape[1], device=position.device).view(-1, 1)
+    row = torch.where(position >= 0, numbers, row)[..., None]
+    index = torch.where(position >= 0, position, newest).clamp_(min=0) + call.own.tail
+    rows, bias = (x.gather(1, row.expand_as(x)) for x in received)
     b = torch.arange(batch, device=rows.device).view(-1, 1, 1)
-    g = torch.arange(kv_heads, device=rows.device).view(-1, 1)
-    at = ((b * length + saved.index) * kv_heads + g).flatten()
+    g = torch.arange(kv_heads, device=rows.device)
+    at = ((b * length + index) * kv_heads + g).flatten()
     for target, one in zip((dkey, dvalue), rows.flatten(0, 2).split(head_dim, -1)):
         add_rows(target, at, one)
     if bias.shape[-1]:
-        at = ((b * kv_heads + g) * length + saved.index).flatten()
+        at = ((b * kv_heads + g) * length + index).flatten()
         add_rows(dbias, at, bias.view(-1, 1))
 
 
@@ -425,31 +426,27 @@ class ContextAttention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *given: MaybeTensor) -> Tensors:
         query, key, value, *_, sink_logit = given
         bias = call.bias
-        table, carried, valid, found = None, (None, None, None), None, (None, None)
+        table, carried, position = None, (None, None, None), None
         if call.exchanges:
             found = find_candidates(call, key, value)
-            numbers, rows = call.ranks.gather(found.numbers), call.ranks.gather(found.rows)
-            gathered = numbers.wait()
-            if call.owners(call.ranks.rank):
-                table = find_table(call, gathered)
+            numbers, rows = call.ranks.gather(found.packed), call.ranks.gather(found.rows)
+            position = found.numbers.position
+            table = find_table(call, numbers.wait())
         segments = select_segments(call, table)
         if call.exchanges:
-            gathered, found = rows.wait(), found[:2]
-            del rows
-        if table is not None:
-            bias_carried = None if bias is None else table.bias
-            carried = (*take_rows(call, table, gathered), bias_carried)
-            valid = None if call.causal else table.position[:, 0] >= 0
-        gathered = None  # its memory is free before attention begins
+            gathered = rows.wait()
+            if table is not None:
+                carried = (*take_rows(call, gathered), None if bias is None else table.bias)
+            # What no later step reads is free before attention begins.
+            del found, numbers, rows, gathered
         outs, lses = [], []
         for segment in segments:
             tensors = cut(segment, (query, key, value), bias)
-            out, lse = attend(call, segment, tensors, carried, sink_logit, valid)
+            out, lse = attend(call, segment, tensors, carried, sink_logit)
             outs.append(out)
             lses.append(lse)
         out, lse = join(outs, 1), join(lses, 2)
-        source = None if table is None else table.source
-        saved = Saved(*given, call.key_valid, bias, out, lse, *carried, valid, source, *found)
+        saved = Saved(*given, call.key_valid, bias, out, lse, *carried, position)
         selected = [one for segment in segments for one in segment[3:]]
         ctx.save_for_backward(*saved, *selected)
         ctx.set_materialize_grads(False)
@@ -472,7 +469,7 @@ class ContextAttention(torch.autograd.Function):
         dquery = join([one.query for one in found], 1)
         dkey, dvalue, dbias = own = gradients_of_keys(call, found, saved)
         if received is not None and call.own.length > 0:
-            add_candidates(received, own, saved)
+            add_candidates(call, received, own, saved)
         dweights: MaybeTensors = (None, None, None)
         if saved.bias is not None:
             weights = (saved.value, saved.dt_proj, saved.a_coef, saved.dt_bias)

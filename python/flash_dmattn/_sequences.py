@@ -16,7 +16,7 @@ from ._arguments import wide
 from ._ranks import Ranks
 
 STARTS_SHOWN = 16  # in messages
-STARTS_KEPT = 64  # tensors of starts that int32_on() keeps
+STARTS_KEPT = 256  # tensors that int32_on() keeps
 
 
 class Layout(NamedTuple):
@@ -57,14 +57,16 @@ def describe_starts(starts: list[int] | None) -> str | None:
 def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A graph would read the host's numbers at each replay, when they are gone.
-        raise RuntimeError("starts: call once with the same starts before a CUDA graph is captured")
+        raise RuntimeError(
+            "capture: call once with the same lengths and starts before a CUDA graph is captured"
+        )
     with torch.inference_mode(False):  # or later calls could not save it for backward
-        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int32).to(device)  # for all streams
 
 
 def int32_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
-    """Numbers of the host as a tensor of a device, without waiting for it. The layers of a model
-    have the same ones, and so have all replays of a CUDA graph."""
+    """Numbers of the host as a tensor of a device. The host waits for it the first time only: the
+    layers of a model have the same ones, and so have all replays of a CUDA graph."""
     return tensor_of(device, tuple(numbers))
 
 

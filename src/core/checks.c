@@ -108,15 +108,13 @@ static bool stores_behind_rows(const fdma_problem *problem) {
            problem->expiry.shape[2] > problem->new_len;
 }
 
-/* Settles kv_len and new_len, one from the other, once one of them is. A call that selects with a
- * table has as many carried keys as the table has rows. */
+/* Settles kv_len and new_len, one from the other, once one of them is. */
 static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
     if (!(*settled & bit_of('n')))
         problem->new_len = problem->kv_len;
     if (!(*settled & bit_of('n')) || *settled & bit_of('j'))
         return FDMA_OK;
-    if ((problem->operation == operation_select && is_present(&problem->table_in.score)) ||
-        stores_behind_rows(problem))
+    if (stores_behind_rows(problem))
         problem->carried_len = problem->slots;
     const int64_t most = INT32_MAX - problem->new_len;
     FDMA_REQUIRE(problem->carried_len <= most, FDMA_INVALID_ARGUMENT,
@@ -307,9 +305,17 @@ static fdma_status check_tables(const fdma_problem *problem) {
     static const char *const out[] = {"table_out.score", "table_out.position", "table_out.seen"};
     FDMA_TRY(check_table(problem, &problem->table_in, in));
     FDMA_TRY(check_table(problem, &problem->table_out, out));
+    const bool given = is_present(&problem->table_in.score);
+    if (problem->operation == operation_select) {
+        FDMA_REQUIRE(!given || !is_present(&problem->table_out.score) ||
+                         problem->carried_len == problem->slots,
+                     FDMA_INVALID_ARGUMENT,
+                     "table_in.score: axis 2 has %lld elements, want %lld with table_out",
+                     (long long)problem->carried_len, (long long)problem->slots);
+        return FDMA_OK;
+    }
     if (problem->operation != operation_attention)
         return FDMA_OK;
-    const bool given = is_present(&problem->table_in.score);
     FDMA_TRY(check_pair("k_carried", &problem->k_carried, "table_in", given));
     FDMA_REQUIRE(!given || problem->carried_len == problem->slots, FDMA_INVALID_ARGUMENT,
                  "k_carried: axis 1 has %lld elements, want %lld", (long long)problem->carried_len,

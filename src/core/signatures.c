@@ -20,11 +20,11 @@
     ENTRY(field, dims, offsetof(fdma_selection, field), field, dtypes, role, true)
 
 /* The tensors of a table, of the carried keys and of their gradients. */
-#define TABLE_IN(operation, dtypes) TABLE_OF(operation, table_in, dtypes, optional)
-#define TABLE_OUT(operation, dtypes) TABLE_OF(operation, table_out, dtypes, optional_output)
-#define TABLE_OF(operation, table, dtypes, role)                                                   \
-    ARG(operation, table.score, "bgz", dtypes, role),                                              \
-        ARG(operation, table.position, "bgz", int32, role),                                        \
+#define TABLE_IN(operation, rows, dtypes) TABLE_OF(operation, table_in, rows, dtypes, optional)
+#define TABLE_OUT(operation, dtypes) TABLE_OF(operation, table_out, "z", dtypes, optional_output)
+#define TABLE_OF(operation, table, rows, dtypes, role)                                             \
+    ARG(operation, table.score, "bg" rows, dtypes, role),                                          \
+        ARG(operation, table.position, "bg" rows, int32, role),                                    \
         ARG(operation, table.seen, "b", int32, role)
 #define CARRIED(operation)                                                                         \
     ARG(operation, k_carried, "brgd", same, optional),                                             \
@@ -52,11 +52,11 @@
 
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
  * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
- * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
- * a cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
- * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page; y counts bytes. B, H, I and J are axes of b, h, i
- * and j elements that may have length 1 instead, H also that of g.
+ * carried keys: r these, n the keys of the call, j both; z window + recent, which are the rows of a
+ * stream's table; p the sequences of a cache, r or z their rows, x the pages of each; e the prompts
+ * of a call, which are its packed sequences or its batch. With a page table, k and v of a cache are
+ * pools: their first axes are m, the pages of a pool, and l, the rows of a page; y counts bytes. B,
+ * H, I and J are axes of b, h, i and j elements that may have length 1 instead, H also that of g.
  * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
  * others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
@@ -76,7 +76,7 @@ static const tensor_entry select_tensors[] = {
     ARG(select, key_valid, "bn", uint8, optional),
     ARG(select, starts, "s", int32, optional),
     ARG(select, kv_used, "b", int32, optional),
-    TABLE_IN(select, same),
+    TABLE_IN(select, "r", same),
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
     TABLE_OUT(select, same),
@@ -237,7 +237,7 @@ static const tensor_entry attention_tensors[] = {
     ARG(attention, kv_used, "b", int32, optional),
     ARG(attention, sink_logit, "h", wide, optional),
     ARG(attention, rng_state, "2", int64, optional),
-    TABLE_IN(attention, wide),
+    TABLE_IN(attention, "z", wide),
     CARRIED(attention),
     ARG(attention, out, "bihd", same, output),
     ARG(attention, lse, "bhi", wide, optional_output),

@@ -111,7 +111,9 @@ static int32_t row_of_slot(const int32_t *row, int64_t rows, int64_t empty, int3
     return slot < rows - empty ? row[empty + slot] : row[slot - (rows - empty)];
 }
 
-/* Writes the selection of one (b, g) from that of its sequence. */
+/* Writes the selection of one (b, g) from that of its sequence, whose slots stay if they are not
+ * the rows of the table. Of the carried keys some may be evicted by others before the keys of the
+ * call. */
 static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, const int32_t *row,
                             const fdma_problem *one) {
     const int64_t rows = stream->carried_len;
@@ -121,15 +123,18 @@ static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, co
     const int32_t *const slot = (const int32_t *)one->slot.data + first;
     int32_t *const to = (int32_t *)stream->expiry.data + offset_of(&stream->expiry, b, g, 0);
     int32_t *const to_slot = (int32_t *)stream->slot.data + offset_of(&stream->slot, b, g, 0);
+    const bool slots_are_rows = rows == stream->slots;
     int64_t empty = 0;
     for (int64_t n = 0; n < rows; n++) {
-        to[row[n]] = valid[n] ? expiry[n] : row[n];
-        to_slot[row[n]] = valid[n] ? row[n] : -1;
+        const bool is_kept = valid[n] && expiry[n] >= rows;
+        to[row[n]] = is_kept ? expiry[n] : row[n];
+        to_slot[row[n]] = !is_kept ? -1 : slots_are_rows ? row[n] : slot[n];
         empty += !valid[n];
     }
     memcpy(to + rows, expiry + rows, (size_t)stream->new_len * sizeof *to);
     for (int64_t j = rows; j < stream->kv_len; j++)
-        to_slot[j] = slot[j] < 0 ? -1 : row_of_slot(row, rows, empty, slot[j]);
+        to_slot[j] =
+            slot[j] < 0 || !slots_are_rows ? slot[j] : row_of_slot(row, rows, empty, slot[j]);
 }
 
 /* Writes one row of table_out; without a key an empty one. */

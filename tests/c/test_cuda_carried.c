@@ -142,8 +142,8 @@ static void pieces_for_many_queries(void) { pieces_are_the_whole(131); }
 
 static void pieces_for_few_queries(void) { pieces_are_the_whole(7); }
 
-/* More than 2^32 times 16 bytes apart: if rows are apart by multiples of 64 KB no kernel minds, but
- * one that counts in 16 bytes must leave the call to another one. */
+/* More than 2^32 times 16 bytes apart. A kernel that counts in units, which are 16 bytes if that is
+ * all that divides the distances of rows, needs a base for each piece. */
 static void pieces_at_both_ends_of_memory(void) {
     static const int64_t gaps[] = {0, 8};
     const int64_t apart = (INT64_C(65) << 30) + (1 << 20);
@@ -153,7 +153,8 @@ static void pieces_at_both_ends_of_memory(void) {
                                .carried_gap = gaps[n / 2],
                                .own_gap = gaps[n / 2],
                                .apart = apart,
-                               .own_first = n % 2};
+                               .own_first = n % 2,
+                               .is_plain = true};
         const problem x = new_problem(131, 64, 60, FDMA_BFLOAT16);
         check_placement(&x, &far, memory, NULL);
         test_free_all();

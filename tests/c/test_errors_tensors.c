@@ -8,8 +8,9 @@
  * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a; b
  * that of dt_bias. */
 /* The tensors of a table, those of the carried keys or of their gradients, those of a cache. */
-#define TABLE(role, name, dtype)                                                                   \
-    " " role name ".score?:bgz:" dtype " " role name ".position?:bgz:i " role name ".seen?:b:i"
+#define TABLE(role, name, r, dtype)                                                                \
+    " " role name ".score?:bg" r ":" dtype " " role name ".position?:bg" r ":i " role name         \
+    ".seen?:b:i"
 #define CARRIED(role, d)                                                                           \
     " " role d "k_carried?:brgd:s " role d "v_carried?:brgd:s " role d "bias_carried?:bgr:f"
 
@@ -23,7 +24,7 @@ static const char *const documented[operation_count] = {
     [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i "
                         ">score?:bgj:f >bias?:bgj:f",
     [operation_select] = " score:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" TABLE(
-        "", "table_in", "s") " >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "s"),
+        "", "table_in", "r", "s") " >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "z", "s"),
     [operation_lists] =
         " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
@@ -58,9 +59,10 @@ static const char *const documented[operation_count] = {
         " expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
-        "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "f")
+        "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "z", "f")
             CARRIED("", "") " >out:bihd:s >lse?:bhi:f >score?:bgn:f"
-                            " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "f"),
+                            " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "z",
+                                                                             "f"),
     [operation_attention_backward] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w bias?:bgn:f key_valid?:bn:u "
         "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" CARRIED(

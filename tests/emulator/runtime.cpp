@@ -9,13 +9,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <vector>
 
 void emulated_run_grid(const cudaLaunchConfig_t &config, const std::function<void()> &kernel);
 
 enum { multiprocessors = 16, shared_bytes = 227 * 1024 };
-static const size_t device_bytes = (size_t)4 << 30;
+static const size_t device_bytes = (size_t)80 << 30;
 
 using step = std::function<void()>;
 
@@ -154,11 +155,30 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 /* ---- memory ---- */
 
+/* Large blocks, of which tests touch few pages, may exceed the memory of this machine. */
+static const size_t large_bytes = (size_t)1 << 30;
+
+static void *allocate(size_t size) {
+    if (size < large_bytes)
+        return aligned_alloc(512, (size + 511) / 512 * 512);
+    const int protection = PROT_READ | PROT_WRITE;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *const pointer = mmap(NULL, size, protection, flags, -1, 0);
+    return pointer == MAP_FAILED ? NULL : pointer;
+}
+
+static void release(void *pointer, size_t size) {
+    if (size < large_bytes)
+        free(pointer);
+    else
+        munmap(pointer, size);
+}
+
 cudaError_t cudaMalloc(void **pointer, size_t size) {
     const std::lock_guard<std::mutex> guard(lock);
     if (size > device_bytes - allocated)
         return cudaErrorMemoryAllocation;
-    *pointer = aligned_alloc(512, (size + 511) / 512 * 512);
+    *pointer = allocate(size);
     if (*pointer == NULL)
         return cudaErrorMemoryAllocation;
     allocations[(uintptr_t)*pointer] = size;
@@ -174,8 +194,8 @@ cudaError_t cudaFree(void *pointer) {
     if (found == allocations.end())
         return cudaErrorInvalidValue;
     allocated -= found->second;
+    release(pointer, found->second);
     allocations.erase(found);
-    free(pointer);
     return cudaSuccess;
 }
 

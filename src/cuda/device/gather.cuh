@@ -9,9 +9,21 @@ static constexpr int copy_rows = 32 / line_lanes;         // rows that a warp co
 
 static constexpr uint32_t no_row = UINT32_MAX;
 
+/* Rows of which row n begins n units behind `base`. A unit is of so many bytes. */
+struct unit_rows {
+    const char *base;
+    uint32_t unit;
+
+    __device__ const char *at(uint32_t n) const {
+        return (const char *)mad_wide_u32(n, unit, (uint64_t)base);
+    }
+
+    __device__ unit_rows operator+(int bytes) const { return {base + bytes, unit}; }
+};
+
 /* gather_rows() for a head_dim that fills the panels (is_whole), or for any. */
-template <int rows, int panels, int warp_rows, int batch, bool is_whole>
-__device__ static void gather_panels(uint32_t to, uint64_t base, uint32_t unit, uint32_t own_row,
+template <int rows, int panels, int warp_rows, int batch, bool is_whole, class source_rows>
+__device__ static void gather_panels(uint32_t to, const source_rows &source, uint32_t own_row,
                                      int head_dim) {
     constexpr int copies = warp_rows / copy_rows;
     const int lane = threadIdx.x % 32, vec = lane % line_lanes, row = lane / line_lanes;
@@ -25,7 +37,7 @@ __device__ static void gather_panels(uint32_t to, uint64_t base, uint32_t unit, 
 #pragma unroll
         for (int i = 0; i < batch; i++) {
             const int copy = first + i;
-            const char *const from = (const char *)mad_wide_u32(n[i], unit, base);
+            const char *const from = source.at(n[i]);
             const uint32_t line =
                 (copy % 2 == 0 ? even : odd) + copy / 2 * swizzle_rows * line_bytes;
 #pragma unroll
@@ -41,17 +53,17 @@ __device__ static void gather_panels(uint32_t to, uint64_t base, uint32_t unit, 
 
 /* Starts to copy rows into a block of `rows` rows and `panels` panels. This warp copies warp_rows
  * rows from first_row on. Lane l passes in own_row the index of the source row for row first_row +
- * l % warp_rows: that row lies at source + own_row * unit, or is zero for no_row. Channels from
+ * l % warp_rows: that row begins at source.at(own_row), or is zero for no_row. Channels from
  * head_dim on are zero. batch: shuffles that are in flight together, since one shuffle takes as
  * long as six copies. */
-template <int rows, int panels, int warp_rows, int batch = 4>
-__device__ static void gather_rows(uint32_t block, int first_row, const char *source, uint32_t unit,
+template <int rows, int panels, int warp_rows, int batch = 4, class source_rows>
+__device__ static void gather_rows(uint32_t block, int first_row, const source_rows &source,
                                    uint32_t own_row, int head_dim) {
     static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
     const uint32_t to = block + first_row * line_bytes;
-    const uint64_t base = (uint64_t)(source + threadIdx.x % line_lanes * vec_bytes);
+    const source_rows from = source + threadIdx.x % line_lanes * vec_bytes;
     if (head_dim == panels * panel_channels)
-        gather_panels<rows, panels, warp_rows, batch, true>(to, base, unit, own_row, head_dim);
+        gather_panels<rows, panels, warp_rows, batch, true>(to, from, own_row, head_dim);
     else
-        gather_panels<rows, panels, warp_rows, batch, false>(to, base, unit, own_row, head_dim);
+        gather_panels<rows, panels, warp_rows, batch, false>(to, from, own_row, head_dim);
 }

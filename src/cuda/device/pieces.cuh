@@ -1,6 +1,7 @@
 /* Rows of k or v in two pieces, those of carried keys and those of the call (fdma.h, "Streams"), as
- * gather_rows() takes them: the index of a row counts units from a base that both pieces share. So
- * the copies themselves cost the same however many pieces there are. */
+ * gather_rows() takes them. The index of a row counts units from a base. If the pieces are near each
+ * other they have the same base, so that the copies cost the same as those of one piece. Otherwise
+ * the highest bit of an index says which of two bases it counts from. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
@@ -13,6 +14,7 @@ struct row_strides {
     uint32_t unit;         // bytes
     uint32_t shift;        // the logarithm of the unit, if there are two pieces
     uint32_t carried, own; // units from one row of a piece to the next
+    bool is_far;           // the pieces have bases of their own
 };
 
 /* The rows of one (b, g). Indices are modulo 2^32. */
@@ -21,23 +23,42 @@ struct piece_rows {
     uint32_t carried, own; // the index that key 0 has, or would have, in either piece
 };
 
+/* The rows of one (b, g) in pieces with bases of their own. */
+struct far_rows {
+    const char *carried, *own;
+    uint32_t unit;
+
+    static constexpr uint32_t of_own = 1u << 31; // in the index of a row of the second piece
+
+    __device__ const char *at(uint32_t n) const {
+        return (const char *)mad_wide_u32(n & ~of_own, unit,
+                                          (uint64_t)((n & of_own) != 0 ? own : carried));
+    }
+
+    __device__ far_rows operator+(int bytes) const { return {carried + bytes, own + bytes, unit}; }
+};
+
 static inline row_strides strides_of(const head_view &own) {
-    return {0, (uint32_t)(2 * own.row), 0, 0, 0};
+    return {0, (uint32_t)(2 * own.row), 0, 0, 0, false};
 }
 
 /* The unit of two pieces is the largest power of 2, up to 64 KB, that divides the distance of any
- * two rows. It is at least 16 bytes if rows are aligned to that. */
+ * two rows, or of any two rows of a piece if the pieces are far from each other. It is at least 16
+ * bytes if rows are aligned to that. */
 static inline row_strides strides_of(const head_view &carried, const head_view &own,
-                                     int64_t carried_len) {
+                                     int64_t carried_len, bool is_far) {
     const uint64_t most_unit = 1 << 16;
-    const uint64_t between = (uint64_t)own.data - (uint64_t)carried.data;
+    const uint64_t between = is_far ? 0 : (uint64_t)own.data - (uint64_t)carried.data;
     const uint64_t strides =
         (uint64_t)(carried.batch | carried.row | carried.head | own.batch | own.row | own.head);
     const uint64_t all = between | 2 * strides | most_unit;
     const uint32_t shift = (uint32_t)__builtin_ctzll(all);
-    return {(uint32_t)carried_len, 1u << shift, shift,
+    return {(uint32_t)carried_len,
+            1u << shift,
+            shift,
             (uint32_t)((uint64_t)carried.row * 2 >> shift),
-            (uint32_t)((uint64_t)own.row * 2 >> shift)};
+            (uint32_t)((uint64_t)own.row * 2 >> shift),
+            is_far};
 }
 
 /* How far a row of either piece may be from the base of its (b, g), in bytes. */
@@ -52,10 +73,19 @@ static inline double most_distance(const fdma_tensor *carried, const fdma_tensor
     return fabs(between) + 2 * (elements + rows);
 }
 
-/* Whether every row has an index below no_row. */
+/* Whether every row has an index below no_row from a base that both pieces have. */
 static inline bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
-    const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1]);
+    const row_strides strides =
+        strides_of(view_of(carried), view_of(own), carried->shape[1], false);
     return most_distance(carried, own) < (double)no_row * strides.unit;
+}
+
+/* Whether every row has an index, be it from a base of its own piece. */
+static inline bool are_within_reach(const fdma_tensor *carried, const fdma_tensor *own) {
+    const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1], true);
+    const double rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
+                             (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
+    return are_near(carried, own) || 2 * rows < (double)(far_rows::of_own - 1) * strides.unit;
 }
 
 __device__ static piece_rows rows_of(const row_strides &strides, const head_view &carried,
@@ -76,4 +106,12 @@ __device__ static uint32_t index_of(const row_strides &strides, const piece_rows
         return key;
     return key < strides.carried_len ? rows.carried + key * strides.carried
                                      : rows.own + key * strides.own;
+}
+
+/* The same in far_rows. */
+__device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key) {
+    if (key == no_row)
+        return key;
+    return key < strides.carried_len ? key * strides.carried
+                                     : far_rows::of_own + (key - strides.carried_len) * strides.own;
 }

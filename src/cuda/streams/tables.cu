@@ -26,7 +26,7 @@ struct stream_plan {
     const uint8_t *key_valid; // NULL: all keys of the call are valid
     int64_t valid_batch;
     int32_t kv_heads, rows, new_len, kv_len;
-    int32_t out_rows; // of table_out
+    int64_t slots; // and rows of table_out
     // in the workspace, of each head in the order of positions
     float *sequence_score;    // [heads][kv_len]
     uint8_t *sequence_valid;  // [heads][kv_len]
@@ -53,23 +53,39 @@ __device__ static stream_element element_of(const stream_plan &plan) {
 struct order_memory {
     alignas(16) int32_t positions[counted_rows];
     int32_t before[order_warps][ordered_rows];
-    int32_t empty;
+    int32_t empty;           // so far
+    int32_t lowest, highest; // of the positions that are not -1
 };
 
 /* Loads the positions of rows `first` to `first + count` - 1, -1 for empty ones, and behind them up
- * to three that no row comes after. Counts the empty ones. */
-__device__ static void load_positions(order_memory *shared, const int32_t *position, int32_t first,
-                                      int32_t count) {
-    int32_t empty = 0;
+ * to three that no row comes after. Counts the empty ones. Returns how many these are. */
+__device__ static int32_t load_positions(order_memory *shared, const int32_t *position,
+                                         int32_t first, int32_t count) {
+    int32_t empty = 0, lowest = INT32_MAX, highest = -1;
+    const int32_t before = shared->empty;
+    if (threadIdx.x == 0) {
+        shared->lowest = INT32_MAX;
+        shared->highest = -1;
+    }
+    __syncthreads();
 #pragma unroll 8
     for (int32_t n = threadIdx.x; n < (count + 3) / 4 * 4; n += stream_threads) {
         const int32_t own = n < count ? max(position[first + n], -1) : INT32_MAX;
         shared->positions[n] = own;
         empty += own < 0;
+        lowest = own >= 0 ? min(lowest, own) : lowest;
+        highest = n < count ? max(highest, own) : highest;
     }
     empty = __reduce_add_sync(~0u, empty);
-    if (threadIdx.x % 32 == 0)
+    lowest = __reduce_min_sync(~0u, lowest);
+    highest = __reduce_max_sync(~0u, highest);
+    if (threadIdx.x % 32 == 0) {
         atomicAdd(&shared->empty, empty);
+        atomicMin(&shared->lowest, lowest);
+        atomicMax(&shared->highest, highest);
+    }
+    __syncthreads();
+    return shared->empty - before;
 }
 
 /* Counts how many of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
@@ -102,18 +118,50 @@ __device__ static void count_neighbours(const order_memory *shared, int32_t from
         }
 }
 
+/* The lowest and the highest position of a thread block's own rows, but for empty ones. */
+struct position_range {
+    int32_t lowest, highest;
+};
+
+__device__ static position_range range_of(const int32_t (&own)[lane_rows]) {
+    position_range range = {INT32_MAX, -1};
+#pragma unroll
+    for (int i = 0; i < lane_rows; i++) {
+        range.lowest = own[i] >= 0 ? min(range.lowest, own[i]) : range.lowest;
+        range.highest = max(range.highest, own[i]);
+    }
+    return {__reduce_min_sync(~0u, range.lowest), __reduce_max_sync(~0u, range.highest)};
+}
+
+/* Counts `count` other rows, `empty` of which are empty, if all their positions are below those of
+ * the own rows (are_below), or all above. is_earlier: they are lower rows. */
+__device__ static void count_all(int32_t count, int32_t empty, bool are_below, bool is_earlier,
+                                 const int32_t (&own)[lane_rows], int32_t (&before)[lane_rows]) {
+    if (threadIdx.x / 32 != 0)
+        return;
+#pragma unroll
+    for (int i = 0; i < lane_rows; i++)
+        before[i] += own[i] >= 0 ? (are_below ? count : empty) : (is_earlier ? empty : 0);
+}
+
 /* Counts how many rows precede each of this lane's rows, of those that this warp looks at. The
- * first of the thread block's rows is first_row. */
+ * first of the thread block's rows is first_row. Rows that come from several tables, one after the
+ * other in the order of positions, need not be compared one by one with those of other tables. */
 __device__ static void count_before(order_memory *shared, const int32_t *position, int32_t rows,
                                     int32_t first_row, const int32_t (&own)[lane_rows],
                                     int32_t (&before)[lane_rows]) {
+    const position_range range = range_of(own);
     for (int32_t first = 0; first < rows; first += counted_rows) {
         const int32_t count = min(counted_rows, rows - first), end = (count + 3) / 4 * 4;
         const int32_t from = min(max(first_row - first, 0), end);
         const int32_t behind = min(max(first_row + ordered_rows - first, 0), end);
         __syncthreads();
-        load_positions(shared, position, first, count);
-        __syncthreads();
+        const int32_t empty = load_positions(shared, position, first, count);
+        const bool are_below = shared->highest < range.lowest;
+        if (from == behind && (are_below || shared->lowest > range.highest)) {
+            count_all(count, empty, are_below, behind == end, own, before);
+            continue;
+        }
         count_positions<true>(shared, 0, from, own, before);
         count_neighbours(shared, from, behind, own, before);
         count_positions<false>(shared, behind, end, own, before);
@@ -182,7 +230,8 @@ static __global__ void __launch_bounds__(stream_threads)
 }
 
 /* Writes the selection from those of the sequences. Slots of a sequence count its valid keys: with
- * n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s - n. */
+ * n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s - n. If
+ * slots are not rows they stay, and some of the carried keys may have been evicted by others. */
 static __global__ void __launch_bounds__(stream_threads)
     write_selection(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
@@ -195,15 +244,20 @@ static __global__ void __launch_bounds__(stream_threads)
     const int32_t *const row = plan.row + at.head * plan.rows;
     const int32_t ends = plan.sequence_expiry[first + at.n];
     int32_t *const expiry = plan.expiry.at(at.b, at.g), *const slot = plan.slot.at(at.b, at.g);
+    const int32_t s = plan.sequence_slot[first + at.n], filled = plan.rows - empty;
+    const bool slots_are_rows = plan.rows == plan.slots;
     if (at.n < plan.rows) {
         const int32_t own = row[at.n];
-        expiry[own] = at.n >= empty ? ends : own;
-        slot[own] = at.n >= empty ? own : -1;
+        const bool is_kept = at.n >= empty && ends >= plan.rows;
+        expiry[own] = is_kept ? ends : own;
+        slot[own] = !is_kept ? -1 : slots_are_rows ? own : s;
         return;
     }
-    const int32_t s = plan.sequence_slot[first + at.n], filled = plan.rows - empty;
     expiry[at.n] = ends;
-    slot[at.n] = s < 0 || s >= plan.rows ? -1 : s < filled ? row[empty + s] : row[s - filled];
+    if (!slots_are_rows)
+        slot[at.n] = s;
+    else
+        slot[at.n] = s < 0 || s >= plan.rows ? -1 : s < filled ? row[empty + s] : row[s - filled];
 }
 
 /* Writes the rows of table_out that no key of the call takes: carried keys that are kept to the
@@ -213,7 +267,7 @@ static __global__ void __launch_bounds__(stream_threads)
     const stream_element at = element_of(plan);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    if (at.head >= heads || at.n >= plan.out_rows)
+    if (at.head >= heads || at.n >= plan.slots)
         return;
     const bool is_kept = at.n < plan.rows && plan.expiry.at(at.b, at.g)[at.n] >= plan.kv_len;
     plan.out_score.at(at.b, at.g)[at.n] = is_kept ? plan.in_score.at(at.b, at.g)[at.n] : -INFINITY;
@@ -235,7 +289,7 @@ static __global__ void __launch_bounds__(stream_threads)
     if (at.n >= plan.new_len || plan.expiry.at(at.b, at.g)[plan.rows + at.n] < plan.kv_len)
         return;
     const int32_t row = plan.slot.at(at.b, at.g)[plan.rows + at.n];
-    if (row < 0 || row >= plan.out_rows)
+    if (row < 0 || row >= plan.slots)
         return;
     plan.out_score.at(at.b, at.g)[row] = plan.score.at(at.b, at.g)[at.n];
     plan.out_position.at(at.b, at.g)[row] = seen + at.n;
@@ -259,7 +313,7 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
     plan.rows = (int32_t)problem->carried_len;
     plan.new_len = (int32_t)problem->new_len;
     plan.kv_len = (int32_t)problem->kv_len;
-    plan.out_rows = (int32_t)problem->slots;
+    plan.slots = problem->slots;
     if (!is_present(&problem->table_in.score))
         return plan;
     plan.sequence_score = take<float>(arena, keys);
@@ -317,6 +371,6 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
     }
     if (!is_present(&problem->table_out.score))
         return FDMA_OK;
-    FDMA_TRY(launch("select", write_carried_rows, over(plan.out_rows), problem, plan, heads));
+    FDMA_TRY(launch("select", write_carried_rows, over(plan.slots), problem, plan, heads));
     return launch("select", write_new_rows, over(max(plan.new_len, 1)), problem, plan, heads);
 }

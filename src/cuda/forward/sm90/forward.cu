@@ -83,11 +83,13 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
     return order;
 }
 
-static key_strides strides_of(const forward_plan *plan) {
+static key_strides strides_of(const fdma_problem *problem, const forward_plan *plan) {
     if (plan->carried_len == 0)
         return {strides_of(plan->k), strides_of(plan->v)};
-    return {strides_of(plan->k_carried, plan->k, plan->carried_len),
-            strides_of(plan->v_carried, plan->v, plan->carried_len)};
+    const bool far[] = {!are_near(&problem->k_carried, &problem->k),
+                        !are_near(&problem->v_carried, &problem->v)};
+    return {strides_of(plan->k_carried, plan->k, plan->carried_len, far[0]),
+            strides_of(plan->v_carried, plan->v, plan->carried_len, far[1])};
 }
 
 template <class config>
@@ -102,8 +104,8 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;
-    return launch("forward", attend<config>, shape, problem, *plan, strides_of(plan), order,
-                  softcap_scale, 1 / (plan->scale * log2_e));
+    return launch("forward", attend<config>, shape, problem, *plan, strides_of(problem, plan),
+                  order, softcap_scale, 1 / (plan->scale * log2_e));
 }
 
 template <typename element, bool mask>
@@ -128,8 +130,9 @@ static bool is_near(const fdma_problem *problem) {
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
            q_last / vec_channels < (int64_t)no_row &&
-           (!is_present(&problem->k_carried) || (are_near(&problem->k_carried, &problem->k) &&
-                                                 are_near(&problem->v_carried, &problem->v)));
+           (!is_present(&problem->k_carried) ||
+            (are_within_reach(&problem->k_carried, &problem->k) &&
+             are_within_reach(&problem->v_carried, &problem->v)));
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -149,7 +152,7 @@ static const char *refuses(const fdma_problem *problem) {
         !is_aligned(view_of(&problem->k_carried)) || !is_aligned(view_of(&problem->v_carried)))
         return "rows that do not begin at multiples of 16 bytes";
     if (!is_near(problem))
-        return "rows more than 2^31 elements apart, or carried keys far from those of the call";
+        return "rows more than 2^31 elements apart";
     if (problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";
     // also if there are few keys: a kernel that takes the call instead, because of the alignment of

@@ -25,6 +25,23 @@ __device__ static void write_bias(bias_octet *octet, int32_t column, float bias)
     }
 }
 
+/* The rows of k, or of v, of the (b, g) of a tile. */
+struct tile_keys {
+    const row_strides &strides;
+    const head_view &carried, &own;
+    int32_t b, g;
+    piece_rows rows; // if the pieces are near each other
+
+    __device__ far_rows far(void) const {
+        return {rows_of(carried, b, g), rows_of(own, b, g), strides.unit};
+    }
+};
+
+__device__ static tile_keys keys_of_tile(const row_strides &strides, const head_view &carried,
+                                         const head_view &own, const row_tile &tile) {
+    return {strides, carried, own, tile.b, tile.g, rows_of(strides, carried, own, tile.b, tile.g)};
+}
+
 /* The key that a lane looks after in a key block. */
 struct own_key {
     int32_t key; // no_key: there is none to read
@@ -58,15 +75,24 @@ template <class config> struct producer {
 
     /* Gathers the rows of k or v of a key block into the next stage, unless they are rows of a
      * short key block that consumers do not read. */
-    __device__ void load_rows(const forward_plan &plan, const row_strides &strides,
-                              const piece_rows &rows, int32_t key, bool is_skipped) {
+    __device__ void load_rows(const forward_plan &plan, const tile_keys &keys, int32_t key,
+                              bool is_skipped) {
+        const row_strides &strides = keys.strides;
         wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
-        if (!is_skipped)
-            gather_rows<config::key_rows, config::panels, config::warp_keys>(
-                shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows.base,
-                strides.unit, index_of(strides, rows, (uint32_t)key), plan.head_dim);
+        if (!is_skipped && strides.is_far)
+            gather_keys(keys.far(), far_index_of(strides, (uint32_t)key), plan.head_dim);
+        else if (!is_skipped)
+            gather_keys(unit_rows{keys.rows.base, strides.unit},
+                        index_of(strides, keys.rows, (uint32_t)key), plan.head_dim);
         cp_async_mbarrier_arrive_noinc(&memory->kv_ready[kv.stage]);
         kv.advance();
+    }
+
+    template <class source_rows>
+    __device__ void gather_keys(const source_rows &source, uint32_t own_row, int head_dim) {
+        gather_rows<config::key_rows, config::panels, config::warp_keys>(
+            shared_address(memory->kv[kv.stage]), warp * config::warp_keys, source, own_row,
+            head_dim);
     }
 
     /* Drops a key that has expired by the tile's first position, so that it is not read. */
@@ -124,7 +150,7 @@ template <class config> struct producer {
         wait(&memory->q_free, q.parity ^ 1);
         gather_rows<config::rows, config::panels, warp_rows>(
             shared_address(memory->q), warp * warp_rows,
-            rows_of(plan.q, tile.b, tile.g * plan.group), vec_bytes,
+            unit_rows{rows_of(plan.q, tile.b, tile.g * plan.group), vec_bytes},
             row < tile.end_row ? (uint32_t)(own / vec_channels) : no_row, plan.head_dim);
         publish_tile(of);
     }
@@ -147,8 +173,8 @@ template <class config> struct producer {
     __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
-        const piece_rows k = rows_of(strides.k, plan.k_carried, plan.k, tile.b, tile.g);
-        const piece_rows v = rows_of(strides.v, plan.v_carried, plan.v, tile.b, tile.g);
+        const tile_keys k = keys_of_tile(strides.k, plan.k_carried, plan.k, tile);
+        const tile_keys v = keys_of_tile(strides.v, plan.v_carried, plan.v, tile);
         const int32_t entries = max(keys.entries, 0);
         const block_count count = count_blocks<config>(entries);
         const int32_t blocks = count.whole + count.has_short;
@@ -164,16 +190,16 @@ template <class config> struct producer {
             const int32_t next = key_of(keys, next_entry);
             const key_record next_record = fetch_record(keys, next);
             next_entry = fetch_entry(keys, block + 2);
-            load_rows(plan, strides.k, k, own.key, skips && block == blocks - 1);
+            load_rows(plan, k, own.key, skips && block == blocks - 1);
             if (block == 0)
                 load_queries(plan, {tile, entries});
             else
-                load_rows(plan, strides.v, v, before, false);
+                load_rows(plan, v, before, false);
             write_mask(plan, tile, own);
             before = own.key;
             own = {next, next_record};
         }
-        load_rows(plan, strides.v, v, before, skips);
+        load_rows(plan, v, before, skips);
     }
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
