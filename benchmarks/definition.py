@@ -138,6 +138,20 @@ def sum_one_by_one(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def sum_truncated(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right as tensor cores add: 16 products at a time to a sum in float32, which is rounded
+    toward zero."""
+    right = right.expand(*left.shape[:-2], *right.shape[-2:])
+    total = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    for k in range(0, left.shape[-1], 16):
+        products = left[..., k : k + 16].double() @ right[..., k : k + 16, :].double()
+        wide = total.double() + products
+        near = wide.to(total.dtype)
+        lower = torch.nextafter(near, torch.zeros_like(near))
+        total = torch.where(near.double().abs() > wide.abs(), lower, near)
+    return total
+
+
 def states_of(given: Named, product: Product) -> torch.Tensor:
     """dt [batch, kv_heads, kv_len]."""
     dt = product(given["value"].flatten(2), given["dt_proj"].mT)
@@ -289,18 +303,19 @@ def evaluate(
 ) -> tuple[list[Named], Named]:
     """The results of compute(), plain and exact. Plain evaluations round every step to `dtype`,
     and differ in the order of queries, keys and channels, so that they add in different orders. One
-    more adds in one accumulator if `dtype` is that of the kernels' accumulators. The exact
-    evaluation is in float64."""
+    more adds in one accumulator if `dtype` is that of the kernels' accumulators, and on a CUDA device
+    another one truncates sums. The exact evaluation is in float64."""
     exact = compute(case, cast(given, torch.float64), torch.matmul)
     count = PLAIN_OF_FEW if min(x.numel() for x in exact.values()) <= FEW else PLAIN
-    plain = []
-    for orders in make_orders(case, count, next(iter(given.values())).device):
+    plain, device = [], next(iter(given.values())).device
+    for orders in make_orders(case, count, device):
         shuffled = {name: reorder(name, x, orders) for name, x in given.items()}
         found = compute(case, cast(shuffled, dtype), torch.matmul)
         back = {letter: order.argsort() for letter, order in orders.items()}
         plain.append({name: reorder(name, x, back) for name, x in found.items()})
     if dtype == torch.float32:
-        plain.append(compute(case, cast(given, dtype), sum_one_by_one))
+        products = (sum_one_by_one,) + ((sum_truncated,) if device.type == "cuda" else ())
+        plain += [compute(case, cast(given, dtype), product) for product in products]
     return plain, exact
 
 

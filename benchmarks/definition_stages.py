@@ -15,7 +15,7 @@ from definition_cases import Inputs
 
 FUSED, MASKED = "flash_dma_attention: ", "flash_dmattn_func: "
 # Tensor cores truncate sums where a plain evaluation in float32 rounds, which doubles the error.
-LSE_FACTOR = {"cpu": 2.0, "cuda": 4.0}
+FACTOR = {"cpu": 2.0, "cuda": 4.0}  # of scores and lse
 
 
 def present(**tensors: torch.Tensor | None) -> Named:
@@ -140,7 +140,8 @@ class Stages:
         self, what: str, found: Named, given: Named, label: str = ""
     ) -> list[Comparison]:
         """For results that are float32 in every dtype of query."""
-        function, factors = getattr(definition, what), {"lse": LSE_FACTOR[self.inputs.device]}
+        function = getattr(definition, what)
+        factors = dict.fromkeys(("score", "lse"), FACTOR[self.inputs.device])
         options = {"label": label, "factors": factors}
         return compare_all(self.case, found, function, given, torch.float32, **options)
 

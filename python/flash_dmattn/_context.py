@@ -328,74 +328,81 @@ def differentiate(
     return Gradients(*found[:5], None)
 
 
-def pack(rows: Tensors, has_bias: bool) -> torch.Tensor:
-    """Gradients of key and value [batch, rows, kv_heads, head_dim], and those of bias [batch,
-    kv_heads, rows] as they are in memory, in one tensor [batch, rows, kv_heads, ...]."""
-    dkey, dvalue, dbias = rows
-    packed = (dkey, dvalue)
-    if has_bias:
-        packed += (dbias.transpose(1, 2)[..., None].view(dkey.dtype),)
-    return torch.cat(packed, -1)
+def split_by_rank(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """[ranks, ...] of a tensor whose axis `dim` has the rows of one rank after the other."""
+    return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 
-def send_back(call: Call, carried: Tensors | None, like: Saved) -> Tensors | None:
-    """Return the gradients of carried keys to the ranks that own them. Returns what the others send
-    back of the own candidates, added in the order of ranks: of key and value [batch, room,
-    kv_heads, 2 * head_dim] and of bias; None if no rank has carried them."""
+def send_back(call: Call, carried: Tensors, like: Saved) -> list[torch.Tensor]:
+    """Return the gradients of carried keys to the ranks that own them. Returns those of the own
+    candidates from other ranks, in the order of ranks: of key and value [ranks, batch, room,
+    kv_heads, head_dim], and of bias, if there is one, [ranks, batch, kv_heads, room]."""
     rank, ranks = call.ranks.rank, range(call.ranks.size)
-    head_dim, wide = like.key.shape[-1], like.lse.dtype
     batch, kv_heads, room = like.position.shape
-    owners, count = call.owners(rank), batch * room * kv_heads
-    width = 2 * head_dim
+    owners = call.owners(rank)
+    readers = [reader for reader in ranks if rank in call.owners(reader)]
+    shape = (batch, room, kv_heads, like.key.shape[-1])
+    kinds = [(like.key, 1, shape), (like.value, 1, shape)]
     if like.bias is not None:
-        width += like.bias.element_size() // like.key.element_size()
-    sent = like.key.new_empty((0, width))
-    if carried is not None:
-        packed = pack(carried, like.bias is not None).unflatten(1, (len(owners), room))
-        sent = packed.transpose(0, 1).reshape(-1, width)
-    received = call.ranks.exchange(
-        sent,
-        [count if owner in owners else 0 for owner in ranks],
-        [count if rank in call.owners(reader) else 0 for reader in ranks],
-    )
-    received = [block.view(batch, room, kv_heads, width) for block in received if len(block)]
-    if not received:
-        return None
-    rows, bias = None, None
-    for block in received:
-        more = block[..., 2 * head_dim :].contiguous().view(wide)
-        bias = more if bias is None else bias.add_(more)
-        more = block[..., : 2 * head_dim]
-        rows = more.to(wide) if rows is None else rows.add_(more)
-    return rows, bias
+        kinds.append((like.bias, 2, (batch, kv_heads, room)))
+    found = []
+    for (like_this, dim, shape), own in zip(kinds, carried or 3 * (None,)):
+        count = math.prod(shape)
+        if own is None:
+            sent = like_this.new_empty(0)
+        else:
+            sent = split_by_rank(own, dim, len(owners)).reshape(-1)
+        blocks = call.ranks.exchange(
+            sent,
+            [count if owner in owners else 0 for owner in ranks],
+            [count if reader in readers else 0 for reader in ranks],
+        )
+        found.append(blocks.view(len(readers), *shape))
+    return found
 
 
-def add_rows(target: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add rows to those of `target` with the numbers `at`. Where a number repeats, rows do too."""
-    flat = target.view(-1, rows.shape[-1])
-    sums = flat.index_select(0, at).to(rows.dtype) + rows
-    flat.index_copy_(0, at, sums.to(target.dtype))
+class Targets(NamedTuple):
+    """Where the gradients of the own candidates are, and what these are so far."""
+
+    at: list[torch.Tensor]  # of key, value and bias: rows in the order of [batch, room, kv_heads]
+    sums: list[torch.Tensor]  # the same rows, in the dtype of lse
+    row: MaybeTensor  # [batch, room, kv_heads]: the row that each repeats; None: none does
 
 
-def add_candidates(call: Call, received: Tensors, gradients: Tensors, saved: Saved) -> None:
-    """Add what other ranks have sent back to the gradients of the own key, value and bias."""
-    dkey, dvalue, dbias = gradients
-    batch, length, kv_heads, head_dim = dkey.shape
+def find_targets(call: Call, gradients: Tensors, saved: Saved) -> Targets:
+    batch, length, kv_heads, _ = saved.key.shape
     position = saved.position.transpose(1, 2)  # [batch, room, kv_heads]
-    # A row without a candidate repeats one that has one, if any has.
-    newest, row = position.max(1, keepdim=True)
-    numbers = torch.arange(position.shape[1], device=position.device).view(-1, 1)
-    row = torch.where(position >= 0, numbers, row)[..., None]
-    index = torch.where(position >= 0, position, newest).clamp_(min=0) + call.own.tail
-    rows, bias = (x.gather(1, row.expand_as(x)) for x in received)
-    b = torch.arange(batch, device=rows.device).view(-1, 1, 1)
-    g = torch.arange(kv_heads, device=rows.device)
-    at = ((b * length + index) * kv_heads + g).flatten()
-    for target, one in zip((dkey, dvalue), rows.flatten(0, 2).split(head_dim, -1)):
-        add_rows(target, at, one)
-    if bias.shape[-1]:
-        at = ((b * kv_heads + g) * length + index).flatten()
-        add_rows(dbias, at, bias.view(-1, 1))
+    row, room = None, position.shape[1]
+    if call.key_valid is not None or call.own.length - call.own.tail < room:
+        # A row without a candidate repeats one that has one, if any has.
+        newest, row = position.max(1, keepdim=True)
+        numbers = torch.arange(room, device=position.device).view(-1, 1)
+        row = torch.where(position >= 0, numbers, row)
+        position = torch.where(position >= 0, position, newest).clamp_(min=0)
+    index = position + call.own.tail
+    b = torch.arange(batch, device=position.device).view(-1, 1, 1)
+    g = torch.arange(kv_heads, device=position.device)
+    at = 2 * [((b * length + index) * kv_heads + g).flatten()]
+    if saved.bias is not None:
+        at.append(((b * kv_heads + g) * length + index).flatten())
+    sums = []
+    for one, rows in zip(gradients, at):
+        flat = one.view(-1, one.shape[-1] if one.dim() == 4 else 1)
+        sums.append(flat.index_select(0, rows).to(saved.lse.dtype))
+    return Targets(at, sums, row)
+
+
+def add_candidates(targets: Targets, received: list[torch.Tensor], gradients: Tensors) -> None:
+    """Add what other ranks have sent back, in the order of ranks, to the gradients of the own key,
+    value and bias."""
+    for at, sums, blocks, target in zip(*targets[:2], received, gradients):
+        for block in blocks:
+            more = block if block.dim() == 4 else block.transpose(1, 2)[..., None]
+            sums = sums.view(more.shape).add_(more)
+        if targets.row is not None:
+            sums = sums.gather(1, targets.row[..., None].expand_as(sums))
+        flat = target.view(-1, sums.shape[-1])
+        flat.index_copy_(0, at, sums.flatten(0, 2).to(target.dtype))
 
 
 def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
@@ -465,11 +472,14 @@ class ContextAttention(torch.autograd.Function):
             Segment(*one, *selected[3 * at : 3 * at + 3]) for at, one in enumerate(ctx.segments)
         ]
         found = [differentiate(call, segment, dout, dlse, saved) for segment in segments]
-        received = send_back(call, found[0].carried, saved) if call.exchanges else None
         dquery = join([one.query for one in found], 1)
         dkey, dvalue, dbias = own = gradients_of_keys(call, found, saved)
-        if received is not None and call.own.length > 0:
-            add_candidates(call, received, own, saved)
+        if call.exchanges:
+            # All that needs no other rank is done before they are waited for.
+            targets = find_targets(call, own, saved) if call.own.length > call.own.tail else None
+            received = send_back(call, found[0].carried, saved)
+            if targets is not None and len(received[0]) > 0:
+                add_candidates(targets, received, own)
         dweights: MaybeTensors = (None, None, None)
         if saved.bias is not None:
             weights = (saved.value, saved.dt_proj, saved.a_coef, saved.dt_bias)

@@ -128,16 +128,16 @@ class Ranks:
 
     def exchange(
         self, sent: torch.Tensor, sent_counts: list[int], received_counts: list[int]
-    ) -> list[torch.Tensor]:
-        """Send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n. Returns for
-        each n the received_counts[n] rows from rank n."""
+    ) -> torch.Tensor:
+        """Send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n. Returns the
+        rows from all ranks, received_counts[n] from rank n."""
         device = sent.device
         sent = (sent.cpu() if self.through_host else sent).contiguous()
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
         dist.all_to_all_single(
             received, sent, received_counts, sent_counts, group=self.process_group()
         )
-        return list(received.to(device).split(received_counts))
+        return received.to(device)
 
     def pass_on(self, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Passing:
         """Begin to send tensors to the next rank, and to receive such of these shapes from the one

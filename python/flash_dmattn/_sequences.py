@@ -119,7 +119,7 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         ranks, lengths = ctx.ranks, ctx.lengths
         own = lengths[ranks.rank]
-        found = ranks.exchange(gradient, lengths, [own] * ranks.size)
+        found = ranks.exchange(gradient, lengths, [own] * ranks.size).split(own)
         total = found[0].to(wide(gradient.dtype))
         for one in found[1:]:
             total = total + one

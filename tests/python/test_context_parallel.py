@@ -37,6 +37,7 @@ FEW, OTHER_SEEDS = 16, 8  # numbers of a parameter that few plain evaluations sa
 # Those that are run once more, with some of the gradients at a time.
 PARTLY = ("eight-uneven", "linear", "no-bias", "full-eight", "packed-window-above-all", "bfloat16")
 PARTLY += ("ring-uneven", "ring-full", "ring-bfloat16")
+CAPTURED = [f"nccl/{name}" for name in PARTLY if f"nccl/{name}" in CASES]
 
 
 @functools.lru_cache(maxsize=None)
@@ -173,6 +174,20 @@ def run_partly(name: str, rank: int, group: Any) -> Tensors:
     return found
 
 
+def run_captured(name: str, rank: int, group: Any, given: Tensors) -> Tensors:
+    """The same by a CUDA graph, which is gone before the process group ends, as NCCL wants it."""
+    graph = torch.cuda.CUDAGraph()
+    # Threads of NCCL may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = run_case(name, rank, group, given)
+    for one in found.values():
+        if isinstance(one, torch.Tensor):
+            one.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return to_device(found, torch.device("cpu"))
+
+
 def to_device(found: Any, device: torch.device) -> Any:
     """All tensors of a dictionary, and of those in it."""
     if isinstance(found, dict):
@@ -201,6 +216,8 @@ def record_case(name: str, rank: int, group: Any) -> Tensors:
     found["again"] = run_case(name, rank, group, to_device(poisoned(name), device))
     if name in PARTLY:
         found["partly"] = run_partly(name, rank, group)
+    if name in CAPTURED:
+        found["captured"] = run_captured(name, rank, group, given)
     return to_device(found, torch.device("cpu"))
 
 
@@ -400,6 +417,18 @@ def test_some_of_the_gradients(name: str) -> None:
                     assert torch.equal(found[key], want[key]), key
                     compared += found[key].numel()
     assert compared > 0
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capture(name: str) -> None:
+    """A CUDA graph of a call and its backward gives the same bits."""
+    for one in on_ranks(name):
+        compared = 0
+        for key, found in one["captured"].items():
+            if isinstance(found, torch.Tensor):
+                torch.testing.assert_close(found, one[key], rtol=0, atol=0, equal_nan=True)
+                compared += found.numel()
+        assert compared > 0
 
 
 @pytest.mark.parametrize("name", SELECTED)
