@@ -11,8 +11,7 @@ others.
 
 Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
 Their scores and positions are gathered first, their keys and values follow while the own keys are
-selected. Backward returns the gradients of carried keys to the ranks that own them, which add them
-in the order of ranks.
+selected. Backward returns the gradients of carried keys to the ranks that own them, which add them.
 
 Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 
@@ -85,6 +84,12 @@ class Call(NamedTuple):
             return range(0)
         ends = [layout.offset + layout.length for layout in self.layouts[:reader]]
         return range(bisect.bisect_right(ends, after.begin), reader)
+
+    @property
+    def readers(self) -> list[int]:
+        """The ranks that have candidates of this one as carried keys."""
+        own = self.ranks.rank
+        return [rank for rank in range(self.ranks.size) if own in self.owners(rank)]
 
     @property
     def exchanges(self) -> bool:
@@ -339,8 +344,7 @@ def send_back(call: Call, carried: Tensors, like: Saved) -> list[torch.Tensor]:
     kv_heads, head_dim], and of bias, if there is one, [ranks, batch, kv_heads, room]."""
     rank, ranks = call.ranks.rank, range(call.ranks.size)
     batch, kv_heads, room = like.position.shape
-    owners = call.owners(rank)
-    readers = [reader for reader in ranks if rank in call.owners(reader)]
+    owners, readers = call.owners(rank), call.readers
     shape = (batch, room, kv_heads, like.key.shape[-1])
     kinds = [(like.key, 1, shape), (like.value, 1, shape)]
     if like.bias is not None:
@@ -393,12 +397,12 @@ def find_targets(call: Call, gradients: Tensors, saved: Saved) -> Targets:
 
 
 def add_candidates(targets: Targets, received: list[torch.Tensor], gradients: Tensors) -> None:
-    """Add what other ranks have sent back, in the order of ranks, to the gradients of the own key,
-    value and bias."""
+    """Add what other ranks have sent back to the gradients of the own key, value and bias. The order
+    in which numbers are added depends on that of the ranks alone."""
     for at, sums, blocks, target in zip(*targets[:2], received, gradients):
-        for block in blocks:
-            more = block if block.dim() == 4 else block.transpose(1, 2)[..., None]
-            sums = sums.view(more.shape).add_(more)
+        more = blocks.sum(0, dtype=sums.dtype)
+        more = more if more.dim() == 4 else more.transpose(1, 2)[..., None]
+        sums = sums.view(more.shape).add_(more)
         if targets.row is not None:
             sums = sums.gather(1, targets.row[..., None].expand_as(sums))
         flat = target.view(-1, sums.shape[-1])
@@ -476,9 +480,10 @@ class ContextAttention(torch.autograd.Function):
         dkey, dvalue, dbias = own = gradients_of_keys(call, found, saved)
         if call.exchanges:
             # All that needs no other rank is done before they are waited for.
-            targets = find_targets(call, own, saved) if call.own.length > call.own.tail else None
+            is_read = call.own.length > call.own.tail and call.readers
+            targets = find_targets(call, own, saved) if is_read else None
             received = send_back(call, found[0].carried, saved)
-            if targets is not None and len(received[0]) > 0:
+            if targets is not None:
                 add_candidates(targets, received, own)
         dweights: MaybeTensors = (None, None, None)
         if saved.bias is not None:
