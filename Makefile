@@ -13,6 +13,7 @@ WERROR ?= OFF
 # Where set-up has fetched the header of ONNX Runtime, the operators for it are built, too.
 ORT_HEADER := build/onnxruntime/include/onnxruntime_c_api.h
 EXAMPLE := examples/data/minilm.safetensors
+LM_MODEL := examples/lm/model.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
@@ -31,7 +32,7 @@ setup-tests:
 setup-gates:
 	@tools/setup.sh gates
 
-demo: ## build, then attend over the keys of a real model
+demo: ## build, then attend over the keys of a real model, and let a language model write
 	@echo "== set-up: compiler, cmake, ninja, cJSON"
 	@$(MAKE) --no-print-directory setup
 	@echo "== build: library and command"
@@ -41,6 +42,11 @@ demo: ## build, then attend over the keys of a real model
 	@build/fdma attend $(EXAMPLE) --window 64
 	@echo "== causal: build/fdma attend $(EXAMPLE) --window 64 --causal"
 	@build/fdma attend $(EXAMPLE) --window 64 --causal
+ifneq ($(wildcard $(LM_MODEL)),)
+	@cmake --build --preset release -j $(JOBS) --target lm
+	@echo "== a language model with a cache of bounded size: build/examples/lm $(LM_MODEL) --prompt 'The '"
+	@build/examples/lm $(LM_MODEL) --prompt 'The '
+endif
 
 # The Python tests, and some of the C tests, are of one thread: both run at a time.
 test: setup-tests build ## run every test, those in C and those in Python

@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 
 def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, float]:
@@ -73,6 +74,35 @@ def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return least, statistics.median(new / old for old, new in pairs)
 
 
+class Comparison(NamedTuple):
+    """Times of a case, and two ratios of the new one over the old one."""
+
+    case: str
+    old_ms: float
+    new_ms: float
+    ratios: tuple[float, float]
+    tolerance: float
+
+    @property
+    def is_slower(self) -> bool:
+        """By both ratios, as a load on the machine may change either."""
+        return min(self.ratios) > 1 + self.tolerance
+
+    def line(self) -> str:
+        numbers = "{:10.4g} {:10.4g} {:7.3f} {:7.3f}".format(self.old_ms, self.new_ms, *self.ratios)
+        return f"{self.case:66} {numbers}{'  slower' if self.is_slower else ''}"
+
+
+def print_comparisons(compared: Iterable[Comparison], titles: tuple[str, str]) -> int:
+    """A table, with these titles of the two ratios; returns how many cases are slower."""
+    print("{:66} {:>10} {:>10} {:>7} {:>7}".format("case", "old ms", "new ms", *titles))
+    slower = 0
+    for one in compared:
+        print(one.line())
+        slower += one.is_slower
+    return slower
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", help="the fdma command of the build to compare with")
@@ -109,21 +139,24 @@ def main() -> int:
         passed_on,
         args.rename.split("=", 1),
     )
-    slower = 0
-    rows = []
-    print(f"{'case':60} {'old ms':>10} {'new ms':>10} {'least':>7} {'median':>7}")
-    for case, pairs in sorted(times.items()):
-        least, median = ratios(pairs)
-        is_slower = min(least, median) > 1 + args.tolerance
-        slower += is_slower
-        old_ms, new_ms = min(old for old, _ in pairs), min(new for _, new in pairs)
-        mark = "  slower" if is_slower else ""
-        print(f"{case:60} {old_ms:10.4g} {new_ms:10.4g} {least:7.3f} {median:7.3f}{mark}")
-        rows.append(
-            {"case": case, "old_ms": old_ms, "new_ms": new_ms, "least": least, "median": median}
+    compared = [
+        Comparison(
+            case,
+            min(old for old, _ in pairs),
+            min(new for _, new in pairs),
+            ratios(pairs),
+            args.tolerance,
         )
+        for case, pairs in sorted(times.items())
+    ]
+    slower = print_comparisons(compared, ("least", "median"))
+    rows = []
+    for one in compared:
+        least, median = one.ratios
+        numbers = {"old_ms": one.old_ms, "new_ms": one.new_ms, "least": least, "median": median}
+        rows.append({"case": one.case, **numbers})
     for case in sorted(unmatched):
-        print(f"{case:60} timed by one command only")
+        print(f"{case:66} timed by one command only")
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(times)} cases, {slower} slower by more than {args.tolerance:.0%}")

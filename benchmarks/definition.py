@@ -302,9 +302,9 @@ def evaluate(
     case: Case, compute: Compute, given: Named, dtype: torch.dtype
 ) -> tuple[list[Named], Named]:
     """The results of compute(), plain and exact. Plain evaluations round every step to `dtype`,
-    and differ in the order of queries, keys and channels, so that they add in different orders. One
-    more adds in one accumulator if `dtype` is that of the kernels' accumulators, and on a CUDA device
-    another one truncates sums. The exact evaluation is in float64."""
+    and differ in the order of queries, keys and channels, so that they add in different orders. If
+    `dtype` is that of the kernels' accumulators, one more adds in one accumulator, and on a CUDA
+    device another one truncates sums. The exact evaluation is in float64."""
     exact = compute(case, cast(given, torch.float64), torch.matmul)
     count = PLAIN_OF_FEW if min(x.numel() for x in exact.values()) <= FEW else PLAIN
     plain, device = [], next(iter(given.values())).device

@@ -26,9 +26,9 @@ MORE = """
 Errors are differences from an evaluation in float64. The largest of a tensor may be twice that of
 the worst of several plain evaluations in PyTorch, and one step of rounding of the largest number;
 "of allowed" is the error divided by this. (Those of scores and lse may be four times that of the
-worst one on a CUDA device, whose tensor cores truncate sums.) Plain evaluations are in the tensors' dtype; those
-of scores, biases, probabilities and lse, which are float32 in every dtype, are in float32. They
-add in different orders; one in float32 has a single accumulator for each sum.
+worst one on a CUDA device, whose tensor cores truncate sums.) Plain evaluations are in the tensors'
+dtype; those of scores, biases, probabilities and lse, which are float32 in every dtype, are in
+float32. They add in different orders; one in float32 has a single accumulator for each sum.
 
 Errors of kept keys, slots and zeros are numbers of keys, conflicts and elements: none is allowed.
 Zeros are probabilities of keys that are not kept, out of empty rows, and gradients of keys that no

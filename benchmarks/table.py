@@ -135,8 +135,9 @@ COLUMN = re.compile(r"(?:(?P<file>\S+\.json):)?(?:(?P<peer>[\w-]+)\.)?(?P<field>
 
 
 def find(file: str, case: str, wanted: dict[str, str]) -> dict:
-    """The line of a file that is of this case and has the wanted values; {} without such a peer."""
-    rows = [row for row in read(RESULTS / file)[1] if row["case"] == case]
+    """The line of a file that is of this case (or item) and has the wanted values; {} without such
+    a peer."""
+    rows = [row for row in read(RESULTS / file)[1] if case in (row.get("case"), row.get("item"))]
     found = [row for row in rows if all(str(row.get(key)) == wanted[key] for key in wanted)]
     if not rows or len(found) > 1 or (not found and "peer" not in wanted):
         raise ValueError(f"{file}: {len(found)} lines of {case} with {wanted}, want 1")

@@ -106,11 +106,9 @@
  * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
  * most as many queries as the piece has keys.
  *
- * The table of fdma_select() may have any other number of rows. Its keys may then come from several
- * places, such as devices that have earlier pieces, in any order: all that the last query before the
- * piece keeps, and others that it does not. Slots of carried keys are then not their rows, and there
- * is no table_out. A carried key that no query of the piece keeps has an expiry of at most the
- * number of rows.
+ * The table of fdma_select() may also have another number of rows, in any order: keys that several
+ * calls or devices have left, with all that the last query before the piece keeps. Then there is no
+ * table_out, slots are not rows, and a carried key that no query keeps has an expiry <= rows.
  *
  * Dropout. In training some of the probabilities may be dropped: each becomes 0 with probability
  * `dropout`, and the others are divided by 1 - dropout. lse is without dropout. `dropout` is
@@ -418,8 +416,7 @@ typedef struct fdma_select_args {
     fdma_tensor score;         /* [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
-    fdma_table table_in;       /* optional: the keys that an earlier call of the stream has left, or
-                                  others: see "Streams" */
+    fdma_table table_in;       /* optional: the keys that earlier calls of the stream have left */
     fdma_table table_out;      /* output, optional: those that this call leaves; needs slots */
     fdma_selection *selection; /* output */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
@@ -448,11 +445,10 @@ typedef struct fdma_select_args {
  *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than window + recent
  *             visible keys: all of them; global scope: slots number the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, table_out
- *             with a table_in of other than window + recent rows, a gap that is negative,
- *             infinite or NaN, a gap above 0 with a table, or with a selection whose size says
- *             that it has no field for it, and with global scope, which knows no order of keys, a
- *             table or a recent or gap above 0
+ *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, both tables
+ *             unless they have window + recent rows, a gap that is negative, infinite or NaN, a gap
+ *             above 0 with a table, or with a selection whose size says that it has no field for
+ *             it, and with global scope, which knows no order of keys, a table, recent or gap
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 

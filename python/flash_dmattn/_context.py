@@ -25,6 +25,7 @@ import math
 from typing import Any, NamedTuple, Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import ops
 from ._arguments import MaybeTensor
@@ -133,7 +134,7 @@ class Candidates(NamedTuple):
 
 class Table(NamedTuple):
     """Score, position and bias of the carried keys, [batch, kv_heads, rows]. A row of position -1
-    is empty, or a key of another sequence."""
+    is empty."""
 
     score: torch.Tensor
     position: torch.Tensor  # int32
@@ -179,17 +180,15 @@ def join_ranks(gathered: torch.Tensor, dim: int) -> torch.Tensor:
 
 def find_table(call: Call, gathered: torch.Tensor) -> Table | None:
     """The carried keys, from the numbers of all ranks; None if there are none."""
-    owners, begin = call.owners(call.ranks.rank), call.own.begin
+    owners = call.owners(call.ranks.rank)
     if not owners:
         return None
     layouts = [call.layouts[owner] for owner in owners]
     batch, kv_heads, _ = call.score.shape
     shape = (batch, kv_heads, call.room)
     found = Numbers.within(gathered[owners.start : owners.stop], shape, call.score.dtype)
-    first = [layout.offset + layout.tail for layout in layouts]
-    constants = [*first, *(max(begin - at, 0) if call.causal else 0 for at in first)]
-    shift, least = int32_on(gathered.device, constants).view(2, -1, 1, 1, 1)
-    position = torch.where(found.position >= least, found.position + shift, -1)
+    first = int32_on(gathered.device, [layout.offset + layout.tail for layout in layouts])
+    position = torch.where(found.position >= 0, found.position + first.view(-1, 1, 1, 1), -1)
     return Table(*(join_ranks(one, 2) for one in (found.score, position, found.bias)))
 
 
@@ -370,7 +369,9 @@ class Targets(NamedTuple):
 
     at: list[torch.Tensor]  # of key, value and bias: rows in the order of [batch, room, kv_heads]
     sums: list[torch.Tensor]  # the same rows, in the dtype of lse
-    row: MaybeTensor  # [batch, room, kv_heads]: the row that each repeats; None: none does
+    # [batch, room, kv_heads]: the row whose key each row has, another one if it is empty; None: all
+    # rows have their own
+    row: MaybeTensor
 
 
 def find_targets(call: Call, gradients: Tensors, saved: Saved) -> Targets:
@@ -397,8 +398,8 @@ def find_targets(call: Call, gradients: Tensors, saved: Saved) -> Targets:
 
 
 def add_candidates(targets: Targets, received: list[torch.Tensor], gradients: Tensors) -> None:
-    """Add what other ranks have sent back to the gradients of the own key, value and bias. The order
-    in which numbers are added depends on that of the ranks alone."""
+    """Add what other ranks have sent back to the gradients of the own key, value and bias. Numbers
+    are added in an order that depends on that of the ranks alone."""
     for at, sums, blocks, target in zip(*targets[:2], received, gradients):
         more = blocks.sum(0, dtype=sums.dtype)
         more = more if more.dim() == 4 else more.transpose(1, 2)[..., None]
@@ -448,7 +449,7 @@ class ContextAttention(torch.autograd.Function):
             gathered = rows.wait()
             if table is not None:
                 carried = (*take_rows(call, gathered), None if bias is None else table.bias)
-            # What no later step reads is free before attention begins.
+            # The own candidates are free before attention begins.
             del found, numbers, rows, gathered
         outs, lses = [], []
         for segment in segments:
@@ -466,6 +467,7 @@ class ContextAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> MaybeTensors:
         tensors, count = ctx.saved_tensors, len(Saved._fields)
         saved, selected = Saved(*tensors[:count]), tensors[count:]

@@ -16,7 +16,7 @@ from ._arguments import wide
 from ._ranks import Ranks
 
 STARTS_SHOWN = 16  # in messages
-STARTS_KEPT = 256  # tensors that int32_on() keeps
+TENSORS_KEPT = 256  # tensors that int32_on() keeps
 
 
 class Layout(NamedTuple):
@@ -53,7 +53,7 @@ def describe_starts(starts: list[int] | None) -> str | None:
     return f"{len(starts)} numbers of checksum {zlib.crc32(str(starts).encode())}"
 
 
-@functools.lru_cache(maxsize=STARTS_KEPT)
+@functools.lru_cache(maxsize=TENSORS_KEPT)
 def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A graph would read the host's numbers at each replay, when they are gone.
@@ -61,13 +61,21 @@ def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
             "capture: call once with the same lengths and starts before a CUDA graph is captured"
         )
     with torch.inference_mode(False):  # or later calls could not save it for backward
-        return torch.tensor(numbers, dtype=torch.int32).to(device)  # for all streams
+        return torch.tensor(numbers, dtype=torch.int32).to(
+            device
+        )  # blocking: any stream may read it
 
 
 def int32_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
     """Numbers of the host as a tensor of a device. The host waits for it the first time only: the
-    layers of a model have the same ones, and so have all replays of a CUDA graph."""
-    return tensor_of(device, tuple(numbers))
+    layers of a model have the same ones. One that a CUDA graph reads is kept for good."""
+    found = tensor_of(device, tuple(numbers))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        captured[device, tuple(numbers)] = found
+    return found
+
+
+captured: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
 
 def offsets_of(lengths: list[int]) -> list[int]:

@@ -1,116 +1,11 @@
 /* test_streams.c - a stream in pieces is the whole sequence: selected with a table, wherever it is
  * cut, it has the same expiries and slots, bit for bit; carried keys count as keys that stand
  * before those of the call, in forward and backward; empty rows are never read. */
-#include "backend.h"
 #include "errors.h"
 #include "gradient.h"
+#include "stream_pieces.h"
 
 /* ---- select: every way of cutting ---- */
-
-typedef struct stream_case {
-    int64_t batch, kv_heads, kv_len, window, recent, sinks;
-    int levels; /* distinct scores: few of them make ties */
-    int padded;
-} stream_case;
-
-static const stream_case stream_cases[] = {
-    {1, 1, 40, 1, 0, 0, 3, 0},  {2, 3, 97, 7, 0, 0, 1000, 0},        {1, 2, 200, 16, 5, 2, 5, 1},
-    {2, 1, 150, 2, 1, 1, 2, 1}, {1, 3, 301, 33, 0, 9, 40, 1},        {2, 2, 60, 64, 8, 0, 9, 0},
-    {1, 1, 90, 3, 40, 3, 4, 1}, {1, 2, 700, 100, 28, 4, 1000000, 0}, {1, 2, 129, 5, 0, 5, 1, 0},
-};
-
-static float score_at(uint64_t *state, int levels) {
-    const int64_t level = random_below(state, levels + 1);
-    return level == levels && levels > 8 ? NAN : (float)level - 2;
-}
-
-/* Scores of the whole stream, and its validity. */
-static problem stream_problem(const stream_case *test, uint64_t seed) {
-    uint64_t state = seed;
-    problem x = {.batch = test->batch,
-                 .kv_heads = test->kv_heads,
-                 .kv_len = test->kv_len,
-                 .window = test->window,
-                 .recent = test->recent,
-                 .sinks = test->sinks};
-    x.score = new_tensor(FDMA_FLOAT32, x.batch, x.kv_heads, x.kv_len, -1);
-    for (int64_t n = 0; n < count_of(x.score); n++)
-        ((float *)x.score.data)[n] = score_at(&state, test->levels);
-    if (test->padded) {
-        x.key_valid = new_tensor(FDMA_UINT8, x.batch, x.kv_len, -1, -1);
-        for (int64_t n = 0; n < count_of(x.key_valid); n++)
-            ((uint8_t *)x.key_valid.data)[n] = random_below(&state, 4) > 0;
-    }
-    return x;
-}
-
-static fdma_selection new_selection(const problem *x, int64_t kv_len) {
-    return (fdma_selection){
-        .size = sizeof(fdma_selection),
-        .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, kv_len, -1),
-        .slot = new_output(FDMA_INT32, x->batch, x->kv_heads, kv_len, -1),
-    };
-}
-
-static fdma_table new_table(const problem *x) {
-    const int64_t rows = x->window + x->recent;
-    return (fdma_table){
-        .score = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
-        .position = new_output(FDMA_INT32, x->batch, x->kv_heads, rows, -1),
-        .seen = new_output(FDMA_INT32, x->batch, -1, -1, -1),
-    };
-}
-
-/* Keys `first` to `end` - 1 of a contiguous tensor, of which `axis` has the keys. */
-static fdma_tensor keys_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
-    if (tensor.rank > 0) {
-        const size_t before = (size_t)(first * tensor.stride[axis]);
-        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
-        tensor.shape[axis] = end - first;
-    }
-    return tensor;
-}
-
-static fdma_select_args select_args(const problem *x, const char *kernel) {
-    return (fdma_select_args){.size = sizeof(fdma_select_args),
-                              .score = x->score,
-                              .key_valid = x->key_valid,
-                              .window = x->window,
-                              .recent = x->recent,
-                              .sinks = x->sinks,
-                              .exec = {.kernel = kernel, .threads = 2}};
-}
-
-static fdma_selection select_whole(const problem *x) {
-    fdma_selection whole = new_selection(x, x->kv_len);
-    fdma_select_args args = select_args(x, "reference");
-    args.selection = &whole;
-    CHECK_OK(run_select(&args));
-    return whole;
-}
-
-static int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
-    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
-    return ((const int32_t *)tensor.data)[at];
-}
-
-static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
-    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
-    return ((const float *)tensor.data)[at];
-}
-
-/* A piece of a stream: the call selects the keys from `first` on with the table `in`. */
-typedef struct piece {
-    int64_t first, end, rows; /* rows: those of `in`, 0 for the first piece */
-    fdma_table in, out;
-    fdma_selection selection;
-} piece;
-
-/* The index, in the call, at which a position of the stream stands. */
-static int64_t index_of(const piece *one, int64_t position) {
-    return position < one->end ? one->rows + position - one->first
-                               : one->rows + one->end - one->first;
-}
 
 static void check_new_keys(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
     for (int64_t p = one->first; p < one->end; p++) {
@@ -200,145 +95,6 @@ static void selection_does_not_depend_on_cuts(void) {
             check_stream(test, most, (uint64_t)(c + 5), kernels.name[kernel]);
             test_free_all();
         }
-}
-
-/* ---- select: a table of what several pieces leave ---- */
-
-/* A table of any number of rows, of the batch and heads of a problem. */
-static fdma_table table_of_rows(const problem *x, int64_t rows) {
-    const fdma_table table = {
-        .score = new_tensor(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
-        .position = new_tensor(FDMA_INT32, x->batch, x->kv_heads, rows, -1),
-        .seen = new_tensor(FDMA_INT32, x->batch, -1, -1, -1),
-    };
-    for (int64_t n = 0; n < count_of(table.position); n++)
-        ((int32_t *)table.position.data)[n] = -1;
-    return table;
-}
-
-static void set_row(const fdma_table *table, int64_t b, int64_t g, int64_t row, float score,
-                    int32_t position) {
-    ((float *)table->score.data)[b * table->score.stride[0] + g * table->score.stride[1] + row] =
-        score;
-    ((int32_t *)table->position
-         .data)[b * table->position.stride[0] + g * table->position.stride[1] + row] = position;
-}
-
-/* Selects the keys `first` to `end` - 1 alone, and writes those that its last query keeps to rows
- * from `row` on: the keys of slot s to row + s, or, reversed, to row + rows - 1 - s. */
-static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row, bool reversed,
-                       const fdma_table *table) {
-    const int64_t rows = x->window + x->recent;
-    fdma_select_args args = select_args(x, "reference");
-    fdma_selection alone = new_selection(x, end - first);
-    args.score = keys_of(x->score, 2, first, end);
-    args.key_valid = keys_of(x->key_valid, 1, first, end);
-    args.selection = &alone;
-    CHECK_OK(run_select(&args));
-    for (int64_t n = 0; n < count_of(alone.expiry); n++) {
-        const int64_t b = n / (end - first) / x->kv_heads, g = n / (end - first) % x->kv_heads;
-        const int64_t j = n % (end - first), slot = int_at(alone.slot, b, g, j);
-        if (int_at(alone.expiry, b, g, j) == end - first)
-            set_row(table, b, g, row + (reversed ? rows - 1 - slot : slot),
-                    float_at(x->score, b, g, first + j), (int32_t)(first + j));
-    }
-}
-
-/* Each kept key has a slot that no other one has while it is kept. */
-static void check_slots(const problem *x, const piece *one, int64_t b, int64_t g) {
-    const int64_t slots = x->window + x->recent, kv_len = one->rows + one->end - one->first;
-    int32_t *const end_of_slot = test_alloc((size_t)slots * sizeof *end_of_slot);
-    for (int64_t slot = 0; slot < slots; slot++)
-        end_of_slot[slot] = 0;
-    for (int64_t j = 0; j < kv_len; j++) {
-        const int32_t expiry = int_at(one->selection.expiry, b, g, j);
-        const int32_t slot = int_at(one->selection.slot, b, g, j);
-        CHECK((slot >= 0) == (expiry > j) && slot < slots);
-        if (slot < 0 || expiry == one->rows)
-            continue;
-        CHECK(end_of_slot[slot] <= (j < one->rows ? 0 : j));
-        end_of_slot[slot] = expiry;
-    }
-}
-
-/* The own keys, and of the carried ones those that some own query keeps, expire as in the whole
- * sequence. Others are kept by no query. */
-static void check_expiries(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
-    int64_t carried = 0, wanted = 0;
-    for (int64_t row = 0; row < one->rows; row++) {
-        const int32_t p = int_at(one->in.position, b, g, row);
-        const int32_t expiry = int_at(one->selection.expiry, b, g, row);
-        const int64_t want = p < 0 ? 0 : int_at(whole->expiry, b, g, p);
-        if (want > one->first)
-            CHECK_INT(expiry, index_of(one, want));
-        else
-            CHECK(expiry <= one->rows);
-        carried += expiry > one->rows;
-    }
-    for (int64_t p = 0; p < one->first; p++)
-        wanted += int_at(whole->expiry, b, g, p) > one->first;
-    CHECK_INT(carried, wanted); // and so none of them is missing in the table
-    for (int64_t p = one->first; p < one->end; p++)
-        CHECK_INT(int_at(one->selection.expiry, b, g, index_of(one, p)),
-                  index_of(one, int_at(whole->expiry, b, g, p)));
-}
-
-/* Selects the last of `pieces` pieces with a table of what each earlier one, alone, leaves. */
-static void check_several(const stream_case *test, int64_t pieces, uint64_t seed,
-                          const char *kernel) {
-    const problem x = stream_problem(test, seed);
-    const fdma_selection whole = select_whole(&x);
-    const int64_t slots = x.window + x.recent, length = x.kv_len / pieces;
-    piece one = {.first = (pieces - 1) * length, .end = x.kv_len, .rows = (pieces - 1) * slots};
-    fdma_select_args args = select_args(&x, kernel);
-    one.in = args.table_in = table_of_rows(&x, one.rows);
-    for (int64_t n = 0; n < pieces - 1; n++) // pieces in some other order if the seed is odd
-        leave_rows(&x, n * length, (n + 1) * length,
-                   slots * (seed % 2 == 1 ? (n + 1) % (pieces - 1) : n), n % 2 == 1, &one.in);
-    for (int64_t b = 0; b < x.batch; b++)
-        ((int32_t *)one.in.seen.data)[b] = (int32_t)one.first;
-    one.selection = new_selection(&x, one.rows + one.end - one.first);
-    args.score = keys_of(x.score, 2, one.first, one.end);
-    args.key_valid = keys_of(x.key_valid, 1, one.first, one.end);
-    args.selection = &one.selection;
-    CHECK_OK(run_select(&args));
-    for (int64_t b = 0; b < x.batch; b++)
-        for (int64_t g = 0; g < x.kv_heads; g++) {
-            check_expiries(&whole, &one, b, g);
-            check_slots(&x, &one, b, g);
-        }
-}
-
-static void tables_hold_what_several_pieces_leave(void) {
-    static const int64_t counts[] = {2, 3, 4, 7};
-    static const stream_case many = {1, 2, 6000, 900, 60, 3, 1000000, 0}; // with 6720 rows
-    const kernel_list kernels = kernels_of("select");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int c = 0; c < TEST_COUNT(stream_cases) * TEST_COUNT(counts); c++) {
-            const int64_t pieces = counts[c / TEST_COUNT(stream_cases)];
-            test_context("case %d, %d pieces, %s", c, (int)pieces, kernels.name[kernel]);
-            check_several(&stream_cases[c % TEST_COUNT(stream_cases)], pieces, (uint64_t)(c + 3),
-                          kernels.name[kernel]);
-            test_free_all();
-        }
-        for (uint64_t seed = 0; seed < 2; seed++) {
-            test_context("many rows, seed %d, %s", (int)seed, kernels.name[kernel]);
-            check_several(&many, 8, seed, kernels.name[kernel]);
-            test_free_all();
-        }
-    }
-}
-
-static void tables_of_other_rows_leave_no_table(void) {
-    const problem x = stream_problem(&stream_cases[1], 3); // of 7 slots
-    fdma_select_args args = select_args(&x, NULL);
-    fdma_selection selection = new_selection(&x, 9 + x.kv_len);
-    args.table_in = table_of_rows(&x, 9);
-    args.table_out = new_table(&x);
-    args.selection = &selection;
-    memset(args.table_in.seen.data, 0, (size_t)x.batch * sizeof(int32_t));
-    CHECK_INT(run_select(&args), FDMA_INVALID_ARGUMENT);
-    CHECK_WORD(fdma_last_error(), "table_in.score: axis 2 has 9 elements, want 7 with table_out");
 }
 
 /* A stream may be as long as positions are int32, and no longer. */
@@ -555,12 +311,8 @@ static void backward_by_every_kernel(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(selection_does_not_depend_on_cuts),
-    TEST(streams_end_at_the_last_position),
-    TEST(tables_hold_what_several_pieces_leave),
-    TEST(tables_of_other_rows_leave_no_table),
-    TEST(corrupt_tables_do_no_harm),
-    TEST(forward_by_every_kernel),
+    TEST(selection_does_not_depend_on_cuts), TEST(streams_end_at_the_last_position),
+    TEST(corrupt_tables_do_no_harm),         TEST(forward_by_every_kernel),
     TEST(backward_by_every_kernel),
 };
 

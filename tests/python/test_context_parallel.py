@@ -32,12 +32,13 @@ SELECTED = [name for name, case in CASES.items() if case.window is not None]
 # Those with keys that are kept although their scores are NaN have results of NaN.
 COMPARED = [name for name, case in CASES.items() if case.total > 0 and case.scores != "NAN"]
 
-FEW, OTHER_SEEDS = 16, 8  # numbers of a parameter that few plain evaluations say too little of
+OTHER_SEEDS = 8  # of inputs whose plain evaluations count for gradients of few numbers
+REPEATED = {"a_coef", "dt_bias"}
 
 # Those that are run once more, with some of the gradients at a time.
 PARTLY = ("eight-uneven", "linear", "no-bias", "full-eight", "packed-window-above-all", "bfloat16")
 PARTLY += ("ring-uneven", "ring-full", "ring-bfloat16")
-CAPTURED = [f"nccl/{name}" for name in PARTLY if f"nccl/{name}" in CASES]
+CAPTURED = [f"nccl/{name}" for name in ("two-uneven", *PARTLY) if f"nccl/{name}" in CASES]
 
 
 @functools.lru_cache(maxsize=None)
@@ -253,19 +254,25 @@ class Evaluation(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     gradients: Tensors
+    sizes: Tensors  # of gradients with few numbers: the sums of the magnitudes of their terms
 
 
 def evaluate_bias(
     case: Case, given: Tensors, value: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Tensors]:
-    """The bias, and what it depends on."""
+    """The bias, and what it depends on. a_coef and dt_bias are repeated for each key, so that their
+    gradients are terms of the sums [batch, total, kv_heads]."""
     if case.window is None or case.bias_form == "none":
         return None, {}
     by_head = given["dt_proj"].unflatten(1, (-1, case.head_dim))[..., order].flatten(1)
     weights = {"value": value, "dt_proj": by_head, "a_coef": given["a_coef"]}
     if case.has_dt_bias:
         weights["dt_bias"] = given["dt_bias"]
-    weights = {key: x.to(dtype).requires_grad_() for key, x in weights.items()}
+    repeated = (case.batch, case.total, -1)
+    weights = {
+        key: (x.expand(repeated) if key in REPEATED else x).to(dtype).clone().requires_grad_()
+        for key, x in weights.items()
+    }
     score = evaluate.score(*list(weights.values())[:3], dtype, weights.get("dt_bias"))
     return score.exp() if case.bias_form == "exp" else score, weights
 
@@ -299,10 +306,13 @@ def evaluate_whole(
     used = (out, lse) if results is None else (results[0][..., order], results[1])
     dlse = given["dlse"]
     found = evaluate.attention_backward(dout, dlse, used, *rows, mask, dtype, **numbers)
-    gradients = dict(zip(("query", "key", "value"), found))
+    gradients, sizes = dict(zip(("query", "key", "value"), found)), {}
     if bias is not None:
         slopes = torch.autograd.grad(bias, tuple(weights.values()), found[3].to(bias.dtype))
         slopes = dict(zip(weights, slopes))
+        for key in REPEATED & set(slopes):
+            sizes[key] = slopes[key].abs().sum((0, 1))
+            slopes[key] = slopes[key].sum((0, 1))
         gradients["value"] = gradients["value"] + slopes.pop("value")
         gradients.update(slopes)
         by_head = gradients["dt_proj"].unflatten(1, (-1, case.head_dim))
@@ -311,9 +321,10 @@ def evaluate_whole(
         delta = (dout.to(wide) * used[0].to(wide)).sum(3).transpose(1, 2) - dlse.to(wide)
         weight = torch.exp(given["sink_logit"].to(wide)[:, None] - used[1].to(wide))
         gradients["sink_logit"] = -(weight * delta).sum((0, 2))
+        sizes["sink_logit"] = (weight * delta).abs().sum((0, 2))
     for one in OF_TOKENS:
         gradients[one] = gradients[one][..., back]
-    return Evaluation(out[..., back], lse, gradients)
+    return Evaluation(out[..., back], lse, gradients, sizes)
 
 
 def joined(name: str, key: str) -> torch.Tensor:
@@ -340,17 +351,22 @@ def evaluations_of(name: str) -> tuple[Evaluation, list[Evaluation], list[Evalua
 
 @functools.lru_cache(maxsize=None)
 def errors_of_other_inputs(name: str) -> list[Tensors]:
-    """What is wrong in the gradients of the parameters by plain evaluations in 16 bits, for inputs
-    of other seeds. Orders of channels hardly change what is rounded to 16 bits, so that one sum of
-    all of it is accurate by chance in every order."""
+    """What is wrong in gradients of few numbers by plain evaluations in 16 bits, for inputs of
+    other seeds, over the sums of the magnitudes of their terms. Orders of channels hardly change
+    what is rounded to 16 bits, so that one sum of all of it is accurate by chance in every
+    order."""
     case, found = CASES[name], []
     order, dtype = torch.arange(case.head_dim), case.dtype
     for seed in range(1, 1 + OTHER_SEEDS if dtype.itemsize == 2 else 1):
         exact = evaluate_whole(name, torch.float64, order, None, seed)
         rounded = exact.out.to(dtype), exact.lse.to(_arguments.wide(dtype))
         plain = evaluate_whole(name, dtype, order, rounded, seed).gradients
-        names = [key for key in LEAVES[3:] if key in plain]
-        found.append({key: plain[key].double() - exact.gradients[key] for key in names})
+        found.append(
+            {
+                key: (plain[key].double() - exact.gradients[key]) / size
+                for key, size in exact.sizes.items()
+            }
+        )
     return found
 
 
@@ -383,8 +399,8 @@ def test_gradients(name: str) -> None:
         like = make_tensors(name)[key]
         found, want = joined(name, f"d{key}"), exact.gradients[key]
         others = [one.gradients[key].to(evaluate.plain_dtype(like.dtype)) for one in plain]
-        for errors in errors_of_other_inputs(name) if found.numel() <= FEW else ():
-            others.append((want + errors[key]).to(others[0].dtype))
+        for errors in errors_of_other_inputs(name) if key in exact.sizes else ():
+            others.append((want + errors[key] * exact.sizes[key]).to(others[0].dtype))
         assert found.dtype == like.dtype
         evaluate.assert_within(found, want, *others)
     for key in set(LEAVES) & set(make_tensors(name)) - set(compared):

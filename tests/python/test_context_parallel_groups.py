@@ -3,6 +3,7 @@ or have no elements."""
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -75,7 +76,19 @@ def second_derivatives(rank: int) -> dict[str, Any]:
     x = torch.randn(1, 4, 2).requires_grad_()
     whole = distributed.gather_sequence(x)
     (first,) = torch.autograd.grad((whole**3).sum(), x, create_graph=True)
-    return refusal_of(lambda: first.sum().backward())
+    found = {"gather_sequence": refusal_of(lambda: first.sum().backward())}
+    for causal in (True, False):
+        rows = make_rows()
+        out = attend(rows, causal=causal)
+        gradients = torch.autograd.grad((out**2).sum(), rows[:3], create_graph=True)
+        penalty = sum((one**2).sum() for one in gradients)
+        found[f"causal={causal}"] = refusal_of(functools.partial(backward_with, penalty, rows))
+    return found
+
+
+def backward_with(penalty: torch.Tensor, rows: list[torch.Tensor]) -> None:
+    """Of a loss that has another gradient, too."""
+    (penalty + sum(one.sum() for one in rows)).backward()
 
 
 def no_elements(rank: int) -> dict[str, Any]:
@@ -158,9 +171,11 @@ def test_padding_that_changes_before_backward(name: str) -> None:
         assert "modified by an inplace operation" in one[name]["message"]
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("name", ["gather_sequence", "causal=True", "causal=False"])
+def test_second_derivatives(name: str) -> None:
     for one in on_ranks("second_derivatives"):
-        assert one["kind"] == "RuntimeError" and "differentiate twice" in one["message"]
+        assert one[name]["kind"] == "RuntimeError"
+        assert "differentiate twice" in one[name]["message"]
 
 
 def test_tensors_without_elements() -> None:

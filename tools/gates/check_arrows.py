@@ -120,7 +120,7 @@ ALLOWED = {
     "tests": tuple(zone for zone, prefix in ZONES if prefix.split("/")[0] in TESTED),
     "check run": ("public", "core", "tools"),
     "tools": ("public", "cases"),
-    "examples": ("public",),
+    "examples": ("public", "tools"),
     "python": ("public",),
 }
 

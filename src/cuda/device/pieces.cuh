@@ -1,7 +1,7 @@
 /* Rows of k or v in two pieces, those of carried keys and those of the call (fdma.h, "Streams"), as
- * gather_rows() takes them. The index of a row counts units from a base. If the pieces are near each
- * other they have the same base, so that the copies cost the same as those of one piece. Otherwise
- * the highest bit of an index says which of two bases it counts from. */
+ * gather_rows() takes them. The index of a row counts units from a base. If the pieces are near
+ * each other they have the same base, so that the copies cost the same as those of one piece.
+ * Otherwise the highest bit of an index says which of two bases it counts from. */
 #pragma once
 
 #include "cuda/device/gather.cuh"

@@ -125,7 +125,7 @@ static fdma_status attend_elements(const fdma_problem *problem, const forward_pl
 }
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
-static bool is_near(const fdma_problem *problem) {
+static bool is_within_reach(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
@@ -151,7 +151,7 @@ static const char *refuses(const fdma_problem *problem) {
         !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)) ||
         !is_aligned(view_of(&problem->k_carried)) || !is_aligned(view_of(&problem->v_carried)))
         return "rows that do not begin at multiples of 16 bytes";
-    if (!is_near(problem))
+    if (!is_within_reach(problem))
         return "rows more than 2^31 elements apart";
     if (problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";

@@ -1,0 +1,359 @@
+#!/usr/bin/env python3
+"""Train a byte-level language model with one form of attention, and measure how good it is.
+
+    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --steps 2000
+    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --resume
+    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --evaluate
+
+FOLDER has the files of quality_text.py, the forms are those of quality_model.py. The sequences of a
+step depend on --seed and the step only, so that all forms read the same text in the same order; a
+fraction of them has recall episodes (quality_recall.py). It writes
+
+    OUT/NAME.json         settings, losses and measurements, anew after every evaluation
+    OUT/NAME.pt           model and optimizer, for --resume, every --checkpoint-seconds
+    OUT/NAME.safetensors  the weights, at the end
+
+where NAME is form-size-seed unless --name is given. Losses are in bits per byte; seconds are those
+of training, without evaluations and checkpoints. It runs on a CUDA device, if there is one, or on
+the CPU, with the package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
+Exit status: 0 done; 1 the loss is not a number; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import quality_model
+import torch
+from quality_evaluate import Evaluation, narrow
+from quality_recall import Batches
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+READ_EVERY = 20  # steps between readings of losses, which wait for the device
+RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
+RATED_STEPS = (10, 20)  # with --seconds, the steps that are timed to find their number
+QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # of evaluations during training
+PASSKEY_SEQUENCES = 4  # of each depth
+
+
+def read_bytes(path: Path) -> np.ndarray:
+    return np.fromfile(path, np.uint8)
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor()
+    return {"device": name or platform.machine(), "torch": str(torch.__version__)}
+
+
+class Run:
+    """The training of one model, as far as it has come."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device = options, torch.device(options.device)
+        config = quality_model.config_of(
+            *(options.form, options.size, options.keys, options.recent, options.sinks),
+            *(options.bias_form, options.rotary_base),
+        )
+        self.model = quality_model.Model(config)
+        quality_model.initialise(
+            self.model, options.form, options.seed, options.initial_a, options.dt_std
+        )
+        if options.start is not None:
+            self.model.load_state_dict(quality_model.load(options.start).state_dict())
+        self.model.to(self.device)
+        groups = quality_model.parameter_groups(self.model, options.decay, options.score_rate)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
+        )
+        self.step, self.steps = 0, options.steps
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(options).items()
+        }
+        self.log: dict[str, Any] = {
+            "settings": settings,
+            "model": config.metadata(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "machine": machine_of(self.device),
+            "columns": ["step", "seconds", "text bits", "recall bits", "gradient norm"],
+            "train": [],
+            "held_out": [],
+        }
+        self.seconds = 0.0
+        self.began = 0.0  # when the clock of training was started last
+        self.pending: list[torch.Tensor] = []  # sums of the steps that were not read yet
+        self.counts = [0, 0]  # of bytes in these: of text without episodes, and marked ones
+
+    def path(self, suffix: str) -> Path:
+        return self.options.out / f"{self.options.name}{suffix}"
+
+    def write_log(self) -> None:
+        unfinished = self.path(".json.unfinished")
+        unfinished.write_text(json.dumps(self.log) + "\n")
+        unfinished.replace(self.path(".json"))
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "log": self.log,
+        }
+        unfinished = self.path(".pt.unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(self.path(".pt"))
+
+    def load(self) -> None:
+        state = torch.load(self.path(".pt"), map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.steps = state["steps"] if self.options.steps is None else self.options.steps
+        self.log = {**state["log"], "settings": self.log["settings"]}
+
+    def start_clock(self) -> None:
+        self.began = time.perf_counter()
+
+    def read_losses(self) -> None:
+        """Wait for the device, and log the losses of the steps since the last reading."""
+        if not self.pending:
+            return
+        text, marked, norm = torch.stack(self.pending).cpu().double().sum(0).tolist()
+        now = time.perf_counter()
+        self.seconds += now - self.began
+        self.began = now
+        row = [
+            total / count / math.log(2) if count else None
+            for total, count in zip((text, marked), self.counts)
+        ]
+        row.append(norm / len(self.pending))
+        self.pending, self.counts = [], [0, 0]
+        self.log["train"].append([self.step, round(self.seconds, 3), *row])
+        if not all(math.isfinite(number) for number in row if number is not None):
+            self.log["failed"] = f"the loss is not a number before step {self.step}"
+            self.write_log()
+            sys.exit(self.log["failed"])
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
+    """One pass without a step, so that compilation is not in the seconds of training."""
+    begin = time.perf_counter()
+    rows = to_device(batches(run.step)[0], run.device).long()
+    with narrow(run.device):
+        forward(rows[:, :-1]).float().mean().backward()
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    run.log["warm_up_seconds"] = round(time.perf_counter() - begin, 3)
+
+
+def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
+    """One step of the optimizer. The loss is the mean over unmarked bytes, and recall_weight times
+    the mean over marked ones, which are few."""
+    options, device = run.options, run.device
+    text, marked, has_episodes = batches(run.step)
+    counts = int((~has_episodes).sum()) * options.length, int(marked.sum())
+    rows, is_marked = to_device(text, device).long(), to_device(marked, device)
+    is_text = to_device(~has_episodes, device)
+    steps = options.schedule_steps or run.steps or run.step + 1
+    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate * group["factor"]
+    with narrow(device):
+        logits = forward(rows[:, :-1])
+    losses = cross_entropy(
+        logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
+    ).view(marked.shape)
+    of_marked = (losses * is_marked).sum()
+    others = losses.sum() - of_marked
+    loss = others / (marked.size - counts[1])
+    loss = loss + options.recall_weight * of_marked / max(1, counts[1])
+    run.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
+    run.optimizer.step()
+    of_text = (losses.detach() * is_text[:, None]).sum()
+    run.step += 1
+    run.pending.append(torch.stack((of_text, of_marked.detach(), norm)))
+    run.counts = [a + b for a, b in zip(run.counts, counts)]
+
+
+def find_steps(run: Run, seconds: float) -> int:
+    """With --seconds alone: as many steps as take so long at the rate of the first ones."""
+    (_, first, *_), (_, second, *_) = run.log["train"][-2:]
+    of_step = (second - first) / (RATED_STEPS[1] - RATED_STEPS[0])
+    return RATED_STEPS[1] + max(1, round((seconds - second) / of_step))
+
+
+def train(run: Run, evaluation: Evaluation, batches: Batches) -> None:
+    options = run.options
+    forward = torch.compile(run.model) if options.compile else run.model
+    warm_up(run, forward, batches)
+    run.start_clock()
+    saved = time.perf_counter()
+    while run.steps is None or run.step < run.steps:
+        take_step(run, forward, batches)
+        is_last = run.step == run.steps
+        is_evaluated = is_last or run.step % options.every == 0
+        is_rated = run.steps is None and run.step in RATED_STEPS
+        if is_evaluated or is_rated or run.step % READ_EVERY == 0:
+            run.read_losses()
+            if is_rated and run.step == RATED_STEPS[1]:
+                run.steps = find_steps(run, options.seconds)
+            if is_evaluated:
+                quick_evaluation(run, evaluation)
+            is_due = time.perf_counter() - saved > options.checkpoint_seconds
+            if is_due or is_last:
+                run.save()
+                saved = time.perf_counter()
+            run.start_clock()
+    run.read_losses()
+
+
+def quick_evaluation(run: Run, evaluation: Evaluation) -> None:
+    """Held-out loss and a little recall, during training."""
+    row = {"step": run.step, "seconds": round(run.seconds, 3), **evaluation.losses(run.model)}
+    row["recall"] = evaluation.recall(run.model, QUICK_QUESTIONS, QUICK_PAIRS)
+    run.log["held_out"].append(row)
+    trained = run.step * run.options.batch * run.options.length
+    run.log["bytes_per_second"] = trained / run.seconds if run.seconds else None
+    if run.device.type == "cuda":
+        run.log["peak_memory"] = torch.cuda.max_memory_allocated(run.device)
+    run.write_log()
+    accuracy = " ".join(f"{one['accuracy']:.2f}" for one in row["recall"])
+    print(
+        f"{run.options.name} step {run.step} of {run.steps}, {run.seconds:.1f} s: "
+        f"held out {row['bits']:.4f}, recall by distance {accuracy}",
+        flush=True,
+    )
+
+
+def evaluate(run: Run, evaluation: Evaluation) -> None:
+    """All measurements."""
+    options = run.options
+    begin = time.perf_counter()
+    run.model.eval()
+    run.log["final"] = {
+        "step": run.step,
+        **evaluation.losses(run.model),
+        "recall": evaluation.recall(run.model, options.questions),
+        "passkey": evaluation.passkey(run.model, PASSKEY_SEQUENCES),
+        "by_window": evaluation.by_window(run.model),
+        "kept": evaluation.kept(run.model),
+    }
+    run.log["final"]["seconds"] = round(time.perf_counter() - begin, 1)
+    run.write_log()
+    quality_model.save(run.model, run.path(".safetensors"), options.weights)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--corpus", type=Path, required=True, help="folder of corpus.bin and held_out.bin")
+    add("--form", choices=quality_model.FORMS, required=True)
+    add("--size", choices=tuple(quality_model.SIZES), default="small")
+    add("--name", help="of the files that are written (form-size-seed)")
+    add("--steps", type=int)
+    add("--seconds", type=float, help="without --steps: train for about so long")
+    add("--schedule-steps", type=int, help="steps of the learning rate's schedule (--steps)")
+    add("--batch", type=int, default=8, help="sequences in a step (8)")
+    add("--length", type=int, default=8192, help="bytes of a sequence (8192)")
+    add("--keys", type=int, default=512, help="keys that a query keeps in all (512)")
+    add("--recent", type=int, default=64, help="of which the newest ones, in two forms (64)")
+    add("--sinks", type=int, default=0)
+    add("--bias-form", choices=("exp", "linear", "none"), default="exp")
+    add("--rotary-base", type=float, default=10000.0)
+    add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
+    add("--dt-std", type=float, default=quality_model.STD, help="of dt_proj's weights (0.02)")
+    add("--score-rate", type=float, default=1.0, help="multiplies the rate of dt_proj and A (1)")
+    add("--rate", type=float, help="peak learning rate (by size)")
+    add("--warm-up", type=int, default=100, help="steps (100)")
+    add("--decay", type=float, default=0.1, help="weight decay of matrices (0.1)")
+    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    add("--recall", type=float, default=0.1, help="fraction of sequences with episodes (0.1)")
+    add("--recall-weight", type=float, default=0.2, help="of the loss of recalled bytes (0.2)")
+    add("--curriculum", type=int, default=600, help="steps until episodes are long (600)")
+    add("--seed", type=int, default=0, help="of weights and of data (0)")
+    add("--start", type=Path, help="weights to begin with: a file of this program")
+    add("--weights", choices=("float32", "bfloat16", "int8"), default="bfloat16", help="as written")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--every", type=int, default=200, help="steps between evaluations (200)")
+    add("--pieces", type=int, default=48, help="of held-out text (48)")
+    add("--questions", type=int, default=256, help="of each number of pairs and distance (256)")
+    add("--checkpoint-seconds", type=float, default=120.0)
+    add("--resume", action="store_true", help="go on from OUT/NAME.pt, if it exists")
+    add("--evaluate", action="store_true", help="only measure: OUT/NAME.pt, or else --start")
+    options = parser.parse_args(arguments)
+    options.rate = options.rate or RATES[options.size]
+    options.name = options.name or f"{options.form}-{options.size}-{options.seed}"
+    check(parser, options)
+    return options
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name in ("batch", "length", "keys", "every", "pieces", "questions", "warm_up"):
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')}: is {value}, want 1 or more")
+    if not 0 <= options.recent < options.keys:
+        parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
+    if not 0 <= options.recall <= 1:
+        parser.error(f"--recall: is {options.recall}, want 0 to 1")
+    if options.length < 256:
+        parser.error(f"--length: is {options.length}, want 256 or more")
+    is_saved = (options.out / f"{options.name}.pt").exists()
+    if not options.evaluate and options.steps is None and options.seconds is None:
+        if not (options.resume and is_saved):
+            parser.error("give --steps or --seconds")
+    if options.evaluate and not is_saved and options.start is None:
+        parser.error("--evaluate: there is no checkpoint, want one, or --start")
+    for name in ("corpus.bin", "held_out.bin"):
+        if not (options.corpus / name).is_file():
+            parser.error(f"--corpus: {options.corpus / name} is not a file")
+        if (options.corpus / name).stat().st_size <= options.length:
+            parser.error(f"--corpus: {name} is shorter than a sequence of {options.length} bytes")
+
+
+def main() -> None:
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    run = Run(options)
+    evaluation = Evaluation(
+        *(read_bytes(options.corpus / "held_out.bin"), options.length, options.batch),
+        *(options.pieces, run.device),
+    )
+    if (options.evaluate or options.resume) and run.path(".pt").exists():
+        run.load()
+    with quality_model.prefer_cudnn():
+        if not options.evaluate:
+            corpus = read_bytes(options.corpus / "corpus.bin")
+            batches = Batches(
+                *(corpus, options.batch, options.length, options.recall),
+                *(options.curriculum, options.seed),
+            )
+            train(run, evaluation, batches)
+        evaluate(run, evaluation)
+
+
+if __name__ == "__main__":
+    main()

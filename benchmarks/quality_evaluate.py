@@ -1,0 +1,206 @@
+"""What quality.py measures of a model: losses, recall, kept keys.
+
+Losses are in bits per byte. Text is numpy uint8 [sequences, length + 1]: a model reads all bytes
+but the last, and its targets are all but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import quality_recall as recall
+import torch
+from flash_dmattn import select
+from flash_dmattn.functional import score
+from quality_model import Attention, Model
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+BINS = 16  # of positions
+WINDOWS = (128, 256, 512, 1024, 2048)  # keys of a query, at test time
+KEPT_PAIRS = 16
+EVALUATION_SEED = 1234  # not among those of training
+
+
+def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to bfloat16 on a CUDA device, where attention takes 16-bit types only."""
+    is_cuda = device.type == "cuda"
+    return torch.autocast("cuda", torch.bfloat16) if is_cuda else contextlib.nullcontext()
+
+
+class Results(NamedTuple):
+    bits: np.ndarray  # [sequences, length] float32
+    is_right: np.ndarray  # [sequences, length] bool: whether the most probable byte is the target
+
+
+@torch.no_grad()
+def run(model: nn.Module, text: np.ndarray, batch: int, device: torch.device) -> Results:
+    bits, is_right = [], []
+    for begin in range(0, len(text), batch):
+        rows = torch.from_numpy(text[begin : begin + batch]).to(device).long()
+        with narrow(device):
+            logits = model(rows[:, :-1])
+        targets = rows[:, 1:]
+        losses = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        bits.append((losses.view(targets.shape) / math.log(2)).cpu())
+        is_right.append((logits.argmax(-1) == targets).cpu())
+    return Results(torch.cat(bits).numpy(), torch.cat(is_right).numpy())
+
+
+def pieces_of(source: np.ndarray, count: int, length: int) -> np.ndarray:
+    """[count, length + 1] bytes: pieces of `source`, evenly spread."""
+    starts = np.linspace(0, len(source) - length - 1, count).astype(np.int64)
+    return np.stack([source[start : start + length + 1] for start in starts])
+
+
+class Evaluation:
+    """Measures models on held-out text. `batch` sequences are evaluated at once."""
+
+    def __init__(
+        self, held_out: np.ndarray, length: int, batch: int, pieces: int, device: torch.device
+    ) -> None:
+        self.source, self.length, self.batch, self.device = held_out, length, batch, device
+        self.text = pieces_of(held_out, pieces, length)
+
+    def losses(self, model: nn.Module) -> dict[str, Any]:
+        """The mean over all bytes, its standard error over pieces, and means by position."""
+        bits = run(model, self.text, self.batch, self.device).bits
+        of_pieces = bits.mean(1, dtype=np.float64)
+        by_position = [own.mean(dtype=np.float64) for own in np.array_split(bits, BINS, 1)]
+        return {
+            "bits": float(of_pieces.mean()),
+            "error": float(of_pieces.std(ddof=1) / math.sqrt(len(bits))) if len(bits) > 1 else 0.0,
+            "by_position": [float(mean) for mean in by_position],
+        }
+
+    def _answers(self, model: nn.Module, episodes: recall.Episodes) -> dict[str, Any]:
+        """How many values have all bytes right, and bits per byte of values."""
+        results = run(model, episodes.text, self.batch, self.device)
+        spans = [
+            (row, slice(question.asked - 1, question.asked - 1 + recall.VALUE))
+            for row, questions in enumerate(episodes.questions)
+            for question in questions
+        ]
+        right = [results.is_right[row, span].all() for row, span in spans]
+        bits = [results.bits[row, span].mean() for row, span in spans]
+        return {
+            "questions": len(spans),
+            "accuracy": float(np.mean(right)),
+            "bits": float(np.mean(bits)),
+        }
+
+    def recall(
+        self, model: nn.Module, questions: int, counts: tuple[int, ...] = recall.COUNTS
+    ) -> list[dict[str, Any]]:
+        """A row for every number of pairs and distance that fit the length."""
+        rows = []
+        for count in counts:
+            for distance in recall.distances_of(self.length):
+                if recall.fits(count, distance, self.length):
+                    row = {"pairs": count, "distance": distance}
+                    rows.append({**row, **self._answers(model, self._ask(row, questions))})
+        return rows
+
+    def _ask(self, row: dict[str, int], questions: int) -> recall.Episodes:
+        sizes = (row["pairs"], row["distance"], questions)
+        return recall.associative(self.source, self.length, *sizes, EVALUATION_SEED)
+
+    def passkey(self, model: nn.Module, sequences: int) -> list[dict[str, Any]]:
+        """A row for every depth."""
+        rows = []
+        for depth in range(recall.PASSKEY_DEPTHS):
+            episodes = recall.passkey(self.source, self.length, depth, sequences, EVALUATION_SEED)
+            rows.append({"depth": depth, **self._answers(model, episodes)})
+        return rows
+
+    def by_window(self, model: Model) -> list[dict[str, Any]]:
+        """Losses with other windows than that of training: a query keeps `keys` keys in all."""
+        rows = []
+        for keys in WINDOWS:
+            least = model.config.recent + max(1, model.config.sinks)
+            if model.config.window is not None and least <= keys <= self.length:
+                with windows(model, keys - model.config.recent):
+                    bits = self.losses(model)["bits"]
+                rows.append({"keys": keys, "bits": bits, "perplexity": 2**bits})
+        return rows
+
+    def kept(self, model: Model) -> dict[str, Any]:
+        """Which keys are kept: by the last query of a piece, and of the values that are asked for
+        by the bytes from which they are predicted."""
+        found: dict[str, Any] = {"text": bytes(self.text[0, :-1]).decode("latin-1")}
+        expiries = self._expiries(model, self.text[:1])
+        found["last_query"] = [
+            [np.flatnonzero(head == self.length).tolist() for head in layer[0]]
+            for layer in expiries
+        ]
+        found["values"] = []
+        for distance in recall.distances_of(self.length):
+            if recall.fits(KEPT_PAIRS, distance, self.length):
+                row = {"pairs": KEPT_PAIRS, "distance": distance}
+                episodes = self._ask(row, 4 * KEPT_PAIRS)
+                found["values"].append({**row, **self._kept_values(model, episodes)})
+        return found
+
+    def _expiries(self, model: Model, text: np.ndarray) -> list[np.ndarray]:
+        """Of each layer [sequences, kv_heads, length]: the length for a key that the last query
+        keeps."""
+        expiries: list[np.ndarray] = []
+        with observing(model, lambda layer, value: expiries.append(expiry_of(layer, value))):
+            run(model, text, len(text), self.device)
+        return expiries
+
+    def _kept_values(self, model: Model, episodes: recall.Episodes) -> dict[str, Any]:
+        """The fractions of value bytes that are kept until they are asked for."""
+        expiries = self._expiries(model, episodes.text)
+        kept = []
+        for row, questions in enumerate(episodes.questions):
+            for question in questions:
+                for byte in range(recall.VALUE):
+                    last = question.asked + byte - 1  # the query that predicts this byte
+                    key = question.stated + byte
+                    kept.append([layer[row, :, key] > last for layer in expiries])
+        table = np.array(kept)  # [bytes, layers, kv_heads]
+        return {
+            "kept": float(table.mean()),
+            "kept_by_any_head": float(table.any((1, 2)).mean()),
+            "by_head": table.mean(0).round(4).tolist(),
+        }
+
+
+def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:
+    """Expiry [batch, kv_heads, len] of each key of a call."""
+    batch, length, heads, _ = value.shape
+    if layer.window is None:
+        return np.full((batch, heads, length), length)
+    scores, _ = score(value, layer.dt_proj.weight, layer.A, bias_form="none")
+    rules = {"recent": layer.recent, "sinks": layer.sinks}
+    return select(scores, layer.window, **rules).expiry.clamp(max=length).cpu().numpy()
+
+
+@contextlib.contextmanager
+def windows(model: Model, window: int) -> Iterator[None]:
+    """Within it, the queries of a model keep another number of keys by score."""
+    before = [layer.window for layer in model.attentions()]
+    try:
+        for layer in model.attentions():
+            layer.window = window
+        yield
+    finally:
+        for layer, own in zip(model.attentions(), before):
+            layer.window = own
+
+
+@contextlib.contextmanager
+def observing(model: Model, observe: Any) -> Iterator[None]:
+    """Within it, `observe` is called with every layer and its values."""
+    try:
+        for layer in model.attentions():
+            layer.observe = observe
+        yield
+    finally:
+        for layer in model.attentions():
+            layer.observe = None

@@ -1,0 +1,269 @@
+"""The byte-level language model of quality.py: its forms, its parameter groups and its files.
+
+    x = embedding[byte]
+    each layer: x += attention(rmsnorm(x)); x += contract(relu(expand(rmsnorm(x)))^2)
+    logits = head(rmsnorm(x))
+
+A form says which keys a query keeps:
+
+    dense          all
+    selected       the `keys` of highest score
+    recent         the `recent` newest, and of the others the keys - recent of highest score
+    sliding        the `keys` newest: A is 0 and stays so, and of equal scores the newest rank first
+    random         the `keys` of highest score, where scores are not learned: A is 1, dt_proj stays
+                   as it was initialised, and no bias is added to logits
+    random-recent  as recent, with such scores
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Callable
+
+import safetensors
+import safetensors.torch
+import torch
+from flash_dmattn import DynamicMaskAttention, flash_dma_attention
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import relu, scaled_dot_product_attention
+
+BYTES = 256
+HEAD_DIM = 64
+NORM_EPS = 1e-5
+STD = 0.02  # of the initial weights
+FORMS = ("dense", "selected", "recent", "sliding", "random", "random-recent")
+LEARNED = ("selected", "recent")  # forms whose scores are trained
+SIZES = {"large": (8, 8, 4), "small": (6, 6, 3), "tiny": (2, 2, 1)}  # layers, q_heads, kv_heads
+DENSE_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]  # the preferred one first
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a model is, without its weights."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    window: int | None  # None for all keys
+    recent: int = 0
+    sinks: int = 0
+    bias_form: str = "exp"
+    rotary_base: float = 10000.0
+
+    @property
+    def width(self) -> int:
+        return self.q_heads * HEAD_DIM
+
+    def metadata(self) -> dict[str, str]:
+        """The strings that a file of the model has beside the weights."""
+        values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
+        values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
+        return {name: str(value) for name, value in values.items()}
+
+    @staticmethod
+    def of_metadata(strings: dict[str, str]) -> Config:
+        names = ("layers", "q_heads", "kv_heads", "recent", "sinks")
+        return Config(
+            **{name: int(strings[name]) for name in names},
+            window=None if strings["window"] == "all" else int(strings["window"]),
+            bias_form=strings["bias_form"],
+            rotary_base=float(strings["rotary_base"]),
+        )
+
+
+def config_of(
+    form: str,
+    size: str,
+    keys: int,
+    recent: int,
+    sinks: int = 0,
+    bias_form: str = "exp",
+    rotary_base: float = 10000.0,
+) -> Config:
+    """The model of a form, in which a query keeps `keys` keys in all."""
+    if form == "dense":
+        return Config(*SIZES[size], None, rotary_base=rotary_base)
+    newest = recent if form.endswith("recent") else 0
+    if form.startswith("random"):
+        bias_form = "none"
+    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base)
+
+
+class Attention(DynamicMaskAttention):
+    """DynamicMaskAttention with a bias_form. Attention to all keys is PyTorch's.
+
+    `observe`, if it is set, is called with the layer and the values of every call.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            config.width,
+            config.q_heads,
+            config.kv_heads,
+            config.window,
+            recent=config.recent,
+            sinks=config.sinks,
+            rope_base=config.rotary_base,
+        )
+        self.bias_form = config.bias_form
+        self.observe: Callable[[Attention, torch.Tensor], None] | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+    ) -> torch.Tensor:
+        """Attention of projected states: out [batch, len, heads, head_dim]."""
+        if self.observe is not None:
+            self.observe(self, value)
+        if self.window is None:
+            rows = [x.transpose(1, 2) for x in (query, key, value)]
+            out = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+        return flash_dma_attention(
+            query,
+            key,
+            value,
+            self.dt_proj.weight,
+            self.A,
+            self.window,
+            causal=True,
+            recent=self.recent,
+            sinks=self.sinks,
+            bias_form=self.bias_form,
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width = config.width
+        self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.attention = Attention(config)
+        self.norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.expand = nn.Linear(width, 4 * width, bias=False)
+        self.contract = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        hidden = relu(self.expand(self.norm(x)))
+        return x + self.contract(hidden * hidden)
+
+
+class Model(nn.Module):
+    """From bytes [batch, len] (int64) to the logits of each next byte [batch, len, 256]."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.embedding = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.head = nn.Linear(width, BYTES, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(text)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def attentions(self) -> list[Attention]:
+        return [block.attention for block in self.blocks]
+
+
+def prefer_cudnn() -> Any:
+    """A context in which attention to all keys is cuDNN's where it can be."""
+    return sdpa_kernel(DENSE_BACKENDS, set_priority=True)
+
+
+@torch.no_grad()
+def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: float) -> None:
+    """Weights that depend on the seed, and not on the form, where forms have the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or "dt_proj" in name:
+            continue
+        std = last if name.endswith(("o_proj.weight", "contract.weight")) else STD
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    if form == "dense":
+        return
+    for attention in model.attentions():
+        weight = attention.dt_proj.weight
+        weight.copy_(torch.randn(weight.shape, generator=generator) * dt_std)
+        is_random = form.startswith("random")
+        attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
+        is_learned = form in LEARNED
+        attention.dt_proj.requires_grad_(is_learned)
+        attention.A.requires_grad_(is_learned)
+
+
+def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:
+    """Groups for AdamW. `factor` multiplies the learning rate of each: score_rate for what scores
+    are computed from, which does not decay; only other matrices do."""
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
+        "vectors": {"params": [], "factor": 1.0, "weight_decay": 0.0},
+        "scores": {"params": [], "factor": score_rate, "weight_decay": 0.0},
+    }
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_score = ".dt_proj." in name or name.endswith(".A")
+        kind = "scores" if is_score else "matrices" if parameter.dim() == 2 else "vectors"
+        groups[kind]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
+
+
+def rate_at(step: int, steps: int, peak: float, warm_up: int) -> float:
+    """The learning rate: a linear rise, then half a cosine down to a tenth."""
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Int8 [rows, columns] and the scale of each row, whose largest magnitude becomes 127."""
+    scale = weight.float().abs().amax(1) / 127
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def save(model: Model, path: Path, dtype: str = "float32") -> None:
+    """Write a safetensors file. dtype: float32, bfloat16 or int8, which is for matrices only."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        weight = parameter.detach().cpu()
+        if dtype == "int8" and weight.dim() == 2:
+            tensors[name], tensors[f"{name}.scale"] = quantise(weight)
+        else:
+            tensors[name] = weight.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, path, metadata=model.config.metadata())
+
+
+def load(path: Path) -> Model:
+    """The model of a file that save() wrote, with weights in float32."""
+    with safetensors.safe_open(path, "pt") as file:
+        model = Model(Config.of_metadata(file.metadata()))
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    weights = {}
+    for name, tensor in stored.items():
+        if name.endswith(".scale"):
+            continue
+        scale = stored.get(f"{name}.scale")
+        weights[name] = tensor.float() if scale is None else tensor.float() * scale[:, None]
+    model.load_state_dict(weights)
+    return model

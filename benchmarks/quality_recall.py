@@ -1,0 +1,229 @@
+"""Recall episodes for quality.py: text whose marked bytes only memory can predict.
+
+A pair is a key of three capital letters and a value of three. It is stated as "{KEYVAL}" and asked
+for later, once, as "<KEYVAL>"; both stand in other text, in place of some of its bytes. The letters
+are random, so that the value in a question can be predicted from the statement, and from nothing
+else: without memory a byte of it costs log2(26) = 4.7 bits. To predict it is to continue a string
+that was seen before, which models learn from ordinary text too. Pairs look like no other text: one
+can tell from a statement alone that it is worth keeping.
+
+In training, a sequence has one episode or several, one after the other, each in its own span of
+the sequence: the pairs of an episode are stated in the first half of its span and asked for in
+the second half in another order. Spans and the numbers of pairs are random; the longest span grows
+from 256 bytes to the whole sequence in the first `curriculum` steps.
+
+In evaluation, the statements stand side by side, and the questions stand side by side so far behind
+them that each is `distance` bytes after its statement, but for the change of order in groups of 4.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+KEY, VALUE = 3, 3  # letters
+PAIR = KEY + VALUE + 2  # bytes of a statement or a question
+SLOT = PAIR + 4  # bytes from one statement to the next where they stand side by side
+SHORTEST_SPAN = 128
+FIRST_SPAN = 256  # the longest span at step 0
+MOST_PAIRS = 64
+GROUP = 4  # questions that change their order, in evaluation
+STATED, ASKED = b"{}", b"<>"  # around a statement and a question
+LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
+PASSKEY_DEPTHS = 32
+
+
+class Question(NamedTuple):
+    stated: int  # position of the first byte of the value in the statement
+    asked: int  # and in the question
+
+    @property
+    def distance(self) -> int:
+        return self.asked - self.stated
+
+
+class Pairs(NamedTuple):
+    keys: np.ndarray  # [pairs, KEY] uint8, no two of them equal
+    values: np.ndarray  # [pairs, VALUE] uint8
+
+
+def draw_pairs(count: int, random: np.random.Generator) -> Pairs:
+    numbers = random.choice(len(LETTERS) ** KEY, count, replace=False)
+    digits = [numbers // len(LETTERS) ** digit % len(LETTERS) for digit in range(KEY)]
+    values = random.integers(len(LETTERS), size=(count, VALUE))
+    return Pairs(LETTERS[np.stack(digits, 1)], LETTERS[values])
+
+
+def write(text: np.ndarray, at: int, pairs: Pairs, number: int, around: bytes) -> int:
+    """Write a statement or a question into the text; returns the position of its value."""
+    pair = bytes(pairs.keys[number]) + bytes(pairs.values[number])
+    text[at : at + PAIR] = np.frombuffer(around[:1] + pair + around[1:], np.uint8)
+    return at + KEY + 1
+
+
+def scatter(count: int, begin: int, end: int, random: np.random.Generator) -> np.ndarray:
+    """`count` ascending positions from `begin` on, PAIR or more bytes apart and before `end`."""
+    free = end - begin - count * PAIR
+    return begin + np.sort(random.integers(free + 1, size=count)) + PAIR * np.arange(count)
+
+
+def add_episode(
+    text: np.ndarray, begin: int, span: int, pairs: Pairs, random: np.random.Generator
+) -> list[Question]:
+    """State `pairs` in the first half of text[begin : begin + span], ask for them in the second."""
+    count, middle = len(pairs.keys), begin + span // 2
+    stated = [
+        write(text, at, pairs, number, STATED)
+        for number, at in enumerate(scatter(count, begin, middle, random))
+    ]
+    order = random.permutation(count)
+    positions = scatter(count, middle, begin + span, random)
+    return [
+        Question(stated[number], write(text, at, pairs, number, ASKED))
+        for number, at in zip(order, positions)
+    ]
+
+
+def longest_span(step: int, curriculum: int, length: int) -> int:
+    """From FIRST_SPAN to `length`, by a factor that is the same in every step."""
+    if step >= curriculum or length <= FIRST_SPAN:
+        return length
+    return round(FIRST_SPAN * (length / FIRST_SPAN) ** (step / curriculum))
+
+
+def log_uniform(least: int, most: int, random: np.random.Generator) -> int:
+    if most <= least:
+        return most
+    return round(math.exp(random.uniform(math.log(least), math.log(most))))
+
+
+def fill(text: np.ndarray, longest: int, random: np.random.Generator) -> list[Question]:
+    """Put episodes of one random span into all of a text."""
+    span = min(log_uniform(SHORTEST_SPAN, longest, random), len(text))
+    episodes = len(text) // span
+    most = min(MOST_PAIRS, span // (4 * PAIR))  # so that half of the span is other text
+    count = log_uniform(max(1, most // 8), most, random)
+    pairs = draw_pairs(episodes * count, random)
+    questions = []
+    for number in range(episodes):
+        own = slice(number * count, (number + 1) * count)
+        episode = Pairs(pairs.keys[own], pairs.values[own])
+        questions += add_episode(text, number * span, span, episode, random)
+    return questions
+
+
+def mark(length: int, questions: list[Question]) -> np.ndarray:
+    """[length] bool: the bytes that only memory can predict."""
+    marked = np.zeros(length, bool)
+    for question in questions:
+        marked[question.asked : question.asked + VALUE] = True
+    return marked
+
+
+def fits(count: int, distance: int, length: int) -> bool:
+    """Whether an episode of evaluation has room: its questions stand behind all statements."""
+    block = count * SLOT
+    return block <= distance and block + distance <= length
+
+
+def ask_at(
+    text: np.ndarray, pairs: Pairs, distance: int, random: np.random.Generator
+) -> list[Question]:
+    """An episode of evaluation at a random position of the text."""
+    count = len(pairs.keys)
+    begin = int(random.integers(len(text) - distance - count * SLOT + 1))
+    order = np.arange(count)
+    for first in range(0, count, GROUP):
+        own = order[first : first + GROUP]
+        own[:] = random.permutation(own)
+    stated = [write(text, begin + number * SLOT, pairs, number, STATED) for number in range(count)]
+    return [
+        Question(stated[number], write(text, begin + distance + at * SLOT, pairs, number, ASKED))
+        for at, number in enumerate(order)
+    ]
+
+
+def cut_random(
+    source: np.ndarray, count: int, length: int, random: np.random.Generator
+) -> np.ndarray:
+    """[count, length] bytes: pieces of `source` that begin at random positions."""
+    starts = random.integers(len(source) - length + 1, size=count)
+    return np.stack([source[start : start + length] for start in starts])
+
+
+class Episodes(NamedTuple):
+    text: np.ndarray  # [sequences, length + 1] uint8
+    questions: list[list[Question]]  # of each sequence
+
+
+def associative(
+    source: np.ndarray, length: int, count: int, distance: int, questions: int, seed: int
+) -> Episodes:
+    """Sequences of `count` pairs each, that ask `questions` questions or a few more in all."""
+    random = np.random.default_rng((seed, count, distance))
+    text = cut_random(source, -(-questions // count), length + 1, random)
+    return Episodes(
+        text, [ask_at(row, draw_pairs(count, random), distance, random) for row in text]
+    )
+
+
+def passkey(source: np.ndarray, length: int, depth: int, sequences: int, seed: int) -> Episodes:
+    """One pair, stated after depth / PASSKEY_DEPTHS of the text, and asked for at its end."""
+    random = np.random.default_rng((seed, depth))
+    text = cut_random(source, sequences, length + 1, random)
+    questions = []
+    for row in text:
+        pairs = draw_pairs(1, random)
+        last = length + 1 - PAIR
+        stated = write(row, (last - PAIR) * depth // PASSKEY_DEPTHS, pairs, 0, STATED)
+        questions.append([Question(stated, write(row, last, pairs, 0, ASKED))])
+    return Episodes(text, questions)
+
+
+def distances_of(length: int) -> list[int]:
+    """The distances of the table: to 7/8 of the sequence."""
+    eighths = (0.25, 0.5, 1, 2, 4, 7)
+    return [int(length * one / 8) for one in eighths if length * one / 8 >= SLOT]
+
+
+COUNTS = (4, 8, 16, 32, 64)  # pairs in the table
+
+
+class Batches:
+    """The sequences of training: those of a step depend on the seed and the step only.
+
+    Args:
+        corpus: uint8.
+        batch, length: a step has `batch` sequences of length + 1 bytes.
+        fraction: of all sequences, how many have episodes.
+        curriculum: steps until spans are as long as sequences.
+    """
+
+    def __init__(
+        self,
+        corpus: np.ndarray,
+        batch: int,
+        length: int,
+        fraction: float,
+        curriculum: int,
+        seed: int,
+    ) -> None:
+        self.corpus, self.batch, self.length = corpus, batch, length
+        self.fraction, self.curriculum, self.seed = fraction, curriculum, seed
+
+    def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """text [batch, length + 1] uint8; marked [batch, length] bool: the targets that only
+        memory can predict; has_episodes [batch] bool."""
+        random = np.random.default_rng((self.seed, step))
+        text = cut_random(self.corpus, self.batch, self.length + 1, random)
+        numbers = step * self.batch + np.arange(self.batch + 1)
+        before = np.floor(numbers * self.fraction + 1e-9)
+        has_episodes = before[1:] > before[:-1]
+        marked = np.zeros((self.batch, self.length), bool)
+        longest = longest_span(step, self.curriculum, self.length)
+        for row in np.flatnonzero(has_episodes):
+            questions = fill(text[row], longest, random)
+            marked[row] = mark(self.length + 1, questions)[1:]
+        return text, marked, has_episodes

@@ -1,0 +1,240 @@
+"""How benchmarks/suite.py measures: times in alternation, the largest memory, the machine's
+rate."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import torch
+from decode import time_pass
+from peers_common import Rounds, quantiles
+from script import alternate
+from suite_calls import Call, Setting
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without the profiler's lines on stderr
+
+SEVERAL = Rounds(4, 100, 0)  # of which the first does not count
+LONG = Rounds(2, 2, 0)  # of calls that take longer than all rounds of others
+SHORT = 0.1  # of the longest time of a call
+BRIEF = 0.1  # seconds
+PRODUCT = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrices of machine_product()
+
+Row = dict[str, Any]
+
+
+class Peer(NamedTuple):
+    name: str
+    call: Call
+    flop: int | None = None  # useful operations, where that is known
+
+
+class Figures(NamedTuple):
+    """What was measured of a peer, or why it was not."""
+
+    times: list[float]  # ms, one for each round
+    peak: int  # bytes beside those of its inputs
+    not_run: str = ""
+
+
+# ---- memory ----
+
+
+def replay_memory(events: list[dict[str, Any]]) -> int:
+    """The most bytes at once, from the allocations and releases of a profiler's trace."""
+    found = [event for event in events if event.get("name") == "[memory]"]
+    held = most = 0
+    for event in sorted(found, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        most = max(most, held)
+    return most
+
+
+def profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+
+
+@functools.lru_cache(None)
+def begin_profiling() -> None:
+    """The profiler wants its first run to be on the main thread."""
+    with profiler():
+        pass
+
+
+def profile_memory(call: Call, threads: int) -> int:
+    torch.set_num_threads(threads)
+    with profiler() as profile:
+        out = call()
+    del out  # it lives until the trace has ended
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return replay_memory(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+
+
+def peak_on_cpu(call: Call) -> int:
+    """In a thread of its own: a thread's workspace stays for its later calls, which then seem not
+    to need any."""
+    begin_profiling()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(profile_memory, call, torch.get_num_threads()).result()
+
+
+def peak_on_cuda(call: Call) -> int:
+    call()  # what only first calls allocate does not count
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = call()
+    torch.cuda.synchronize()
+    del out
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- time ----
+
+
+def machine_product(device: str, dtype: torch.dtype) -> Peer:
+    """The product of two square matrices, whose rate is taken for the machine's peak. CPUs compute
+    with float16 as float32, for which PyTorch's own product in float16 is no measure."""
+    size = PRODUCT[device]
+    dtype = torch.float32 if (device, dtype) == ("cpu", torch.float16) else dtype
+    left, right = torch.randn(2, size, size, device=device, dtype=dtype)
+    return Peer("product", lambda: left @ right, 2 * size**3)
+
+
+class Bench:
+    """Where and how long to measure, and what was measured before."""
+
+    def __init__(
+        self, device: str, dtype: torch.dtype, seconds: float, limit: float, peak: float | None
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.seconds, self.limit = seconds, limit
+        self.peak = peak  # FLOP/s, if they are stated
+        self.product = None if peak else machine_product(device, dtype)
+        self.last: dict[tuple[str, str, str], tuple[float, int]] = {}
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).replace("torch.", "")
+
+    def too_long(self, setting: Setting, peer: Peer) -> str:
+        """Why a call is not made: its last time, in proportion to operations, is too much. That of
+        a short call is not in proportion."""
+        ms, flop = self.last.get((setting.item, setting.kind, peer.name), (0.0, 1))
+        if not peer.flop or 1e-3 * ms < SHORT * self.limit:
+            return ""
+        seconds = 1e-3 * ms * peer.flop / flop
+        return f"a call would take about {seconds:.1f} s" if seconds > self.limit else ""
+
+    def begin(self, setting: Setting, peer: Peer) -> tuple[Figures, float]:
+        """The first call of a peer: its memory, and its time in seconds."""
+        if reason := self.too_long(setting, peer):
+            return Figures([], 0, reason), 0.0
+        before = time.perf_counter()
+        try:
+            peak = (peak_on_cuda if self.device == "cuda" else peak_on_cpu)(peer.call)
+        except (torch.cuda.OutOfMemoryError, NotImplementedError) as error:
+            return Figures([], 0, reason_of(error)), 0.0
+        except RuntimeError as error:
+            if not peer.name.startswith("dense"):
+                raise
+            return Figures([], 0, reason_of(error)), 0.0
+        return Figures([], peak), time.perf_counter() - before
+
+    def measure(self, setting: Setting, peers: Sequence[Peer]) -> dict[str, Figures]:
+        """Those of each peer, and of the machine's product. In each round all run once."""
+        found, spent = {}, {}
+        for peer in peers:
+            found[peer.name], spent[peer.name] = self.begin(setting, peer)
+        running = [peer for peer in peers if not found[peer.name].not_run]
+        if not running:
+            return found
+        running += [self.product] if self.product else []
+        timers = {peer.name: self.timer(peer, spent.get(peer.name, 1.0)) for peer in running}
+        is_long = sum(spent.values()) > max(0.5, 2 * self.seconds)
+        rounds = LONG if is_long else SEVERAL._replace(seconds=self.seconds)
+        for name, times in alternate(timers, rounds).items():
+            counted = times if is_long else times[1:]
+            found[name] = found.get(name, Figures([], 0))._replace(times=counted)
+        for peer in peers:
+            if found[peer.name].times and peer.flop:
+                key = (setting.item, setting.kind, peer.name)
+                self.last[key] = min(found[peer.name].times), peer.flop
+        return found
+
+    def timer(self, peer: Peer, first: float) -> Callable[[], float]:
+        """Of a call whose first one took so many seconds. A short one runs once more before, so
+        that caches hold its own tensors, whatever ran last."""
+
+        def time_call() -> float:
+            if first < BRIEF:
+                peer.call()
+            return time_pass(peer.call, self.device)
+
+        return time_call
+
+    # ---- rows ----
+
+    def peak_of(self, rates: Figures | None) -> float | None:
+        """The machine's operations each second, of these rounds or as stated."""
+        if self.product is None:
+            return self.peak
+        return self.product.flop / (1e-3 * quantiles(rates.times)[1]) if rates else None
+
+    def row(self, setting: Setting, peer: Peer, found: dict[str, Figures]) -> Row:
+        figures = found[peer.name]
+        head = {"case": setting.name(self.dtype_name), "peer": peer.name}
+        head.update(threads=torch.get_num_threads(), **setting.fields())
+        if figures.not_run:
+            return {**head, "not_run": figures.not_run}
+        low, median, high = quantiles(figures.times)
+        head.update(ms=median, spread=(high - low) / median, rounds=len(figures.times))
+        head.update(tokens_per_second=1e3 * setting.tokens / median, peak_bytes=figures.peak)
+        peak = self.peak_of(found.get("product"))
+        head["peak_gflops"] = peak / 1e9
+        if peer.flop:
+            head.update(flop=peer.flop, useful_gflops=peer.flop / (1e6 * median))
+            head["of_peak"] = self.of_peak(peer, found, peak)
+        return head
+
+    def of_peak(self, peer: Peer, found: dict[str, Figures], peak: float) -> float:
+        times = found[peer.name].times
+        if self.product is None:
+            return peer.flop / (1e-3 * quantiles(times)[1] * peak)
+        return peer.flop / self.product.flop * median_ratio(found["product"].times, times)
+
+    def rows(self, setting: Setting, peers: Sequence[Peer]) -> Iterator[Row]:
+        """The rows of a setting. `times` of a row is the peer's time over the first peer's, and
+        `times_dense` of the first one's the time of the fastest dense peer over its own."""
+        found = self.measure(setting, peers)
+        ours = found[peers[0].name].times
+        rivals = [peer.name for peer in peers if peer.name.startswith("dense-")]
+        rivals = [name for name in rivals if found[name].times]
+        fastest = min(rivals, key=lambda name: quantiles(found[name].times)[1], default=None)
+        for peer in peers:
+            row = self.row(setting, peer, found)
+            if "ms" in row and ours and peer is not peers[0]:
+                row["times"] = median_ratio(found[peer.name].times, ours)
+            if "ms" in row and fastest and peer is peers[0]:
+                row["times_dense"] = median_ratio(found[fastest].times, ours)
+                row["fastest_dense"] = fastest
+            yield row
+
+
+def median_ratio(above: list[float], below: list[float]) -> float:
+    return quantiles([x / y for x, y in zip(above, below)])[1]
+
+
+def reason_of(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

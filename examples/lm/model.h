@@ -1,0 +1,55 @@
+/* A byte-level language model, read from a safetensors file.
+ *
+ *     x = embedding[byte]
+ *     each layer:  x += o_proj(attention(rmsnorm(x)));  x += contract(relu(expand(rmsnorm(x)))^2)
+ *     logits = head(rmsnorm(x))
+ *
+ * No layer has a bias. The queries and keys of attention have rotary position embeddings, and the
+ * scores of keys are those of fdma_score(). Tensors have the names of PyTorch's state_dict:
+ *
+ *     embedding.weight, head.weight                   [256, width]
+ *     norm.weight                                     [width]
+ *     blocks.N.attention_norm.weight, .norm.weight    [width]
+ *     blocks.N.attention.q_proj.weight                [q_heads * head_dim, width]
+ *     blocks.N.attention.k_proj.weight, .v_proj       [kv_heads * head_dim, width]
+ *     blocks.N.attention.o_proj.weight                [width, q_heads * head_dim]
+ *     blocks.N.attention.dt_proj.weight               [kv_heads, kv_heads * head_dim]
+ *     blocks.N.attention.A                            [kv_heads]
+ *     blocks.N.expand.weight, blocks.N.contract       [4 * width, width], [width, 4 * width]
+ *
+ * They are F32 or BF16; a matrix may also be I8, with its row scales, F32 [rows], in NAME.scale.
+ * The metadata has, as text: layers, width, q_heads, kv_heads, head_dim, recent, sinks, bias_form
+ * ("exp", "linear" or "none"), rotary_base, norm_eps, and window, which is "all" for attention to
+ * all keys. Such a model has the bias_form "none", no dt_proj and no A. */
+#pragma once
+
+#include "fdma.h"
+#include "matrix.h"
+
+#include <stddef.h>
+
+enum { BYTE_VALUES = 256, EXPANSION = 4 };
+
+typedef struct layer {
+    float *attention_norm, *norm; /* [width] */
+    matrix q_proj, k_proj, v_proj, o_proj, expand, contract;
+    float *dt_proj, *a; /* zeros in a model that attends to all keys */
+} layer;
+
+typedef struct model {
+    int64_t layers, width, q_heads, kv_heads, head_dim;
+    int64_t window, recent, sinks; /* FDMA_WINDOW_ALL: attention to all keys */
+    fdma_bias_form bias_form;
+    double rotary_base, norm_eps;
+    matrix embedding, head;
+    float *norm; /* [width] */
+    layer *layer;
+    size_t bytes; /* of all weights */
+} model;
+
+/*! read_model() - reads and checks the file.
+ *  Returns 0; or -1 with one line in `message`, which names the tensor or value that is wrong */
+int read_model(const char *path, model *it, char *message, size_t message_size);
+
+/*! free_model() - frees the weights of a model, also of one that was read in part. */
+void free_model(model *it);

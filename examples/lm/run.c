@@ -1,0 +1,335 @@
+/* See run.h. */
+#include "run.h"
+
+#include "commands.h"
+#include "common/arrays.h"
+#include "common/text.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+static float *allocate_floats(int64_t count) { return allocate((size_t)count * sizeof(float)); }
+
+/* A call fails only if the file has sizes that the library does not support. */
+static void demand(fdma_status status) {
+    if (status != FDMA_OK) {
+        print_error("lm: %s: %s", fdma_status_name(status), fdma_last_error());
+        exit(EXIT_USAGE);
+    }
+}
+
+static void make_caches(run_state *state, int64_t context) {
+    const model *const of = state->of;
+    const bool keeps_all = of->window == FDMA_WINDOW_ALL;
+    state->cache = allocate((size_t)of->layers * sizeof *state->cache);
+    state->cache_memory = allocate((size_t)of->layers * sizeof *state->cache_memory);
+    for (int64_t n = 0; n < of->layers; n++) {
+        state->cache[n] = (fdma_cache){
+            .sequences = 1,
+            .kv_heads = of->kv_heads,
+            .head_dim = of->head_dim,
+            .window = keeps_all ? context : of->window,
+            .recent = of->recent,
+            .sinks = of->sinks,
+            .dtype = FDMA_FLOAT32,
+        };
+        size_t bytes;
+        demand(fdma_cache_bytes(&state->cache[n], &bytes));
+        state->cache_memory[n] = allocate(bytes);
+        state->cache_bytes += bytes;
+        demand(fdma_cache_init(&state->cache[n], state->cache_memory[n]));
+    }
+}
+
+static int default_threads(void) {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+run_state new_state(const model *of, int64_t capacity, int64_t context, int threads) {
+    const int64_t room = (capacity + ROWS_MULTIPLE - 1) / ROWS_MULTIPLE * ROWS_MULTIPLE;
+    const int64_t kv_width = of->kv_heads * of->head_dim;
+    run_state made = {
+        .of = of,
+        .capacity = capacity,
+        .threads = threads > 0 ? threads : default_threads(),
+        .byte_threads = threads > 0 ? threads : 1,
+        .x = allocate_floats(room * of->width),
+        .normed = allocate_floats(room * of->width),
+        .change = allocate_floats(room * of->width),
+        .q = allocate_floats(room * of->width),
+        .k = allocate_floats(room * kv_width),
+        .v = allocate_floats(room * kv_width),
+        .attended = allocate_floats(room * of->width),
+        .inner = allocate_floats(room * EXPANSION * of->width),
+        .cosines = allocate_floats(room * of->head_dim / 2),
+        .sines = allocate_floats(room * of->head_dim / 2),
+        .logits = allocate_floats((context > 0 ? 1 : room) * BYTE_VALUES),
+    };
+    if (context > 0) {
+        make_caches(&made, context);
+        const size_t keys = (size_t)(made.cache[0].k.shape[1] + capacity);
+        made.score = allocate_floats(of->kv_heads * capacity);
+        made.expiry = allocate((size_t)of->kv_heads * keys * sizeof *made.expiry);
+        made.slot = allocate((size_t)of->kv_heads * keys * sizeof *made.slot);
+    }
+    return made;
+}
+
+void empty_caches(run_state *state) {
+    for (int64_t n = 0; n < state->of->layers; n++)
+        demand(fdma_cache_drop(&state->cache[n], 0));
+    state->seen = 0;
+}
+
+void free_state(run_state *state) {
+    void *const all[] = {state->x,       state->normed, state->change,   state->q,
+                         state->k,       state->v,      state->attended, state->inner,
+                         state->cosines, state->sines,  state->logits,   state->score,
+                         state->expiry,  state->slot,   state->cache,    state->workspace};
+    for (int64_t n = 0; state->cache != NULL && n < state->of->layers; n++)
+        free(state->cache_memory[n]);
+    free(state->cache_memory);
+    for (size_t n = 0; n < sizeof all / sizeof all[0]; n++)
+        free(all[n]);
+}
+
+/* ---- between the products ---- */
+
+static void normalize(const model *of, const float *weight, const float *x, int64_t len,
+                      float *normed) {
+    for (int64_t i = 0; i < len; i++) {
+        const float *const row = x + i * of->width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < of->width; c++)
+            squares += row[c] * row[c];
+        const float factor = 1 / sqrtf(squares / (float)of->width + (float)of->norm_eps);
+        for (int64_t c = 0; c < of->width; c++)
+            normed[i * of->width + c] = factor * row[c] * weight[c];
+    }
+}
+
+static void add(float *x, const float *change, int64_t count) {
+    for (int64_t n = 0; n < count; n++)
+        x[n] += change[n];
+}
+
+static void square_positive(float *inner, int64_t count) {
+    for (int64_t n = 0; n < count; n++) {
+        const float positive = inner[n] > 0 ? inner[n] : 0;
+        inner[n] = positive * positive;
+    }
+}
+
+/* Angles are rounded to float32, as those of the PyTorch layer are. */
+static void find_angles(run_state *state, int64_t len, int64_t first) {
+    const int64_t half = state->of->head_dim / 2;
+    for (int64_t d = 0; d < half; d++) {
+        const float step = (float)pow(state->of->rotary_base, -(double)d / (double)half);
+        for (int64_t i = 0; i < len; i++) {
+            const float angle = (float)(first + i) * step;
+            state->cosines[i * half + d] = cosf(angle);
+            state->sines[i * half + d] = sinf(angle);
+        }
+    }
+}
+
+/* Rotary position embedding: rotates channels d and d + head_dim / 2 of each head.
+ * Source: arXiv:2104.09864, section 3.4.2 */
+static void rotate(const run_state *state, float *heads, int64_t count, int64_t len) {
+    const int64_t half = state->of->head_dim / 2;
+    for (int64_t i = 0; i < len; i++) {
+        const float *const c = state->cosines + i * half, *const s = state->sines + i * half;
+        for (int64_t h = 0; h < count; h++) {
+            float *const low = heads + (i * count + h) * 2 * half, *const high = low + half;
+            for (int64_t d = 0; d < half; d++) {
+                const float x = low[d], y = high[d];
+                low[d] = x * c[d] - y * s[d];
+                high[d] = y * c[d] + x * s[d];
+            }
+        }
+    }
+}
+
+/* ---- attention ---- */
+
+static fdma_tensor heads_of(const run_state *state, float *data, int64_t len, int64_t heads) {
+    return fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, state->of->head_dim);
+}
+
+static fdma_tensor dt_proj_of(const model *of, const layer *one) {
+    return fdma_tensor_2d(one->dt_proj, FDMA_FLOAT32, of->kv_heads, of->kv_heads * of->head_dim);
+}
+
+static fdma_exec lend(run_state *state, size_t bytes, int32_t threads) {
+    if (bytes > state->workspace_size) {
+        free(state->workspace);
+        state->workspace = allocate(bytes);
+        state->workspace_size = bytes;
+    }
+    return (fdma_exec){
+        .workspace = state->workspace, .workspace_size = state->workspace_size, .threads = threads};
+}
+
+static void attend(run_state *state, fdma_attention_args *args) {
+    size_t bytes;
+    args->exec.threads = state->threads;
+    demand(fdma_attention_workspace(args, &bytes));
+    args->exec = lend(state, bytes, state->threads);
+    demand(fdma_attention(args));
+}
+
+static fdma_attention_args attention_of(const run_state *state, int64_t n, int64_t len) {
+    const model *const of = state->of;
+    return (fdma_attention_args){
+        .size = sizeof(fdma_attention_args),
+        .q = heads_of(state, state->q, len, of->q_heads),
+        .k = heads_of(state, state->k, len, of->kv_heads),
+        .v = heads_of(state, state->v, len, of->kv_heads),
+        .dt_proj = dt_proj_of(of, &of->layer[n]),
+        .a = fdma_tensor_1d(of->layer[n].a, FDMA_FLOAT32, of->kv_heads),
+        .out = heads_of(state, state->attended, len, of->q_heads),
+        .window = of->window,
+        .recent = of->recent,
+        .sinks = of->sinks,
+        .bias_form = of->bias_form,
+        .causal = 1,
+    };
+}
+
+static void attend_text(run_state *state, int64_t n, int64_t len) {
+    fdma_attention_args args = attention_of(state, n, len);
+    attend(state, &args);
+}
+
+/* The rows are a piece of the prompt, and the keys of the cache are carried keys. */
+static void attend_piece(run_state *state, int64_t n, int64_t len) {
+    const fdma_cache *const cache = &state->cache[n];
+    const int64_t kv_heads = cache->kv_heads, kv_len = cache->k.shape[1] + len;
+    fdma_selection selection = {
+        .size = sizeof selection,
+        .expiry = fdma_tensor_3d(state->expiry, FDMA_INT32, 1, kv_heads, kv_len),
+        .slot = fdma_tensor_3d(state->slot, FDMA_INT32, 1, kv_heads, kv_len),
+    };
+    fdma_attention_args args = attention_of(state, n, len);
+    args.window = cache->window;
+    args.selection = &selection;
+    args.score = fdma_tensor_3d(state->score, FDMA_FLOAT32, 1, kv_heads, len);
+    args.table_in = cache->table;
+    args.k_carried = cache->k, args.v_carried = cache->v;
+    if (args.bias_form != FDMA_BIAS_NONE)
+        args.bias_carried = cache->bias;
+    attend(state, &args);
+
+    fdma_cache_store_args store = {
+        .size = sizeof store,
+        .cache = *cache,
+        .k = args.k,
+        .v = args.v,
+        .score = args.score,
+        .selection = &selection,
+        .bias_form = args.bias_form,
+    };
+    size_t bytes;
+    demand(fdma_cache_store_workspace(&store, &bytes));
+    store.exec = lend(state, bytes, 1);
+    demand(fdma_cache_store(&store));
+}
+
+/* The row is the next byte. Its attention takes less time than waking a second thread. */
+static void attend_byte(run_state *state, int64_t n, int64_t len) {
+    const model *const of = state->of;
+    fdma_decode_args args = {
+        .size = sizeof args,
+        .cache = state->cache[n],
+        .q = heads_of(state, state->q, len, of->q_heads),
+        .k = heads_of(state, state->k, len, of->kv_heads),
+        .v = heads_of(state, state->v, len, of->kv_heads),
+        .dt_proj = dt_proj_of(of, &of->layer[n]),
+        .a = fdma_tensor_1d(of->layer[n].a, FDMA_FLOAT32, of->kv_heads),
+        .out = heads_of(state, state->attended, len, of->q_heads),
+        .bias_form = of->bias_form,
+    };
+    args.exec.threads = 1;
+    size_t bytes;
+    demand(fdma_decode_workspace(&args, &bytes));
+    args.exec = lend(state, bytes, 1);
+    demand(fdma_decode(&args));
+}
+
+/* ---- the model ---- */
+
+/* What differs between a text and the next bytes. */
+typedef struct passage {
+    int64_t len, first; /* positions, and the first of them */
+    int threads;
+    void (*attend)(run_state *state, int64_t n, int64_t len);
+    void (*multiply)(const matrix *w, const float *x, int64_t len, float *y, int threads);
+} passage;
+
+static void run_layer(run_state *state, int64_t n, const passage *by) {
+    const model *const of = state->of;
+    const layer *const one = &of->layer[n];
+    const int64_t len = by->len;
+    normalize(of, one->attention_norm, state->x, len, state->normed);
+    by->multiply(&one->q_proj, state->normed, len, state->q, by->threads);
+    by->multiply(&one->k_proj, state->normed, len, state->k, by->threads);
+    by->multiply(&one->v_proj, state->normed, len, state->v, by->threads);
+    rotate(state, state->q, of->q_heads, len);
+    rotate(state, state->k, of->kv_heads, len);
+    by->attend(state, n, len);
+    by->multiply(&one->o_proj, state->attended, len, state->change, by->threads);
+    add(state->x, state->change, len * of->width);
+
+    normalize(of, one->norm, state->x, len, state->normed);
+    by->multiply(&one->expand, state->normed, len, state->inner, by->threads);
+    square_positive(state->inner, len * EXPANSION * of->width);
+    by->multiply(&one->contract, state->inner, len, state->change, by->threads);
+    add(state->x, state->change, len * of->width);
+}
+
+static void run_layers(run_state *state, const uint8_t *text, const passage *by) {
+    for (int64_t i = 0; i < by->len; i++)
+        widen_row(&state->of->embedding, text[i], state->x + i * state->of->width);
+    find_angles(state, by->len, by->first);
+    for (int64_t n = 0; n < state->of->layers; n++)
+        run_layer(state, n, by);
+}
+
+/* Of the last `count` rows of x. */
+static void find_logits(run_state *state, int64_t count, const passage *by) {
+    const model *const of = state->of;
+    normalize(of, of->norm, state->x + (by->len - count) * of->width, count, state->normed);
+    by->multiply(&of->head, state->normed, count, state->logits, by->threads);
+}
+
+void run_text(run_state *state, const uint8_t *text, int64_t len) {
+    const passage by = {len, 0, state->threads, attend_text, multiply_text};
+    run_layers(state, text, &by);
+    find_logits(state, len, &by);
+}
+
+void run_next(run_state *state, const uint8_t *text, int64_t len) {
+    for (int64_t done = 0; done < len;) {
+        passage by = {len - done, state->seen, state->threads, attend_piece, multiply_rows};
+        if (by.len > state->capacity)
+            by.len = state->capacity;
+        if (by.len == 1)
+            by.threads = state->byte_threads, by.attend = attend_byte;
+        run_layers(state, text + done, &by);
+        state->seen += by.len;
+        done += by.len;
+        if (done == len)
+            find_logits(state, 1, &by);
+    }
+}

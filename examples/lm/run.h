@@ -1,0 +1,46 @@
+/* Bytes through a model: a whole text, or the next bytes of one whose keys are in caches. */
+#pragma once
+
+#include "fdma.h"
+#include "model.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* What a number of positions pass through. */
+typedef struct run_state {
+    const model *of;
+    int64_t capacity; /* positions that there is room for */
+    float *x, *normed, *change, *q, *k, *v, *attended, *inner;
+    float *cosines, *sines; /* [capacity, head_dim / 2] */
+    float *logits;          /* [positions that logits are computed for, BYTE_VALUES] */
+    float *score; /* [kv_heads, capacity], and the two below [kv_heads, rows + capacity]: */
+    int32_t *expiry, *slot; /* of a piece of a prompt */
+    fdma_cache *cache;      /* [layers], of one sequence; NULL: for whole texts only */
+    void **cache_memory;    /* [layers] */
+    size_t cache_bytes;     /* of all layers */
+    int64_t seen;           /* bytes that have entered the caches */
+    int threads;            /* of several positions */
+    int byte_threads;       /* of one */
+    void *workspace;
+    size_t workspace_size;
+} run_state;
+
+/*! new_state() - room for texts of `capacity` bytes.
+ *  With `context` above 0 it has empty caches, which hold window + recent keys of a kv head; of a
+ *  model that attends to all keys, the newest `context` keys. `threads` is how many threads there
+ *  are at most; 0 is for OMP_NUM_THREADS or one per core, but for 1 with single bytes: their
+ *  products are so small that on a machine in use threads would mostly wait for each other. */
+run_state new_state(const model *of, int64_t capacity, int64_t context, int threads);
+void free_state(run_state *state);
+
+/*! empty_caches() - a new sequence can begin. */
+void empty_caches(run_state *state);
+
+/*! run_text() - logits [len, 256] of the byte that follows each position of a text that begins
+ *  here. len is at most the capacity. */
+void run_text(run_state *state, const uint8_t *text, int64_t len);
+
+/*! run_next() - the next `len` bytes of the sequence enter the caches; logits [1, 256] are those of
+ *  the byte that follows them. Any number of bytes: they pass in pieces of the capacity. */
+void run_next(run_state *state, const uint8_t *text, int64_t len);

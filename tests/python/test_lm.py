@@ -1,0 +1,473 @@
+"""examples/lm: the program in C has the losses of PyTorch, writes the bytes that PyTorch finds
+likeliest, draws bytes by their probabilities, and refuses broken files."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable
+
+import evaluate
+import pytest
+import torch
+from flash_dmattn import DynamicMaskAttention
+from programs import ROOT, Done, output_of, python, run
+from safetensors.torch import load_file, save_file
+
+FOLDER = ROOT / "examples" / "lm"
+PROGRAM = os.environ.get("FDMA_LM", str(ROOT / "build" / "examples" / "lm"))
+TEXT = ROOT / "examples" / "data" / "text.txt"
+LAYERS, WIDTH, KV_HEADS, HEAD_DIM = 2, 128, 2, 32
+
+FORMS = {
+    "dense": {},
+    "window": {"window": "32"},
+    "recent": {"window": "20", "recent": "12"},
+    "sinks": {"window": "24", "recent": "8", "sinks": "4"},
+    "linear": {"window": "32", "recent": "3", "bias_form": "linear"},
+    "none": {"window": "32", "bias_form": "none", "rotary_base": "500000.0", "norm_eps": "0.01"},
+}
+
+RANDOM_BYTES = torch.randint(256, (1300,), generator=torch.Generator().manual_seed(2))
+
+Write = Callable[..., Path]
+Tensors = "dict[str, torch.Tensor]"
+
+
+@pytest.fixture
+def lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/lm/reference.py."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import reference
+
+    return reference
+
+
+def random_weights(has_scores: bool) -> Tensors:
+    """With these sizes attention decides much, so that greedy texts do not repeat soon."""
+    random = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int, size: float) -> torch.Tensor:
+        return size * torch.randn(*shape, generator=random)
+
+    def layer(rows: int, columns: int, size: float = 2.0) -> torch.Tensor:
+        return normal(rows, columns, size=size / columns**0.5)
+
+    kv_width = KV_HEADS * HEAD_DIM
+    weights = {
+        "embedding.weight": normal(256, WIDTH, size=1.0),
+        "head.weight": layer(256, WIDTH),
+        "norm.weight": 1 + normal(WIDTH, size=0.2),
+    }
+    for n in range(LAYERS):
+        block = f"blocks.{n}."
+        shapes = {"q": (WIDTH, WIDTH), "k": (kv_width, WIDTH), "v": (kv_width, WIDTH)}
+        for name, shape in {**shapes, "o": (WIDTH, WIDTH)}.items():
+            weights[f"{block}attention.{name}_proj.weight"] = layer(*shape)
+        weights[f"{block}expand.weight"] = layer(4 * WIDTH, WIDTH)
+        weights[f"{block}contract.weight"] = layer(WIDTH, 4 * WIDTH, 0.3)
+        for name in ("attention_norm", "norm"):
+            weights[f"{block}{name}.weight"] = 1 + normal(WIDTH, size=0.2)
+        if has_scores:
+            weights[f"{block}attention.dt_proj.weight"] = layer(KV_HEADS, kv_width)
+            weights[f"{block}attention.A"] = torch.tensor([-0.6, 0.4])
+    return weights
+
+
+@pytest.fixture
+def write(lm: ModuleType, tmp_path: Path) -> Write:
+    """Writes a model file with random weights of so many bits."""
+    import convert
+
+    def write_model(form: str, bits: int = 32) -> Path:
+        path = tmp_path / "model.safetensors"
+        weights = random_weights(form != "dense")
+        given = {"head_dim": str(HEAD_DIM), **FORMS[form]}
+        save_file(convert.convert(weights, bits), path, convert.metadata_of(weights, given))
+        return path
+
+    return write_model
+
+
+def generate(model: Path, prompt: bytes, *arguments: str) -> bytes:
+    """What the program writes after the prompt."""
+    path = model.with_name("prompt")
+    path.write_bytes(prompt)
+    done = run(PROGRAM, model, "--prompt-file", path, *arguments, text=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(prompt)
+    return done.stdout[len(prompt) :]
+
+
+def logits_before(lm: ModuleType, model: Path, prompt: bytes, written: bytes) -> torch.Tensor:
+    """PyTorch's logits [len, 256] from which each of the written bytes was chosen."""
+    text = torch.tensor([[*(prompt or b"\n"), *written]])
+    with torch.no_grad():
+        return lm.run(lm.read_model(model), text)[0, -len(written) - 1 : -1]
+
+
+def loss_of(done: Done) -> float:
+    return float(output_of(done).split()[0])
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_those_of_pytorch(
+    form: str, bits: int, lm: ModuleType, write: Write, tmp_path: Path
+) -> None:
+    """Pieces of 300 bytes, the last one of 99."""
+    model, text = write(form, bits), tmp_path / "text"
+    text.write_bytes(TEXT.read_bytes()[:1000])
+    found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "300"))
+    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 300)) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_those_of_the_formulas(
+    form: str, lm: ModuleType, write: Write, tmp_path: Path
+) -> None:
+    """Without the library: kept keys are found one query at a time, in float64."""
+
+    def attend(model: Any, name: str, *heads: torch.Tensor) -> torch.Tensor:
+        length, double = heads[0].shape[1], torch.float64
+        if form == "dense":
+            mask, bias = evaluate.visible_keys(length, length, True), None
+        else:
+            weights = (model.weights[f"{name}{one}"] for one in ("dt_proj.weight", "A"))
+            score = evaluate.score(heads[2], *weights, double)
+            rules = {one: model.size(one) for one in ("recent", "sinks")}
+            kept = evaluate.kept_keys(score, model.size("window"), "causal", **rules)
+            mask = evaluate.visible_keys(length, length, True, kept)
+            bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
+        return evaluate.attention(*heads, mask, double, bias=bias)[0].float()
+
+    model, text = write(form), tmp_path / "text"
+    text.write_bytes(TEXT.read_bytes()[:121])
+    whole = torch.tensor([[*text.read_bytes()]])
+    with torch.no_grad():
+        logits = lm.run(lm.read_model(model), whole[:, :-1], attend)[0]
+    want = torch.nn.functional.cross_entropy(logits, whole[0, 1:]).item() / math.log(2)
+    assert abs(loss_of(run(PROGRAM, model, "--loss", text)) - want) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks"])
+def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
+    """The parameters have the names and meanings of those of DynamicMaskAttention."""
+    weights, rules = random_weights(form != "dense"), FORMS[form]
+    window, recent, sinks = (rules.get(one) for one in ("window", "recent", "sinks"))
+
+    def layer() -> torch.nn.ModuleDict:
+        attention = DynamicMaskAttention(
+            *(WIDTH, WIDTH // HEAD_DIM, KV_HEADS, window and int(window)),
+            **{"recent": int(recent or 0), "sinks": int(sinks or 0)},
+        )
+        return torch.nn.ModuleDict(
+            {
+                "attention_norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+                "attention": attention,
+                "norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+                "expand": torch.nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+                "contract": torch.nn.Linear(4 * WIDTH, WIDTH, bias=False),
+            }
+        )
+
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(256, WIDTH),
+            "blocks": torch.nn.ModuleList(layer() for _ in range(LAYERS)),
+            "norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+            "head": torch.nn.Linear(WIDTH, 256, bias=False),
+        }
+    )
+    model.load_state_dict(weights)
+    text = RANDOM_BYTES[None, :200]
+    import convert
+
+    given = {"head_dim": str(HEAD_DIM), **rules}
+    want = lm.run(lm.Model(weights, convert.metadata_of(weights, given)), text)
+    with torch.no_grad():
+        x = model["embedding"](text)
+        for block in model["blocks"]:
+            x = x + block["attention"](block["attention_norm"](x))
+            x = x + block["contract"](block["expand"](block["norm"](x)).relu().square())
+        torch.testing.assert_close(model["head"](model["norm"](x)), want)
+
+
+PROMPTS = {  # and their lengths; pieces of a prompt have 512 bytes
+    "none": 0,
+    "one byte": 1,
+    "shorter than the window": 9,
+    "some pieces": 1300,
+    "pieces and one byte": 513,
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_greedy_text_is_that_of_pytorch(
+    form: str, prompt: str, lm: ModuleType, write: Write
+) -> None:
+    """The bounded cache against the whole sequence: each byte is the likeliest after those before,
+    so that PyTorch, too, writes this text."""
+    model, start = write(form), bytes(RANDOM_BYTES[: PROMPTS[prompt]].tolist())
+    written = generate(model, start, "--temperature", "0", "--bytes", "200")
+    assert len(written) == 200 and len(set(written)) > 20
+    logits = logits_before(lm, model, start, written)
+    assert logits.argmax(1).tolist() == [*written]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_greedy_text_of_fewer_bits(bits: int, lm: ModuleType, write: Write) -> None:
+    """With weights of 8 bits single rows are rounded to 16 bits, which may decide near ties."""
+    model = write("recent", bits)
+    written = generate(model, b"Light", "--temperature", "0", "--bytes", "200")
+    logits = logits_before(lm, model, b"Light", written)
+    chosen = logits.gather(1, torch.tensor([*written])[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() < 2e-3
+
+
+def test_threads_do_not_matter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write("recent", 8)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # waiting threads leave the CPUs to others
+    start = TEXT.read_bytes()[:600]
+    texts = [generate(model, start, "--bytes", "99", "--threads", n) for n in ("1", "2", "3")]
+    assert len(texts[0]) == 99 and texts[0] == texts[1] == texts[2]
+
+
+# ---- sampling ----
+
+
+def test_bytes_are_drawn_by_their_probabilities(lm: ModuleType, write: Write) -> None:
+    """The mean of -log p of the drawn bytes is the mean entropy, up to five standard errors."""
+    model = write("recent")
+    options = ["--temperature", "0.7", "--min-p", "0", "--bytes", "3000"]
+    drawn = generate(model, b"", *options)
+    assert drawn == generate(model, b"", *options, "--seed", "1")
+    assert drawn != generate(model, b"", *options, "--seed", "2")
+    log_p = (logits_before(lm, model, b"", drawn).double() / 0.7).log_softmax(1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(1)
+    variance = (p * log_p.square()).sum(1) - entropy.square()
+    surprise = -log_p.gather(1, torch.tensor([*drawn])[:, None])[:, 0]
+    assert variance.mean() > 0.5
+    assert abs((surprise - entropy).mean()) < 5 * (variance.mean() / len(drawn)).sqrt()
+
+
+@pytest.mark.parametrize("rule", ["--top-p", "--min-p"])
+def test_unlikely_bytes_are_left_out(rule: str, lm: ModuleType, write: Write) -> None:
+    model = write("recent")
+    options = ["--temperature", "1", "--min-p", "0", "--bytes", "1500"]
+    drawn = generate(model, b"", *options, rule, "0.5")
+    p = logits_before(lm, model, b"", drawn).double().softmax(1)
+    chosen = p.gather(1, torch.tensor([*drawn])[:, None])
+    likelier = torch.where(p > chosen, p, torch.zeros_like(p)).sum(1)  # their probability
+    ratio = (chosen / p.amax(1, keepdim=True))[:, 0]
+    if rule == "--top-p":
+        assert 0.4 < likelier.max() < 0.5001 and ratio.min() < 0.4
+    else:
+        assert 0.4999 < ratio.min() < 0.6
+    every = generate(model, b"", *options[:-1], "300")
+    assert len(set(every)) > len(set(drawn[:300]))
+
+
+@pytest.mark.parametrize("rule", [["--top-p", "0"], ["--min-p", "1"], ["--temperature", "0"]])
+def test_rules_that_leave_the_likeliest_byte(rule: list[str], write: Write) -> None:
+    model = write("recent")
+    greedy = generate(model, b"a", "--temperature", "0", "--bytes", "60")
+    assert generate(model, b"a", "--bytes", "60", *rule) == greedy
+
+
+# ---- reports ----
+
+
+def test_the_report(write: Write) -> None:
+    done = run(PROGRAM, write("recent", 8), "--prompt", "Light", "--bytes", "0")
+    assert done.returncode == 0 and done.stdout == "Light"
+    assert "0 bytes in" in done.stderr and "caches 0.0 MB, weights 0.4 MB" in done.stderr
+
+
+def test_steady_times(write: Write) -> None:
+    """A row for each position that has 500 bytes after it."""
+    command = [PROGRAM, write("window", 8), "--steady"]
+    head, row = output_of(run(*command, "10499")).splitlines()
+    position, microseconds, early, ratio, cache, memory = map(float, row.split())
+    assert head.split()[0] == "position" and position == 1000
+    assert microseconds > 0 and ratio == pytest.approx(microseconds / early, rel=0.01)
+    assert memory > cache > 0
+    assert output_of(run(*command, "1499")).count("\n") == 1
+
+
+def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
+    """Its loss in C is that of PyTorch, on a text longer than its window that it has not read."""
+    model, text = FOLDER / "model.safetensors", tmp_path / "text"
+    text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:3000])
+    found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "2000"))
+    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 2000)) < 1e-4
+    assert 1 < found < 4  # bits per byte; untrained models have 8
+
+
+def test_the_reference_as_a_script(lm: ModuleType, write: Write, tmp_path: Path) -> None:
+    model, text = write("recent", 8), tmp_path / "text"
+    text.write_bytes(TEXT.read_bytes()[:700])
+    done = python(FOLDER / "reference.py", model, text, "--length", "200")
+    assert abs(loss_of(done) - lm.loss(lm.read_model(model), text.read_bytes(), 200)) < 1e-6
+
+
+# ---- convert.py ----
+
+
+def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> None:
+    """Each weight is at most half a step of its row away; dt_proj and vectors are as they were."""
+    weights = random_weights(True)
+    weights["blocks.0.expand.weight"][5] = 0
+    checkpoint, out = tmp_path / "checkpoint.pt", tmp_path / "model.safetensors"
+    torch.save({"model": {f"_orig_mod.{name}": one for name, one in weights.items()}}, checkpoint)
+    options = "--key model --head-dim 32 --window 20 --recent 12 --bits 8".split()
+    printed = output_of(python(FOLDER / "convert.py", checkpoint, out, *options))
+    assert printed.endswith(f"{out.stat().st_size} bytes\n")
+    made = lm.read_model(out)
+    assert made.metadata == {
+        **{"layers": "2", "width": "128", "q_heads": "4", "kv_heads": "2", "head_dim": "32"},
+        **{"window": "20", "recent": "12", "sinks": "0", "bias_form": "exp"},
+        **{"rotary_base": "10000", "norm_eps": "1e-05"},
+    }
+    assert made.weights.keys() == weights.keys()
+    for name, one in weights.items():
+        step = one.abs().amax(1, keepdim=True) / 127 if one.dim() == 2 else torch.zeros(())
+        if name.endswith("dt_proj.weight"):
+            step = torch.zeros(())
+        assert ((made.weights[name] - one).abs() <= 0.5001 * step).all(), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--key model", "has no entry 'model'"),
+        ("--head-dim 48", "--head-dim: is 48, want a divisor of 128 and 64"),
+        ("--head-dim 32", "--window: is missing, want a number for a model with scores"),
+    ],
+)
+def test_bad_conversions(options: str, message: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint.pt"
+    torch.save(random_weights(True), checkpoint)
+    done = python(FOLDER / "convert.py", checkpoint, tmp_path / "out", *options.split())
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+# ---- broken files and bad usage ----
+
+
+def refusal(*arguments: str | Path) -> str:
+    done = run(PROGRAM, *arguments)
+    assert done.returncode == 2, done
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+EXPAND = "blocks.1.expand.weight"
+BROKEN_TENSORS = {
+    "tensor 'norm.weight': is missing": ("norm.weight", None),
+    "tensor 'blocks.1.attention.A': is missing": ("blocks.1.attention.A", None),
+    f"tensor '{EXPAND}.scale': is missing": (f"{EXPAND}.scale", None),
+    f"tensor '{EXPAND}': axis 0 has 511 elements, want 512": (
+        EXPAND,
+        torch.zeros(511, 128, dtype=torch.int8),
+    ),
+    f"tensor '{EXPAND}': rank is 1, want 2": (EXPAND, torch.zeros(512, dtype=torch.int8)),
+    f"tensor '{EXPAND}': dtype is F16, want F32, BF16 or I8": (
+        EXPAND,
+        torch.zeros(512, 128).half(),
+    ),
+    f"tensor '{EXPAND}.scale': axis 0 has 1 elements, want 512": (f"{EXPAND}.scale", torch.ones(1)),
+    f"tensor '{EXPAND}.scale': dtype is F64, want F32": (
+        f"{EXPAND}.scale",
+        torch.ones(512, dtype=torch.float64),
+    ),
+    "tensor 'norm.weight': dtype is I8, want F32 or BF16": (
+        "norm.weight",
+        torch.ones(128, dtype=torch.int8),
+    ),
+    "tensor 'blocks.0.expand.bias': is none of this model's": (
+        "blocks.0.expand.bias",
+        torch.zeros(512),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN_TENSORS)
+def test_broken_tensors(message: str, lm: ModuleType, write: Write) -> None:
+    path = write("recent", 8)
+    tensors, metadata = load_file(path), lm.read_model(path).metadata
+    name, changed = BROKEN_TENSORS[message]
+    if changed is None:
+        del tensors[name]
+    else:
+        tensors[name] = changed
+    save_file(tensors, path, metadata)
+    assert refusal(path) == f"lm: {path}: {message}\n"
+
+
+BROKEN_METADATA = {
+    "metadata 'layers': is '0', want an integer from 1 to 1000": {"layers": "0"},
+    "metadata 'layers': is '2.5', want an integer from 1 to 1000": {"layers": "2.5"},
+    "metadata 'layers': is '', want an integer from 1 to 1000": {"layers": ""},
+    "tensor 'blocks.2.attention.q_proj.weight': is missing": {"layers": "3"},
+    "tensor 'blocks.1.attention.A': is none of this model's": {"layers": "1"},
+    "metadata 'width': is 120, want q_heads * head_dim, 128": {"width": "120"},
+    "metadata 'kv_heads': is 3, want a divisor of q_heads, 4": {"kv_heads": "3"},
+    "metadata 'head_dim': is 12, want a multiple of 8": {"head_dim": "12"},
+    "metadata 'sinks': is '21', want an integer from 0 to 20": {"sinks": "21"},
+    "metadata 'bias_form': is 'tanh', want exp, linear or none": {"bias_form": "tanh"},
+    "metadata 'bias_form': is 'exp', want none for window 'all'": {"window": "all"},
+    "metadata 'norm_eps': is 'nan', want a number above 0": {"norm_eps": "nan"},
+    "metadata 'rotary_base': is missing": {"rotary_base": None},
+}
+
+
+@pytest.mark.parametrize("message", BROKEN_METADATA)
+def test_broken_metadata(message: str, lm: ModuleType, write: Write) -> None:
+    path = write("recent")
+    changed = {**lm.read_model(path).metadata, **BROKEN_METADATA[message]}
+    metadata = {name: text for name, text in changed.items() if text is not None}
+    save_file(load_file(path), path, metadata)
+    assert refusal(path) == f"lm: {path}: {message}\n"
+
+
+def test_files_of_other_kinds(tmp_path: Path, example: Path) -> None:
+    assert refusal(tmp_path / "none").endswith("cannot be opened: No such file or directory\n")
+    (tmp_path / "short").write_bytes(b"short")
+    assert "not a safetensors file" in refusal(tmp_path / "short")
+    assert refusal(example).endswith("has no __metadata__, want that of a language model\n")
+
+
+BAD_USAGE = {
+    "--top-p: is above 1, want a probability": "--top-p 1.5",
+    "--min-p: is above 1, want a fraction": "--min-p 2",
+    "--prompt-file: is given, want only one of it and --prompt": "--prompt a --prompt-file b",
+    "--steady: is given, want only one of it and --loss": "--steady 5 --loss text",
+    "--threads: is above 1024, want less": "--threads 1025",
+    "nothing: cannot be opened: No such file or directory": "--prompt-file nothing",
+    "empty: has 0 bytes, want 2 or more": "--loss empty",
+}
+
+
+@pytest.mark.parametrize("message", BAD_USAGE)
+def test_bad_usage(message: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write("recent")
+    monkeypatch.chdir(model.parent)
+    Path("empty").touch()
+    assert refusal(model, *BAD_USAGE[message].split()) == f"lm: {message}\n"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_demo_ends_with_the_model(tmp_path: Path) -> None:
+    """Where there is one."""
+    model = tmp_path / "model.safetensors"
+    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "-n", "demo", f"LM_MODEL={model}")
+    assert "examples/lm" not in output_of(run(*bare, cwd=ROOT))
+    model.touch()
+    assert f"build/examples/lm {model} --prompt" in output_of(run(*bare, cwd=ROOT)).splitlines()[-1]
