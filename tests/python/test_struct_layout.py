@@ -112,8 +112,10 @@ def with_macros(text: str, body: str) -> str:
     for table in ("in", "out"):
         rows = macros["TABLE_OF"].replace("table.", f"table_{table}.")
         body = re.sub(
-            rf"TABLE_{table.upper()}\(\w+, (\w+)\)",
-            lambda call, rows=rows: rows.replace(" dtypes,", f" {call[1]},"),
+            rf'TABLE_{table.upper()}\(\w+,(?: "(\w)",)? (\w+)\)',
+            lambda call, rows=rows: rows.replace(" dtypes,", f" {call[2]},").replace(
+                '" rows', f'{call[1] or "z"}"'
+            ),
             body,
         )
     return body
