@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend.h"
+#include "problem.h"
 
 typedef struct stream_case {
     int64_t batch, kv_heads, kv_len, window, recent, sinks;
