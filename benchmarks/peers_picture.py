@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import matplotlib
 from matplotlib import pyplot
@@ -165,8 +165,6 @@ def save(figure: pyplot.Figure, out: Path) -> None:
 
 def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
     """The rows to draw: on the CPU, those of the fewest threads."""
-    matplotlib.use("svg" if out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     if machine["device"] == "cuda":
         draw_cuda(machine, rows, out)
         return
@@ -185,14 +183,29 @@ def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None
     save(figure, out)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("json", type=Path, help="a file that peers.py --json wrote")
+Draw = Callable[[dict[str, Any], list[dict[str, Any]], Path], None]
+
+
+def draw_file(program: str, document: str | None, draw: Draw, argv: list[str] | None) -> int:
+    """The program that draws FILE.json, the machine's line and others, to --out. The exit status is
+    1 if draw() raises ValueError."""
+    parser = argparse.ArgumentParser(description=(document or "").split("\n")[0])
+    parser.add_argument("json", type=Path, help=f"a file that {program}.py wrote")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    matplotlib.use("svg" if args.out.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
-    draw(machine, rows, args.out)
+    try:
+        draw(machine, rows, args.out)
+    except ValueError as error:
+        print(f"{program}_picture.py: {args.json}: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return draw_file("peers", __doc__, draw, argv)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ with one sequence over them all. A team as fast as its devices would be without 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib import pyplot
-from peers_picture import save
+from peers_picture import draw_file, save
 
 PANELS = {
     "weak": "weak scaling, {:,} tokens a rank",
@@ -58,8 +55,6 @@ def caption(machine: dict[str, Any]) -> str:
 
 
 def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
-    matplotlib.use("svg" if out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     items = [item for item in PANELS if points(rows, item)]
     if not items:
         raise ValueError("there is no efficiency of weak or strong scaling to draw")
@@ -74,17 +69,7 @@ def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("json", type=Path, help="a file that ranks.py wrote")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(argv)
-    machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
-    try:
-        draw(machine, rows, args.out)
-    except ValueError as error:
-        print(f"ranks_picture.py: {args.json}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return draw_file("ranks", __doc__, draw, argv)
 
 
 if __name__ == "__main__":

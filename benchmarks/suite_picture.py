@@ -10,15 +10,13 @@ of visible keys that are not kept. Dense attention is SDPA by its fastest back e
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.ticker
 from matplotlib import pyplot
-from peers_picture import save
+from peers_picture import draw_file, save
 
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -96,8 +94,6 @@ def draw(machine: Row, rows: list[Row], out: Path) -> None:
     for curve, _, title in PANELS:
         if not any(curve(rows, *which) for which in STYLES):
             raise ValueError(f"there is nothing to draw of: {title}")
-    matplotlib.use("svg" if out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(13, 4.4), layout="constrained")
     for axes, (curve, *labels) in zip(panels, PANELS):
         draw_panel(axes, rows, curve, labels)
@@ -116,17 +112,7 @@ def draw(machine: Row, rows: list[Row], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("json", type=Path, help="a file that suite.py wrote")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(argv)
-    machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
-    try:
-        draw(machine, rows, args.out)
-    except ValueError as error:
-        print(f"suite_picture.py: {args.json}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return draw_file("suite", __doc__, draw, argv)
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@
  * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
  * most as many queries as the piece has keys.
  *
- * The table of fdma_select() may also have another number of rows, in any order: keys that several
- * calls or devices have left, with all that the last query before the piece keeps. Then there is no
- * table_out, slots are not rows, and a carried key that no query keeps has an expiry <= rows.
+ * The table of fdma_select() may also have another number of rows: keys that several calls or
+ * devices have left, in any order, with all that the last query before the piece keeps. Then slots
+ * are not rows, and there is no table_out. A carried key that no query keeps has an expiry <= rows.
  *
  * Dropout. In training some of the probabilities may be dropped: each becomes 0 with probability
  * `dropout`, and the others are divided by 1 - dropout. lse is without dropout. `dropout` is
@@ -447,8 +447,8 @@ typedef struct fdma_select_args {
  *             visible keys: all of them; global scope: slots number the kept keys in ascending j
  *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, both tables
  *             unless they have window + recent rows, a gap that is negative, infinite or NaN, a gap
- *             above 0 with a table, or with a selection whose size says that it has no field for
- *             it, and with global scope, which knows no order of keys, a table, recent or gap
+ *             above 0 with a table or a selection whose size says that it has no field for it, and,
+ *             with global scope, which has no order of keys, a table, or recent or gap above 0
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 

@@ -11,7 +11,7 @@ others.
 
 Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
 Their scores and positions are gathered first, their keys and values follow while the own keys are
-selected. Backward returns the gradients of carried keys to the ranks that own them, which add them.
+selected. Backward sends the gradients of carried keys back to the ranks that own the keys.
 
 Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 
@@ -419,7 +419,7 @@ def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
 
 def gradients_of_keys(call: Call, found: list[Gradients], like: Saved) -> MaybeTensors:
     """Of key, value and bias, from the own queries. Without causal masking these attend to the
-    table alone."""
+    carried keys alone."""
     if call.causal:
         key, value = join([one.key for one in found], 1), join([one.value for one in found], 1)
         return key, value, join([one.bias for one in found], 2)
