@@ -297,6 +297,8 @@ static int check_options(const lm_options *options) {
         wrong = "--prompt-file: is given, want only one of it and --prompt";
     else if (options->loss_file != NULL && options->steady > 0)
         wrong = "--steady: is given, want only one of it and --loss";
+    else if (options->steady > 0 && options->steady < FIRST_CENTRE + TIMED_BYTES / 2)
+        wrong = "--steady: is below 1500, want bytes around position 1,000";
     else if (options->bytes > INT32_MAX / 2 || options->steady > INT32_MAX / 2)
         wrong = "--bytes or --steady: is above 1073741823, want less";
     else if (options->threads > MOST_THREADS)

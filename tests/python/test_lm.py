@@ -297,7 +297,9 @@ def test_steady_times(write: Write) -> None:
     assert head.split()[0] == "position" and position == 1000
     assert microseconds > 0 and ratio == pytest.approx(microseconds / early, rel=0.01)
     assert memory > cache > 0
-    assert output_of(run(*command, "1499")).count("\n") == 1
+    refused = run(*command, "1499")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == "lm: --steady: is below 1500, want bytes around position 1,000\n"
 
 
 def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
