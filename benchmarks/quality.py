@@ -65,9 +65,10 @@ class Run:
             *(options.bias_form, options.rotary_base),
         )
         self.model = quality_model.Model(config)
-        quality_model.initialise(
-            self.model, options.form, options.seed, options.initial_a, options.dt_std
-        )
+        sliding = (options.sliding_heads, options.score_layers)
+        self.sliding = quality_model.sliding_heads_of(config, *sliding)
+        start = (options.seed, options.initial_a, options.dt_std)
+        quality_model.initialise(self.model, options.form, *start, self.sliding)
         if options.start is not None:
             self.model.load_state_dict(quality_model.load(options.start).state_dict())
         self.model.to(self.device)
@@ -188,6 +189,7 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     loss = loss + options.recall_weight * of_marked / max(1, counts[1])
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    quality_model.keep_sliding(run.model, run.sliding)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
     run.optimizer.step()
     of_text = (losses.detach() * is_text[:, None]).sum()
@@ -281,6 +283,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--keys", type=int, default=512, help="keys that a query keeps in all (512)")
     add("--recent", type=int, default=64, help="of which the newest ones, in two forms (64)")
     add("--sinks", type=int, default=0)
+    add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
+    add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
     add("--rotary-base", type=float, default=10000.0)
     add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")

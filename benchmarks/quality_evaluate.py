@@ -67,7 +67,8 @@ class Evaluation:
         self.text = pieces_of(held_out, pieces, length)
 
     def losses(self, model: nn.Module) -> dict[str, Any]:
-        """The mean over all bytes, its standard error over pieces, and means by position."""
+        """The mean over all bytes, its standard error over pieces, and means by position and by
+        piece."""
         bits = run(model, self.text, self.batch, self.device).bits
         of_pieces = bits.mean(1, dtype=np.float64)
         by_position = [own.mean(dtype=np.float64) for own in np.array_split(bits, BINS, 1)]
@@ -75,6 +76,7 @@ class Evaluation:
             "bits": float(of_pieces.mean()),
             "error": float(of_pieces.std(ddof=1) / math.sqrt(len(bits))) if len(bits) > 1 else 0.0,
             "by_position": [float(mean) for mean in by_position],
+            "of_pieces": [round(float(mean), 5) for mean in of_pieces],
         }
 
     def _answers(self, model: nn.Module, episodes: recall.Episodes) -> dict[str, Any]:

@@ -13,6 +13,9 @@ A form says which keys a query keeps:
     random         the `keys` of highest score, where scores are not learned: A is 1, dt_proj stays
                    as it was initialised, and no bias is added to logits
     random-recent  as recent, with such scores
+
+In the forms with scores, some kv heads can be sliding ones all the same: A of these is 0 and stays
+so, and the others learn scores, or have random ones.
 """
 
 from __future__ import annotations
@@ -187,9 +190,20 @@ def prefer_cudnn() -> Any:
     return sdpa_kernel(DENSE_BACKENDS, set_priority=True)
 
 
+def sliding_heads_of(config: Config, heads: int, every: int | None) -> list[int]:
+    """How many kv heads of each layer, the first ones, have a sliding window: `heads` of them, or,
+    with `every`, all of them except in the last layer of every `every` layers."""
+    if every is None:
+        return [heads] * config.layers
+    return [0 if layer % every == every - 1 else config.kv_heads for layer in range(config.layers)]
+
+
 @torch.no_grad()
-def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: float) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones."""
+def initialise(
+    model: Model, form: str, seed: int, initial_a: float, dt_std: float, sliding: list[int]
+) -> None:
+    """Weights that depend on the seed, and not on the form, where forms have the same ones.
+    sliding: how many heads of each layer have a sliding window, which is kept by keep_sliding()."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -199,14 +213,23 @@ def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: flo
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     if form == "dense":
         return
-    for attention in model.attentions():
+    for attention, heads in zip(model.attentions(), sliding):
         weight = attention.dt_proj.weight
         weight.copy_(torch.randn(weight.shape, generator=generator) * dt_std)
         is_random = form.startswith("random")
         attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
+        attention.A[:heads] = 0.0
         is_learned = form in LEARNED
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)
+
+
+@torch.no_grad()
+def keep_sliding(model: Model, sliding: list[int]) -> None:
+    """Clear the gradients of A in heads that have a sliding window, so that A stays 0."""
+    for attention, heads in zip(model.attentions(), sliding):
+        if heads and attention.A.grad is not None:
+            attention.A.grad[:heads] = 0.0
 
 
 def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:

@@ -62,9 +62,9 @@ def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> di
     return json.loads((out / f"{name}.json").read_text())
 
 
-def model_of(form: str, seed: int = 0) -> quality_model.Model:
+def model_of(form: str, seed: int = 0, sliding: tuple[int, ...] = (0, 0)) -> quality_model.Model:
     model = quality_model.Model(quality_model.config_of(form, "tiny", KEYS, RECENT))
-    quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=0.5)
+    quality_model.initialise(model, form, seed, 0.5, 0.5, list(sliding))
     return model
 
 
@@ -176,6 +176,31 @@ def test_scores_that_are_not_learned_stay(corpus: Path, tmp_path: Path, form: st
     assert len(scores) == 4
     for name in state:
         assert torch.equal(state[name], before[name]) == (name in scores)
+
+
+@pytest.mark.parametrize("form", ["recent", "random-recent"])
+def test_sliding_layers_stay_and_others_learn(corpus: Path, tmp_path: Path, form: str) -> None:
+    train(corpus, tmp_path, form, dt_std=0.5, score_layers=2)
+    state = torch.load(tmp_path / f"{form}-tiny-0.pt", weights_only=True)["model"]
+    sliding, scored = (state[f"blocks.{layer}.attention.A"] for layer in (0, 1))
+    assert (sliding == 0).all()
+    assert (
+        (scored == 1).all() if form == "random-recent" else ((scored != 0.5) & (scored != 0)).all()
+    )
+
+
+def test_sliding_heads_keep_the_newest_keys() -> None:
+    sizes = {"layers": 2, "q_heads": 2, "kv_heads": 2}
+    config = quality_model.Config(**sizes, window=KEYS - RECENT, recent=RECENT, bias_form="linear")
+    model = quality_model.Model(config)
+    sliding = quality_model.sliding_heads_of(config, 1, None)
+    quality_model.initialise(model, "recent", 0, 1.0, 0.5, sliding)
+    text = np.random.default_rng(1).integers(256, size=(1, LENGTH + 1), dtype=np.uint8)
+    evaluation = quality_evaluate.Evaluation(text[0], LENGTH, 1, 1, torch.device("cpu"))
+    found = np.concatenate(evaluation._expiries(model, text))
+    newest = np.minimum(np.arange(LENGTH) + KEYS, LENGTH)
+    assert (found[:, 0] == newest).all()
+    assert (found[:, 1] != newest).any(1).all()
 
 
 def test_learned_scores_have_their_own_rate() -> None:
