@@ -297,6 +297,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--recall", type=float, default=0.1, help="fraction of sequences with episodes (0.1)")
     add("--recall-weight", type=float, default=0.2, help="of the loss of recalled bytes (0.2)")
     add("--curriculum", type=int, default=600, help="steps until episodes are long (600)")
+    add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
     add("--seed", type=int, default=0, help="of weights and of data (0)")
     add("--start", type=Path, help="weights to begin with: a file of this program")
     add("--weights", choices=("float32", "bfloat16", "int8"), default="bfloat16", help="as written")
@@ -353,7 +354,7 @@ def main() -> None:
             corpus = read_bytes(options.corpus / "corpus.bin")
             batches = Batches(
                 *(corpus, options.batch, options.length, options.recall),
-                *(options.curriculum, options.seed),
+                *(options.curriculum, options.seed, options.shortest_span),
             )
             train(run, evaluation, batches)
         evaluate(run, evaluation)

@@ -10,7 +10,7 @@ can tell from a statement alone that it is worth keeping.
 In training, a sequence has one episode or several, one after the other, each in its own span of
 the sequence: the pairs of an episode are stated in the first half of its span and asked for in
 the second half in another order. Spans and the numbers of pairs are random; the longest span grows
-from 256 bytes to the whole sequence in the first `curriculum` steps.
+to the whole sequence in the first `curriculum` steps.
 
 In evaluation, the statements stand side by side, and the questions stand side by side so far behind
 them that each is `distance` bytes after its statement, but for the change of order in groups of 4.
@@ -26,8 +26,7 @@ import numpy as np
 KEY, VALUE = 3, 3  # letters
 PAIR = KEY + VALUE + 2  # bytes of a statement or a question
 SLOT = PAIR + 4  # bytes from one statement to the next where they stand side by side
-SHORTEST_SPAN = 128
-FIRST_SPAN = 256  # the longest span at step 0
+SHORTEST_SPAN = 128  # unless another one is asked for; the longest span at step 0 is twice as long
 MOST_PAIRS = 64
 GROUP = 4  # questions that change their order, in evaluation
 STATED, ASKED = b"{}", b"<>"  # around a statement and a question
@@ -86,11 +85,12 @@ def add_episode(
     ]
 
 
-def longest_span(step: int, curriculum: int, length: int) -> int:
-    """From FIRST_SPAN to `length`, by a factor that is the same in every step."""
-    if step >= curriculum or length <= FIRST_SPAN:
+def longest_span(step: int, curriculum: int, length: int, shortest: int = SHORTEST_SPAN) -> int:
+    """From twice the shortest span to `length`, by a factor that is the same in every step."""
+    first = 2 * shortest
+    if step >= curriculum or length <= first:
         return length
-    return round(FIRST_SPAN * (length / FIRST_SPAN) ** (step / curriculum))
+    return round(first * (length / first) ** (step / curriculum))
 
 
 def log_uniform(least: int, most: int, random: np.random.Generator) -> int:
@@ -99,9 +99,11 @@ def log_uniform(least: int, most: int, random: np.random.Generator) -> int:
     return round(math.exp(random.uniform(math.log(least), math.log(most))))
 
 
-def fill(text: np.ndarray, longest: int, random: np.random.Generator) -> list[Question]:
+def fill(
+    text: np.ndarray, shortest: int, longest: int, random: np.random.Generator
+) -> list[Question]:
     """Put episodes of one random span into all of a text."""
-    span = min(log_uniform(SHORTEST_SPAN, longest, random), len(text))
+    span = min(log_uniform(shortest, longest, random), len(text))
     episodes = len(text) // span
     most = min(MOST_PAIRS, span // (4 * PAIR))  # so that half of the span is other text
     count = log_uniform(max(1, most // 8), most, random)
@@ -199,6 +201,7 @@ class Batches:
         batch, length: a step has `batch` sequences of length + 1 bytes.
         fraction: of all sequences, how many have episodes.
         curriculum: steps until spans are as long as sequences.
+        shortest: bytes of the shortest span.
     """
 
     def __init__(
@@ -209,9 +212,11 @@ class Batches:
         fraction: float,
         curriculum: int,
         seed: int,
+        shortest: int = SHORTEST_SPAN,
     ) -> None:
         self.corpus, self.batch, self.length = corpus, batch, length
         self.fraction, self.curriculum, self.seed = fraction, curriculum, seed
+        self.shortest = shortest
 
     def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """text [batch, length + 1] uint8; marked [batch, length] bool: the targets that only
@@ -222,8 +227,8 @@ class Batches:
         before = np.floor(numbers * self.fraction + 1e-9)
         has_episodes = before[1:] > before[:-1]
         marked = np.zeros((self.batch, self.length), bool)
-        longest = longest_span(step, self.curriculum, self.length)
+        longest = longest_span(step, self.curriculum, self.length, self.shortest)
         for row in np.flatnonzero(has_episodes):
-            questions = fill(text[row], longest, random)
+            questions = fill(text[row], self.shortest, longest, random)
             marked[row] = mark(self.length + 1, questions)[1:]
         return text, marked, has_episodes
