@@ -2,14 +2,16 @@
 """Draw the runs of benchmarks/quality.py.
 
     benchmarks/quality_picture.py OUT/*.json --to FOLDER [--pairs 8]
-    benchmarks/quality_picture.py benchmarks/results/quality-cuda.json --to FOLDER --runs NAME...
+    benchmarks/quality_picture.py RESULTS.json --to FOLDER --runs NAME NAME=LABEL ...
+    benchmarks/quality_picture.py RESULTS.json --readme FILE.svg --runs NAME=LABEL ...
 
 The files are those of quality.py, or one that quality_results.py wrote. It writes
-quality-losses.svg (held-out loss against steps, seconds of training and position),
+quality-losses.svg (held-out loss against steps, seconds of training and position) and
 quality-recall.svg (accuracy against distance, passkeys against depth, loss against the keys of a
-query at test time) and, for each file of quality.py whose queries keep some of the keys,
-quality-kept-NAME.svg (the keys that the last query of a text keeps, for each layer and kv head).
-Runs of the same form have the same colour, and different lines if their labels differ.
+query at test time), or with --readme one small picture (held-out loss against seconds of training,
+accuracy against distance). Runs of the same form have the same colour, and different lines if their
+labels differ. A label says which keys a query keeps, unless --runs has another; --runs also orders
+the runs. quality_kept.py draws which keys a run keeps.
 Exit status: 0 done; 1 a run has no evaluation, or is not there; 2 bad usage.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,7 +51,9 @@ def read(paths: list[Path]) -> Runs:
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """What a query keeps, and what else is not the default of quality.py."""
+    """That of --runs, or else what a query keeps, and what else is no default of quality.py."""
+    if "label" in run:
+        return run["label"]
     settings = run["settings"]
     form, keys, recent = settings["form"], settings["keys"], settings["recent"]
     if form == "dense":
@@ -62,6 +67,10 @@ def label_of(run: dict[str, Any]) -> str:
         label = f"{keys} {how}"
     if settings["bias_form"] != "exp":
         label += f", {settings['bias_form']} bias"
+    if settings.get("sliding_heads"):
+        label += f", {settings['sliding_heads']} sliding heads"
+    if settings.get("score_layers"):
+        label += f", in 1 of {settings['score_layers']} layers"
     return label
 
 
@@ -81,14 +90,16 @@ def colour_of(run: dict[str, Any]) -> str:
     return COLOURS[run["settings"]["form"]]
 
 
-def plot(axes: pyplot.Axes, runs: Runs, points: Any, labels: tuple[str, str]) -> None:
+def plot(
+    axes: pyplot.Axes, runs: Runs, points: Any, labels: tuple[str, str], **others: Any
+) -> None:
     """A line for each run through points(run): pairs of x and y."""
     styles = lines_of(runs)
     for run in runs.values():
         drawn, label = points(run), label_of(run)
         if drawn:
             style = {"color": colour_of(run), "linestyle": styles[label], "linewidth": 1.2}
-            axes.plot(*zip(*drawn), label=label, **style)
+            axes.plot(*zip(*drawn), label=label, **{**style, **others})
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.grid(color="0.9", linewidth=0.6)
@@ -110,15 +121,21 @@ def by_position(run: dict[str, Any]) -> list[tuple[float, float]]:
     return [((bin + 0.5) * length / len(means), mean) for bin, mean in enumerate(means)]
 
 
+def losses_against(column: str) -> Any:
+    return lambda run: [(row[column], row["bits"]) for row in run["held_out"]]
+
+
+def recalled_of(run: dict[str, Any], pairs: int) -> list[tuple[int, float]]:
+    rows = run["final"]["recall"]
+    return [(row["distance"], row["accuracy"]) for row in rows if row["pairs"] == pairs]
+
+
 def draw_losses(runs: Runs) -> pyplot.Figure:
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), layout="constrained")
 
-    def against(column: str) -> Any:
-        return lambda run: [(row[column], row["bits"]) for row in run["held_out"]]
-
     bits = "bits per byte of held-out text"
-    plot(panels[0], runs, against("step"), ("training steps", bits))
-    plot(panels[1], runs, against("seconds"), ("seconds of training", ""))
+    plot(panels[0], runs, losses_against("step"), ("training steps", bits))
+    plot(panels[1], runs, losses_against("seconds"), ("seconds of training", ""))
     plot(panels[2], runs, by_position, ("position in the sequence", ""))
     least = min(row["bits"] for run in runs.values() for row in run["held_out"])
     for axes in panels[:2]:
@@ -129,10 +146,6 @@ def draw_losses(runs: Runs) -> pyplot.Figure:
 
 def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), layout="constrained")
-
-    def recalled(run: dict[str, Any]) -> list[tuple[int, float]]:
-        rows = run["final"]["recall"]
-        return [(row["distance"], row["accuracy"]) for row in rows if row["pairs"] == pairs]
 
     def passkeys(run: dict[str, Any]) -> list[tuple[float, float]]:
         """At the middle of each group of depths, which have few questions each."""
@@ -147,6 +160,7 @@ def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
     def windows(run: dict[str, Any]) -> list[tuple[int, float]]:
         return [(row["keys"], row["bits"]) for row in run["final"]["by_window"]]
 
+    recalled = partial(recalled_of, pairs=pairs)
     plot(panels[0], runs, recalled, ("distance, bytes", f"values recalled, of {pairs} pairs"))
     plot(panels[1], runs, passkeys, ("depth of the passkey", "passkeys recalled"))
     plot(panels[2], runs, windows, ("keys of a query at test time", "bits per byte"))
@@ -158,45 +172,64 @@ def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
     return figure
 
 
-def draw_kept(name: str, run: dict[str, Any]) -> pyplot.Figure:
-    """A line of marks for each layer and kv head."""
-    heads = [head for layer in run["final"]["kept"]["last_query"] for head in layer]
-    of_layer = len(heads) // len(run["final"]["kept"]["last_query"])
-    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.16 * len(heads)), layout="constrained")
-    axes.eventplot(heads, lineoffsets=range(len(heads)), linewidths=0.3, colors=colour_of(run))
-    axes.set_yticks(range(0, len(heads), of_layer), range(len(heads) // of_layer))
-    axes.invert_yaxis()
-    axes.set_ylabel("layer")
-    axes.set_xlabel(f"position of the key ({name}: kept by the last query)")
-    axes.set_xlim(0, run["settings"]["length"])
-    axes.spines[["top", "right"]].set_visible(False)
+def draw_readme(runs: Runs, pairs: int) -> pyplot.Figure:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    drawn = {"linewidth": 2.0, "marker": "o", "markersize": 4}
+    plot(left, runs, losses_against("seconds"), ("seconds of training", ""), **drawn)
+    left.set_title("held-out loss, bits per byte")
+    least = min(row["bits"] for run in runs.values() for row in run["held_out"])
+    left.set_ylim(least - 0.05, least + 1)
+    recalled = partial(recalled_of, pairs=pairs)
+    plot(right, runs, recalled, ("bytes from statement to question", ""), **drawn)
+    right.set_title(f"values recalled, of {pairs} pairs")
+    right.set_ylim(-0.03, 1.03)
+    right.yaxis.set_major_formatter(lambda accuracy, _: f"{100 * accuracy:.0f} %")
+    right.set_xscale("log", base=2)
+    distances = sorted({x for run in runs.values() for x, _ in recalled(run)})
+    right.set_xticks(distances, [f"{distance:,}" for distance in distances])
+    right.minorticks_off()
+    add_legend(figure, left)
     return figure
+
+
+def named(runs: Runs, words: list[str]) -> Runs:
+    """The runs of --runs, in its order, with its labels. Raises ValueError if one is not there."""
+    chosen: Runs = {}
+    for word in words:
+        name, equals, label = word.partition("=")
+        if name not in runs:
+            raise ValueError(f"--runs: {name} is not in the files, want one of {', '.join(runs)}")
+        chosen[name] = {**runs[name], "label": label} if equals else runs[name]
+    return chosen
 
 
 def main() -> None:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("files", type=Path, nargs="+", help="of quality.py or quality_results.py")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--runs", nargs="+", metavar="NAME", help="in this order (all)")
+    parser.add_argument("--to", type=Path, metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, metavar="FILE.svg", help="one small picture")
+    parser.add_argument("--runs", nargs="+", metavar="NAME[=LABEL]", help="in this order (all)")
     parser.add_argument("--pairs", type=int, default=8, help="of the recall that is drawn (8)")
     options = parser.parse_args()
+    if options.to is None and options.readme is None:
+        parser.error("give --to or --readme")
     runs = read(options.files)
-    for name in options.runs or ():
-        if name not in runs:
-            sys.exit(f"--runs: {name} is not in the files, want one of {', '.join(runs)}")
-    runs = {name: runs[name] for name in options.runs or runs}
+    try:
+        runs = named(runs, options.runs or list(runs))
+    except ValueError as error:
+        sys.exit(str(error))
     for name, run in runs.items():
         if "final" not in run:
             sys.exit(f"{name}: has no evaluation, want one of a run that has ended")
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
-    options.to.mkdir(parents=True, exist_ok=True)
-    save(draw_losses(runs), options.to / "quality-losses.svg")
-    save(draw_recall(runs, options.pairs), options.to / "quality-recall.svg")
-    for name, run in runs.items():
-        if run["settings"]["form"] != "dense" and "last_query" in run["final"]["kept"]:
-            save(draw_kept(name, run), options.to / f"quality-kept-{name}.svg")
+    if options.readme is not None:
+        save(draw_readme(runs, options.pairs), options.readme)
+    if options.to is not None:
+        options.to.mkdir(parents=True, exist_ok=True)
+        save(draw_losses(runs), options.to / "quality-losses.svg")
+        save(draw_recall(runs, options.pairs), options.to / "quality-recall.svg")
 
 
 if __name__ == "__main__":

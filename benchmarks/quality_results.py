@@ -1,23 +1,33 @@
 #!/usr/bin/env python3
-"""Join runs of benchmarks/quality.py into one small file.
+"""Join runs of benchmarks/quality.py into one small file, or compare the runs of such a file.
 
     benchmarks/quality_results.py OUT.json RUN.json... [--kernels HASH]
+    benchmarks/quality_results.py OUT.json --against NAME
 
 The first line of OUT.json says the machine, the time at which the last of the files was written,
 the commit (FDMA_COMMIT, or else that of the tree) and, of runs on a GPU, the hash of its kernels
 (kernels_hash.py). Each other line is a run that has ended: its settings, held-out losses and recall
 during training, at most 60 training losses, and what was measured at its end, without the text and
 the positions of kept keys. A run has the name of its file. quality_picture.py draws such a file.
-Exit status: 0 done; 1 a run has no evaluation, or was on another machine; 2 bad usage.
+
+With --against, tables in Markdown are printed. The first has for each run its held-out loss and how
+far this is from the loss of run NAME, if both read the same text. All models read the same pieces
+of it, so that the standard error of a difference is that of the mean of differences of pieces. The
+second, if there are runs that differ in nothing but their seed, has mean and standard deviation
+over seeds.
+Exit status: 0 done; 1 a run has no evaluation, was on another machine, or is not there; 2 bad
+usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from kernels_hash import kernels_hash
@@ -27,8 +37,9 @@ LOSSES = 60  # of training, of each run
 SETTINGS = (
     *("form", "size", "keys", "recent", "sinks", "bias_form", "initial_a", "score_rate", "rate"),
     *("warm_up", "steps", "batch", "length", "recall", "recall_weight", "curriculum", "seed"),
-    *("compile", "start"),
+    *("compile", "start", "dt_std", "sliding_heads", "score_layers"),
 )
+SAME_TEXT = ("corpus", "length")  # settings of runs that can be compared
 MEASURES = ("parameters", "warm_up_seconds", "bytes_per_second", "peak_memory", "columns")
 DIGITS = 5
 
@@ -52,10 +63,10 @@ def thinned(rows: list[Any], most: int = LOSSES) -> list[Any]:
 
 
 def row_of(name: str, run: dict[str, Any]) -> dict[str, Any]:
-    settings = {key: run["settings"][key] for key in SETTINGS}
+    settings = {key: run["settings"][key] for key in SETTINGS if key in run["settings"]}
     settings["corpus"] = Path(run["settings"]["corpus"]).name
     held_out = [
-        {key: value for key, value in row.items() if key != "by_position"}
+        {key: value for key, value in row.items() if key not in ("by_position", "of_pieces")}
         for row in run["held_out"]
     ]
     final = {**run["final"], "kept": {"values": run["final"]["kept"]["values"]}}
@@ -89,16 +100,87 @@ def join(paths: list[Path], kernels: str) -> list[dict[str, Any]]:
     return [{**first, "kernels": kernels} if first["device"] == "cuda" else first, *rows]
 
 
+def table_of(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of Markdown."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in cells]
+
+
+def paired(run: dict[str, Any], base: dict[str, Any]) -> tuple[float, float] | None:
+    """The mean of the differences of losses of pieces, in bits per byte, and its standard error.
+    None if the pieces are not known, or are others."""
+    ours, theirs = (one["final"].get("of_pieces", []) for one in (run, base))
+    if len(ours) != len(theirs) or len(ours) < 2:
+        return None
+    differences = [a - b for a, b in zip(ours, theirs)]
+    return fmean(differences), stdev(differences) / math.sqrt(len(differences))
+
+
+def compare(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """The table of all runs against the one of this name."""
+    base, rows = runs[name], []
+    for own, run in runs.items():
+        bits, steps = run["final"]["bits"], run["settings"]["steps"]
+        percent = difference = error = ""
+        is_same_text = all(run["settings"][key] == base["settings"][key] for key in SAME_TEXT)
+        if own != name and is_same_text:
+            percent = f"{100 * (bits / base['final']['bits'] - 1):+.2f} %"
+            if found := paired(run, base):
+                difference, error = f"{found[0]:+.4f}", f"{found[1]:.4f}"
+        rows.append((own, str(steps), f"{bits:.4f}", percent, difference, error))
+    against = f"against {name}"
+    return table_of(("run", "steps", "loss", against, "paired difference", "its error"), rows)
+
+
+def recipe_of(settings: dict[str, Any]) -> str:
+    """What runs have in common that differ in nothing but their seed. Settings that older runs do
+    not have are None or 0 in others that do not use them. Files to start with have seeds, too."""
+    used = {key: value for key, value in settings.items() if value and key != "seed"}
+    return json.dumps({**used, "start": "start" in used}, sort_keys=True)
+
+
+def over_seeds(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of recipes with several runs; no lines if there are none."""
+    recipes: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        recipes.setdefault(recipe_of(run["settings"]), []).append(name)
+    rows = []
+    for names in recipes.values():
+        if len(names) > 1:
+            bits = [runs[name]["final"]["bits"] for name in names]
+            seeds = [str(runs[name]["settings"]["seed"]) for name in names]
+            rows.append(
+                (", ".join(names), ", ".join(seeds), f"{fmean(bits):.4f}", f"{stdev(bits):.4f}")
+            )
+    return table_of(("runs", "seeds", "mean loss", "standard deviation"), rows) if rows else []
+
+
+def print_tables(path: Path, name: str) -> None:
+    _, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    runs = {row["run"]: row for row in rows}
+    if name not in runs:
+        sys.exit(f"--against: {name} is not in {path}, want one of {', '.join(runs)}")
+    print(*compare(runs, name), sep="\n")
+    if seeds := over_seeds(runs):
+        print("", *seeds, sep="\n")
+
+
 def main() -> None:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    parser.add_argument("out", type=Path, help="the file to write")
-    parser.add_argument("runs", type=Path, nargs="+", help="files that quality.py wrote")
+    parser.add_argument("out", type=Path, help="the file to write, or to read with --against")
+    parser.add_argument("runs", type=Path, nargs="*", help="files that quality.py wrote")
     parser.add_argument("--kernels", default=kernels_hash(), metavar="HASH", help="(this tree's)")
+    parser.add_argument("--against", metavar="NAME", help="compare the runs with this one")
     options = parser.parse_args()
-    for path in options.runs:
+    if bool(options.runs) == (options.against is not None):
+        parser.error("give files of runs, or else --against")
+    for path in options.runs or [options.out]:
         if not path.is_file():
             parser.error(f"{path} is not a file")
+    if options.against is not None:
+        print_tables(options.out, options.against)
+        return
     try:
         lines = join(options.runs, options.kernels)
     except ValueError as error:

@@ -1,0 +1,253 @@
+"""benchmarks/quality_results.py --against, quality_kept.py and quality_picture.py --readme, on
+results that were made up, with answers that were computed by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import quality_kept
+import quality_picture
+import quality_results
+from quality_kept import Head, Kept
+
+LENGTH = 4096
+TEXT = "".join(chr(97 + byte % 26) for byte in range(LENGTH))  # a to z, over and over
+
+
+def settings(form: str, **changed: Any) -> dict[str, Any]:
+    own = {"form": form, "size": "tiny", "keys": 8, "recent": 2, "seed": 0, "steps": 100}
+    return {**own, "bias_form": "exp", "length": LENGTH, "corpus": "corpus", **changed}
+
+
+def result(name: str, pieces: list[float], form: str = "recent", **changed: Any) -> dict[str, Any]:
+    """A line of a joined file."""
+    bits = sum(pieces) / len(pieces)
+    final = {"bits": bits, "of_pieces": pieces}
+    final["recall"] = [
+        {"pairs": 8, "distance": distance, "accuracy": 0.5} for distance in (256, 512)
+    ]
+    held_out = [{"step": step, "seconds": step / 4, "bits": bits} for step in (50, 100)]
+    own = settings(form, **changed)
+    return {"run": name, "settings": own, "held_out": held_out, "final": final}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    lines = [{"machine": "a machine"}, *rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, program: ModuleType, *words: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
+    program.main()
+
+
+# ---- quality_results.py --against ----
+
+
+def test_differences_of_pieces() -> None:
+    """They are 0.1, 0.3 and 0.2: their standard deviation is 0.1, though losses differ by 2."""
+    base = result("base", [1.0, 2.0, 3.0], "dense")
+    mean, error = quality_results.paired(result("other", [1.1, 2.3, 3.2]), base)
+    assert mean == pytest.approx(0.2) and error == pytest.approx(0.1 / 3**0.5)
+    assert quality_results.paired(result("fewer", [1.0, 2.0]), base) is None
+    del base["final"]["of_pieces"]
+    assert quality_results.paired(result("other", [1.1, 2.3, 3.2]), base) is None
+
+
+def test_tables_against_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = result("old", [2.5], sinks=4)
+    del old["final"]["of_pieces"]
+    path = write(
+        tmp_path / "joined.json",
+        result("base", [1.0, 2.0, 3.0], "dense"),
+        result("a", [1.1, 2.3, 3.2]),
+        result("b", [0.9, 1.7, 2.8], seed=1, score_layers=None, start=None),
+        old,
+        result("elsewhere", [4.0, 4.0, 4.0], corpus="another"),
+        result("longer", [1.1, 2.3, 3.2], steps=200),
+    )
+    call(monkeypatch, quality_results, path, "--against", "base")
+    assert capsys.readouterr().out.splitlines() == [
+        "| run | steps | loss | against base | paired difference | its error |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| base | 100 | 2.0000 | | | |",
+        "| a | 100 | 2.2000 | +10.00 % | +0.2000 | 0.0577 |",
+        "| b | 100 | 1.8000 | -10.00 % | -0.2000 | 0.0577 |",
+        "| old | 100 | 2.5000 | +25.00 % | | |",
+        "| elsewhere | 100 | 4.0000 | | | |",
+        "| longer | 200 | 2.2000 | +10.00 % | +0.2000 | 0.0577 |",
+        "",
+        "| runs | seeds | mean loss | standard deviation |",
+        "| --- | --- | --- | --- |",
+        "| a, b | 0, 1 | 2.0000 | 0.2828 |",  # 0.2 x the root of 2
+    ]
+    call(monkeypatch, quality_results, write(path, old), "--against", "old")
+    assert "seeds" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="base is not in .*joined.json, want one of old"):
+        call(monkeypatch, quality_results, path, "--against", "base")
+
+
+@pytest.mark.parametrize("words", [[], ["RUN", "--against", "base"]])
+def test_runs_are_joined_or_compared(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path / "joined.json", result("base", [1.0, 2.0]))
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, quality_results, path, *words)
+    assert stop.value.code == 2
+    assert "give files of runs, or else --against" in capsys.readouterr().err
+
+
+# ---- quality_kept.py ----
+
+
+def kept_run() -> dict[str, Any]:
+    """Two layers of two kv heads. Head 0.1 keeps 0, head 1.0 six bytes from 2,000 on, 32 apart, and
+    all the newest two."""
+    newest = [LENGTH - 2, LENGTH - 1]
+    spread = [2000 + 32 * number for number in range(6)]
+    last_query = [[newest, [0, *newest]], [[*spread, *newest], newest]]
+    values = [
+        {"distance": 256, "by_head": [[0.9, 0.1], [0.5, 0.0]]},
+        {"distance": 512, "by_head": [[0.1, 0.2], [0.4, 0.0]]},
+    ]
+    run = result("made-up", [1.0, 2.0])
+    run["final"]["kept"] = {"text": TEXT, "last_query": last_query, "values": values}
+    return run
+
+
+def test_what_is_kept() -> None:
+    kept = Kept(kept_run())
+    assert kept.best_head() == Head(1, 0)
+    densities = kept.densities()
+    assert densities.shape == (4, 128)
+    assert densities[:, -1].tolist() == [2 / 32] * 4
+    assert densities[1, :2].tolist() == [1 / 32, 0]
+    assert densities[2].nonzero()[0].tolist() == [62, 63, 64, 65, 66, 67, 127]
+
+
+def test_the_excerpt_with_most_kept_bytes() -> None:
+    """Of all that have as many, the first one; the newest keys do not count."""
+    kept = Kept(kept_run())
+    assert kept.fullest([Head(1, 0)], 161) == 2000
+    assert kept.fullest([Head(1, 0)], 200) == 1961
+    assert kept.fullest([Head(0, 1)], 100) == 0
+    assert kept.fullest([Head(1, 1)], 100) == 0
+    assert kept.fullest([Head(1, 0)], 2 * LENGTH) == 0
+
+
+def drawn_letters(figure: Any) -> list[str]:
+    """The marked letters of each excerpt, in which other letters are grey."""
+    excerpts = [axes for axes in figure.axes if axes.get_xlim() == (0, quality_kept.COLUMNS)]
+    return [
+        "".join(text.get_text() for text in axes.texts if text.get_color() == "white")
+        for axes in excerpts
+    ]
+
+
+def test_kept_bytes_are_marked() -> None:
+    heads = [Head(1, 0), Head(0, 1), Head(0, 0)]
+    figure = quality_kept.draw("made-up", kept_run(), heads, 1999)
+    marked = "".join(TEXT[2000 + 32 * number] for number in range(6))
+    assert drawn_letters(figure) == [marked, "", ""]
+    figure = quality_kept.draw("made-up", kept_run(), heads, LENGTH - 3)
+    assert drawn_letters(figure) == [TEXT[-2:]] * 3
+    quality_kept.pyplot.close("all")
+
+
+def test_picture_of_kept_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        source, out = tmp_path / "made-up.json", tmp_path / name
+        source.write_text(json.dumps(kept_run()))
+        call(monkeypatch, quality_kept, source, "--to", out, "--heads", "1.0")
+        drawn.append(out.read_bytes())
+    assert drawn[0] == drawn[1]
+    assert quality_kept.COLOUR.lower().encode() in drawn[0]
+    for words, message in (
+        (["--heads", "2.0"], "--heads: is 2.0, want 0.0 to 1.1"),
+        (["--begin", LENGTH], f"--begin: is {LENGTH}, want 0 to {LENGTH - 1}"),
+        (["--run", "other"], "other is not in the files, want one of made-up"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            call(monkeypatch, quality_kept, source, "--to", tmp_path / "c.svg", *words)
+    joined = write(tmp_path / "joined.json", result("one", [1.0]), result("two", [1.0]))
+    with pytest.raises(SystemExit, match="two: has no kept keys"):
+        call(monkeypatch, quality_kept, joined, "--run", "two", "--to", tmp_path / "c.svg")
+    assert not (tmp_path / "c.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--heads", "1"], "is 1, want LAYER.HEAD"),
+        (["--heads", "1.x"], "is 1.x, want LAYER.HEAD"),
+        (["--begin", "-1"], "--begin: is -1, want 0 or more"),
+        ([], "--run: is not given, want one of one, two"),
+    ],
+)
+def test_bad_usage_of_the_picture_of_kept_keys(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    joined = write(tmp_path / "joined.json", result("one", [1.0]), result("two", [1.0]))
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, quality_kept, joined, "--to", tmp_path / "c.svg", *words)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# ---- quality_picture.py ----
+
+
+def test_runs_have_the_order_and_labels_that_are_asked_for() -> None:
+    runs = {name: result(name, [1.0, 2.0]) for name in ("a", "b", "c")}
+    chosen = quality_picture.named(runs, ["c", "a=a label = b"])
+    labels = {name: quality_picture.label_of(run) for name, run in chosen.items()}
+    assert list(labels.items()) == [("c", "6 by score, 2 newest"), ("a", "a label = b")]
+    assert "label" not in runs["a"]
+    with pytest.raises(ValueError, match="d is not in the files, want one of a, b, c"):
+        quality_picture.named(runs, ["d=label"])
+
+
+def test_runs_with_sliding_heads_are_told_apart() -> None:
+    few = result("few", [1.0], score_layers=4, sliding_heads=0)
+    some = result("some", [1.0], score_layers=None, sliding_heads=3)
+    assert quality_picture.label_of(few) == "6 by score, 2 newest, in 1 of 4 layers"
+    assert quality_picture.label_of(some) == "6 by score, 2 newest, 3 sliding heads"
+
+
+def test_picture_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = write(
+        tmp_path / "joined.json", result("one", [1.0], "dense"), result("two", [1.5], "sliding")
+    )
+    out = tmp_path / "readme.svg"
+    call(monkeypatch, quality_picture, joined, "--readme", out, "--runs", "two=a window")
+    drawn = out.read_text()
+    assert quality_picture.COLOURS["sliding"].lower() in drawn
+    assert "<!-- a window -->" in drawn and "<!-- dense -->" not in drawn
+    left, right = quality_picture.draw_readme({"one": result("one", [1.0], "dense")}, 8).axes
+    assert left.get_lines()[0].get_xydata().tolist() == [[12.5, 1.0], [25.0, 1.0]]
+    assert right.get_lines()[0].get_xydata().tolist() == [[256, 0.5], [512, 0.5]]
+    quality_picture.pyplot.close("all")
+
+
+def test_a_picture_needs_a_file_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, quality_picture, tmp_path / "joined.json")
+    assert stop.value.code == 2 and "give --to or --readme" in capsys.readouterr().err
