@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Join runs of benchmarks/quality.py into one small file, or compare the runs of such a file.
 
-    benchmarks/quality_results.py OUT.json RUN.json... [--kernels HASH]
+    benchmarks/quality_results.py OUT.json RUN.json... [--kept NAME] [--kernels HASH]
     benchmarks/quality_results.py OUT.json --against NAME
 
 The first line of OUT.json says the machine, the time at which the last of the files was written,
 the commit (FDMA_COMMIT, or else that of the tree) and, of runs on a GPU, the hash of its kernels
 (kernels_hash.py). Each other line is a run that has ended: its settings, held-out losses and recall
-during training, at most 60 training losses, and what was measured at its end, without the text and
-the positions of kept keys. A run has the name of its file. quality_picture.py draws such a file.
+during training, at most 60 training losses, and what was measured at its end. Only run --kept has
+the text and the positions of kept keys, which quality_kept.py draws. A run has the name of its
+file. quality_picture.py draws such a file.
 
 With --against, tables in Markdown are printed. The first has for each run its held-out loss and how
 far this is from the loss of run NAME, if both read the same text. All models read the same pieces
@@ -37,7 +38,8 @@ LOSSES = 60  # of training, of each run
 SETTINGS = (
     *("form", "size", "keys", "recent", "sinks", "bias_form", "initial_a", "score_rate", "rate"),
     *("warm_up", "steps", "batch", "length", "recall", "recall_weight", "curriculum", "seed"),
-    *("compile", "start", "dt_std", "sliding_heads", "score_layers"),
+    *("compile", "start", "dt_std", "sliding_heads", "score_layers", "shortest_span"),
+    "rotary_base",
 )
 SAME_TEXT = ("corpus", "length")  # settings of runs that can be compared
 MEASURES = ("parameters", "warm_up_seconds", "bytes_per_second", "peak_memory", "columns")
@@ -62,14 +64,16 @@ def thinned(rows: list[Any], most: int = LOSSES) -> list[Any]:
     return [rows[number * (len(rows) - 1) // (most - 1)] for number in range(most)]
 
 
-def row_of(name: str, run: dict[str, Any]) -> dict[str, Any]:
+def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
     settings = {key: run["settings"][key] for key in SETTINGS if key in run["settings"]}
     settings["corpus"] = Path(run["settings"]["corpus"]).name
     held_out = [
         {key: value for key, value in row.items() if key not in ("by_position", "of_pieces")}
         for row in run["held_out"]
     ]
-    final = {**run["final"], "kept": {"values": run["final"]["kept"]["values"]}}
+    final = run["final"]
+    if name != kept:
+        final = {**final, "kept": {"values": final["kept"]["values"]}}
     measures = {key: run[key] for key in MEASURES if key in run}
     losses = thinned(run["train"])
     row = {"settings": settings, **measures, "train": losses, "held_out": held_out, "final": final}
@@ -82,8 +86,10 @@ def machine_of(run: dict[str, Any]) -> dict[str, str]:
     return {"machine": found["device"], "device": device, "torch": found["torch"]}
 
 
-def join(paths: list[Path], kernels: str) -> list[dict[str, Any]]:
+def join(paths: list[Path], kernels: str, kept: str | None = None) -> list[dict[str, Any]]:
     """The lines of the joined file."""
+    if kept is not None and kept not in (path.stem for path in paths):
+        raise ValueError(f"--kept: {kept} is not a run of these files")
     machine, rows = None, []
     for path in paths:
         run = json.loads(path.read_text())
@@ -93,7 +99,7 @@ def join(paths: list[Path], kernels: str) -> list[dict[str, Any]]:
         machine = machine or own
         if own != machine:
             raise ValueError(f"{path}: machine is {own}, want {machine}")
-        rows.append(row_of(path.stem, run))
+        rows.append(row_of(path.stem, run, kept))
     last = time.gmtime(max(path.stat().st_mtime for path in paths))
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", last)
     first = {**machine, "date": date, "commit": commit()}
@@ -171,6 +177,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the file to write, or to read with --against")
     parser.add_argument("runs", type=Path, nargs="*", help="files that quality.py wrote")
     parser.add_argument("--kernels", default=kernels_hash(), metavar="HASH", help="(this tree's)")
+    parser.add_argument("--kept", metavar="NAME", help="the run whose kept keys are written")
     parser.add_argument("--against", metavar="NAME", help="compare the runs with this one")
     options = parser.parse_args()
     if bool(options.runs) == (options.against is not None):
@@ -182,7 +189,7 @@ def main() -> None:
         print_tables(options.out, options.against)
         return
     try:
-        lines = join(options.runs, options.kernels)
+        lines = join(options.runs, options.kernels, options.kept)
     except ValueError as error:
         sys.exit(f"quality_results.py: {error}")
     write_whole(options.out, lines)

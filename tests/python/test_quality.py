@@ -342,7 +342,7 @@ def test_pictures(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         quality_picture.main()
 
 
-def join(monkeypatch: pytest.MonkeyPatch, out: Path, *runs: Path) -> list[dict[str, Any]]:
+def join(monkeypatch: pytest.MonkeyPatch, out: Path, *runs: Any) -> list[dict[str, Any]]:
     """The lines of the file that quality_results.py makes of runs."""
     monkeypatch.setenv("FDMA_COMMIT", "abc")
     monkeypatch.setattr(sys, "argv", ["quality_results.py", str(out), *map(str, runs)])
@@ -369,6 +369,10 @@ def test_joined_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for name in ("recall", "passkey", "by_window"):
             assert len(final[name]) == len(whole[name])
         assert list(final["kept"]) == ["values"]
+    *_, selected = join(monkeypatch, joined, *paths, "--kept=selected-tiny-0")
+    assert (
+        selected["final"]["kept"]["last_query"] == runs["selected"]["final"]["kept"]["last_query"]
+    )
     for name, files in (("apart", paths), ("joined", [joined])):
         arguments = ["quality_picture.py", *map(str, files), "--to", str(tmp_path / name)]
         monkeypatch.setattr(sys, "argv", [*arguments, "--runs", "selected-tiny-0"])
