@@ -40,7 +40,7 @@ import workloads_series
 from peers_common import find_machine, write_whole
 from quality_results import thinned
 from torch import nn
-from workloads_model import FORMS, Sums, Workload, narrow
+from workloads_model import FORMS, Sums, Workload, narrow, sliding_heads_of
 
 TASKS = {
     "language": (workloads_language, workloads_language.Language),
@@ -89,6 +89,7 @@ class Trainer:
 
     def __init__(self, workload: Workload, model: nn.Module, options: argparse.Namespace) -> None:
         self.workload, self.device = workload, torch.device(options.device)
+        self.sliding = sliding_heads_of(model)
         self.model = model.to(self.device)
         self.forward = torch.compile(self.model) if options.compile else self.model
         self.optimizer = torch.optim.AdamW(
@@ -107,6 +108,7 @@ class Trainer:
             loss = self.workload.loss(self.forward, batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        quality_model.keep_sliding(self.model, self.sliding)
         return loss.detach()
 
     def take_step(self, step: int) -> None:

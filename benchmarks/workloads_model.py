@@ -4,7 +4,9 @@
 
 In the form `dense` a query attends to all keys that it can see, by PyTorch; in the form `selected`
 to the `recent` newest and, of the others, those of highest learned score, `keys` in all, by this
-library. Where attention is not causal no key is newest, and all `keys` are chosen by score.
+library. Half of the kv heads, rounded down, have a sliding window: their A is 0 and stays so, and
+of equal scores the newest rank first. Where attention is not causal no key is newest: all `keys`
+are chosen by score, in all heads.
 """
 
 from __future__ import annotations
@@ -127,6 +129,14 @@ class Body(nn.Module):
         return [block.attention for block in self.blocks]
 
 
+def sliding_heads_of(model: Any) -> list[int]:
+    """How many kv heads of each layer have a sliding window."""
+    return [
+        layer.dt_proj.weight.shape[0] // 2 if layer.causal and layer.window is not None else 0
+        for layer in model.attentions()
+    ]
+
+
 class Workload(abc.ABC):
     """A task: its model, its data and its loss.
 
@@ -164,7 +174,8 @@ class Workload(abc.ABC):
         """The model with its initial weights, which do not depend on the form where both have
         them."""
         model = self.make_model(form, keys, recent)
-        quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD)
+        start = (seed, INITIAL_A, quality_model.STD, sliding_heads_of(model))
+        quality_model.initialise(model, form, *start)
         return model
 
 

@@ -3,6 +3,7 @@ tested in test_workloads_data.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from workloads_model import FORMS, Workload
 NAMES = workloads.NAMES
 CPU = torch.device("cpu")
 KEYS, RECENT = 64, 16
+OPTIONS = workloads.parse(["out", "--quick"])
 
 
 def make(name: str, *flags: str) -> Workload:
@@ -52,6 +54,23 @@ def test_selecting_all_keys_is_dense(causal: bool, axes: int) -> None:
     assert torch.allclose(dense(x, positions), selected(x, positions), atol=1e-5)
     moved = dense(x, positions.flip(1))
     assert not torch.allclose(dense(x, positions), moved, atol=1e-3)
+
+
+@pytest.mark.parametrize(("causal", "heads"), [(True, [1, 1]), (False, [0, 0])])
+def test_half_of_the_heads_of_a_causal_model_are_sliding(causal: bool, heads: list[int]) -> None:
+    config = workloads_model.Config(2, 6, 3, causal=causal)
+    dense, selected = (workloads_model.Body(config.of_form(form, KEYS, RECENT)) for form in FORMS)
+    assert workloads_model.sliding_heads_of(dense) == [0, 0]
+    assert workloads_model.sliding_heads_of(selected) == heads
+
+
+def test_sliding_heads_are_not_trained() -> None:
+    task = make("series", "--steps=2")
+    task.size = dataclasses.replace(task.size, config=workloads_model.Config(2, 6, 3))
+    trainer = workloads.Trainer(task, task.begin("selected", KEYS, RECENT, 0), OPTIONS)
+    trainer.run()
+    for layer in trainer.model.attentions():
+        assert layer.A[0] == 0 and (layer.A[1:] != 1).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
