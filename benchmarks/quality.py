@@ -65,10 +65,10 @@ class Run:
             *(options.bias_form, options.rotary_base),
         )
         self.model = quality_model.Model(config)
-        sliding = (options.sliding_heads, options.score_layers)
-        self.sliding = quality_model.sliding_heads_of(config, *sliding)
+        heads = (options.sliding_heads, options.score_layers)
+        sliding = quality_model.sliding_heads_of(config, *heads)
         start = (options.seed, options.initial_a, options.dt_std)
-        quality_model.initialise(self.model, options.form, *start, self.sliding)
+        quality_model.initialise(self.model, options.form, *start, sliding)
         if options.start is not None:
             self.model.load_state_dict(quality_model.load(options.start).state_dict())
         self.model.to(self.device)
@@ -189,7 +189,6 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     loss = loss + options.recall_weight * of_marked / max(1, counts[1])
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    quality_model.keep_sliding(run.model, run.sliding)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
     run.optimizer.step()
     of_text = (losses.detach() * is_text[:, None]).sum()

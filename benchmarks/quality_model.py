@@ -138,7 +138,7 @@ class Attention(DynamicMaskAttention):
             key,
             value,
             self.dt_proj.weight,
-            self.A,
+            self.a_coef,
             self.window,
             causal=True,
             recent=self.recent,
@@ -203,7 +203,7 @@ def initialise(
     model: Model, form: str, seed: int, initial_a: float, dt_std: float, sliding: list[int]
 ) -> None:
     """Weights that depend on the seed, and not on the form, where forms have the same ones.
-    sliding: how many heads of each layer have a sliding window, which is kept by keep_sliding()."""
+    sliding: how many kv heads of each layer have a sliding window."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -219,17 +219,10 @@ def initialise(
         is_random = form.startswith("random")
         attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
         attention.A[:heads] = 0.0
+        attention.sliding_heads = heads
         is_learned = form in LEARNED
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)
-
-
-@torch.no_grad()
-def keep_sliding(model: Model, sliding: list[int]) -> None:
-    """Clear the gradients of A in heads that have a sliding window, so that A stays 0."""
-    for attention, heads in zip(model.attentions(), sliding):
-        if heads and attention.A.grad is not None:
-            attention.A.grad[:heads] = 0.0
 
 
 def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def draw_panel(axes: pyplot.Axes, rows: list[Row], curve: Any, labels: tuple[str
     axes.set_xlabel(labels[0])
     axes.set_title(labels[1])
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:,.7g}")
+    axes.yaxis.set_major_formatter("{x:,.12g}")
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,10 +12,10 @@ same weights where both have them. It writes
     OUT/NAME-FORM.json  a run, see workloads_results.py
     OUT/workloads.json  all runs of this call
 
-and prints a table. Steps a second are those of training, in which data are generated, too; a first
-pass is not counted, nor are evaluations. --join writes the runs of several calls into one file. It
-runs on a CUDA device, if there is one, or on the CPU, with the package installed or FDMA_LIBRARY
-and PYTHONPATH in the environment.
+and prints a table. Steps a second are those of training, without a first pass, evaluations, and the
+time in which data are generated; peak memory has one batch of data. --join writes the runs of
+several calls into one file. It runs on a CUDA device, if there is one, or on the CPU, with the
+package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
 Exit status: 0 done; 1 a loss is not a number, or files do not fit together; 2 bad usage.
 """
 
@@ -40,7 +40,7 @@ import workloads_series
 from peers_common import find_machine, write_whole
 from quality_results import thinned
 from torch import nn
-from workloads_model import FORMS, Sums, Workload, narrow, sliding_heads_of
+from workloads_model import FORMS, Batch, Sums, Workload, narrow
 
 TASKS = {
     "language": (workloads_language, workloads_language.Language),
@@ -53,6 +53,7 @@ WARM_UP = 100  # steps until the learning rate has its peak, or a tenth of fewer
 DECAY, CLIP = 0.1, 1.0  # weight decay of matrices, and the largest norm of a gradient
 HELD_OUT = 16  # batches
 GENERATED = 5  # batches that are timed alone
+GROUP = 16  # steps whose batches are made before the clock of these steps starts
 QUICK_KEYS, QUICK_RECENT, QUICK_HELD_OUT = 64, 16, 4
 
 
@@ -84,12 +85,15 @@ def time_batches(workload: Workload, device: torch.device) -> float:
     return (time.perf_counter() - begin) / GENERATED
 
 
+def bytes_of(batch: Batch) -> int:
+    return sum(one.numel() * one.element_size() for one in batch.values())
+
+
 class Trainer:
     """A model, its optimizer, and the steps of training."""
 
     def __init__(self, workload: Workload, model: nn.Module, options: argparse.Namespace) -> None:
         self.workload, self.device = workload, torch.device(options.device)
-        self.sliding = sliding_heads_of(model)
         self.model = model.to(self.device)
         self.forward = torch.compile(self.model) if options.compile else self.model
         self.optimizer = torch.optim.AdamW(
@@ -101,35 +105,39 @@ class Trainer:
         self.rate = options.rate
         self.losses: list[torch.Tensor] = []
 
-    def pass_once(self, step: int) -> torch.Tensor:
-        """The loss of a step; sets gradients."""
-        batch = self.workload.batch(step)
+    def pass_once(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch; sets gradients."""
         with narrow(self.device):
             loss = self.workload.loss(self.forward, batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        quality_model.keep_sliding(self.model, self.sliding)
         return loss.detach()
 
-    def take_step(self, step: int) -> None:
+    def take_step(self, step: int, batch: Batch) -> None:
         steps = self.workload.steps
         warm_up = max(1, min(WARM_UP, steps // 10))
         rate = quality_model.rate_at(step, steps, self.rate, warm_up)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
-        self.losses.append(self.pass_once(step))
+        self.losses.append(self.pass_once(batch))
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
 
-    def run(self) -> float:
-        """All steps; returns their seconds."""
-        self.pass_once(0)
-        wait(self.device)
-        begin = time.perf_counter()
-        for step in range(self.workload.steps):
-            self.take_step(step)
-        wait(self.device)
-        return time.perf_counter() - begin
+    def run(self) -> tuple[float, int]:
+        """All steps; returns their seconds, and the bytes of all batches but one of a group."""
+        self.pass_once(self.workload.batch(0))
+        seconds, others = 0.0, 0
+        for first in range(0, self.workload.steps, GROUP):
+            steps = range(first, min(first + GROUP, self.workload.steps))
+            batches = [self.workload.batch(step) for step in steps]
+            others = max(others, sum(map(bytes_of, batches[1:])))
+            wait(self.device)
+            begin = time.perf_counter()
+            for step, batch in zip(steps, batches):
+                self.take_step(step, batch)
+            wait(self.device)
+            seconds += time.perf_counter() - begin
+        return seconds, others
 
 
 def means_of(
@@ -174,8 +182,8 @@ def run_form(workload: Workload, form: str, options: argparse.Namespace) -> dict
         torch.cuda.reset_peak_memory_stats(device)
     model = workload.begin(form, options.keys, options.recent, options.seed)
     trainer = Trainer(workload, model, options)
-    seconds = trainer.run()
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    seconds, others = trainer.run()
+    peak = torch.cuda.max_memory_allocated(device) - others if device.type == "cuda" else None
     losses = torch.stack(trainer.losses).double().cpu().tolist()
     held_out, baseline = evaluate(trainer, QUICK_HELD_OUT if options.quick else HELD_OUT)
     last = losses[-max(1, len(losses) // 10) :]

@@ -79,7 +79,7 @@ class Attention(DynamicMaskAttention):
             out = scaled_dot_product_attention(*rows, is_causal=self.causal, enable_gqa=True)
             return self.o_proj(out.transpose(1, 2).flatten(2))
         out = flash_dma_attention(
-            *(query, key, value, self.dt_proj.weight, self.A, self.window),
+            *(query, key, value, self.dt_proj.weight, self.a_coef, self.window),
             causal=self.causal,
             recent=self.recent,
             bias_form=BIAS_FORM,
@@ -129,14 +129,6 @@ class Body(nn.Module):
         return [block.attention for block in self.blocks]
 
 
-def sliding_heads_of(model: Any) -> list[int]:
-    """How many kv heads of each layer have a sliding window."""
-    return [
-        layer.dt_proj.weight.shape[0] // 2 if layer.causal and layer.window is not None else 0
-        for layer in model.attentions()
-    ]
-
-
 class Workload(abc.ABC):
     """A task: its model, its data and its loss.
 
@@ -174,8 +166,8 @@ class Workload(abc.ABC):
         """The model with its initial weights, which do not depend on the form where both have
         them."""
         model = self.make_model(form, keys, recent)
-        start = (seed, INITIAL_A, quality_model.STD, sliding_heads_of(model))
-        quality_model.initialise(model, form, *start)
+        sliding = [layer.kv_heads // 2 if layer.causal else 0 for layer in model.attentions()]
+        quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD, sliding)
         return model
 
 

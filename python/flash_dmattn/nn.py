@@ -142,6 +142,9 @@ class DynamicMaskAttention(nn.Module):
             it has to be if window is None or `causal` is False, leaves no key out. A layer with a
             gap has no cache.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
+        sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
+            they keep the newest keys, window + recent of them. 0 if `causal` is False. Half of the
+            heads sliding and half with scores trained better than either alone: docs/quality.md.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
@@ -201,6 +204,7 @@ class DynamicMaskAttention(nn.Module):
         recent: int | None = None,
         sinks: int = 0,
         gap: float | None = None,
+        sliding_heads: int = 0,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -230,9 +234,11 @@ class DynamicMaskAttention(nn.Module):
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
         _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
-        self.gap = gap
+        most = kv_heads if causal and window is not None else 0
+        require(0 <= sliding_heads <= most, f"sliding_heads: is {sliding_heads}, want 0 to {most}")
         self.options = check_options(options, self.window)
         self.causal, self.rope_base = causal, rope_base
+        self.gap, self.sliding_heads = gap, sliding_heads
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
@@ -246,10 +252,15 @@ class DynamicMaskAttention(nn.Module):
             nn.RMSNorm(dim, eps=norm_eps, **kind) if qk_norm else nn.Identity() for _ in range(2)
         )
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
-        if window is not None:
-            self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=dt_bias, **kind)
-            self.A = nn.Parameter(torch.zeros(kv_heads, **kind))
-        zeros = nn.Parameter(torch.zeros(heads, **kind)) if sink_logit else None
+        self._add_scores(dt_bias, sink_logit, kind)
+
+    def _add_scores(self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any]) -> None:
+        """What scores are computed from, and sink logits."""
+        if self.window is not None:
+            width = self.kv_heads * self.head_dim
+            self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
+            self.A = nn.Parameter(torch.zeros(self.kv_heads, **kind))
+        zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
     def reset_parameters(self) -> None:
@@ -263,6 +274,12 @@ class DynamicMaskAttention(nn.Module):
             nn.init.zeros_(self.sink_logit)
 
     @property
+    def a_coef(self) -> torch.Tensor:
+        """A as scores are computed from it: 0 for the sliding heads."""
+        heads = self.sliding_heads
+        return nn.functional.pad(self.A[heads:], (heads, 0)) if heads else self.A
+
+    @property
     def _wide_sink_logit(self) -> torch.Tensor | None:
         """The sink logits in float32 (float64 if the layer is)."""
         sink = self.sink_logit
@@ -272,7 +289,8 @@ class DynamicMaskAttention(nn.Module):
         return (
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
-            f"sinks={self.sinks}, gap={self.gap}, causal={self.causal}, dropout={self.dropout}"
+            f"sinks={self.sinks}, gap={self.gap}, sliding_heads={self.sliding_heads}, "
+            f"causal={self.causal}, dropout={self.dropout}"
             + ("" if self.options is None else f", options={self.options}")
         )
 
@@ -395,7 +413,7 @@ class DynamicMaskAttention(nn.Module):
             f"dt_proj: is a {kind.__name__}, want a torch.nn.Linear, whose weight is all of it",
             NotImplementedError,
         )
-        return self.dt_proj.weight, self.A, self.dt_proj.bias
+        return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
     def _check_cache(
         self,

@@ -57,7 +57,9 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
     scope = "causal" if layer.causal else "global"
     bias = kept = None
     if layer.window is not None:
-        z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
+        sliding = torch.arange(layer.kv_heads) < layer.sliding_heads
+        a_coef = torch.where(sliding, 0.0, layer.A)
+        z = a_coef * softplus(layer.dt_proj(value.flatten(2)))
         bias = z.exp().transpose(1, 2)
         score = z.detach().transpose(1, 2)
         rules = {"recent": layer.recent, "sinks": layer.sinks, "gap": layer.gap}
@@ -82,6 +84,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sinks, global": {"sinks": 2, "causal": False},
     "gap": {"gap": 0.3},
     "recent, sinks and gap": {"recent": 5, "sinks": 2, "gap": 0.1},
+    "a sliding head": {"recent": 5, "sliding_heads": 1},
+    "sliding heads alone": {"recent": 0, "sinks": 1, "sliding_heads": KV_HEADS},
     "dense, recent and sinks": {"window": None, "recent": 5, "sinks": 2},
 }
 
@@ -125,8 +129,27 @@ def test_defaults() -> None:
     assert torch.equal(make_layer(recent=WINDOW, sinks=0)(x), layer(x))
     for rules in ({"recent": 0}, {"recent": 5}, {"sinks": 2}, {"gap": 0.1}):
         assert not torch.allclose(make_layer(**rules)(x), layer(x), rtol=1e-2, atol=1e-2)
-    shown = repr(make_layer(recent=5, sinks=2, gap=1.5))
-    assert "window=7, recent=5, sinks=2, gap=1.5, causal=True" in shown
+    shown = repr(make_layer(recent=5, sinks=2, gap=1.5, sliding_heads=1))
+    assert "window=7, recent=5, sinks=2, gap=1.5, sliding_heads=1, causal=True" in shown
+
+
+def test_sliding_heads_in_a_cache() -> None:
+    """Tokens that enter a cache have the results of the whole sequence."""
+    layer, x = make_layer(recent=5, sliding_heads=1), make_states()
+    rules = {"recent": layer.recent, "sinks": layer.sinks}
+    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, layer.head_dim, layer.window, **rules)
+    with torch.no_grad():
+        steps = [layer(one, cache=cache) for one in x.split(LENGTH // 3 + 1, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("heads", "rules", "most"),
+    [(-1, {}, KV_HEADS), (KV_HEADS + 1, {}, KV_HEADS), (1, {"causal": False}, 0)],
+)
+def test_bad_sliding_heads(heads: int, rules: dict[str, Any], most: int) -> None:
+    with pytest.raises(ValueError, match=f"sliding_heads: is {heads}, want 0 to {most}"):
+        make_layer(sliding_heads=heads, **rules)
 
 
 def test_state_dict() -> None:
@@ -298,7 +321,9 @@ def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
-@pytest.mark.parametrize("rules", [{}, {"recent": 5, "sinks": 2}, {"gap": 0.3}])
+@pytest.mark.parametrize(
+    "rules", [{}, {"recent": 5, "sinks": 2}, {"gap": 0.3}, {"sliding_heads": 1}]
+)
 def test_one_compiled_graph(rules: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer, x = make_layer(**rules), make_states()

@@ -56,21 +56,16 @@ def test_selecting_all_keys_is_dense(causal: bool, axes: int) -> None:
     assert not torch.allclose(dense(x, positions), moved, atol=1e-3)
 
 
-@pytest.mark.parametrize(("causal", "heads"), [(True, [1, 1]), (False, [0, 0])])
-def test_half_of_the_heads_of_a_causal_model_are_sliding(causal: bool, heads: list[int]) -> None:
-    config = workloads_model.Config(2, 6, 3, causal=causal)
-    dense, selected = (workloads_model.Body(config.of_form(form, KEYS, RECENT)) for form in FORMS)
-    assert workloads_model.sliding_heads_of(dense) == [0, 0]
-    assert workloads_model.sliding_heads_of(selected) == heads
-
-
 def test_sliding_heads_are_not_trained() -> None:
     task = make("series", "--steps=2")
     task.size = dataclasses.replace(task.size, config=workloads_model.Config(2, 6, 3))
     trainer = workloads.Trainer(task, task.begin("selected", KEYS, RECENT, 0), OPTIONS)
     trainer.run()
     for layer in trainer.model.attentions():
+        assert layer.sliding_heads == 1
         assert layer.A[0] == 0 and (layer.A[1:] != 1).all()
+    task.size = dataclasses.replace(task.size, config=workloads_model.Config(1, 4, 2, causal=False))
+    assert task.begin("selected", KEYS, RECENT, 0).attentions()[0].sliding_heads == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
