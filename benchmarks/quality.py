@@ -63,12 +63,12 @@ class Run:
         config = quality_model.config_of(
             *(options.form, options.size, options.keys, options.recent, options.sinks),
             *(options.bias_form, options.rotary_base),
+            *(options.sliding_heads, options.score_layers),
         )
         self.model = quality_model.Model(config)
-        heads = (options.sliding_heads, options.score_layers)
-        sliding = quality_model.sliding_heads_of(config, *heads)
-        start = (options.seed, options.initial_a, options.dt_std)
-        quality_model.initialise(self.model, options.form, *start, sliding)
+        quality_model.initialise(
+            self.model, options.form, options.seed, options.initial_a, options.dt_std
+        )
         if options.start is not None:
             self.model.load_state_dict(quality_model.load(options.start).state_dict())
         self.model.to(self.device)
@@ -321,6 +321,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')}: is {value}, want 1 or more")
     if not 0 <= options.recent < options.keys:
         parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
+    check_sliding(parser, options)
     if not 0 <= options.recall <= 1:
         parser.error(f"--recall: is {options.recall}, want 0 to 1")
     if options.length < 256:
@@ -336,6 +337,21 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--corpus: {options.corpus / name} is not a file")
         if (options.corpus / name).stat().st_size <= options.length:
             parser.error(f"--corpus: {name} is shorter than a sequence of {options.length} bytes")
+
+
+def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    _, _, most = quality_model.SIZES[options.size]
+    heads, layers = options.sliding_heads, options.score_layers
+    if not 0 <= heads <= most:
+        parser.error(f"--sliding-heads: is {heads}, want 0 to {most}, the kv heads")
+    if layers is not None and layers < 1:
+        parser.error(f"--score-layers: is {layers}, want 1 or more")
+    if heads > 0 and layers is not None:
+        parser.error("--sliding-heads: is given with --score-layers, want one of the two")
+    if (heads > 0 or layers is not None) and options.form in ("dense", "sliding"):
+        parser.error(f"--form: is {options.form}, which has no scores, want another one")
+    if not 64 <= options.shortest_span <= options.length:
+        parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
 
 
 def main() -> None:

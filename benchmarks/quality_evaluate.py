@@ -178,7 +178,7 @@ def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:
     batch, length, heads, _ = value.shape
     if layer.window is None:
         return np.full((batch, heads, length), length)
-    scores, _ = score(value, layer.dt_proj.weight, layer.A, bias_form="none")
+    scores, _ = score(value, layer.dt_proj.weight, layer.a_coef, bias_form="none")
     rules = {"recent": layer.recent, "sinks": layer.sinks}
     return select(scores, layer.window, **rules).expiry.clamp(max=length).cpu().numpy()
 

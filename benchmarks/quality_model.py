@@ -14,8 +14,8 @@ A form says which keys a query keeps:
                    as it was initialised, and no bias is added to logits
     random-recent  as recent, with such scores
 
-In the forms with scores, some kv heads can be sliding ones all the same: A of these is 0 and stays
-so, and the others learn scores, or have random ones.
+In the forms with scores, some kv heads can have a sliding window all the same, by the argument
+sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Config:
     sinks: int = 0
     bias_form: str = "exp"
     rotary_base: float = 10000.0
+    sliding: tuple[int, ...] = ()  # of each layer, how many kv heads have a sliding window; (): 0
 
     @property
     def width(self) -> int:
@@ -69,6 +70,7 @@ class Config:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
         values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
+        values["sliding"] = " ".join(map(str, self.sliding))
         return {name: str(value) for name, value in values.items()}
 
     @staticmethod
@@ -79,6 +81,7 @@ class Config:
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
+            sliding=tuple(map(int, strings.get("sliding", "").split())),
         )
 
 
@@ -90,14 +93,24 @@ def config_of(
     sinks: int = 0,
     bias_form: str = "exp",
     rotary_base: float = 10000.0,
+    sliding_heads: int = 0,
+    score_layers: int | None = None,
 ) -> Config:
-    """The model of a form, in which a query keeps `keys` keys in all."""
+    """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
+    the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
+    the last of every so many layers."""
     if form == "dense":
         return Config(*SIZES[size], None, rotary_base=rotary_base)
     newest = recent if form.endswith("recent") else 0
     if form.startswith("random"):
         bias_form = "none"
-    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base)
+    layers, _, kv_heads = SIZES[size]
+    sliding: tuple[int, ...] = ()
+    if score_layers is not None:
+        sliding = tuple(0 if (n + 1) % score_layers == 0 else kv_heads for n in range(layers))
+    elif sliding_heads > 0:
+        sliding = layers * (sliding_heads,)
+    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base, sliding)
 
 
 class Attention(DynamicMaskAttention):
@@ -106,7 +119,7 @@ class Attention(DynamicMaskAttention):
     `observe`, if it is set, is called with the layer and the values of every call.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         super().__init__(
             config.width,
             config.q_heads,
@@ -115,6 +128,7 @@ class Attention(DynamicMaskAttention):
             recent=config.recent,
             sinks=config.sinks,
             rope_base=config.rotary_base,
+            sliding_heads=config.sliding[layer] if config.sliding else 0,
         )
         self.bias_form = config.bias_form
         self.observe: Callable[[Attention, torch.Tensor], None] | None = None
@@ -148,11 +162,11 @@ class Attention(DynamicMaskAttention):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         width = config.width
         self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.contract = nn.Linear(4 * width, width, bias=False)
@@ -171,7 +185,7 @@ class Model(nn.Module):
         self.config = config
         width = config.width
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, BYTES, bias=False)
 
@@ -190,20 +204,9 @@ def prefer_cudnn() -> Any:
     return sdpa_kernel(DENSE_BACKENDS, set_priority=True)
 
 
-def sliding_heads_of(config: Config, heads: int, every: int | None) -> list[int]:
-    """How many kv heads of each layer, the first ones, have a sliding window: `heads` of them, or,
-    with `every`, all of them except in the last layer of every `every` layers."""
-    if every is None:
-        return [heads] * config.layers
-    return [0 if layer % every == every - 1 else config.kv_heads for layer in range(config.layers)]
-
-
 @torch.no_grad()
-def initialise(
-    model: Model, form: str, seed: int, initial_a: float, dt_std: float, sliding: list[int]
-) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones.
-    sliding: how many kv heads of each layer have a sliding window."""
+def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: float) -> None:
+    """Weights that depend on the seed, and not on the form, where forms have the same ones."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -213,13 +216,12 @@ def initialise(
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     if form == "dense":
         return
-    for attention, heads in zip(model.attentions(), sliding):
+    for attention in model.attentions():
         weight = attention.dt_proj.weight
         weight.copy_(torch.randn(weight.shape, generator=generator) * dt_std)
         is_random = form.startswith("random")
         attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
-        attention.A[:heads] = 0.0
-        attention.sliding_heads = heads
+        attention.A[: attention.sliding_heads] = 0.0
         is_learned = form in LEARNED
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)

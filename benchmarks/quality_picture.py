@@ -9,9 +9,9 @@ The files are those of quality.py, or one that quality_results.py wrote. It writ
 quality-losses.svg (held-out loss against steps, seconds of training and position) and
 quality-recall.svg (accuracy against distance, passkeys against depth, loss against the keys of a
 query at test time), or with --readme one small picture (held-out loss against seconds of training,
-accuracy against distance). Runs of the same form have the same colour, and different lines if their
-labels differ. A label says which keys a query keeps, unless --runs has another; --runs also orders
-the runs. quality_kept.py draws which keys a run keeps.
+accuracy against distance). Runs of the same label have the same line. A label says which keys a
+query keeps and what else is not usual, unless --runs has another; --runs also orders the runs.
+quality_kept.py draws which keys a run keeps.
 Exit status: 0 done; 1 a run has no evaluation, or is not there; 2 bad usage.
 """
 
@@ -28,13 +28,17 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 from peers_picture import save
-from quality_model import FORMS
 
-COLOURS = dict(
-    zip(FORMS, ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00"))
-)  # Okabe and Ito's
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito's
+LINES = ("-", "--", ":", "-.")  # of the first labels, the next ones, ...
 PASSKEY_GROUPS = 8  # of depths
-LINES = ("-", "--", ":", "-.")  # of runs of one form
+USUAL = {  # settings that labels do not mention, and their names in labels
+    "initial_a": (0.0, "A from {}"),
+    "score_rate": (1.0, "rate of scores x {}"),
+    "sinks": (0, "{} sinks"),
+    "shortest_span": (128, "episodes from {}"),
+    "rotary_base": (10000.0, "rotary base {}"),
+}
 Runs = dict[str, dict[str, Any]]
 
 
@@ -51,7 +55,7 @@ def read(paths: list[Path]) -> Runs:
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """That of --runs, or else what a query keeps, and what else is no default of quality.py."""
+    """That of --runs, or else what a query keeps, and which settings are not the usual ones."""
     if "label" in run:
         return run["label"]
     settings = run["settings"]
@@ -61,33 +65,31 @@ def label_of(run: dict[str, Any]) -> str:
     if form == "sliding":
         return f"{keys} newest"
     how = "at random" if form.startswith("random") else "by score"
-    if form.endswith("recent"):
-        label = f"{keys - recent} {how}, {recent} newest"
-    else:
-        label = f"{keys} {how}"
-    if settings["bias_form"] != "exp":
-        label += f", {settings['bias_form']} bias"
-    if settings.get("sliding_heads"):
-        label += f", {settings['sliding_heads']} sliding heads"
+    is_recent = form.endswith("recent")
+    words = [f"{keys - recent} {how}, {recent} newest" if is_recent else f"{keys} {how}"]
+    if heads := settings.get("sliding_heads"):
+        words.append(f"sliding heads: {heads}")
     if settings.get("score_layers"):
-        label += f", in 1 of {settings['score_layers']} layers"
-    return label
+        words.append(f"in 1 of {settings['score_layers']} layers")
+    if not form.startswith("random"):
+        if settings["bias_form"] != "exp":
+            words.append(f"{settings['bias_form']} bias")
+        for name, (usual, phrase) in USUAL.items():
+            if settings.get(name, usual) != usual:
+                words.append(phrase.format(f"{settings[name]:g}"))
+    return ", ".join(words)
 
 
-def lines_of(runs: Runs) -> dict[str, str]:
-    """A line style for each label."""
-    styles: dict[str, str] = {}
-    of_form: dict[str, int] = {}
-    for run in runs.values():
-        label, form = label_of(run), run["settings"]["form"]
-        if label not in styles:
-            number = of_form[form] = of_form.get(form, -1) + 1
-            styles[label] = LINES[number % len(LINES)]
-    return styles
-
-
-def colour_of(run: dict[str, Any]) -> str:
-    return COLOURS[run["settings"]["form"]]
+def lines_of(runs: Runs) -> dict[str, dict[str, str]]:
+    """The colour and the line style of each label."""
+    labels = dict.fromkeys(label_of(run) for run in runs.values())
+    return {
+        label: {
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": LINES[number // len(COLOURS) % len(LINES)],
+        }
+        for number, label in enumerate(labels)
+    }
 
 
 def plot(
@@ -95,11 +97,11 @@ def plot(
 ) -> None:
     """A line for each run through points(run): pairs of x and y."""
     styles = lines_of(runs)
-    for run in runs.values():
+    for number, run in enumerate(runs.values()):
         drawn, label = points(run), label_of(run)
-        if drawn:
-            style = {"color": colour_of(run), "linestyle": styles[label], "linewidth": 1.2}
-            axes.plot(*zip(*drawn), label=label, **{**style, **others})
+        if drawn:  # the first lines are wider, so that they are seen beneath later ones
+            width = 1.2 + 0.6 * max(0, 3 - number)
+            axes.plot(*zip(*drawn), label=label, linewidth=width, **styles[label], **others)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.grid(color="0.9", linewidth=0.6)
@@ -174,7 +176,7 @@ def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
 
 def draw_readme(runs: Runs, pairs: int) -> pyplot.Figure:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    drawn = {"linewidth": 2.0, "marker": "o", "markersize": 4}
+    drawn = {"marker": "o", "markersize": 4}
     plot(left, runs, losses_against("seconds"), ("seconds of training", ""), **drawn)
     left.set_title("held-out loss, bits per byte")
     least = min(row["bits"] for run in runs.values() for row in run["held_out"])

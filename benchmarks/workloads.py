@@ -13,7 +13,7 @@ same weights where both have them. It writes
     OUT/workloads.json  all runs of this call
 
 and prints a table. Steps a second are those of training, without a first pass, evaluations, and the
-time in which data are generated; peak memory has one batch of data. --join writes the runs of
+time in which data are generated; peak memory is that of one more pass. --join writes the runs of
 several calls into one file. It runs on a CUDA device, if there is one, or on the CPU, with the
 package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
 Exit status: 0 done; 1 a loss is not a number, or files do not fit together; 2 bad usage.
@@ -85,10 +85,6 @@ def time_batches(workload: Workload, device: torch.device) -> float:
     return (time.perf_counter() - begin) / GENERATED
 
 
-def bytes_of(batch: Batch) -> int:
-    return sum(one.numel() * one.element_size() for one in batch.values())
-
-
 class Trainer:
     """A model, its optimizer, and the steps of training."""
 
@@ -123,21 +119,28 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
 
-    def run(self) -> tuple[float, int]:
-        """All steps; returns their seconds, and the bytes of all batches but one of a group."""
+    def run(self) -> float:
+        """All steps; returns their seconds."""
         self.pass_once(self.workload.batch(0))
-        seconds, others = 0.0, 0
+        seconds = 0.0
         for first in range(0, self.workload.steps, GROUP):
             steps = range(first, min(first + GROUP, self.workload.steps))
             batches = [self.workload.batch(step) for step in steps]
-            others = max(others, sum(map(bytes_of, batches[1:])))
             wait(self.device)
             begin = time.perf_counter()
             for step, batch in zip(steps, batches):
                 self.take_step(step, batch)
             wait(self.device)
             seconds += time.perf_counter() - begin
-        return seconds, others
+        return seconds
+
+    def find_peak(self) -> int | None:
+        """The most memory that a pass takes, after training, with one batch."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.pass_once(self.workload.batch(0))
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 def means_of(
@@ -179,11 +182,9 @@ def run_form(workload: Workload, form: str, options: argparse.Namespace) -> dict
     gc.collect()  # the last model must not count in the peak of this one
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     model = workload.begin(form, options.keys, options.recent, options.seed)
     trainer = Trainer(workload, model, options)
-    seconds, others = trainer.run()
-    peak = torch.cuda.max_memory_allocated(device) - others if device.type == "cuda" else None
+    seconds, peak = trainer.run(), trainer.find_peak()
     losses = torch.stack(trainer.losses).double().cpu().tolist()
     held_out, baseline = evaluate(trainer, QUICK_HELD_OUT if options.quick else HELD_OUT)
     last = losses[-max(1, len(losses) // 10) :]

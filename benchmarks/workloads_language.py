@@ -76,7 +76,9 @@ class Language(Workload):
 
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:
         own = "dense" if form == "dense" else "recent"
-        config = quality_model.config_of(own, self.size.name, keys, recent, bias_form=BIAS_FORM)
+        _, _, kv_heads = quality_model.SIZES[self.size.name]
+        more = {"bias_form": BIAS_FORM, "sliding_heads": kv_heads // 2}
+        config = quality_model.config_of(own, self.size.name, keys, recent, **more)
         return quality_model.Model(config)
 
     def batch(self, step: int, is_held_out: bool = False) -> Batch:

@@ -48,6 +48,10 @@ class Config:
     def width(self) -> int:
         return self.q_heads * HEAD_DIM
 
+    @property
+    def sliding_heads(self) -> int:
+        return self.kv_heads // 2 if self.causal and self.window is not None else 0
+
     def of_form(self, form: str, keys: int, recent: int) -> Config:
         """The layers of a form, in which a query keeps `keys` keys if it is `selected`."""
         if form == "dense":
@@ -64,6 +68,7 @@ class Attention(DynamicMaskAttention):
             *(config.width, config.q_heads, config.kv_heads, config.window),
             recent=config.recent,
             causal=config.causal,
+            sliding_heads=config.sliding_heads,
         )
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -166,13 +171,12 @@ class Workload(abc.ABC):
         """The model with its initial weights, which do not depend on the form where both have
         them."""
         model = self.make_model(form, keys, recent)
-        sliding = [layer.kv_heads // 2 if layer.causal else 0 for layer in model.attentions()]
-        quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD, sliding)
+        quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD)
         return model
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for it: the device is still busy with the last step."""
+    """A copy on the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

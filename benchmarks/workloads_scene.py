@@ -95,9 +95,8 @@ def paint(
     side = grid * pixels
     image = make_background(batch, side, generator, device)
     cells = image.view(batch, CHANNELS, grid, pixels, grid, pixels)
-    cells = cells.permute(0, 2, 4, 3, 5, 1).flatten(
-        1, 2
-    )  # [batch, cells, pixels, pixels, channels]
+    # [batch, cells, pixels, pixels, channels]
+    cells = cells.permute(0, 2, 4, 3, 5, 1).flatten(1, 2)
     index = to_device(scenes.cell, device)
     rows = torch.arange(batch, device=device)[:, None]
     colour = to_device(scenes.colour.astype(np.float32), device)

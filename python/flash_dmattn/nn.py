@@ -143,8 +143,8 @@ class DynamicMaskAttention(nn.Module):
             gap has no cache.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
-            they keep the newest keys, window + recent of them. 0 if `causal` is False. Half of the
-            heads sliding and half with scores trained better than either alone: docs/quality.md.
+            they keep the newest keys, window + recent of them. 0 if `causal` is False or window is
+            None. docs/quality.md compares models with and without them.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.

@@ -62,9 +62,9 @@ def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> di
     return json.loads((out / f"{name}.json").read_text())
 
 
-def model_of(form: str, seed: int = 0, sliding: tuple[int, ...] = (0, 0)) -> quality_model.Model:
+def model_of(form: str, seed: int = 0) -> quality_model.Model:
     model = quality_model.Model(quality_model.config_of(form, "tiny", KEYS, RECENT))
-    quality_model.initialise(model, form, seed, 0.5, 0.5, list(sliding))
+    quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=0.5)
     return model
 
 
@@ -189,18 +189,33 @@ def test_sliding_layers_stay_and_others_learn(corpus: Path, tmp_path: Path, form
     )
 
 
-def test_sliding_heads_keep_the_newest_keys() -> None:
-    sizes = {"layers": 2, "q_heads": 2, "kv_heads": 2}
-    config = quality_model.Config(**sizes, window=KEYS - RECENT, recent=RECENT, bias_form="linear")
+def test_sliding_heads_keep_the_newest_keys(tmp_path: Path) -> None:
+    """Whatever their A is, and those of a model of a file, too."""
+    sizes = {"layers": 2, "q_heads": 2, "kv_heads": 2, "sliding": (1, 0)}
+    config = quality_model.Config(window=KEYS - RECENT, recent=RECENT, bias_form="linear", **sizes)
     model = quality_model.Model(config)
-    sliding = quality_model.sliding_heads_of(config, 1, None)
-    quality_model.initialise(model, "recent", 0, 1.0, 0.5, sliding)
+    quality_model.initialise(model, "recent", 0, 1.0, 0.5)
+    assert [layer.A.tolist() for layer in model.attentions()] == [[0, 1], [1, 1]]
+    model.attentions()[0].A.data.fill_(1.0)
+    quality_model.save(model, tmp_path / "model.safetensors")
+    again = quality_model.load(tmp_path / "model.safetensors")
+    assert [layer.sliding_heads for layer in again.attentions()] == [1, 0]
     text = np.random.default_rng(1).integers(256, size=(1, LENGTH + 1), dtype=np.uint8)
     evaluation = quality_evaluate.Evaluation(text[0], LENGTH, 1, 1, torch.device("cpu"))
-    found = np.concatenate(evaluation._expiries(model, text))
     newest = np.minimum(np.arange(LENGTH) + KEYS, LENGTH)
-    assert (found[:, 0] == newest).all()
-    assert (found[:, 1] != newest).any(1).all()
+    for one in (model, again):
+        found = np.concatenate(evaluation._expiries(one, text))  # [layers, kv_heads, LENGTH]
+        assert (found == newest).all(2).tolist() == [[True, False], [False, False]]
+
+
+def test_layers_with_sliding_heads() -> None:
+    def sliding(**rules: int) -> tuple[int, ...]:
+        return quality_model.config_of("recent", "small", KEYS, RECENT, **rules).sliding
+
+    assert sliding() == ()
+    assert sliding(sliding_heads=2) == (2, 2, 2, 2, 2, 2)
+    assert sliding(score_layers=3) == (3, 3, 0, 3, 3, 0)
+    assert sliding(score_layers=1) == (0, 0, 0, 0, 0, 0)
 
 
 def test_learned_scores_have_their_own_rate() -> None:
@@ -332,8 +347,8 @@ def test_pictures(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     quality_picture.main()
     drawn = {path.name: path.read_text() for path in (tmp_path / "drawn").iterdir()}
     assert sorted(drawn) == ["quality-losses.svg", "quality-recall.svg"]
-    blue, black = (quality_picture.COLOURS[form].lower() for form in ("recent", "dense"))
-    assert blue in drawn["quality-losses.svg"] and black in drawn["quality-losses.svg"]
+    for colour in quality_picture.COLOURS[:2]:  # one for each run
+        assert colour.lower() in drawn["quality-losses.svg"]
     run = json.loads(Path(logs[0]).read_text())
     assert [x for x, _ in quality_picture.by_position(run)][::15] == [16.0, 496.0]
     del run["final"]
@@ -410,6 +425,10 @@ def test_thinned_losses() -> None:
         ({"recent": KEYS}, f"--recent: is {KEYS}, want 0 to {KEYS - 1}, below --keys"),
         ({"batch": 0}, "--batch: is 0, want 1 or more"),
         ({"steps": None}, "give --steps or --seconds"),
+        ({"sliding_heads": 2}, "--sliding-heads: is 2, want 0 to 1, the kv heads"),
+        ({"score_layers": 0}, "--score-layers: is 0, want 1 or more"),
+        ({"sliding_heads": 1, "score_layers": 2}, "want one of the two"),
+        ({"shortest_span": 63}, f"--shortest-span: is 63, want 64 to {LENGTH}"),
         ({"length": 255}, "--length: is 255, want 256 or more"),
         ({"length": 5000}, "held_out.bin is shorter than a sequence of 5000 bytes"),
     ],

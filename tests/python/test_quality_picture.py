@@ -227,7 +227,13 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     few = result("few", [1.0], score_layers=4, sliding_heads=0)
     some = result("some", [1.0], score_layers=None, sliding_heads=3)
     assert quality_picture.label_of(few) == "6 by score, 2 newest, in 1 of 4 layers"
-    assert quality_picture.label_of(some) == "6 by score, 2 newest, 3 sliding heads"
+    assert quality_picture.label_of(some) == "6 by score, 2 newest, sliding heads: 3"
+    from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
+    assert (
+        quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"
+    )
+    styles = quality_picture.lines_of({"few": few, "some": some, "one": from_one, "again": few})
+    assert len(styles) == len({tuple(style.values()) for style in styles.values()}) == 3
 
 
 def test_picture_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +243,7 @@ def test_picture_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     out = tmp_path / "readme.svg"
     call(monkeypatch, quality_picture, joined, "--readme", out, "--runs", "two=a window")
     drawn = out.read_text()
-    assert quality_picture.COLOURS["sliding"].lower() in drawn
+    assert quality_picture.COLOURS[0].lower() in drawn
     assert "<!-- a window -->" in drawn and "<!-- dense -->" not in drawn
     left, right = quality_picture.draw_readme({"one": result("one", [1.0], "dense")}, 8).axes
     assert left.get_lines()[0].get_xydata().tolist() == [[12.5, 1.0], [25.0, 1.0]]

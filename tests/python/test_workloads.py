@@ -18,7 +18,6 @@ import workloads_series
 from workloads_model import FORMS, Workload
 
 NAMES = workloads.NAMES
-CPU = torch.device("cpu")
 KEYS, RECENT = 64, 16
 OPTIONS = workloads.parse(["out", "--quick"])
 
