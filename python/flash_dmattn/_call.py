@@ -11,13 +11,16 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from typing import Any, Iterable, NamedTuple, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Tuple, Union
 
 import torch
 
 from . import _arguments, _library
 from ._arguments import MaybeTensor, Options, Sizes
 from ._device import allocator, device_function, stream_function, thread_count
+
+if TYPE_CHECKING:
+    from .ops import Operator
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -278,6 +281,8 @@ class Memory(threading.local):
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
         self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
+        # Of each call that kernels of operators have made: what they repeat it by, see _direct.py.
+        self.in_kernels: dict[Prepared, list[Any]] = {}
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 
 
@@ -377,6 +382,7 @@ def prepare(
     """The call for the layout that `key` stands for, from now on remembered."""
     if len(memory.prepared) >= LAYOUTS_MAX:
         memory.prepared.clear()
+        memory.in_kernels.clear()
     named = dict(zip(operation.tensors, tensors))
     check_devices(named)
     prepared = Prepared(operation, named, dict(zip(operation.options, options)), exec_fields)
@@ -430,19 +436,21 @@ def is_spaced(tensor: torch.Tensor) -> bool:
 
 
 def call(
-    operation: Operation,
-    inputs: tuple[MaybeTensor, ...],
-    options: tuple[Any, ...],
-    backend: str | None,
+    operator: Operator,
+    arguments: tuple[Any, ...],
+    remember: Callable[[Prepared, list[torch.Tensor]], None] | None = None,
 ) -> Returned:
-    """Make the call in the current stream of the device.
+    """Make the call of an operator in the current stream of the device. `remember` is given what
+    find() returns.
 
     Raises:
         ValueError: arguments contradict each other.
         NotImplementedError: no kernel does this.
         RuntimeError: the device failed.
     """
-    prepared, given = find(operation, inputs, options, backend)
+    prepared, given = find(operator.operation, *operator.settle(*arguments))
+    if remember is not None:
+        remember(prepared, given)
     prepared.set_addresses(given)
     return unpack(tuple(prepared.run()))
 

@@ -7,6 +7,10 @@ look for these. What tensors and the thread's dispatch keys tell is looked at on
 call for a layout. Later calls have a guard: torch.compile's own test of tensors, which compares
 types, dispatch keys, dtypes, devices, shapes, strides and requires_grad in one call of C++.
 
+The kernels of operators, which the dispatcher calls in compiled graphs, repeat calls in the same
+way. They remember theirs apart from those of eager mode: a guard compares dispatch keys as the
+thread includes and excludes them, which differs within a kernel.
+
 A version of PyTorch that lacks what this takes has no direct calls.
 """
 
@@ -30,6 +34,7 @@ DEVICES = ("cpu", "cuda")
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
 LAYOUTS_MAX = 4  # of one set of options, which are tried one after the other
+STATES_MAX = 8  # of one layout in kernels: dispatch keys, types of tensors and their requires_grad
 
 try:  # none of it is in PyTorch's documentation
     from torch._C import (
@@ -272,6 +277,61 @@ def add(
     call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
     call.record, call.count = record, len(results)
     return call if call.fits(given) else None
+
+
+def call_operator(operator: Operator, arguments: tuple[Any, ...]) -> _call.Returned:
+    """The kernel of an operator: makes a call that is remembered, or the first one for a layout.
+
+    Raises:
+        As _call.call().
+    """
+    # With the shapes that say the lengths, few guards are tried, however many lengths take turns.
+    head = (operator, arguments[0].shape, arguments[operator.key_at].shape)
+    results = repeat(head, arguments, operator.count)
+    if results is not NotImplemented:
+        return results
+    remember = functools.partial(remember_in_kernel, head, arguments)
+    return _call.call(operator, arguments, remember)
+
+
+def remember_in_kernel(
+    head: tuple[Any, ...], arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
+) -> None:
+    """Remember the call that `prepared` makes for the tensors `given`, under `head`, if a guard can
+    tell these from others. A call that repeat() no longer finds is remembered again, not made anew,
+    which would take as long as the rest of a small call."""
+    operator = head[0]
+    own = [id(x) for x in arguments[: operator.count] if x is not None]
+    is_copied = own != [*map(id, given)]
+    # Guards refuse a tensor given twice; where something watches, repeat() tries no guard.
+    if is_copied or len(set(own)) < len(own) or is_watched():
+        return
+    known = _call.memory.in_kernels.setdefault(prepared, [])
+    for call in known:
+        if call.fits(given):
+            break
+    else:
+        if len(known) >= STATES_MAX:
+            return
+        call = make_in_kernel(operator, arguments, prepared, given)
+        if call is None:
+            return
+        known.append(call)
+    remember(make_key(head, arguments, operator.count), call)
+
+
+def make_in_kernel(
+    operator: Operator, arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
+) -> DirectCall | None:
+    """A new direct call for these arguments; None if a tensor is of a subclass, or if guards do not
+    tell what differs."""
+    are_plain = all(type(x) in PLAIN_TYPES for x in given)
+    if not are_plain or torch._C._are_functorch_transforms_active() or not has_guards():
+        return None
+    inputs = [at for at, x in enumerate(arguments[: operator.count]) if x is not None]
+    call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
+    call.count = len(operator.operation.results)
+    return call
 
 
 def make_native(call: DirectCall) -> Any:

@@ -24,7 +24,8 @@ from typing import Any, Callable
 import torch
 
 from . import _arguments, _direct, _library
-from ._call import Operation, call, check_same_device, make_mask_lists, memory, unpack
+from ._call import Operation, check_same_device, make_mask_lists, memory, unpack
+from ._direct import call_operator as call
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 NO_TANGENTS = (
@@ -56,6 +57,7 @@ class Operator:
             mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
         )
         self.head = (self, len(self.operation.results))  # of the keys of direct calls
+        self.key_at = names.index("key") if "key" in names else 0  # has the number of keys
         self.op = self.register("")
         self.transformed: Any = None
         # Of autograd.py, where the operator has a gradient: what direct calls record.
@@ -141,7 +143,7 @@ class Operator:
 
     def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
-        return call(self.operation, *self.settle(*arguments))
+        return call(self, arguments)
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: an allocation of the results."""

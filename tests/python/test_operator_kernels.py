@@ -1,0 +1,435 @@
+"""The kernels of operators, which the dispatcher and compiled graphs call: which direct calls they
+remember, and that these are made for nothing else.
+
+All tests run twice: with the extension module, which repeats calls in C, and without it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from typing import Any, Callable, List, NamedTuple
+
+import flash_dmattn
+import pytest
+import torch
+import torch._dynamo
+from cases import make_fused
+from evaluate import assert_same
+from flash_dmattn import _call, _direct, _library, load_tuning, ops
+
+pytestmark = pytest.mark.skipif(
+    not (_direct.CAN_ASK and _direct.has_guards()), reason="this PyTorch has no guards"
+)
+Tensors = List[torch.Tensor]
+Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)  # of the C library
+OPTIONS = {
+    **{"keep_window_size": 4, "recent": 0, "sinks": 0, "scope": "causal", "bias_form": "exp"},
+    **{"causal": True, "softmax_scale": 0.0, "softcap": 0.0, "dropout_p": 0.0, "gap": 0.0},
+    **{"deterministic": False, "backend": None},
+}
+
+
+@pytest.fixture(params=["in C", "in Python"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How calls are repeated. None is known from before, and nothing is compiled."""
+    if request.param == "in Python":
+        request.getfixturevalue("repeated_in_python")
+    elif _direct.NATIVE is None:
+        pytest.skip("there is no extension module")
+    monkeypatch.setattr(_call, "memory", _call.Memory())
+    torch._dynamo.reset()
+    return request.param
+
+
+def make(length: int = 20) -> Tensors:
+    return [x.detach() for x in make_fused(length, head_dim=8)]
+
+
+def require(tensors: Tensors) -> Tensors:
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+def shift(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers at an address that no multiple of 16 is."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+def dispatch(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """The operator of flash_dma_attention(), through the dispatcher."""
+    return ops.FUSED.op(*tensors, *6 * [None], *{**OPTIONS, **options}.values())
+
+
+def attend(*tensors: torch.Tensor) -> torch.Tensor:
+    return flash_dmattn.flash_dma_attention(*tensors, 4, causal=True)
+
+
+def compiled(function: Callable[..., Any] = attend) -> Callable[..., Any]:
+    return torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+
+
+def gradients(function: Callable[..., Any], tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    out = function(*tensors)
+    return (out.detach(), *torch.autograd.grad(out.cos().sum(), tensors))
+
+
+def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `run` returns where no layout is looked for: all its calls are remembered."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a layout is looked for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_call, "find", refuse)
+        return run()
+
+
+def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `run` returns where operators remember no direct call."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "call", _call.call)
+        patch.setattr(_call, "memory", _call.Memory())
+        return run()
+
+
+def remembered() -> list[_direct.DirectCall]:
+    return [call for calls in _call.memory.in_kernels.values() for call in calls]
+
+
+class Seen(NamedTuple):
+    """What a call of the C library was given."""
+
+    prepared: _call.Prepared
+    name: str  # of the operator
+    threads: int
+    deterministic: bool
+    alignments: tuple[int, ...]  # of the inputs
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """The calls of the C library since."""
+    found: list[Seen] = []
+    prepare = _call.Prepared.__init__
+
+    def spied(self: _call.Prepared, *rest: Any) -> None:
+        prepare(self, *rest)
+        function = self.function
+
+        def look(_: int) -> int:
+            deterministic = bool(getattr(self.args, "deterministic", False))
+            alignments = tuple(words[at] % _call.ALIGNMENT for words, at in self.inputs)
+            name = self.operation.name
+            found.append(Seen(self, name, self.args.exec.threads, deterministic, alignments))
+            return function(self.reference)
+
+        self.function = Function(look)
+
+    monkeypatch.setattr(_call.Prepared, "__init__", spied)
+    return found
+
+
+def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, leaves, graph = make(), require(make()), compiled()
+    wanted = gradients(attend, leaves)
+    found = dispatch(*tensors)
+    for _ in range(2):  # the thread has other dispatch keys while it compiles
+        assert_same(gradients(graph, leaves), wanted)
+    for _ in range(2):
+        assert_same(not_again(lambda: dispatch(*tensors), monkeypatch), found)
+        assert_same(not_again(lambda: gradients(graph, leaves), monkeypatch), wanted)
+    names = {call.prepared.operation.name for call in remembered()}
+    assert names == {"flash_dma_attention", "flash_dma_attention_backward"}
+
+
+def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch, seen: list[Seen]) -> None:
+    """Calls of other shapes, strides, alignments and dtypes, in turns. The results are those of
+    calls that are looked for by their layouts."""
+    whole = [x.contiguous() for x in make(24)]
+    layouts = [
+        whole,
+        [*(x[:, :17] for x in whole[:3]), *whole[3:]],
+        [*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole[:3]), *whole[3:]],
+        [*map(shift, whole)],
+        [*whole[:4], shift(whole[4])],
+        [x.bfloat16() for x in whole],
+        [*(x.bfloat16() for x in whole[:3]), *whole[3:]],
+        [x[:1] for x in whole[:3]] + whole[3:],
+        [whole[0][:, -9:], *whole[1:]],
+        [torch.nn.Parameter(whole[0]), *whole[1:]],
+    ]
+    with torch.no_grad():
+        wanted = [by_layout(lambda: dispatch(*x), monkeypatch) for x in layouts]  # noqa: B023
+        for _ in range(3):
+            for tensors, expected in zip(layouts, wanted):
+                assert_same(dispatch(*tensors), expected)
+    assert len({one.alignments for one in seen}) == 3
+    known: dict[_call.Prepared, tuple[int, ...]] = {}
+    for one in seen:
+        assert known.setdefault(one.prepared, one.alignments) == one.alignments
+
+
+def test_compiled_layouts_are_told_apart() -> None:
+    """A graph for all lengths, and gradients."""
+    graph = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for _ in range(2):
+        for length in (20, 33, 12, 47, 9, 28):
+            leaves = require(make(length))
+            assert_same(gradients(graph, leaves), gradients(attend, leaves))
+
+
+def test_requires_grad_is_told_apart() -> None:
+    """Of any tensor, grad mode and inference mode, after each other."""
+    tensors, graph = make(), compiled()
+    plain = attend(*tensors)
+    for _ in range(2):
+        assert torch.equal(graph(*tensors), plain)
+        for at in (0, 2, 4):
+            given = [*tensors]
+            given[at] = tensors[at].clone().requires_grad_()
+            out = graph(*given)
+            (found,) = torch.autograd.grad(out.cos().sum(), [given[at]])
+            (wanted,) = torch.autograd.grad(attend(*given).cos().sum(), [given[at]])
+            assert torch.equal(out, plain) and torch.equal(found, wanted)
+            with torch.no_grad():
+                assert not dispatch(*given)[0].requires_grad
+            assert dispatch(*given)[0].requires_grad
+        with torch.inference_mode():
+            assert dispatch(*tensors)[0].is_inference()
+        assert not dispatch(*tensors)[0].is_inference()
+
+
+def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make()
+    changes: list[dict[str, Any]] = [
+        *({}, {"keep_window_size": 1}, {"keep_window_size": 7}, {"recent": 1}, {"sinks": 1}),
+        *({"scope": "global"}, {"causal": False, "scope": "global"}, {"bias_form": "linear"}),
+        *({"bias_form": "none"}, {"softmax_scale": 1.0}, {"softcap": 1.0}, {"gap": 1.0}),
+        {"backend": "reference"},
+    ]
+    wanted = [by_layout(lambda: dispatch(*tensors, **x), monkeypatch) for x in changes]  # noqa: B023
+    for _ in range(3):
+        for options, expected in zip(changes, wanted):
+            assert_same(dispatch(*tensors, **options), expected)
+
+
+def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor at one argument is not taken for one like it at another."""
+    query, key, value = make()[:3]
+    length = torch.tensor([9, 20], dtype=torch.int32)
+    options = (0, 0, 0, "causal", True, 0.0, 0.0, 0.0, False, None)
+
+    def run(at: int | None) -> Any:
+        others: list[Any] = 11 * [None]
+        if at is not None:
+            others[at] = length if at == 3 else torch.arange(40).view(2, 20) % 3 != 1
+        return ops.ATTENTION.op(query, key, value, *others, *options)
+
+    wanted = [by_layout(lambda: run(at), monkeypatch) for at in (None, 1, 3)]  # noqa: B023
+    for _ in range(3):
+        for at, expected in zip((None, 1, 3), wanted):
+            assert_same(run(at), expected)
+
+
+def test_calls_follow_a_tuning(tmp_path: Path) -> None:
+    """The layout of the second call is remembered, but not the workspace of its choice."""
+    query = torch.randn(1, 2, 2, 16)
+    key, value = torch.randn(2, 1, 600, 1, 16)
+    path = tmp_path / "tuning"
+    load_tuning(None)
+    _library.check(_library.library.fdma_tuning_save(os.fsencode(path)))
+    entry = "forward float32 causal=1 head_dim=16 rows=4 keys=512 kept=512 kernel=rules"
+    path.write_text(f"{path.read_text()}{entry} tile_rows=0 split_keys=32 thread_work=0\n")
+    graph = compiled(lambda *x: flash_dmattn.attention(*x, causal=True)[0])
+    try:
+        rules = graph(query, key, value)
+        assert torch.equal(graph(query, key, value), rules)
+        load_tuning(path)
+        tuned = graph(query, key, value)
+        assert not torch.equal(tuned, rules)
+        torch.testing.assert_close(tuned, rules)
+    finally:
+        load_tuning(None)
+    assert torch.equal(graph(query, key, value), rules)
+
+
+def test_the_number_of_threads_is_followed(seen: list[Seen]) -> None:
+    tensors, before = make(), torch.get_num_threads()
+    counts = (1, 2, 3, 1, 3, 2)
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            dispatch(*tensors)
+            dispatch(*tensors)
+    finally:
+        torch.set_num_threads(before)
+    assert [one.threads for one in seen] == [count for count in counts for _ in range(2)]
+
+
+def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
+    """By a graph that was made before it was turned."""
+    leaves, graph, switches = require(make()), compiled(), (False, True, False, True)
+    for switch in switches:
+        torch.use_deterministic_algorithms(switch)
+        try:
+            gradients(graph, leaves)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    backward = [one.deterministic for one in seen if one.name.endswith("backward")]
+    assert backward == [*switches]
+
+
+def test_threads_have_their_own() -> None:
+    """Calls of one layout at once."""
+    inputs = [require(make()) for _ in range(2)]
+    inputs[1][0].data *= 2
+    graph = compiled()
+    found: list[list[Any]] = [[], []]
+    wanted = [gradients(graph, tensors) for tensors in inputs]
+
+    def run(at: int) -> None:
+        for _ in range(50):
+            found[at].append((gradients(graph, inputs[at]), dispatch(*inputs[at])))
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for at, expected in enumerate(wanted):
+        assert len(found[at]) == 50
+        for one, results in found[at]:
+            assert_same(one, expected)
+            assert_same(results[0], expected[0])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_tensors_that_no_guard_tells() -> None:
+    """After a call with plain tensors of their layouts."""
+    query, key, value = make()[:3]
+
+    def dense(*tensors: torch.Tensor) -> torch.Tensor:
+        options = (0, 0, 0, "causal", True, 0.0, 0.0, 0.0, False, None)
+        return ops.ATTENTION.op(*tensors, *11 * [None], *options)[0]
+
+    wanted = dense(query, key, value)
+    spread = torch.stack((query, query), -1)[..., 0]
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(dense(query, key, value), wanted)
+            assert torch.equal(dense(query.as_subclass(Subclass), key, value), wanted)
+            assert torch.equal(dense(torch._neg_view(-query), key, value), wanted)
+            assert torch.equal(dense(spread, key, value), wanted)
+            assert torch.equal(dense(query, key, key), dense(query, key, key.clone()))
+            assert dense(*(x.to("meta") for x in (query, key, value))).is_meta
+    assert len(remembered()) == 1
+
+
+def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache, and gradients that are added to or begin as zeros."""
+    query, key, value, dt_proj, a_coef = make(1)
+    _, _, values, *_ = make()
+    dbias = torch.randn(2, 2, 20, generator=torch.Generator().manual_seed(3))
+
+    def run() -> Any:
+        cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 8, 4)
+        found = []
+        with torch.no_grad():
+            for step in range(8):
+                given = [x * (step + 1) for x in (query, key, value)]
+                found.append(attend_to(cache, given))
+                found += ops.SCORE_BACKWARD.op(
+                    dbias, values, dt_proj, a_coef, *3 * [None], "exp", None
+                )
+                dvalue = values.clone()
+                found += ops.SCORE_BACKWARD_ADDED.op(
+                    dbias, values, dt_proj, a_coef, *3 * [None], dvalue, "exp", None
+                )
+                found.append(dvalue)
+        return tuple(found)
+
+    def attend_to(cache: Any, given: Tensors) -> torch.Tensor:
+        with monkeypatch.context() as patch:  # as where something watches
+            patch.setattr(ops.Operator, "__call__", ops.Operator.dispatch)
+            return cache.attend(0, *given, dt_proj, a_coef)
+
+    wanted = by_layout(run, monkeypatch)
+    for _ in range(2):
+        assert_same(run(), wanted)
+    assert_same(not_again(run, monkeypatch), wanted)
+    assert {"decode", "score_backward", "score_backward_added"} == {
+        call.prepared.operation.name for call in remembered()
+    }
+
+
+def test_errors_of_calls_that_are_remembered() -> None:
+    """The C library's message, and the next call is fine."""
+    tensors = make()
+    wanted = dispatch(*tensors)
+    (prepared,) = _call.memory.in_kernels
+    prepared.args.exec.workspace_size = 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
+            dispatch(*tensors)
+    prepared.args.exec.workspace_size = prepared.workspace_size
+    assert_same(dispatch(*tensors), wanted)
+
+
+def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: those that were forgotten are used again. Lengths are not forgotten."""
+    made: list[Any] = []
+    prepare = _direct.DirectCall.__init__
+
+    def spied(self: Any, *rest: Any) -> None:
+        made.append(self)
+        prepare(self, *rest)
+
+    monkeypatch.setattr(_direct.DirectCall, "__init__", spied)
+    whole = make(24)
+    spaced = [torch.cat((x, x), 1) for x in whole[:3]]
+    strides = [[x.clone() for x in whole] for _ in range(7)]
+    for at in range(7):
+        for index in range(3):
+            if at >> index & 1:
+                strides[at][index] = spaced[index][:, :24]
+    for _ in range(4):
+        for tensors in strides:
+            dispatch(*tensors)
+    assert len(made) == 7
+    lengths = [make(length) for length in range(2, 12)]
+    for tensors in lengths:
+        dispatch(*tensors)
+    for _ in range(2):
+        for tensors in lengths:
+            not_again(lambda: dispatch(*tensors), monkeypatch)  # noqa: B023
+    assert len(made) == 17
+    assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
+
+
+def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_call, "LAYOUTS_MAX", 4)
+    for length in range(2, 20):
+        dispatch(*make(length))
+        assert len(_call.memory.prepared) <= 4 and len(_call.memory.in_kernels) <= 4
+        assert len(_call.memory.direct) <= 4
+    tensors = make()
+    with torch.no_grad():
+        for at in range(32):  # all say which of them require gradients
+            dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
+    assert max(map(len, _call.memory.in_kernels.values())) <= _direct.STATES_MAX
+
+
+def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch whose guards are others."""
+    tensors = make()
+    wanted = dispatch(*tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(_direct, "has_guards", lambda: False)
+        patch.setattr(_call, "memory", _call.Memory())
+        for _ in range(2):
+            assert_same(dispatch(*tensors), wanted)
+        assert not remembered()
