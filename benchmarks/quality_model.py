@@ -113,6 +113,15 @@ def config_of(
     return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base, sliding)
 
 
+def attend_to_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """PyTorch's attention of [batch, len, heads, head_dim], with grouped heads."""
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    out = scaled_dot_product_attention(*rows, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
 class Attention(DynamicMaskAttention):
     """DynamicMaskAttention with a bias_form. Attention to all keys is PyTorch's.
 
@@ -144,9 +153,7 @@ class Attention(DynamicMaskAttention):
         if self.observe is not None:
             self.observe(self, value)
         if self.window is None:
-            rows = [x.transpose(1, 2) for x in (query, key, value)]
-            out = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2)
+            return attend_to_all(query, key, value, causal=True)
         return flash_dma_attention(
             query,
             key,
@@ -162,17 +169,19 @@ class Attention(DynamicMaskAttention):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int) -> None:
+    """A layer, with any attention of hidden states [batch, len, width] and of what it takes beside
+    them."""
+
+    def __init__(self, width: int, attention: nn.Module) -> None:
         super().__init__()
-        width = config.width
         self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
-        self.attention = Attention(config, layer)
+        self.attention = attention
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.contract = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), *given)
         hidden = relu(self.expand(self.norm(x)))
         return x + self.contract(hidden * hidden)
 
@@ -185,7 +194,8 @@ class Model(nn.Module):
         self.config = config
         width = config.width
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        attentions = (Attention(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(Block(width, attention) for attention in attentions)
         self.norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, BYTES, bias=False)
 
@@ -262,7 +272,11 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def save(model: Model, path: Path, dtype: str = "float32") -> None:
     """Write a safetensors file. dtype: float32, bfloat16 or int8, which is for matrices only."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.state_dict().items():
+    state = model.state_dict()
+    for layer, attention in enumerate(model.attentions()):
+        if attention.sliding_heads > 0:  # for readers that do not know of sliding heads
+            state[f"blocks.{layer}.attention.A"] = attention.a_coef
+    for name, parameter in state.items():
         weight = parameter.detach().cpu()
         if dtype == "int8" and weight.dim() == 2:
             tensors[name], tensors[f"{name}.scale"] = quantise(weight)

@@ -106,9 +106,13 @@ def join(paths: list[Path], kernels: str, kept: str | None = None) -> list[dict[
     return [{**first, "kernels": kernels} if first["device"] == "cuda" else first, *rows]
 
 
-def table_of(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of Markdown."""
-    cells = [columns, ["---"] * len(columns), *rows]
+def table_of(
+    columns: tuple[str, ...], rows: list[tuple[str, ...]], words: tuple[str, ...] | None = None
+) -> list[str]:
+    """Lines of Markdown. If `words` is given, columns that are not among them have numbers, which
+    are aligned on the right."""
+    lines = ["---" if words is None or column in words else "---:" for column in columns]
+    cells = [columns, lines, *rows]
     return ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in cells]
 
 

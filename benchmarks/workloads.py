@@ -110,7 +110,7 @@ class Trainer:
         return loss.detach()
 
     def take_step(self, step: int, batch: Batch) -> None:
-        steps = self.workload.steps
+        steps = self.workload.size.steps
         warm_up = max(1, min(WARM_UP, steps // 10))
         rate = quality_model.rate_at(step, steps, self.rate, warm_up)
         for group in self.optimizer.param_groups:
@@ -123,8 +123,8 @@ class Trainer:
         """All steps; returns their seconds."""
         self.pass_once(self.workload.batch(0))
         seconds = 0.0
-        for first in range(0, self.workload.steps, GROUP):
-            steps = range(first, min(first + GROUP, self.workload.steps))
+        for first in range(0, self.workload.size.steps, GROUP):
+            steps = range(first, min(first + GROUP, self.workload.size.steps))
             batches = [self.workload.batch(step) for step in steps]
             wait(self.device)
             begin = time.perf_counter()
@@ -193,10 +193,10 @@ def run_form(workload: Workload, form: str, options: argparse.Namespace) -> dict
     }
     return {
         **{"workload": workload.name, "form": form, "data": workload.data, "unit": workload.unit},
-        "settings": {**settings, "steps": workload.steps, "size": repr(workload.size)},
+        "settings": {**settings, "steps": workload.size.steps, "size": repr(workload.size)},
         "parameters": sum(one.numel() for one in model.parameters()),
         "tokens": workload.tokens,
-        "steps_per_second": workload.steps / seconds,
+        "steps_per_second": workload.size.steps / seconds,
         "batch_ms": 1e3 * batch_seconds,
         "peak_memory": peak,
         "seconds": seconds,
@@ -276,7 +276,11 @@ def main() -> None:
     machine, rows = find_machine(torch.device(options.device).type), []
     with quality_model.prefer_cudnn():
         for name in options.only:
-            workload = make_workload(name, options)
+            try:
+                workload = make_workload(name, options)
+            except ValueError as error:  # a corpus that is too short
+                print(f"workloads.py: {error}", file=sys.stderr)
+                sys.exit(2)
             for form in options.forms:
                 row = run_form(workload, form, options)
                 require_finite(row)

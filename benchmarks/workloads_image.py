@@ -17,12 +17,10 @@ import workloads_scene
 from torch import nn
 from torch.nn.functional import cross_entropy
 from workloads_model import Batch, Body, Config, Sums, Workload, to_device
-from workloads_scene import CHANNELS, KINDS, PATCH
+from workloads_scene import KINDS, NO_LABEL, PATCH, PatchEmbedding
 
-NO_LABEL = -100
 RED, BLUE = (1.0, -0.5, -0.5), (-0.5, -0.5, 1.0)
 REFERENCES = 2  # the red object and the blue one are the first
-POSITION_SCALE = 16  # weights begin with deviation 0.02: this makes positions as strong as pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +42,11 @@ class Model(Body):
 
     def __init__(self, config: Config, side: int) -> None:
         super().__init__(config)
-        self.count = side // PATCH
-        self.project = nn.Linear(CHANNELS * PATCH * PATCH, config.width, bias=False)
-        self.row = nn.Embedding(self.count, config.width)
-        self.column = nn.Embedding(self.count, config.width)
+        self.patches = PatchEmbedding(side, config.width)
         self.head = nn.Linear(config.width, len(KINDS), bias=False)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        positions = workloads_scene.patch_positions(self.count, patches.device)
-        where = self.row(positions[0]) + self.column(positions[1])
-        x = self.project(patches) + POSITION_SCALE * where
-        return self.head(self.run(x, positions))
+        return self.head(self.run(*self.patches(patches)))
 
 
 def draw(size: Size, random: np.random.Generator) -> tuple[workloads_scene.Scenes, np.ndarray]:
@@ -69,26 +61,21 @@ def draw(size: Size, random: np.random.Generator) -> tuple[workloads_scene.Scene
 class Image(Workload):
     name, data, unit = "image", "synthetic images", "nats per patch"
 
-    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
-        self.size, self.seed, self.device = size, seed, device
-        self.steps = size.steps
-        self.tokens = size.batch * (size.side // PATCH) ** 2
+    @property
+    def tokens(self) -> int:
+        return self.size.batch * (self.size.side // PATCH) ** 2
 
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:
         return Model(self.size.config.of_form(form, keys, recent), self.size.side)
 
     def batch(self, step: int, is_held_out: bool = False) -> Batch:
         size, device = self.size, self.device
-        random = np.random.default_rng((self.seed, int(is_held_out), step))
+        random = self.random_of(step, is_held_out)
         scenes, wanted = draw(size, random)
-        generator = torch.Generator(device).manual_seed(int(random.integers(1 << 62)))
-        covered = workloads_scene.cover(scenes, size.side // size.grid, device)
-        patches = workloads_scene.paint(scenes, covered, size.grid, generator)
+        patches, covered = workloads_scene.render(scenes, size.side, size.grid, random, device)
         number = np.tile(np.arange(size.objects), (size.batch, 1))
         number, targets = (
-            workloads_scene.label_patches(
-                *(scenes, covered, to_device(one, device), size.grid, NO_LABEL)
-            )
+            workloads_scene.label_patches(*(scenes, covered, to_device(one, device), size.grid))
             for one in (number, wanted)
         )
         return {"patches": patches, "targets": targets, "is_grey": number >= REFERENCES}

@@ -65,14 +65,17 @@ class Language(Workload):
     name, unit = "language", "bits per byte"
 
     def __init__(self, size: Size, seed: int, device: torch.device, corpus: Path | None) -> None:
-        self.size, self.seed, self.device = size, seed, device
+        super().__init__(size, seed, device)
         self.data = "Python's standard library" if corpus is None else f"text of {corpus.name}"
         self.texts = read_library() if corpus is None else read_folder(corpus)
         for text in self.texts:
             if len(text) <= size.length:
-                raise ValueError(f"--corpus: has a text of {len(text)} bytes, want {size.length}")
-        self.steps = size.steps
-        self.tokens = size.batch * size.length
+                least = size.length + 1
+                raise ValueError(f"--corpus: has a text of {len(text)} bytes, want {least} or more")
+
+    @property
+    def tokens(self) -> int:
+        return self.size.batch * self.size.length
 
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:
         own = "dense" if form == "dense" else "recent"
@@ -82,7 +85,7 @@ class Language(Workload):
         return quality_model.Model(config)
 
     def batch(self, step: int, is_held_out: bool = False) -> Batch:
-        random = np.random.default_rng((self.seed, int(is_held_out), step))
+        random = self.random_of(step, is_held_out)
         text = cut_random(self.texts[is_held_out], self.size.batch, self.size.length + 1, random)
         return {"text": to_device(text, self.device).long()}
 

@@ -1,12 +1,10 @@
 """What the workloads of workloads.py have in common: their interface, and a body of layers.
 
-    each layer: x += attention(rmsnorm(x)); x += contract(relu(expand(rmsnorm(x)))^2)
-
-In the form `dense` a query attends to all keys that it can see, by PyTorch; in the form `selected`
-to the `recent` newest and, of the others, those of highest learned score, `keys` in all, by this
-library. Half of the kv heads, rounded down, have a sliding window: their A is 0 and stays so, and
-of equal scores the newest rank first. Where attention is not causal no key is newest: all `keys`
-are chosen by score, in all heads.
+The layers are those of quality_model.py. In the form `dense` a query attends to all keys that it
+can see, by PyTorch; in the form `selected` to the `recent` newest and, of the others, those of
+highest learned score, `keys` in all, by this library. Half of the kv heads, rounded down, have a
+sliding window. Where attention is not causal no key is newest: all `keys` are chosen by score, in
+all heads.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ import quality_model
 import torch
 from flash_dmattn import DynamicMaskAttention, flash_dma_attention
 from flash_dmattn.nn import rotate
-from quality_model import HEAD_DIM, NORM_EPS
+from quality_model import HEAD_DIM, NORM_EPS, Block, attend_to_all
 from torch import nn
-from torch.nn.functional import relu, scaled_dot_product_attention
 
 FORMS = ("dense", "selected")
 INITIAL_A = 1.0
@@ -80,15 +77,14 @@ class Attention(DynamicMaskAttention):
         )
         query, key = turn(query, positions), turn(key, positions)
         if self.window is None:
-            rows = [one.transpose(1, 2) for one in (query, key, value)]
-            out = scaled_dot_product_attention(*rows, is_causal=self.causal, enable_gqa=True)
-            return self.o_proj(out.transpose(1, 2).flatten(2))
-        out = flash_dma_attention(
-            *(query, key, value, self.dt_proj.weight, self.a_coef, self.window),
-            causal=self.causal,
-            recent=self.recent,
-            bias_form=BIAS_FORM,
-        )
+            out = attend_to_all(query, key, value, self.causal)
+        else:
+            out = flash_dma_attention(
+                *(query, key, value, self.dt_proj.weight, self.a_coef, self.window),
+                causal=self.causal,
+                recent=self.recent,
+                bias_form=BIAS_FORM,
+            )
         return self.o_proj(out.flatten(2))
 
 
@@ -99,22 +95,6 @@ def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned, -1)
 
 
-class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        width = config.width
-        self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
-        self.attention = Attention(config)
-        self.norm = nn.RMSNorm(width, eps=NORM_EPS)
-        self.expand = nn.Linear(width, 4 * width, bias=False)
-        self.contract = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
-        hidden = relu(self.expand(self.norm(x)))
-        return x + self.contract(hidden * hidden)
-
-
 class Body(nn.Module):
     """Layers and a last norm, from x [batch, len, width] to the same shape. Subclasses embed their
     inputs. No parameter is a bias, so that initialise() sets all of them by the seed."""
@@ -122,7 +102,8 @@ class Body(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        attentions = (Attention(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.width, attention) for attention in attentions)
         self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
 
     def run(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -144,8 +125,18 @@ class Workload(abc.ABC):
     name: str
     data: str  # where the data come from
     unit: str  # of the loss
-    tokens: int  # of a step
-    steps: int  # of training
+
+    def __init__(self, size: Any, seed: int, device: torch.device) -> None:
+        """size: of the model and of the data, and the steps of training."""
+        self.size, self.seed, self.device = size, seed, device
+
+    @property
+    @abc.abstractmethod
+    def tokens(self) -> int:
+        """Of a step."""
+
+    def random_of(self, step: int, is_held_out: bool) -> np.random.Generator:
+        return np.random.default_rng((self.seed, int(is_held_out), step))
 
     @abc.abstractmethod
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:

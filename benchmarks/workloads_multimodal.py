@@ -23,9 +23,8 @@ import workloads_scene
 from quality_model import BYTES
 from torch import nn
 from torch.nn.functional import cross_entropy
-from workloads_image import NO_LABEL, POSITION_SCALE
 from workloads_model import Batch, Body, Config, Sums, Workload, to_device
-from workloads_scene import CHANNELS, KINDS, PATCH, Scenes
+from workloads_scene import INPUT_SCALE, KINDS, NO_LABEL, PATCH, PatchEmbedding, Scenes
 
 STRIPE_LETTERS = "hvrf"  # of KINDS
 COLOURS = {
@@ -62,20 +61,15 @@ class Model(Body):
 
     def __init__(self, config: Config, side: int) -> None:
         super().__init__(config)
-        self.count = side // PATCH
-        self.project = nn.Linear(CHANNELS * PATCH * PATCH, config.width, bias=False)
-        self.row = nn.Embedding(self.count, config.width)
-        self.column = nn.Embedding(self.count, config.width)
+        self.patches = PatchEmbedding(side, config.width)
         self.embedding = nn.Embedding(BYTES, config.width)
         self.head = nn.Linear(config.width, BYTES, bias=False)
 
     def forward(self, patches: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         length = text.shape[1]
-        positions = workloads_scene.patch_positions(self.count, text.device)
-        where = self.row(positions[0]) + self.column(positions[1])
-        image = self.project(patches) + POSITION_SCALE * where
-        x = torch.cat((image, POSITION_SCALE * self.embedding(text)), 1)
-        after = torch.arange(length, dtype=torch.int32, device=text.device) + self.count
+        image, positions = self.patches(patches)
+        x = torch.cat((image, INPUT_SCALE * self.embedding(text)), 1)
+        after = torch.arange(length, dtype=torch.int32, device=text.device) + self.patches.count
         x = self.run(x, torch.cat((positions, after.expand(2, length)), 1))
         return self.head(x)
 
@@ -126,30 +120,25 @@ def write(pairs: list[tuple[str, str]], length: int) -> tuple[np.ndarray, np.nda
 class Multimodal(Workload):
     name, data, unit = "multimodal", "synthetic images and text", "nats per byte of an answer"
 
-    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
-        self.size, self.seed, self.device = size, seed, device
-        self.steps = size.steps
-        self.tokens = size.batch * ((size.side // PATCH) ** 2 + size.length)
+    @property
+    def tokens(self) -> int:
+        return self.size.batch * ((self.size.side // PATCH) ** 2 + self.size.length)
 
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:
         return Model(self.size.config.of_form(form, keys, recent), self.size.side)
 
     def batch(self, step: int, is_held_out: bool = False) -> Batch:
         size, device = self.size, self.device
-        random = np.random.default_rng((self.seed, int(is_held_out), step))
+        random = self.random_of(step, is_held_out)
         scenes, colour = draw(size, random)
         rows = [
             write(describe(scenes, colour, row, size.grid, random), size.length)
             for row in range(size.batch)
         ]
         text, answers = (to_device(np.stack(one), device).long() for one in zip(*rows))
-        generator = torch.Generator(device).manual_seed(int(random.integers(1 << 62)))
-        covered = workloads_scene.cover(scenes, size.side // size.grid, device)
-        patches = workloads_scene.paint(scenes, covered, size.grid, generator)
+        patches, covered = workloads_scene.render(scenes, size.side, size.grid, random, device)
         letters = to_device(np.frombuffer(STRIPE_LETTERS.encode(), np.uint8)[scenes.kind], device)
-        letters = workloads_scene.label_patches(
-            *(scenes, covered, letters.long(), size.grid, NO_LABEL)
-        )
+        letters = workloads_scene.label_patches(*(scenes, covered, letters.long(), size.grid))
         return {
             "patches": patches,
             "letters": letters,

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from peers_common import write_whole
-from quality_results import rounded
+from quality_results import rounded, table_of
 
 SAME = ("machine", "device", "torch", "commit", "kernels")  # in all files that are joined
 COLUMNS = (
     *("workload", "form", "tokens a step", "steps", "steps/s", "against dense", "peak memory, GB"),
     *("training loss", "held-out loss", "unit", "other measures"),
 )
-LEFT = ("workload", "form", "unit", "other measures")  # columns of words
+WORDS = ("workload", "form", "unit", "other measures")  # columns without numbers
 
 
 def write_run(path: Path, machine: dict[str, Any], row: dict[str, Any]) -> None:
@@ -82,11 +82,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     dense = {
         (row["workload"], row["settings"]["seed"]): row for row in rows if row["form"] == "dense"
     }
-    lines = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "|".join("---" if column in LEFT else "---:" for column in COLUMNS) + "|",
-    ]
+    lines = []
     for row in rows:
         cells = cells_of(row, dense.get((row["workload"], row["settings"]["seed"])))
-        lines.append("| " + " | ".join(cells[column] for column in COLUMNS) + " |")
-    return "\n".join(lines)
+        lines.append(tuple(cells[column] for column in COLUMNS))
+    return "\n".join(table_of(COLUMNS, lines, WORDS))

@@ -12,12 +12,15 @@ import math
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import interpolate
 from workloads_model import to_device
 
 KINDS = ("horizontal", "vertical", "rising", "falling")  # directions of stripes
 CHANNELS = 3
 PATCH = 16  # pixels of a side of a patch
+NO_LABEL = -100  # targets that cross_entropy() leaves out
+INPUT_SCALE = 16  # weights begin with deviation 0.02: this makes embeddings as strong as pixels
 SMALLEST, LARGEST = 0.3, 0.45  # radius of an object, as a fraction of the side of its cell
 WAVELENGTH = (5.0, 10.0)  # pixels, across the stripes
 MEAN, CONTRAST = 0.5, 0.7  # of the stripes, times the colour
@@ -107,23 +110,44 @@ def paint(
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+def render(
+    scenes: Scenes, side: int, grid: int, random: np.random.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images as patches, see paint(), and what objects cover, see cover()."""
+    generator = torch.Generator(device).manual_seed(int(random.integers(1 << 62)))
+    covered = cover(scenes, side // grid, device)
+    return paint(scenes, covered, grid, generator), covered
+
+
 def label_patches(
-    scenes: Scenes, covered: torch.Tensor, label: torch.Tensor, grid: int, none: int
+    scenes: Scenes, covered: torch.Tensor, label: torch.Tensor, grid: int
 ) -> torch.Tensor:
     """[batch, patches]: the label [batch, objects] of the object that covers half of a patch or
-    more; `none` where there is no such object."""
+    more; NO_LABEL where there is no such object."""
     batch, _, pixels, _ = covered.shape
     count = pixels // PATCH
     blocks = covered.unflatten(3, (count, PATCH)).unflatten(2, (count, PATCH))
     is_covered = blocks.float().mean((3, 5)) >= 0.5  # [batch, objects, count, count]
-    labels = torch.where(is_covered, label[..., None, None], none)
-    cells = torch.full((batch, grid * grid, count, count), none, device=covered.device)
+    labels = torch.where(is_covered, label[..., None, None], NO_LABEL)
+    cells = torch.full((batch, grid * grid, count, count), NO_LABEL, device=covered.device)
     index = to_device(scenes.cell, covered.device)
     cells[torch.arange(batch, device=covered.device)[:, None], index] = labels
     return cells.unflatten(1, (grid, grid)).transpose(2, 3).flatten(1)
 
 
-def patch_positions(count: int, device: torch.device) -> torch.Tensor:
-    """[2, count * count] int32: row and column of each patch."""
-    axis = torch.arange(count, dtype=torch.int32, device=device)
-    return torch.stack((axis.repeat_interleave(count), axis.repeat(count)))
+class PatchEmbedding(nn.Module):
+    """From patches [batch, len, CHANNELS * PATCH * PATCH] to hidden states [batch, len, width], and
+    the row and the column of each patch [2, len] int32."""
+
+    def __init__(self, side: int, width: int) -> None:
+        super().__init__()
+        self.count = side // PATCH  # of a side
+        self.project = nn.Linear(CHANNELS * PATCH * PATCH, width, bias=False)
+        self.row = nn.Embedding(self.count, width)
+        self.column = nn.Embedding(self.count, width)
+
+    def forward(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        axis = torch.arange(self.count, dtype=torch.int32, device=patches.device)
+        row, column = axis.repeat_interleave(self.count), axis.repeat(self.count)
+        where = self.row(row) + self.column(column)
+        return self.project(patches) + INPUT_SCALE * where, torch.stack((row, column))

@@ -156,17 +156,16 @@ class Series(Workload):
     name, data, unit = "series", "synthetic series", "nats per value"
     roots = ("error", "last error", "seasonal error", "noise error")  # of means of squares
 
-    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
-        self.size, self.seed, self.device = size, seed, device
-        self.steps = size.steps
-        self.tokens = size.batch * size.length
+    @property
+    def tokens(self) -> int:
+        return self.size.batch * self.size.length
 
     def make_model(self, form: str, keys: int, recent: int) -> nn.Module:
         return Model(self.size.config.of_form(form, keys, recent))
 
     def batch(self, step: int, is_held_out: bool = False) -> Batch:
         size = self.size
-        random = np.random.default_rng((self.seed, int(is_held_out), step))
+        random = self.random_of(step, is_held_out)
         drawn = Drawn(size.batch, (size.length + 1) * PATCH, random, self.device)
         return {
             "values": drawn.values,

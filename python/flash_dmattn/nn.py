@@ -141,10 +141,10 @@ class DynamicMaskAttention(nn.Module):
             at most this far below the highest score of all valid keys up to its position. None, as
             it has to be if window is None or `causal` is False, leaves no key out. A layer with a
             gap has no cache.
-        head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
             they keep the newest keys, window + recent of them. 0 if `causal` is False or window is
             None. docs/quality.md compares models with and without them.
+        head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
@@ -182,9 +182,9 @@ class DynamicMaskAttention(nn.Module):
         sink_logit      [heads], if asked for
 
     Raises:
-        TypeError: a window, recent or sinks that is not an int.
+        TypeError: a window, recent, sinks or sliding_heads that is not an int.
         ValueError: sizes that contradict each other, options of another window, or a window,
-            recent, sinks, gap or dropout out of its range.
+            recent, sinks, gap, sliding_heads or dropout out of its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -235,10 +235,10 @@ class DynamicMaskAttention(nn.Module):
         self.recent, self.sinks = rules[1:]
         _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
         most = kv_heads if causal and window is not None else 0
+        self.gap, self.sliding_heads = gap, _arguments.check_int("sliding_heads", sliding_heads)
         require(0 <= sliding_heads <= most, f"sliding_heads: is {sliding_heads}, want 0 to {most}")
         self.options = check_options(options, self.window)
         self.causal, self.rope_base = causal, rope_base
-        self.gap, self.sliding_heads = gap, sliding_heads
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}

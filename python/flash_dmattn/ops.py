@@ -25,7 +25,6 @@ import torch
 
 from . import _arguments, _direct, _library
 from ._call import Operation, check_same_device, make_mask_lists, memory, unpack
-from ._direct import call_operator as call
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 NO_TANGENTS = (
@@ -143,7 +142,7 @@ class Operator:
 
     def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
-        return call(self, arguments)
+        return _direct.call_operator(self, arguments)
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: an allocation of the results."""

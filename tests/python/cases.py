@@ -272,6 +272,16 @@ def make_fused(
     return [x.requires_grad_() for x in (*rows, value, dt_proj, a)]
 
 
+def make_small(length: int = 20) -> list[torch.Tensor]:
+    """Those of make_fused() with head_dim 8, which require no gradients."""
+    return [x.detach() for x in make_fused(length, head_dim=8)]
+
+
+def require_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that do."""
+    return [x.clone().requires_grad_() for x in tensors]
+
+
 def fused(*tensors: torch.Tensor, **options: Any) -> Any:
     options = {"keep_window_size": WINDOW, "causal": True, **options}
     return flash_dmattn.flash_dma_attention(*tensors, **options)

@@ -56,6 +56,19 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How direct calls are repeated. None is known from before."""
+    from flash_dmattn import _call, _direct
+
+    if request.param == "in Python":
+        request.getfixturevalue("repeated_in_python")
+    elif _direct.NATIVE is None:
+        pytest.skip("there is no extension module")
+    monkeypatch.setattr(_call, "memory", _call.Memory())
+    return request.param
+
+
 @pytest.fixture
 def repeated_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct calls are repeated without the extension module, and none is known from before."""

@@ -47,6 +47,7 @@ CASES = {
     "one-rank": Case((25,), 6),
     "two-ranks": Case((20, 11), 6),
     "three-sinks": Case((20, 11, 9), 6, {"sinks": 3, "recent": 4}),
+    "three-sliding": Case((20, 11, 9), 6, {"sliding_heads": 1, "recent": 4}),
     "eight": Case(EIGHT, 6, RICH),
     "four-full": Case((9, 14, 0, 9), 7, {"causal": False, "sinks": 2}),
     "three-full-without-rope": Case((9, 14, 9), 7, {"causal": False, "rope_base": None}),

@@ -13,7 +13,7 @@ from typing import Any, Callable, List
 import flash_dmattn
 import pytest
 import torch
-from cases import make_fused
+from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _direct, autograd, ops
 from torch._subclasses import FakeTensorMode
@@ -24,14 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 OLD = not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # PyTorch 2.4
 records = pytest.mark.skipif(OLD, reason="this PyTorch cannot be asked for hooks")
 Tensors = List[torch.Tensor]
-
-
-def make(length: int = 20) -> Tensors:
-    return [x.detach() for x in make_fused(length, head_dim=8)]
-
-
-def require(tensors: Tensors) -> Tensors:
-    return [x.clone().requires_grad_() for x in tensors]
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def fused(*tensors: torch.Tensor, window: Any = 4, **options: Any) -> Any:
@@ -42,27 +35,16 @@ def gradients(tensors: Tensors, function: Callable[..., Any] = fused) -> Any:
     return torch.autograd.grad(function(*tensors).cos().sum(), tensors)
 
 
-@pytest.fixture(params=["in C", "in Python"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How calls are repeated."""
-    if request.param == "in Python":
-        request.getfixturevalue("repeated_in_python")
-    elif _direct.NATIVE is None:
-        pytest.skip("there is no extension module")
-    monkeypatch.setattr(_call, "memory", _call.Memory())
-    return request.param
-
-
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that the dispatcher has called since; nothing is remembered from before."""
     called: list[str] = []
 
-    def spied(operation: Any, *rest: Any) -> Any:
-        called.append(operation.name)
-        return _call.call(operation, *rest)
+    def spied(operator: ops.Operator, arguments: tuple[Any, ...]) -> Any:
+        called.append(operator.name)
+        return _call.call(operator, arguments)
 
-    monkeypatch.setattr(ops, "call", spied)
+    monkeypatch.setattr(_direct, "call_operator", spied)
     monkeypatch.setattr(_call, "memory", _call.Memory())
     return called
 
@@ -75,7 +57,7 @@ def by_dispatcher(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def test_eager_calls_are_direct(dispatched: list[str]) -> None:
-    tensors = make()
+    tensors = make_small()
     for _ in range(2):
         with torch.no_grad():
             fused(*tensors)
@@ -90,9 +72,12 @@ def test_eager_calls_are_direct(dispatched: list[str]) -> None:
 @records
 def test_recorded_calls_are_direct(dispatched: list[str]) -> None:
     for _ in range(2):
-        gradients(require(make()))
-        gradients(require(make()), lambda *x: fused(*x, return_lse=True)[1])
-        gradients(require(make())[:3], lambda *x: flash_dmattn.attention(*x, causal=True)[0])
+        gradients(require_gradients(make_small()))
+        gradients(require_gradients(make_small()), lambda *x: fused(*x, return_lse=True)[1])
+        gradients(
+            require_gradients(make_small())[:3],
+            lambda *x: flash_dmattn.attention(*x, causal=True)[0],
+        )
     assert dispatched == []
 
 
@@ -120,7 +105,7 @@ def test_the_dispatcher_gives_the_same(
 
     def run() -> Any:
         torch.manual_seed(1)
-        tensors = [*make(), *given.values()]
+        tensors = [*make_small(), *given.values()]
         for at, x in enumerate(tensors):
             x.requires_grad = only is None or at == only
         found = fused(*tensors[:5], **dict(zip(given, tensors[5:])), **options)
@@ -140,7 +125,7 @@ def test_the_dispatcher_gives_the_same(
 def test_only_out_and_lse_have_gradients() -> None:
     options = (4, 0, 0, "causal", "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
     for _ in range(2):
-        results = ops.FUSED(*require(make()), *6 * [None], *options)
+        results = ops.FUSED(*require_gradients(make_small()), *6 * [None], *options)
         assert [x.requires_grad for x in results] == [True, True, *4 * [False]]
 
 
@@ -155,14 +140,17 @@ def test_results_that_are_not_used_have_no_gradient(monkeypatch: pytest.MonkeyPa
     call_backward = autograd.call_backward
     monkeypatch.setattr(autograd, "call_backward", spied)
     for _ in range(2):
-        gradients(require(make())[:3], lambda *x: flash_dmattn.attention(*x, causal=True)[0])
+        gradients(
+            require_gradients(make_small())[:3],
+            lambda *x: flash_dmattn.attention(*x, causal=True)[0],
+        )
     assert seen == [None, None]
 
 
 def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(learns_bias: bool) -> Any:
         torch.manual_seed(2)
-        rows = require(make()[:3])
+        rows = require_gradients(make_small()[:3])
         bias = torch.randn(1, 1, 20, 20, requires_grad=learns_bias)
         mask = torch.rand(1, 2, 20, 20) < 0.6
         out, lse = flash_dmattn.attention(*rows, attn_mask=mask, attn_bias=bias, causal=True)
@@ -185,7 +173,7 @@ def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self)
 
     monkeypatch.setattr(_call.Prepared, "run", spied)
-    whole = [x.clone(memory_format=torch.contiguous_format) for x in make(24)]
+    whole = [x.clone(memory_format=torch.contiguous_format) for x in make_small(24)]
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     layouts = [
         whole,
@@ -207,7 +195,7 @@ def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_alignments_are_told_apart() -> None:
     """Kernels depend on them."""
-    whole = make(24)
+    whole = make_small(24)
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     with torch.no_grad():
         for _ in range(3):
@@ -220,7 +208,7 @@ def test_alignments_are_told_apart() -> None:
 @records
 def test_requires_grad_is_told_apart() -> None:
     """Of any tensor, and grad mode, after each other."""
-    tensors = make()
+    tensors = make_small()
     for _ in range(2):
         assert not fused(*tensors).requires_grad
         for at in range(5):
@@ -238,7 +226,7 @@ def test_requires_grad_is_told_apart() -> None:
 
 
 def test_what_watches_sees_operators(dispatched: list[str]) -> None:
-    tensors = make()
+    tensors = make_small()
     fused(*tensors)
     seen: list[str] = []
 
@@ -265,7 +253,7 @@ def test_what_watches_sees_operators(dispatched: list[str]) -> None:
 
 def test_fake_tensors_first() -> None:
     """What a thread has for its calls is real, though its first call was on fake tensors."""
-    tensors = make()
+    tensors = make_small()
     with FakeTensorMode() as mode:
         fused(*map(mode.from_tensor, tensors))
     wanted = fused(*(x.clone() for x in tensors), backend="reference")
@@ -274,12 +262,12 @@ def test_fake_tensors_first() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms_see_operators(dispatched: list[str]) -> None:
-    tensors = make()
+    tensors = make_small()
     wanted = fused(*tensors)
     mapped = torch.func.vmap(lambda query: fused(query, *tensors[1:]))(tensors[0][None])
     assert torch.equal(mapped[0], wanted)
     found = torch.func.grad(lambda *x: fused(*x).cos().sum())(*tensors)
-    assert torch.equal(found, gradients(require(tensors))[0])
+    assert torch.equal(found, gradients(require_gradients(tensors))[0])
     assert dispatched
 
 
@@ -288,7 +276,7 @@ class Subclass(torch.Tensor):
 
 
 def test_other_tensors_go_the_long_way(dispatched: list[str]) -> None:
-    tensors = make()
+    tensors = make_small()
     with torch.no_grad():
         run_others(tensors, fused(*tensors), dispatched)
 
@@ -309,7 +297,7 @@ def run_others(tensors: Tensors, wanted: torch.Tensor, dispatched: list[str]) ->
 
 @records
 def test_hooks_for_saved_tensors() -> None:
-    tensors = require(make())
+    tensors = require_gradients(make_small())
     wanted = gradients(tensors)  # a direct call is remembered
     packed: list[torch.Tensor] = []
 
@@ -329,7 +317,7 @@ def test_checkpointing(use_reentrant: bool) -> None:
         return checkpoint(fused, *x, use_reentrant=use_reentrant)
 
     for _ in range(2):
-        tensors = require(make())
+        tensors = require_gradients(make_small())
         leaves = [x.detach().requires_grad_() for x in tensors]
         run(*leaves).cos().sum().backward()
         assert_same(tuple(x.grad for x in leaves), gradients(tensors))
@@ -337,7 +325,7 @@ def test_checkpointing(use_reentrant: bool) -> None:
 
 def test_second_derivatives_are_refused() -> None:
     for _ in range(2):
-        tensors = require(make())
+        tensors = require_gradients(make_small())
         loss = fused(*tensors).cos().sum()
         (gradient,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
@@ -345,7 +333,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_arguments_are_checked_after_others_like_them() -> None:
-    tensors = make()
+    tensors = make_small()
     fused(*tensors, window=1)
     with pytest.raises(TypeError, match="keep_window_size: is True, a bool, want an int"):
         fused(*tensors, window=True)
@@ -358,7 +346,7 @@ def test_arguments_are_checked_after_others_like_them() -> None:
 
 
 def test_autocast_is_followed() -> None:
-    tensors = make()
+    tensors = make_small()
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         assert fused(*tensors).dtype == torch.float32
         with torch.autocast("cpu", dtype):
@@ -368,7 +356,7 @@ def test_autocast_is_followed() -> None:
 
 
 def test_forward_mode_is_refused_after_a_call() -> None:
-    tensors = make()
+    tensors = make_small()
     fused(*tensors)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
@@ -378,7 +366,7 @@ def test_forward_mode_is_refused_after_a_call() -> None:
 
 def test_threads_have_their_own() -> None:
     """Calls of one layout at once, whose gradients another thread computes."""
-    inputs = [require(make()) for _ in range(4)]
+    inputs = [require_gradients(make_small()) for _ in range(4)]
     for at, tensors in enumerate(inputs):
         tensors[0].data *= at + 1
     wanted = [gradients(tensors) for tensors in inputs]
@@ -403,7 +391,7 @@ def test_few_layouts_are_tried() -> None:
     """However many there are: the oldest ones of the same options are forgotten."""
     with torch.no_grad():
         for length in range(2, 20):
-            fused(*make(length))
+            fused(*make_small(length))
     assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
 
 
@@ -413,7 +401,7 @@ def count_references(objects: list[Any]) -> list[int]:
 
 def test_nothing_leaks() -> None:
     """Neither references nor memory, whatever the calls."""
-    plain, learned = make(8), require(make(8))
+    plain, learned = make_small(8), require_gradients(make_small(8))
     window, softcap = 1000003, 2.5
     cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 8, 4)
 
@@ -448,7 +436,7 @@ def test_nothing_leaks() -> None:
 
 def test_errors_of_repeated_calls() -> None:
     """The C library's message, and the next call is fine."""
-    tensors = make()
+    tensors = make_small()
     with torch.no_grad():
         wanted = fused(*tensors)
         (prepared,) = {call.prepared for x in _call.memory.direct.values() for call in x}
@@ -462,7 +450,7 @@ def test_errors_of_repeated_calls() -> None:
 
 @records
 def test_errors_of_recorded_calls() -> None:
-    tensors = require(make())
+    tensors = require_gradients(make_small())
     fused(*tensors)
     (prepared,) = {call.prepared for x in _call.memory.direct.values() for call in x}
     prepared.args.exec.workspace_size = 1
@@ -475,7 +463,7 @@ def test_errors_of_recorded_calls() -> None:
 @records
 def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
     """Backward of a direct call through the dispatcher, which gets the bundled results."""
-    tensors = require(make())
+    tensors = require_gradients(make_small())
     wanted = gradients(tensors)
     out = fused(*tensors)
     loss = out.cos().sum()
@@ -487,7 +475,7 @@ def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) -> None:
     """A PyTorch whose guards are others."""
-    tensors = make()
+    tensors = make_small()
     _direct.has_guards.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(_direct, "GUARDS", None)

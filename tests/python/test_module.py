@@ -150,6 +150,8 @@ def test_sliding_heads_in_a_cache() -> None:
 def test_bad_sliding_heads(heads: int, rules: dict[str, Any], most: int) -> None:
     with pytest.raises(ValueError, match=f"sliding_heads: is {heads}, want 0 to {most}"):
         make_layer(sliding_heads=heads, **rules)
+    with pytest.raises(TypeError, match="sliding_heads: is 1.0, a float, want an int"):
+        make_layer(sliding_heads=1.0)
 
 
 def test_state_dict() -> None:

@@ -15,13 +15,16 @@ import flash_dmattn
 import pytest
 import torch
 import torch._dynamo
-from cases import make_fused
+from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _direct, _library, load_tuning, ops
 
-pytestmark = pytest.mark.skipif(
-    not (_direct.CAN_ASK and _direct.has_guards()), reason="this PyTorch has no guards"
-)
+pytestmark = [
+    pytest.mark.usefixtures("way"),
+    pytest.mark.skipif(
+        not (_direct.CAN_ASK and _direct.has_guards()), reason="this PyTorch has no guards"
+    ),
+]
 Tensors = List[torch.Tensor]
 Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)  # of the C library
 OPTIONS = {
@@ -31,24 +34,9 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=["in C", "in Python"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How calls are repeated. None is known from before, and nothing is compiled."""
-    if request.param == "in Python":
-        request.getfixturevalue("repeated_in_python")
-    elif _direct.NATIVE is None:
-        pytest.skip("there is no extension module")
-    monkeypatch.setattr(_call, "memory", _call.Memory())
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
     torch._dynamo.reset()
-    return request.param
-
-
-def make(length: int = 20) -> Tensors:
-    return [x.detach() for x in make_fused(length, head_dim=8)]
-
-
-def require(tensors: Tensors) -> Tensors:
-    return [x.clone().requires_grad_() for x in tensors]
 
 
 def shift(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +76,7 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `run` returns where operators remember no direct call."""
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "call", _call.call)
+        patch.setattr(_direct, "call_operator", _call.call)
         patch.setattr(_call, "memory", _call.Memory())
         return run()
 
@@ -131,7 +119,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 
 def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, leaves, graph = make(), require(make()), compiled()
+    tensors, leaves, graph = make_small(), require_gradients(make_small()), compiled()
     wanted = gradients(attend, leaves)
     found = dispatch(*tensors)
     for _ in range(2):  # the thread has other dispatch keys while it compiles
@@ -146,7 +134,7 @@ def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch, seen: list[Seen]) -> None:
     """Calls of other shapes, strides, alignments and dtypes, in turns. The results are those of
     calls that are looked for by their layouts."""
-    whole = [x.contiguous() for x in make(24)]
+    whole = [x.contiguous() for x in make_small(24)]
     layouts = [
         whole,
         [*(x[:, :17] for x in whole[:3]), *whole[3:]],
@@ -175,13 +163,13 @@ def test_compiled_layouts_are_told_apart() -> None:
     graph = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
     for _ in range(2):
         for length in (20, 33, 12, 47, 9, 28):
-            leaves = require(make(length))
+            leaves = require_gradients(make_small(length))
             assert_same(gradients(graph, leaves), gradients(attend, leaves))
 
 
 def test_requires_grad_is_told_apart() -> None:
     """Of any tensor, grad mode and inference mode, after each other."""
-    tensors, graph = make(), compiled()
+    tensors, graph = make_small(), compiled()
     plain = attend(*tensors)
     for _ in range(2):
         assert torch.equal(graph(*tensors), plain)
@@ -201,7 +189,7 @@ def test_requires_grad_is_told_apart() -> None:
 
 
 def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = make()
+    tensors = make_small()
     changes: list[dict[str, Any]] = [
         *({}, {"keep_window_size": 1}, {"keep_window_size": 7}, {"recent": 1}, {"sinks": 1}),
         *({"scope": "global"}, {"causal": False, "scope": "global"}, {"bias_form": "linear"}),
@@ -216,7 +204,7 @@ def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor at one argument is not taken for one like it at another."""
-    query, key, value = make()[:3]
+    query, key, value = make_small()[:3]
     length = torch.tensor([9, 20], dtype=torch.int32)
     options = (0, 0, 0, "causal", True, 0.0, 0.0, 0.0, False, None)
 
@@ -255,7 +243,7 @@ def test_calls_follow_a_tuning(tmp_path: Path) -> None:
 
 
 def test_the_number_of_threads_is_followed(seen: list[Seen]) -> None:
-    tensors, before = make(), torch.get_num_threads()
+    tensors, before = make_small(), torch.get_num_threads()
     counts = (1, 2, 3, 1, 3, 2)
     try:
         for count in counts:
@@ -269,7 +257,11 @@ def test_the_number_of_threads_is_followed(seen: list[Seen]) -> None:
 
 def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
     """By a graph that was made before it was turned."""
-    leaves, graph, switches = require(make()), compiled(), (False, True, False, True)
+    leaves, graph, switches = (
+        require_gradients(make_small()),
+        compiled(),
+        (False, True, False, True),
+    )
     for switch in switches:
         torch.use_deterministic_algorithms(switch)
         try:
@@ -282,7 +274,7 @@ def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
 
 def test_threads_have_their_own() -> None:
     """Calls of one layout at once."""
-    inputs = [require(make()) for _ in range(2)]
+    inputs = [require_gradients(make_small()) for _ in range(2)]
     inputs[1][0].data *= 2
     graph = compiled()
     found: list[list[Any]] = [[], []]
@@ -310,7 +302,7 @@ class Subclass(torch.Tensor):
 
 def test_tensors_that_no_guard_tells() -> None:
     """After a call with plain tensors of their layouts."""
-    query, key, value = make()[:3]
+    query, key, value = make_small()[:3]
 
     def dense(*tensors: torch.Tensor) -> torch.Tensor:
         options = (0, 0, 0, "causal", True, 0.0, 0.0, 0.0, False, None)
@@ -331,8 +323,8 @@ def test_tensors_that_no_guard_tells() -> None:
 
 def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache, and gradients that are added to or begin as zeros."""
-    query, key, value, dt_proj, a_coef = make(1)
-    _, _, values, *_ = make()
+    query, key, value, dt_proj, a_coef = make_small(1)
+    _, _, values, *_ = make_small()
     dbias = torch.randn(2, 2, 20, generator=torch.Generator().manual_seed(3))
 
     def run() -> Any:
@@ -368,7 +360,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_of_calls_that_are_remembered() -> None:
     """The C library's message, and the next call is fine."""
-    tensors = make()
+    tensors = make_small()
     wanted = dispatch(*tensors)
     (prepared,) = _call.memory.in_kernels
     prepared.args.exec.workspace_size = 1
@@ -389,7 +381,7 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
         prepare(self, *rest)
 
     monkeypatch.setattr(_direct.DirectCall, "__init__", spied)
-    whole = make(24)
+    whole = make_small(24)
     spaced = [torch.cat((x, x), 1) for x in whole[:3]]
     strides = [[x.clone() for x in whole] for _ in range(7)]
     for at in range(7):
@@ -400,7 +392,7 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
         for tensors in strides:
             dispatch(*tensors)
     assert len(made) == 7
-    lengths = [make(length) for length in range(2, 12)]
+    lengths = [make_small(length) for length in range(2, 12)]
     for tensors in lengths:
         dispatch(*tensors)
     for _ in range(2):
@@ -413,10 +405,10 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_call, "LAYOUTS_MAX", 4)
     for length in range(2, 20):
-        dispatch(*make(length))
+        dispatch(*make_small(length))
         assert len(_call.memory.prepared) <= 4 and len(_call.memory.in_kernels) <= 4
         assert len(_call.memory.direct) <= 4
-    tensors = make()
+    tensors = make_small()
     with torch.no_grad():
         for at in range(32):  # all say which of them require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
@@ -425,7 +417,7 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PyTorch whose guards are others."""
-    tensors = make()
+    tensors = make_small()
     wanted = dispatch(*tensors)
     with monkeypatch.context() as patch:
         patch.setattr(_direct, "has_guards", lambda: False)

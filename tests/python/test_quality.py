@@ -200,6 +200,7 @@ def test_sliding_heads_keep_the_newest_keys(tmp_path: Path) -> None:
     quality_model.save(model, tmp_path / "model.safetensors")
     again = quality_model.load(tmp_path / "model.safetensors")
     assert [layer.sliding_heads for layer in again.attentions()] == [1, 0]
+    assert [layer.A.tolist() for layer in again.attentions()] == [[0, 1], [1, 1]]
     text = np.random.default_rng(1).integers(256, size=(1, LENGTH + 1), dtype=np.uint8)
     evaluation = quality_evaluate.Evaluation(text[0], LENGTH, 1, 1, torch.device("cpu"))
     newest = np.minimum(np.arange(LENGTH) + KEYS, LENGTH)

@@ -156,6 +156,18 @@ def test_bad_usage_is_refused(flags: str, words: str, capsys: pytest.CaptureFixt
     assert refused.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_a_short_corpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("corpus.bin", "held_out.bin"):
+        (tmp_path / name).write_bytes(b"short")
+    with pytest.raises(SystemExit) as refused:
+        run(tmp_path, "--quick", "--only", "language", "--corpus", str(tmp_path))
+    assert refused.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == "workloads.py: --corpus: has a text of 5 bytes, want 257 or more\n"
+    )
+
+
 def test_a_selected_model_learns_to_forecast(tmp_path: Path) -> None:
     flags = ("--quick", "--only", "series", "--forms", "selected", "--rate=3e-3", "--steps=100")
     _, row = run(tmp_path, *flags)

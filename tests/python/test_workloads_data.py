@@ -92,13 +92,13 @@ def test_labels_of_patches_are_right() -> None:
     count = size.side // PATCH
     labelled = 0
     for row in range(size.batch):
-        want = np.full((count, count), workloads_image.NO_LABEL)
+        want = np.full((count, count), workloads_scene.NO_LABEL)
         for number, inside in enumerate(discs(scenes, row, size.grid, size.side)):
             is_red = number == 0 or number > 1 and scenes.colour[row, number].sum() > 0
             covered = inside.reshape(count, PATCH, count, PATCH).mean((1, 3)) >= 0.5
             want[covered] = scenes.kind[row, 0 if is_red else 1]
         assert (targets[row].numpy() == want.ravel()).all()
-        labelled += (want != workloads_image.NO_LABEL).sum()
+        labelled += (want != workloads_scene.NO_LABEL).sum()
     assert labelled > 20
 
 
