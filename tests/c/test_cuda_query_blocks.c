@@ -1,6 +1,6 @@
 /* test_cuda_query_blocks.c - gradients for windows with which backward on 9.0 takes query blocks of
- * 256 and of 512 queries, whose keys arrive and leave in different tiles of queries, and for
- * head_dim 64, with which it takes steps of 128 queries. */
+ * 256 and of 512 queries, whose keys arrive and leave in different tiles of queries, for head_dim
+ * 64, with which it takes steps of 128 queries, and for many query heads on one kv head. */
 #include "device.h"
 #include "gradient_properties.h"
 
@@ -62,9 +62,24 @@ static void check_steps(const char *kernel, fdma_dtype dtype) {
 
 static void long_steps_are_right(void) { for_each_kernel("backward", check_steps); }
 
+/* Positions are cut into a partition for each list, and keys are live at several boundaries. */
+static const shape_case group_case = SHAPE_RULES("8 heads on 1", 1, 400, 440, 8, 1, 48, 150, CAUSAL,
+                                                 EXP, 0, SAW, SWAP, LEFT, 140, 3);
+
+static void check_groups(const char *kernel, fdma_dtype dtype) {
+    const problem x = shape_problem(&group_case, first_seed, dtype);
+    gradient_problem p = gradient_of(&x, 1);
+    test_context("%s, %s", kernel, group_case.name);
+    if (gradient_is_taken(&p, kernel))
+        check_right(&p, kernel);
+}
+
+static void large_groups_are_right(void) { for_each_kernel("backward", check_groups); }
+
 static const test_entry tests[] = {
     TEST(gradients_are_right),
     TEST(long_steps_are_right),
+    TEST(large_groups_are_right),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
