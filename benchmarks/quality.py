@@ -64,10 +64,12 @@ class Run:
             *(options.form, options.size, options.keys, options.recent, options.sinks),
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
+            *(options.far_heads, options.far_layers),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
-            self.model, options.form, options.seed, options.initial_a, options.dt_std
+            *(self.model, options.form, options.seed),
+            *(options.initial_a, options.dt_std, options.far_a),
         )
         if options.start is not None:
             self.model.load_state_dict(quality_model.load(options.start).state_dict())
@@ -76,6 +78,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
+        self.far_rates = quality_model.FarRates(self.model, options.far_rate)
         self.step, self.steps = 0, options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
@@ -190,7 +193,7 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
-    run.optimizer.step()
+    run.far_rates.step(run.optimizer)
     of_text = (losses.detach() * is_text[:, None]).sum()
     run.step += 1
     run.pending.append(torch.stack((of_text, of_marked.detach(), norm)))
@@ -284,6 +287,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sinks", type=int, default=0)
     add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
+    add("--far-heads", type=int, default=0, help="kv heads of a layer that are not rotated (0)")
+    add("--far-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
+    add("--far-a", type=float, default=quality_model.FAR_A, help="A of far heads at first (0.005)")
+    add("--far-rate", type=float, default=0.03, help="multiplies the rate of far scores (0.03)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
     add("--rotary-base", type=float, default=10000.0)
     add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
@@ -340,7 +347,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    _, _, most = quality_model.SIZES[options.size]
+    layer_count, _, most = quality_model.SIZES[options.size]
     heads, layers = options.sliding_heads, options.score_layers
     if not 0 <= heads <= most:
         parser.error(f"--sliding-heads: is {heads}, want 0 to {most}, the kv heads")
@@ -350,6 +357,15 @@ def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error("--sliding-heads: is given with --score-layers, want one of the two")
     if (heads > 0 or layers is not None) and options.form in ("dense", "sliding"):
         parser.error(f"--form: is {options.form}, which has no scores, want another one")
+    if not 0 <= options.far_heads <= most:
+        parser.error(f"--far-heads: is {options.far_heads}, want 0 to {most}, the kv heads")
+    if options.far_heads > 0 and options.form in ("dense", "sliding"):
+        parser.error(f"--far-heads: form is {options.form}, which has no scores, want another one")
+    if options.far_heads == 0 and options.far_layers is not None:
+        parser.error("--far-layers: is given without --far-heads")
+    for layer in options.far_layers or ():
+        if not 0 <= layer < layer_count:
+            parser.error(f"--far-layers: is {layer}, want 0 to {layer_count - 1}")
     if not 64 <= options.shortest_span <= options.length:
         parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
 

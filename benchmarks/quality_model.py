@@ -15,13 +15,17 @@ A form says which keys a query keeps:
     random-recent  as recent, with such scores
 
 In the forms with scores, some kv heads can have a sliding window all the same, by the argument
-sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones.
+sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. The last kv
+heads of a layer can be far heads: their queries and keys have no rotary embedding, so that what
+they match does not depend on the distance, and what their scores are computed from has a learning
+rate of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
 
@@ -29,6 +33,7 @@ import safetensors
 import safetensors.torch
 import torch
 from flash_dmattn import DynamicMaskAttention, flash_dma_attention
+from flash_dmattn.nn import rotate
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import relu, scaled_dot_product_attention
@@ -37,6 +42,7 @@ BYTES = 256
 HEAD_DIM = 64
 NORM_EPS = 1e-5
 STD = 0.02  # of the initial weights
+FAR_A = 0.005  # A of far heads before training: a bias that hardly changes attention
 FORMS = ("dense", "selected", "recent", "sliding", "random", "random-recent")
 LEARNED = ("selected", "recent")  # forms whose scores are trained
 SIZES = {"large": (8, 8, 4), "small": (6, 6, 3), "tiny": (2, 2, 1)}  # layers, q_heads, kv_heads
@@ -60,7 +66,10 @@ class Config:
     sinks: int = 0
     bias_form: str = "exp"
     rotary_base: float = 10000.0
-    sliding: tuple[int, ...] = ()  # of each layer, how many kv heads have a sliding window; (): 0
+    # how many kv heads of each layer have a sliding window, the first ones, and how many are far
+    # heads, the last ones; (): none
+    sliding: tuple[int, ...] = ()
+    far: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -70,18 +79,20 @@ class Config:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
         values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
-        values["sliding"] = " ".join(map(str, self.sliding))
+        for name in ("sliding", "far"):
+            values[name] = " ".join(map(str, values[name]))
         return {name: str(value) for name, value in values.items()}
 
     @staticmethod
     def of_metadata(strings: dict[str, str]) -> Config:
         names = ("layers", "q_heads", "kv_heads", "recent", "sinks")
+        heads = {name: strings.get(name, "").split() for name in ("sliding", "far")}
         return Config(
             **{name: int(strings[name]) for name in names},
+            **{name: tuple(map(int, counts)) for name, counts in heads.items()},
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
-            sliding=tuple(map(int, strings.get("sliding", "").split())),
         )
 
 
@@ -95,10 +106,13 @@ def config_of(
     rotary_base: float = 10000.0,
     sliding_heads: int = 0,
     score_layers: int | None = None,
+    far_heads: int = 0,
+    far_layers: Sequence[int] | None = None,
 ) -> Config:
     """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
-    the last of every so many layers."""
+    the last of every so many layers. The last `far_heads` of all layers, or of those of far_layers
+    (counted from 0), are far heads, even if they were among the sliding ones."""
     if form == "dense":
         return Config(*SIZES[size], None, rotary_base=rotary_base)
     newest = recent if form.endswith("recent") else 0
@@ -110,7 +124,12 @@ def config_of(
         sliding = tuple(0 if (n + 1) % score_layers == 0 else kv_heads for n in range(layers))
     elif sliding_heads > 0:
         sliding = layers * (sliding_heads,)
-    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base, sliding)
+    far: tuple[int, ...] = ()
+    if far_heads > 0:
+        chosen = range(layers) if far_layers is None else far_layers
+        far = tuple(far_heads if n in chosen else 0 for n in range(layers))
+        sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, far))
+    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base, sliding, far)
 
 
 def attend_to_all(
@@ -140,7 +159,26 @@ class Attention(DynamicMaskAttention):
             sliding_heads=config.sliding[layer] if config.sliding else 0,
         )
         self.bias_form = config.bias_form
+        self.far_heads = config.far[layer] if config.far else 0
         self.observe: Callable[[Attention, torch.Tensor], None] | None = None
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        """As that of DynamicMaskAttention; with far heads, of x alone."""
+        if self.far_heads == 0:
+            return super().forward(x, **given)
+        assert not given
+        query = self.q_proj(x).unflatten(2, (self.heads, self.head_dim))
+        key = self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
+        value = self.v_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        out = self.attend(*(self.rotate_near(one, positions) for one in (query, key)), value)
+        return self.o_proj(out.flatten(2))
+
+    def rotate_near(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding of the queries or keys of all heads but the far ones."""
+        far = self.far_heads * x.shape[2] // self.kv_heads
+        near, others = x.split((x.shape[2] - far, far), 2)
+        return torch.cat((rotate(near, positions, self.rope_base), others), 2)
 
     def attend(
         self,
@@ -215,8 +253,16 @@ def prefer_cudnn() -> Any:
 
 
 @torch.no_grad()
-def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: float) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones."""
+def initialise(
+    model: nn.Module,
+    form: str,
+    seed: int,
+    initial_a: float,
+    dt_std: float,
+    far_a: float = FAR_A,
+) -> None:
+    """Weights that depend on the seed, and not on the form, where forms have the same ones. A is
+    far_a in far heads, and initial_a in others with learned scores."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -233,6 +279,8 @@ def initialise(model: Model, form: str, seed: int, initial_a: float, dt_std: flo
         attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
         attention.A[: attention.sliding_heads] = 0.0
         is_learned = form in LEARNED
+        if is_learned:
+            attention.A[attention.A.shape[0] - attention.far_heads :] = far_a
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)
 
@@ -252,6 +300,27 @@ def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> li
         kind = "scores" if is_score else "matrices" if parameter.dim() == 2 else "vectors"
         groups[kind]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
+
+
+class FarRates:
+    """Multiplies the learning rate of what the scores of far heads are computed from. The rates of
+    AdamW are those of whole tensors, so that a step is undone in part, in the rows of these heads.
+    """
+
+    def __init__(self, model: Model, factor: float) -> None:
+        self.rows = [
+            parameter[-attention.far_heads :]
+            for attention in model.attentions()
+            if attention.far_heads > 0
+            for parameter in (attention.dt_proj.weight.detach(), attention.A.detach())
+        ]
+        self.factor = factor
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        before = [rows.clone() for rows in self.rows]
+        optimizer.step()
+        for rows, old in zip(self.rows, before):
+            rows.copy_(torch.lerp(old, rows, self.factor))
 
 
 def rate_at(step: int, steps: int, peak: float, warm_up: int) -> float:

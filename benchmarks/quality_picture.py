@@ -71,6 +71,10 @@ def label_of(run: dict[str, Any]) -> str:
         words.append(f"sliding heads: {heads}")
     if settings.get("score_layers"):
         words.append(f"in 1 of {settings['score_layers']} layers")
+    if far := settings.get("far_heads"):
+        layers = settings.get("far_layers")
+        where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
+        words.append(f"far heads: {far}{where}")
     if not form.startswith("random"):
         if settings["bias_form"] != "exp":
             words.append(f"{settings['bias_form']} bias")

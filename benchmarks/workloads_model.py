@@ -60,6 +60,8 @@ class Config:
 class Attention(DynamicMaskAttention):
     """Attention with rotary embeddings of positions on one axis or several."""
 
+    far_heads = 0  # those of quality_model.py
+
     def __init__(self, config: Config) -> None:
         super().__init__(
             *(config.width, config.q_heads, config.kv_heads, config.window),

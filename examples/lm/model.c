@@ -92,6 +92,15 @@ static bool read_rules(reader *from) {
            read_integer(from, "sinks", 0, it->window, &it->sinks);
 }
 
+/* Heads without rotary embedding, counted for each layer, which models of quality.py may have. */
+static bool check_far_heads(reader *from) {
+    const cJSON *const far = cJSON_GetObjectItemCaseSensitive(from->metadata, "far");
+    const char *const text = far == NULL ? NULL : far->valuestring;
+    if (text != NULL && strpbrk(text, "123456789") != NULL)
+        return refuse(from, "metadata 'far': is '%.32s', want 0 for every layer", text);
+    return true;
+}
+
 static bool read_metadata(reader *from) {
     model *const it = from->it;
     if (!read_integer(from, "layers", 1, MOST_LAYERS, &it->layers) ||
@@ -100,7 +109,8 @@ static bool read_metadata(reader *from) {
         !read_integer(from, "kv_heads", 1, it->q_heads, &it->kv_heads) ||
         !read_integer(from, "head_dim", 8, 256, &it->head_dim) ||
         !read_number(from, "rotary_base", &it->rotary_base) ||
-        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from))
+        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from) ||
+        !check_far_heads(from))
         return false;
     if (it->head_dim % 8 != 0)
         return refuse(from, "metadata 'head_dim': is %" PRId64 ", want a multiple of 8",

@@ -17,7 +17,6 @@ import quality_model
 import quality_picture
 import quality_recall
 import quality_results
-import quality_text
 import torch
 from torch import nn
 
@@ -145,6 +144,8 @@ def test_all_forms_read_the_same_sequences(
 
 # ---- models ----
 
+SCORES = ("dt_proj.weight", "A")
+
 
 def expiry(form: str) -> np.ndarray:
     """[layers, kv_heads, LENGTH] of a text of random bytes."""
@@ -217,6 +218,52 @@ def test_layers_with_sliding_heads() -> None:
     assert sliding(sliding_heads=2) == (2, 2, 2, 2, 2, 2)
     assert sliding(score_layers=3) == (3, 3, 0, 3, 3, 0)
     assert sliding(score_layers=1) == (0, 0, 0, 0, 0, 0)
+
+
+def test_layers_with_far_heads() -> None:
+    def heads(**rules: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        config = quality_model.config_of("recent", "small", KEYS, RECENT, **rules)
+        return config.sliding, config.far
+
+    assert heads(far_heads=2) == ((), (2, 2, 2, 2, 2, 2))
+    some = heads(sliding_heads=2, far_heads=2, far_layers=[1, 4])
+    assert some == ((2, 1, 2, 2, 1, 2), (0, 2, 0, 0, 2, 0))
+
+
+def test_far_heads_do_not_know_positions(tmp_path: Path) -> None:
+    """One layer that keeps all keys gives the last query the same in any order of the others."""
+    sizes = {"layers": 1, "q_heads": 4, "kv_heads": 2}
+    text = np.random.default_rng(1).integers(256, size=40)
+    other = np.append(text[:-1][::-1], text[-1])
+    for far, is_same in ((2, True), (1, False), (0, False)):
+        config = quality_model.Config(window=KEYS, bias_form="exp", far=(far,), **sizes)
+        model = quality_model.Model(config)
+        quality_model.initialise(model, "selected", 0, 1.0, 0.5)
+        layer = model.attentions()[0]
+        for projection in (layer.q_proj, layer.k_proj):
+            projection.weight.data.mul_(20)
+        assert layer.A.tolist() == pytest.approx((2 - far) * [1.0] + far * [0.005])
+        quality_model.save(model, tmp_path / "model.safetensors")
+        model = quality_model.load(tmp_path / "model.safetensors")
+        logits = [model(torch.from_numpy(one.copy())[None])[0, -1] for one in (text, other)]
+        assert ((logits[0] - logits[1]).abs().max() < 1e-5) == is_same
+
+
+@pytest.mark.parametrize("far_rate", [0.0, 0.25])
+def test_far_scores_have_their_own_rate(corpus: Path, tmp_path: Path, far_rate: float) -> None:
+    """The first step of AdamW is that of the rate, whatever the gradients are."""
+
+    def scores(**rules: Any) -> list[torch.Tensor]:
+        train(corpus, tmp_path, "recent", steps=1, far_heads=1, far_a=0.5, dt_std=0.5, **rules)
+        state = torch.load(tmp_path / "recent-tiny-0.pt", weights_only=True)["model"]
+        return [state[f"blocks.{n}.attention.{name}"] for n in (0, 1) for name in SCORES]
+
+    state = model_of("recent").state_dict()
+    before = [state[f"blocks.{n}.attention.{name}"] for n in (0, 1) for name in SCORES]
+    whole, slow = scores(far_rate=1.0), scores(far_rate=far_rate)
+    for a, b, c in zip(before, whole, slow):
+        assert (b != a).any()
+        torch.testing.assert_close(c - a, far_rate * (b - a), rtol=1e-3, atol=1e-8)
 
 
 def test_learned_scores_have_their_own_rate() -> None:
@@ -427,6 +474,9 @@ def test_thinned_losses() -> None:
         ({"batch": 0}, "--batch: is 0, want 1 or more"),
         ({"steps": None}, "give --steps or --seconds"),
         ({"sliding_heads": 2}, "--sliding-heads: is 2, want 0 to 1, the kv heads"),
+        ({"far_heads": 2}, "--far-heads: is 2, want 0 to 1, the kv heads"),
+        ({"far_layers": 1}, "--far-layers: is given without --far-heads"),
+        ({"far_heads": 1, "far_layers": 2}, "--far-layers: is 2, want 0 to 1"),
         ({"score_layers": 0}, "--score-layers: is 0, want 1 or more"),
         ({"sliding_heads": 1, "score_layers": 2}, "want one of the two"),
         ({"shortest_span": 63}, f"--shortest-span: is 63, want 64 to {LENGTH}"),
@@ -444,32 +494,3 @@ def test_bad_usage(
     with pytest.raises(SystemExit) as stop:
         train(corpus, tmp_path, "recent", **changed)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-# ---- the corpus ----
-
-
-def test_documents_of_a_package(tmp_path: Path) -> None:
-    """Equal files are taken once, long ones are cut at ends of lines, and there is a limit."""
-    lines = b"".join(b"line %d of a long file\n" % number for number in range(30_000))
-    for name, data in (("a.txt", lines), ("b.txt", lines), ("c.txt", b"x" * 300), ("d.py", b"")):
-        (tmp_path / name).write_bytes(data)
-    source = quality_text.Source("package", r"\.txt$", 10)
-    documents = quality_text.documents_of(source, tmp_path, set())
-    assert sorted(b"".join(documents)) == sorted(lines + b"x" * 300)
-    assert all(len(document) <= quality_text.LONGEST for document in documents)
-    assert all(document.endswith((b"\n", b"x")) for document in documents)
-    few = quality_text.documents_of(source._replace(most=0.4), tmp_path, set())
-    assert 250_000 < sum(map(len, few)) <= 400_000
-    with pytest.raises(LookupError, match="no file that matches"):
-        quality_text.documents_of(source._replace(pattern="rst$"), tmp_path, set())
-
-
-def test_the_corpus_and_held_out_text_are_apart(tmp_path: Path) -> None:
-    documents = [b"document %d\n" % number for number in range(300)]
-    size = quality_text.write(tmp_path, list(documents), [], seed=1)
-    whole = [(tmp_path / f"{name}.bin").read_bytes() for name in ("held_out", "corpus")]
-    found = [data.split(b"\0")[:-1] for data in whole]
-    assert (len(found[0]), len(found[1]), len(whole[1])) == (3, 297, size)
-    assert sorted(found[0] + found[1]) == sorted(documents)
-    assert found[1] != [one for one in documents if one in found[1]], "shuffled"
