@@ -64,7 +64,7 @@ class Run:
             *(options.form, options.size, options.keys, options.recent, options.sinks),
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
-            *(options.far_heads, options.far_layers),
+            *(options.far_heads, options.far_layers, options.far_channels),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
@@ -287,8 +287,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sinks", type=int, default=0)
     add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
-    add("--far-heads", type=int, default=0, help="kv heads of a layer that are not rotated (0)")
+    add("--far-heads", type=int, default=0, help="kv heads of a layer without rotation (0)")
     add("--far-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
+    add("--far-channels", type=int, default=0, help="of far heads, that are rotated (0)")
     add("--far-a", type=float, default=quality_model.FAR_A, help="A of far heads at first (0.005)")
     add("--far-rate", type=float, default=0.03, help="multiplies the rate of far scores (0.03)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
@@ -363,6 +364,9 @@ def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--far-heads: form is {options.form}, which has no scores, want another one")
     if options.far_heads == 0 and options.far_layers is not None:
         parser.error("--far-layers: is given without --far-heads")
+    channels, head_dim = options.far_channels, quality_model.HEAD_DIM
+    if not 0 <= channels <= head_dim or channels % 2 != 0:
+        parser.error(f"--far-channels: is {channels}, want an even number up to {head_dim}")
     for layer in options.far_layers or ():
         if not 0 <= layer < layer_count:
             parser.error(f"--far-layers: is {layer}, want 0 to {layer_count - 1}")

@@ -16,9 +16,9 @@ A form says which keys a query keeps:
 
 In the forms with scores, some kv heads can have a sliding window all the same, by the argument
 sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. The last kv
-heads of a layer can be far heads: their queries and keys have no rotary embedding, so that what
-they match does not depend on the distance, and what their scores are computed from has a learning
-rate of its own.
+heads of a layer can be far heads: their queries and keys have no rotary embedding, or only in their
+first channels, so that what the others match does not depend on the distance; and what their scores
+are computed from has a learning rate of its own.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Config:
     # heads, the last ones; (): none
     sliding: tuple[int, ...] = ()
     far: tuple[int, ...] = ()
+    far_channels: int = 0  # of a far head, the first ones, that are rotated
 
     @property
     def width(self) -> int:
@@ -90,6 +91,7 @@ class Config:
         return Config(
             **{name: int(strings[name]) for name in names},
             **{name: tuple(map(int, counts)) for name, counts in heads.items()},
+            far_channels=int(strings.get("far_channels", 0)),
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
@@ -108,6 +110,7 @@ def config_of(
     score_layers: int | None = None,
     far_heads: int = 0,
     far_layers: Sequence[int] | None = None,
+    far_channels: int = 0,
 ) -> Config:
     """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
@@ -129,7 +132,10 @@ def config_of(
         chosen = range(layers) if far_layers is None else far_layers
         far = tuple(far_heads if n in chosen else 0 for n in range(layers))
         sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, far))
-    return Config(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base, sliding, far)
+    return Config(
+        *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
+        *(sliding, far, far_channels),
+    )
 
 
 def attend_to_all(
@@ -160,6 +166,7 @@ class Attention(DynamicMaskAttention):
         )
         self.bias_form = config.bias_form
         self.far_heads = config.far[layer] if config.far else 0
+        self.far_channels = config.far_channels
         self.observe: Callable[[Attention, torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -171,14 +178,18 @@ class Attention(DynamicMaskAttention):
         key = self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
         value = self.v_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        out = self.attend(*(self.rotate_near(one, positions) for one in (query, key)), value)
+        out = self.attend(*(self.embed(one, positions) for one in (query, key)), value)
         return self.o_proj(out.flatten(2))
 
-    def rotate_near(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding of the queries or keys of all heads but the far ones."""
+    def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding of queries or keys, of far heads in far_channels only."""
         far = self.far_heads * x.shape[2] // self.kv_heads
         near, others = x.split((x.shape[2] - far, far), 2)
-        return torch.cat((rotate(near, positions, self.rope_base), others), 2)
+        turned, still = others.split((self.far_channels, self.head_dim - self.far_channels), 3)
+        turned = rotate(turned, positions, self.rope_base)
+        return torch.cat(
+            (rotate(near, positions, self.rope_base), torch.cat((turned, still), 3)), 2
+        )
 
     def attend(
         self,

@@ -75,6 +75,8 @@ def label_of(run: dict[str, Any]) -> str:
         layers = settings.get("far_layers")
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         words.append(f"far heads: {far}{where}")
+        if channels := settings["far_channels"]:
+            words.append(f"{channels} channels rotated")
     if not form.startswith("random"):
         if settings["bias_form"] != "exp":
             words.append(f"{settings['bias_form']} bias")

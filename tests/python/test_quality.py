@@ -235,8 +235,9 @@ def test_far_heads_do_not_know_positions(tmp_path: Path) -> None:
     sizes = {"layers": 1, "q_heads": 4, "kv_heads": 2}
     text = np.random.default_rng(1).integers(256, size=40)
     other = np.append(text[:-1][::-1], text[-1])
-    for far, is_same in ((2, True), (1, False), (0, False)):
-        config = quality_model.Config(window=KEYS, bias_form="exp", far=(far,), **sizes)
+    for far, channels, is_same in ((2, 0, True), (2, 2, False), (1, 0, False), (0, 0, False)):
+        rules = {"bias_form": "exp", "far": (far,), "far_channels": channels}
+        config = quality_model.Config(window=KEYS, **rules, **sizes)
         model = quality_model.Model(config)
         quality_model.initialise(model, "selected", 0, 1.0, 0.5)
         layer = model.attentions()[0]
@@ -476,6 +477,7 @@ def test_thinned_losses() -> None:
         ({"sliding_heads": 2}, "--sliding-heads: is 2, want 0 to 1, the kv heads"),
         ({"far_heads": 2}, "--far-heads: is 2, want 0 to 1, the kv heads"),
         ({"far_layers": 1}, "--far-layers: is given without --far-heads"),
+        ({"far_channels": 3}, "--far-channels: is 3, want an even number up to 64"),
         ({"far_heads": 1, "far_layers": 2}, "--far-layers: is 2, want 0 to 1"),
         ({"score_layers": 0}, "--score-layers: is 0, want 1 or more"),
         ({"sliding_heads": 1, "score_layers": 2}, "want one of the two"),

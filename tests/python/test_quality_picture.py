@@ -228,8 +228,8 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     some = result("some", [1.0], score_layers=None, sliding_heads=3)
     assert quality_picture.label_of(few) == "6 by score, 2 newest, in 1 of 4 layers"
     assert quality_picture.label_of(some) == "6 by score, 2 newest, sliding heads: 3"
-    far = {"far_heads": 2, "far_layers": [1, 3]}
-    label = "6 by score, 2 newest, far heads: 2 in layers 1, 3"
+    far = {"far_heads": 2, "far_layers": [1, 3], "far_channels": 32}
+    label = "6 by score, 2 newest, far heads: 2 in layers 1, 3, 32 channels rotated"
     assert quality_picture.label_of(result("far", [1.0], **far)) == label
     from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
     assert (

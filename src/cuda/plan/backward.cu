@@ -244,17 +244,18 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
 }
 
 /* How many partitions it takes for one sequence to fill a large device with thread blocks, as long
- * as the boundary sums stay small beside q and out. The batch does not count, so that it does not
+ * as the boundary sums stay small beside the tensors. The batch does not count, so that it does not
  * change results. */
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
     enum { wanted_blocks = 128, packed_blocks = 512, long_len = 65536 };
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
-    // boundary sums have at most as many bytes as q and out, those of a long sequence 1/32 as many
-    const int64_t slot_rows = problem->kv_len < long_len ? 2 : 64; // least query rows per slot
-    const int64_t most =
-        1 + problem->kv_len * max((int64_t)1, (int64_t)problem->group / 4) / (slot_rows * slots);
+    // boundary sums have at most as many bytes as k and v, or as a quarter of q and out if that is
+    // more; those of a long sequence 1/32 as many
+    const int64_t slot_rows = problem->kv_len < long_len ? 2 : 64; // least rows per slot
+    const int64_t rows = problem->kv_len * max((int64_t)1, (int64_t)problem->group / 4);
+    const int64_t most = 1 + rows / (slot_rows * slots);
     // high slots are used by long sequences alone, so that blocks of packed ones differ in work
     const int64_t wanted = is_present(&problem->starts) ? packed_blocks : wanted_blocks;
     const int64_t partitions = min(divide_up(wanted, blocks), most);
