@@ -40,6 +40,7 @@ from torch.nn.functional import cross_entropy
 
 READ_EVERY = 20  # steps between readings of losses, which wait for the device
 RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
+NOPE_RATE = 0.03  # of the rate of the scores of other heads
 RATED_STEPS = (10, 20)  # with --seconds, the steps that are timed to find their number
 QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # of evaluations during training
 PASSKEY_SEQUENCES = 4  # of each depth
@@ -55,6 +56,15 @@ def machine_of(device: torch.device) -> dict[str, str]:
     return {"device": name or platform.machine(), "torch": str(torch.__version__)}
 
 
+def require_same_nope(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
+    """Exit if the model of a file has other NoPE heads, which its weights do not tell."""
+    for name in ("nope", "nope_rotary_dim"):
+        found, wanted = model.get(name), config.metadata()[name]
+        if found is not None and found != wanted:
+            print(f"quality.py: {path}: {name} is '{found}', want '{wanted}'", file=sys.stderr)
+            sys.exit(2)
+
+
 class Run:
     """The training of one model, as far as it has come."""
 
@@ -64,21 +74,23 @@ class Run:
             *(options.form, options.size, options.keys, options.recent, options.sinks),
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
-            *(options.far_heads, options.far_layers, options.far_channels),
+            *(options.nope_heads, options.nope_layers, options.nope_rotary_dim),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
             *(self.model, options.form, options.seed),
-            *(options.initial_a, options.dt_std, options.far_a),
+            *(options.initial_a, options.dt_std, options.nope_a or 0.0),
         )
         if options.start is not None:
-            self.model.load_state_dict(quality_model.load(options.start).state_dict())
+            start = quality_model.load(options.start)
+            require_same_nope(options.start, start.config.metadata(), config)
+            self.model.load_state_dict(start.state_dict())
         self.model.to(self.device)
         groups = quality_model.parameter_groups(self.model, options.decay, options.score_rate)
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
-        self.far_rates = quality_model.FarRates(self.model, options.far_rate)
+        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate or 0.0)
         self.step, self.steps = 0, options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
@@ -121,6 +133,7 @@ class Run:
 
     def load(self) -> None:
         state = torch.load(self.path(".pt"), map_location=self.device, weights_only=True)
+        require_same_nope(self.path(".pt"), state["log"]["model"], self.model.config)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -193,7 +206,7 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
-    run.far_rates.step(run.optimizer)
+    run.nope_rates.step(run.optimizer)
     of_text = (losses.detach() * is_text[:, None]).sum()
     run.step += 1
     run.pending.append(torch.stack((of_text, of_marked.detach(), norm)))
@@ -287,11 +300,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sinks", type=int, default=0)
     add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
-    add("--far-heads", type=int, default=0, help="kv heads of a layer without rotation (0)")
-    add("--far-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
-    add("--far-channels", type=int, default=0, help="of far heads, that are rotated (0)")
-    add("--far-a", type=float, default=quality_model.FAR_A, help="A of far heads at first (0.005)")
-    add("--far-rate", type=float, default=0.03, help="multiplies the rate of far scores (0.03)")
+    add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
+    add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
+    add("--nope-rotary-dim", type=int, default=0, help="channels of them that are rotated (0)")
+    add("--nope-a", type=float, help="their A before training (0.005)")
+    add("--nope-rate", type=float, help="multiplies the rate of their scores (0.03)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
     add("--rotary-base", type=float, default=10000.0)
     add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
@@ -318,6 +331,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--evaluate", action="store_true", help="only measure: OUT/NAME.pt, or else --start")
     options = parser.parse_args(arguments)
     options.rate = options.rate or RATES[options.size]
+    if options.nope_heads > 0:
+        options.nope_a = quality_model.NOPE_A if options.nope_a is None else options.nope_a
+        options.nope_rate = NOPE_RATE if options.nope_rate is None else options.nope_rate
     options.name = options.name or f"{options.form}-{options.size}-{options.seed}"
     check(parser, options)
     return options
@@ -330,6 +346,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if not 0 <= options.recent < options.keys:
         parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
     check_sliding(parser, options)
+    check_nope(parser, options)
+    if not 64 <= options.shortest_span <= options.length:
+        parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
     if not 0 <= options.recall <= 1:
         parser.error(f"--recall: is {options.recall}, want 0 to 1")
     if options.length < 256:
@@ -348,7 +367,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    layer_count, _, most = quality_model.SIZES[options.size]
+    _, _, most = quality_model.SIZES[options.size]
     heads, layers = options.sliding_heads, options.score_layers
     if not 0 <= heads <= most:
         parser.error(f"--sliding-heads: is {heads}, want 0 to {most}, the kv heads")
@@ -358,20 +377,25 @@ def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error("--sliding-heads: is given with --score-layers, want one of the two")
     if (heads > 0 or layers is not None) and options.form in ("dense", "sliding"):
         parser.error(f"--form: is {options.form}, which has no scores, want another one")
-    if not 0 <= options.far_heads <= most:
-        parser.error(f"--far-heads: is {options.far_heads}, want 0 to {most}, the kv heads")
-    if options.far_heads > 0 and options.form in ("dense", "sliding"):
-        parser.error(f"--far-heads: form is {options.form}, which has no scores, want another one")
-    if options.far_heads == 0 and options.far_layers is not None:
-        parser.error("--far-layers: is given without --far-heads")
-    channels, head_dim = options.far_channels, quality_model.HEAD_DIM
-    if not 0 <= channels <= head_dim or channels % 2 != 0:
-        parser.error(f"--far-channels: is {channels}, want an even number up to {head_dim}")
-    for layer in options.far_layers or ():
-        if not 0 <= layer < layer_count:
-            parser.error(f"--far-layers: is {layer}, want 0 to {layer_count - 1}")
-    if not 64 <= options.shortest_span <= options.length:
-        parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
+
+
+def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    layers, _, most = quality_model.SIZES[options.size]
+    heads, dim = options.nope_heads, options.nope_rotary_dim
+    if not 0 <= heads <= most:
+        parser.error(f"--nope-heads: is {heads}, want 0 to {most}, the kv heads")
+    if heads > 0 and options.form in ("dense", "sliding"):
+        parser.error(f"--form: is {options.form}, which has no scores, want another one")
+    for name in ("nope_layers", "nope_rotary_dim", "nope_a", "nope_rate"):
+        if heads == 0 and getattr(options, name):
+            parser.error(f"--{name.replace('_', '-')}: is given without --nope-heads")
+    if not 0 <= dim <= quality_model.HEAD_DIM or dim % 2 != 0:
+        parser.error(f"--nope-rotary-dim: is {dim}, want an even number up to the head_dim")
+    for layer in options.nope_layers or ():
+        if not 0 <= layer < layers:
+            parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
+    if heads > 0 and not 0 <= options.nope_rate <= 1:
+        parser.error(f"--nope-rate: is {options.nope_rate}, want 0 to 1")
 
 
 def main() -> None:

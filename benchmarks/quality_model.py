@@ -16,9 +16,9 @@ A form says which keys a query keeps:
 
 In the forms with scores, some kv heads can have a sliding window all the same, by the argument
 sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. The last kv
-heads of a layer can be far heads: their queries and keys have no rotary embedding, or only in their
-first channels, so that what the others match does not depend on the distance; and what their scores
-are computed from has a learning rate of its own.
+heads of a layer can be NoPE heads: only nope_rotary_dim channels of their queries and keys have a
+rotary embedding (0: none), so that what the other channels match does not depend on the distance.
+Their A and their rows of dt_proj have a learning rate of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BYTES = 256
 HEAD_DIM = 64
 NORM_EPS = 1e-5
 STD = 0.02  # of the initial weights
-FAR_A = 0.005  # A of far heads before training: a bias that hardly changes attention
+NOPE_A = 0.005  # A of NoPE heads before training: a bias that hardly changes attention
 FORMS = ("dense", "selected", "recent", "sliding", "random", "random-recent")
 LEARNED = ("selected", "recent")  # forms whose scores are trained
 SIZES = {"large": (8, 8, 4), "small": (6, 6, 3), "tiny": (2, 2, 1)}  # layers, q_heads, kv_heads
@@ -66,11 +66,11 @@ class Config:
     sinks: int = 0
     bias_form: str = "exp"
     rotary_base: float = 10000.0
-    # how many kv heads of each layer have a sliding window, the first ones, and how many are far
+    # how many kv heads of each layer have a sliding window, the first ones, and how many are NoPE
     # heads, the last ones; (): none
     sliding: tuple[int, ...] = ()
-    far: tuple[int, ...] = ()
-    far_channels: int = 0  # of a far head, the first ones, that are rotated
+    nope: tuple[int, ...] = ()
+    nope_rotary_dim: int = 0  # channels of a NoPE head that have a rotary embedding, the first ones
 
     @property
     def width(self) -> int:
@@ -80,18 +80,18 @@ class Config:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
         values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
-        for name in ("sliding", "far"):
+        for name in ("sliding", "nope"):
             values[name] = " ".join(map(str, values[name]))
         return {name: str(value) for name, value in values.items()}
 
     @staticmethod
     def of_metadata(strings: dict[str, str]) -> Config:
         names = ("layers", "q_heads", "kv_heads", "recent", "sinks")
-        heads = {name: strings.get(name, "").split() for name in ("sliding", "far")}
+        heads = {name: strings.get(name, "").split() for name in ("sliding", "nope")}
         return Config(
             **{name: int(strings[name]) for name in names},
             **{name: tuple(map(int, counts)) for name, counts in heads.items()},
-            far_channels=int(strings.get("far_channels", 0)),
+            nope_rotary_dim=int(strings.get("nope_rotary_dim", 0)),
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
@@ -108,14 +108,15 @@ def config_of(
     rotary_base: float = 10000.0,
     sliding_heads: int = 0,
     score_layers: int | None = None,
-    far_heads: int = 0,
-    far_layers: Sequence[int] | None = None,
-    far_channels: int = 0,
+    nope_heads: int = 0,
+    nope_layers: Sequence[int] | None = None,
+    nope_rotary_dim: int = 0,
 ) -> Config:
     """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
-    the last of every so many layers. The last `far_heads` of all layers, or of those of far_layers
-    (counted from 0), are far heads, even if they were among the sliding ones."""
+    the last of every so many layers. The last `nope_heads` of all layers, or of nope_layers
+    (counted from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of
+    their channels have a rotary embedding."""
     if form == "dense":
         return Config(*SIZES[size], None, rotary_base=rotary_base)
     newest = recent if form.endswith("recent") else 0
@@ -127,14 +128,14 @@ def config_of(
         sliding = tuple(0 if (n + 1) % score_layers == 0 else kv_heads for n in range(layers))
     elif sliding_heads > 0:
         sliding = layers * (sliding_heads,)
-    far: tuple[int, ...] = ()
-    if far_heads > 0:
-        chosen = range(layers) if far_layers is None else far_layers
-        far = tuple(far_heads if n in chosen else 0 for n in range(layers))
-        sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, far))
+    nope: tuple[int, ...] = ()
+    if nope_heads > 0:
+        chosen = range(layers) if nope_layers is None else nope_layers
+        nope = tuple(nope_heads if n in chosen else 0 for n in range(layers))
+        sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, nope))
     return Config(
         *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
-        *(sliding, far, far_channels),
+        *(sliding, nope, nope_rotary_dim),
     )
 
 
@@ -165,13 +166,13 @@ class Attention(DynamicMaskAttention):
             sliding_heads=config.sliding[layer] if config.sliding else 0,
         )
         self.bias_form = config.bias_form
-        self.far_heads = config.far[layer] if config.far else 0
-        self.far_channels = config.far_channels
+        self.nope_heads = config.nope[layer] if config.nope else 0
+        self.nope_rotary_dim = config.nope_rotary_dim
         self.observe: Callable[[Attention, torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
-        """As that of DynamicMaskAttention; with far heads, of x alone."""
-        if self.far_heads == 0:
+        """As that of DynamicMaskAttention; with NoPE heads, of x alone."""
+        if self.nope_heads == 0:
             return super().forward(x, **given)
         assert not given
         query = self.q_proj(x).unflatten(2, (self.heads, self.head_dim))
@@ -182,14 +183,13 @@ class Attention(DynamicMaskAttention):
         return self.o_proj(out.flatten(2))
 
     def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding of queries or keys, of far heads in far_channels only."""
-        far = self.far_heads * x.shape[2] // self.kv_heads
-        near, others = x.split((x.shape[2] - far, far), 2)
-        turned, still = others.split((self.far_channels, self.head_dim - self.far_channels), 3)
+        """The rotary embedding of queries or keys."""
+        count = self.nope_heads * x.shape[2] // self.kv_heads
+        whole, nope = x.split((x.shape[2] - count, count), 2)
+        turned, still = nope.split((self.nope_rotary_dim, self.head_dim - self.nope_rotary_dim), 3)
         turned = rotate(turned, positions, self.rope_base)
-        return torch.cat(
-            (rotate(near, positions, self.rope_base), torch.cat((turned, still), 3)), 2
-        )
+        nope = torch.cat((turned, still), 3)
+        return torch.cat((rotate(whole, positions, self.rope_base), nope), 2)
 
     def attend(
         self,
@@ -270,10 +270,10 @@ def initialise(
     seed: int,
     initial_a: float,
     dt_std: float,
-    far_a: float = FAR_A,
+    nope_a: float = NOPE_A,
 ) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones. A is
-    far_a in far heads, and initial_a in others with learned scores."""
+    """Weights that depend on the seed, and not on the form, where forms have the same ones. Where
+    scores are learned, A is nope_a in NoPE heads, 0 in sliding ones, and initial_a in others."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -291,7 +291,7 @@ def initialise(
         attention.A[: attention.sliding_heads] = 0.0
         is_learned = form in LEARNED
         if is_learned:
-            attention.A[attention.A.shape[0] - attention.far_heads :] = far_a
+            attention.A[attention.A.shape[0] - attention.nope_heads :] = nope_a
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)
 
@@ -313,16 +313,15 @@ def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> li
     return [group for group in groups.values() if group["params"]]
 
 
-class FarRates:
-    """Multiplies the learning rate of what the scores of far heads are computed from. The rates of
-    AdamW are those of whole tensors, so that a step is undone in part, in the rows of these heads.
-    """
+class NopeRates:
+    """Multiplies the learning rate of A and of the rows of dt_proj of NoPE heads. AdamW has one
+    rate for a whole tensor, so after each step these rows keep only `factor` of their change."""
 
     def __init__(self, model: Model, factor: float) -> None:
         self.rows = [
-            parameter[-attention.far_heads :]
+            parameter[-attention.nope_heads :]
             for attention in model.attentions()
-            if attention.far_heads > 0
+            if attention.nope_heads > 0
             for parameter in (attention.dt_proj.weight.detach(), attention.A.detach())
         ]
         self.factor = factor

@@ -38,6 +38,9 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "sinks": (0, "{} sinks"),
     "shortest_span": (128, "episodes from {}"),
     "rotary_base": (10000.0, "rotary base {}"),
+    "nope_rotary_dim": (0, "{} channels rotated"),
+    "nope_a": (0.005, "their A from {}"),
+    "nope_rate": (0.03, "their rate x {}"),
 }
 Runs = dict[str, dict[str, Any]]
 
@@ -71,17 +74,15 @@ def label_of(run: dict[str, Any]) -> str:
         words.append(f"sliding heads: {heads}")
     if settings.get("score_layers"):
         words.append(f"in 1 of {settings['score_layers']} layers")
-    if far := settings.get("far_heads"):
-        layers = settings.get("far_layers")
+    if nope := settings.get("nope_heads"):
+        layers = settings.get("nope_layers")
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
-        words.append(f"far heads: {far}{where}")
-        if channels := settings["far_channels"]:
-            words.append(f"{channels} channels rotated")
+        words.append(f"NoPE heads: {nope}{where}")
     if not form.startswith("random"):
         if settings["bias_form"] != "exp":
             words.append(f"{settings['bias_form']} bias")
         for name, (usual, phrase) in USUAL.items():
-            if settings.get(name, usual) != usual:
+            if settings.get(name) not in (None, usual):
                 words.append(phrase.format(f"{settings[name]:g}"))
     return ", ".join(words)
 

@@ -60,7 +60,7 @@ class Config:
 class Attention(DynamicMaskAttention):
     """Attention with rotary embeddings of positions on one axis or several."""
 
-    far_heads = 0  # those of quality_model.py
+    nope_heads = 0  # initialise() of quality_model.py asks for it
 
     def __init__(self, config: Config) -> None:
         super().__init__(

@@ -92,12 +92,13 @@ static bool read_rules(reader *from) {
            read_integer(from, "sinks", 0, it->window, &it->sinks);
 }
 
-/* Heads without rotary embedding, counted for each layer, which models of quality.py may have. */
-static bool check_far_heads(reader *from) {
-    const cJSON *const far = cJSON_GetObjectItemCaseSensitive(from->metadata, "far");
-    const char *const text = far == NULL ? NULL : far->valuestring;
+/* Refuses models of quality.py with heads that have no rotary embedding: 'nope' counts them for
+ * each layer. */
+static bool check_nope(reader *from) {
+    const cJSON *const found = cJSON_GetObjectItemCaseSensitive(from->metadata, "nope");
+    const char *const text = found == NULL ? NULL : found->valuestring;
     if (text != NULL && strpbrk(text, "123456789") != NULL)
-        return refuse(from, "metadata 'far': is '%.32s', want 0 for every layer", text);
+        return refuse(from, "metadata 'nope': is '%.32s', want 0 for every layer", text);
     return true;
 }
 
@@ -109,8 +110,7 @@ static bool read_metadata(reader *from) {
         !read_integer(from, "kv_heads", 1, it->q_heads, &it->kv_heads) ||
         !read_integer(from, "head_dim", 8, 256, &it->head_dim) ||
         !read_number(from, "rotary_base", &it->rotary_base) ||
-        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from) ||
-        !check_far_heads(from))
+        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from) || !check_nope(from))
         return false;
     if (it->head_dim % 8 != 0)
         return refuse(from, "metadata 'head_dim': is %" PRId64 ", want a multiple of 8",

@@ -427,7 +427,7 @@ BROKEN_METADATA = {
     "metadata 'bias_form': is 'exp', want none for window 'all'": {"window": "all"},
     "metadata 'norm_eps': is 'nan', want a number above 0": {"norm_eps": "nan"},
     "metadata 'rotary_base': is missing": {"rotary_base": None},
-    "metadata 'far': is '0 2', want 0 for every layer": {"far": "0 2"},
+    "metadata 'nope': is '0 2', want 0 for every layer": {"nope": "0 2"},
 }
 
 

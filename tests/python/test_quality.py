@@ -18,53 +18,21 @@ import quality_picture
 import quality_recall
 import quality_results
 import torch
+from quality_cases import KEYS, LENGTH, RECENT, TINY, make_corpus, measure_less, model_of, train
 from torch import nn
 
-LENGTH, KEYS, RECENT = 512, 64, 16
-TINY = {
-    **{"size": "tiny", "length": LENGTH, "batch": 2, "keys": KEYS, "recent": RECENT},
-    **{"recall": 0.5, "warm-up": 2, "pieces": 2, "questions": 4, "curriculum": 3},
-    **{"every": 2, "steps": 4, "schedule-steps": 4, "device": "cpu", "initial-a": 0.5},
-}
 STATED = re.compile(rb"\{([A-Z]{3})([A-Z]{3})\}")
 ASKED = re.compile(rb"<([A-Z]{3})([A-Z]{3})>")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random words: text without braces."""
-    folder = tmp_path_factory.mktemp("corpus")
-    random = np.random.default_rng(0)
-    letters = np.frombuffer(b"etaoin shrdlu.\n", np.uint8)
-    for name, size in (("corpus.bin", 20_000), ("held_out.bin", 4_000)):
-        (folder / name).write_bytes(letters[random.integers(len(letters), size=size)].tobytes())
-    return folder
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(autouse=True)
-def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer measurements, and losses of every step."""
-    monkeypatch.setattr(quality, "READ_EVERY", 1)
-    monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
-    monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)
-
-
-def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> dict[str, Any]:
-    """The log of a run. Options are named as in TINY, with _ for -."""
-    options = {**TINY, **{name.replace("_", "-"): value for name, value in changed.items()}}
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    arguments = [str(out), "--corpus", str(corpus), "--form", form, *words, *flags]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["quality.py", *arguments])
-        quality.main()
-    name = changed.get("name", f"{form}-tiny-0")
-    return json.loads((out / f"{name}.json").read_text())
-
-
-def model_of(form: str, seed: int = 0) -> quality_model.Model:
-    model = quality_model.Model(quality_model.config_of(form, "tiny", KEYS, RECENT))
-    quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=0.5)
-    return model
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_less(monkeypatch)
 
 
 def questions_in(text: bytes) -> list[tuple[int, int, bytes, bytes]]:
@@ -144,8 +112,6 @@ def test_all_forms_read_the_same_sequences(
 
 # ---- models ----
 
-SCORES = ("dt_proj.weight", "A")
-
 
 def expiry(form: str) -> np.ndarray:
     """[layers, kv_heads, LENGTH] of a text of random bytes."""
@@ -218,53 +184,6 @@ def test_layers_with_sliding_heads() -> None:
     assert sliding(sliding_heads=2) == (2, 2, 2, 2, 2, 2)
     assert sliding(score_layers=3) == (3, 3, 0, 3, 3, 0)
     assert sliding(score_layers=1) == (0, 0, 0, 0, 0, 0)
-
-
-def test_layers_with_far_heads() -> None:
-    def heads(**rules: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        config = quality_model.config_of("recent", "small", KEYS, RECENT, **rules)
-        return config.sliding, config.far
-
-    assert heads(far_heads=2) == ((), (2, 2, 2, 2, 2, 2))
-    some = heads(sliding_heads=2, far_heads=2, far_layers=[1, 4])
-    assert some == ((2, 1, 2, 2, 1, 2), (0, 2, 0, 0, 2, 0))
-
-
-def test_far_heads_do_not_know_positions(tmp_path: Path) -> None:
-    """One layer that keeps all keys gives the last query the same in any order of the others."""
-    sizes = {"layers": 1, "q_heads": 4, "kv_heads": 2}
-    text = np.random.default_rng(1).integers(256, size=40)
-    other = np.append(text[:-1][::-1], text[-1])
-    for far, channels, is_same in ((2, 0, True), (2, 2, False), (1, 0, False), (0, 0, False)):
-        rules = {"bias_form": "exp", "far": (far,), "far_channels": channels}
-        config = quality_model.Config(window=KEYS, **rules, **sizes)
-        model = quality_model.Model(config)
-        quality_model.initialise(model, "selected", 0, 1.0, 0.5)
-        layer = model.attentions()[0]
-        for projection in (layer.q_proj, layer.k_proj):
-            projection.weight.data.mul_(20)
-        assert layer.A.tolist() == pytest.approx((2 - far) * [1.0] + far * [0.005])
-        quality_model.save(model, tmp_path / "model.safetensors")
-        model = quality_model.load(tmp_path / "model.safetensors")
-        logits = [model(torch.from_numpy(one.copy())[None])[0, -1] for one in (text, other)]
-        assert ((logits[0] - logits[1]).abs().max() < 1e-5) == is_same
-
-
-@pytest.mark.parametrize("far_rate", [0.0, 0.25])
-def test_far_scores_have_their_own_rate(corpus: Path, tmp_path: Path, far_rate: float) -> None:
-    """The first step of AdamW is that of the rate, whatever the gradients are."""
-
-    def scores(**rules: Any) -> list[torch.Tensor]:
-        train(corpus, tmp_path, "recent", steps=1, far_heads=1, far_a=0.5, dt_std=0.5, **rules)
-        state = torch.load(tmp_path / "recent-tiny-0.pt", weights_only=True)["model"]
-        return [state[f"blocks.{n}.attention.{name}"] for n in (0, 1) for name in SCORES]
-
-    state = model_of("recent").state_dict()
-    before = [state[f"blocks.{n}.attention.{name}"] for n in (0, 1) for name in SCORES]
-    whole, slow = scores(far_rate=1.0), scores(far_rate=far_rate)
-    for a, b, c in zip(before, whole, slow):
-        assert (b != a).any()
-        torch.testing.assert_close(c - a, far_rate * (b - a), rtol=1e-3, atol=1e-8)
 
 
 def test_learned_scores_have_their_own_rate() -> None:
@@ -475,10 +394,6 @@ def test_thinned_losses() -> None:
         ({"batch": 0}, "--batch: is 0, want 1 or more"),
         ({"steps": None}, "give --steps or --seconds"),
         ({"sliding_heads": 2}, "--sliding-heads: is 2, want 0 to 1, the kv heads"),
-        ({"far_heads": 2}, "--far-heads: is 2, want 0 to 1, the kv heads"),
-        ({"far_layers": 1}, "--far-layers: is given without --far-heads"),
-        ({"far_channels": 3}, "--far-channels: is 3, want an even number up to 64"),
-        ({"far_heads": 1, "far_layers": 2}, "--far-layers: is 2, want 0 to 1"),
         ({"score_layers": 0}, "--score-layers: is 0, want 1 or more"),
         ({"sliding_heads": 1, "score_layers": 2}, "want one of the two"),
         ({"shortest_span": 63}, f"--shortest-span: is 63, want 64 to {LENGTH}"),

@@ -228,9 +228,11 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     some = result("some", [1.0], score_layers=None, sliding_heads=3)
     assert quality_picture.label_of(few) == "6 by score, 2 newest, in 1 of 4 layers"
     assert quality_picture.label_of(some) == "6 by score, 2 newest, sliding heads: 3"
-    far = {"far_heads": 2, "far_layers": [1, 3], "far_channels": 32}
-    label = "6 by score, 2 newest, far heads: 2 in layers 1, 3, 32 channels rotated"
-    assert quality_picture.label_of(result("far", [1.0], **far)) == label
+    nope = {"nope_heads": 2, "nope_layers": [1, 3], "nope_rotary_dim": 32, "nope_rate": 0.1}
+    label = (
+        "6 by score, 2 newest, NoPE heads: 2 in layers 1, 3, 32 channels rotated, their rate x 0.1"
+    )
+    assert quality_picture.label_of(result("nope", [1.0], nope_a=0.005, **nope)) == label
     from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
     assert (
         quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"

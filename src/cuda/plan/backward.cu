@@ -244,18 +244,17 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
 }
 
 /* How many partitions it takes for one sequence to fill a large device with thread blocks, as long
- * as the boundary sums stay small beside the tensors. The batch does not count, so that it does not
- * change results. */
+ * as the boundary sums stay small beside the tensors of the call. The batch does not count, so that
+ * it does not change results. */
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
     enum { wanted_blocks = 128, packed_blocks = 512, long_len = 65536 };
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
-    // boundary sums have at most as many bytes as k and v, or as a quarter of q and out if that is
-    // more; those of a long sequence 1/32 as many
-    const int64_t slot_rows = problem->kv_len < long_len ? 2 : 64; // least rows per slot
-    const int64_t rows = problem->kv_len * max((int64_t)1, (int64_t)problem->group / 4);
-    const int64_t most = 1 + rows / (slot_rows * slots);
+    // boundary sums have about as many bytes as k and v at most, or as a quarter of q and out if
+    // that is more; those of a long sequence 1/32 as many
+    const int64_t rows = max(problem->kv_len, problem->q_len * (problem->group / 4));
+    const int64_t most = 1 + rows / (problem->kv_len < long_len ? 2 : 64) / slots;
     // high slots are used by long sequences alone, so that blocks of packed ones differ in work
     const int64_t wanted = is_present(&problem->starts) ? packed_blocks : wanted_blocks;
     const int64_t partitions = min(divide_up(wanted, blocks), most);
@@ -293,9 +292,9 @@ static int64_t boundary_rows(const backward_plan *plan) {
  * below. The batch does not matter, so that results do not depend on it. */
 static int32_t choose_block_queries(const fdma_problem *problem, const backward_shape &shape) {
     const int64_t long_queries = 256, long_slots = 1024, longest_slots = 2048;
-    // query blocks of a sequence, over all kv heads, so that the diagonal pass has thread blocks:
-    // more of them where each takes longer
-    const int64_t least_blocks = min(max((int64_t)32, 16 * (int64_t)problem->group), (int64_t)128);
+    // query blocks of a sequence, over all kv heads, so that the diagonal pass has thread blocks;
+    // the more query heads share a kv head, the longer each takes, and the more are wanted
+    const int64_t least_blocks = min(max((int64_t)32, 16 * problem->group), (int64_t)128);
     const bool is_rolling = problem->causal && rolls_lists(problem);
     const bool all_arrive = problem->recent > 0;
     const bool is_packed = is_present(&problem->starts); // see seeing_blocks()

@@ -1,0 +1,150 @@
+"""benchmarks/quality*.py: heads without rotary embedding, and the learning rate of their scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quality_model
+import torch
+from flash_dmattn.nn import rotate
+from quality_cases import KEYS, RECENT, make_corpus, measure_less, train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_less(monkeypatch)
+
+
+def two_layers(form: str = "recent", **rules: Any) -> quality_model.Model:
+    """The second of two kv heads of the second layer is a NoPE head."""
+    sizes = {"layers": 2, "q_heads": 4, "kv_heads": 2, "nope": (0, 1)}
+    model = quality_model.Model(quality_model.Config(window=KEYS, recent=RECENT, **sizes, **rules))
+    quality_model.initialise(model, form, 0, 1.0, 0.5, 0.25)
+    return model
+
+
+def test_layers_with_nope_heads() -> None:
+    def heads(**rules: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        config = quality_model.config_of("recent", "small", KEYS, RECENT, **rules)
+        return config.sliding, config.nope
+
+    assert heads(nope_heads=2) == ((), (2, 2, 2, 2, 2, 2))
+    some = heads(sliding_heads=2, nope_heads=2, nope_layers=[1, 4])
+    assert some == ((2, 1, 2, 2, 1, 2), (0, 2, 0, 0, 2, 0))
+
+
+@pytest.mark.parametrize("dim", [0, 16])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_rotary_embedding(heads: int, dim: int, tmp_path: Path) -> None:
+    """Of queries (4 heads) and keys (2), in a model and in that of its file."""
+    model = two_layers(nope_rotary_dim=dim)
+    quality_model.save(model, tmp_path / "model.safetensors")
+    x, positions = torch.randn(1, 9, heads, 64), torch.arange(9)[None]
+    turned = rotate(x, positions, 10000.0)
+    partly = torch.cat((rotate(x[..., :dim], positions, 10000.0), x[..., dim:]), 3)
+    nope = torch.cat((turned[:, :, : heads // 2], partly[:, :, heads // 2 :]), 2)
+    for one in (model, quality_model.load(tmp_path / "model.safetensors")):
+        first, second = (layer.embed(x, positions) for layer in one.attentions())
+        assert torch.equal(first, turned) and torch.equal(second, nope)
+
+
+def test_nope_heads_do_not_know_positions() -> None:
+    """One layer that keeps all keys gives the last query the same in any order of the others."""
+    text = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+    other = torch.cat((text[:, :-1].flip(1), text[:, -1:]), 1)
+    for nope in (2, 1, 0):
+        sizes = {"layers": 1, "q_heads": 4, "kv_heads": 2, "nope": (nope,)}
+        model = quality_model.Model(quality_model.Config(window=KEYS, **sizes))
+        quality_model.initialise(model, "selected", 0, 1.0, 0.5)
+        layer = model.attentions()[0]
+        for projection in (layer.q_proj, layer.k_proj):
+            projection.weight.data.mul_(20)
+        logits = [model(one)[0, -1] for one in (text, other)]
+        assert ((logits[0] - logits[1]).abs().max() < 1e-5) == (nope == 2)
+
+
+def test_a_of_nope_heads() -> None:
+    assert [layer.A.tolist() for layer in two_layers().attentions()] == [[1, 1], [1, 0.25]]
+    random = two_layers("random-recent")
+    assert [layer.A.tolist() for layer in random.attentions()] == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.25, 1.0])
+def test_rate_of_nope_scores(factor: float) -> None:
+    """The first step of AdamW is as long as the rate, whatever the gradients are."""
+    model = two_layers()
+    groups = quality_model.parameter_groups(model, 0.1, 1.0)
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    rates = quality_model.NopeRates(model, factor)
+    scores = [getattr(layer, name) for layer in model.attentions() for name in ("dt_proj", "A")]
+    scores = [getattr(one, "weight", one) for one in scores]
+    before = [one.detach().clone() for one in scores]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    rates.step(optimizer)
+    for layer, (was, one) in enumerate(zip(before, scores)):
+        change = (one.detach() - was).abs()
+        torch.testing.assert_close(change[0], torch.full_like(change[0], 0.01), rtol=0.01, atol=0)
+        own = 0.01 * (factor if layer >= 2 else 1.0)
+        torch.testing.assert_close(change[1], torch.full_like(change[1], own), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_runs_with_nope_heads(corpus: Path, tmp_path: Path, rate: float | None) -> None:
+    run = train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1, nope_rate=rate)
+    assert run["model"]["nope"] == "0 1" and run["settings"]["nope_a"] == 0.005
+    state = torch.load(tmp_path / "recent-tiny-0.pt", weights_only=True)["model"]
+    learned, nope = (state[f"blocks.{layer}.attention.A"].item() for layer in (0, 1))
+    assert learned != 0.5
+    assert (nope == pytest.approx(0.005, abs=1e-9)) == (rate == 0.0)
+
+
+def test_files_with_other_nope_heads(
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1)
+    file = tmp_path / "recent-tiny-0.safetensors"
+    for flags, rules in (
+        (["--resume"], {}),
+        ([], {"start": file, "name": "other"}),
+        ([], {"start": file, "name": "other", "nope_heads": 1}),
+        (["--resume"], {"nope_heads": 1, "nope_layers": 1, "nope_rotary_dim": 2}),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            train(corpus, tmp_path, "recent", *flags, **rules)
+        assert stop.value.code == 2 and "recent-tiny-0" in capsys.readouterr().err
+    train(corpus, tmp_path, "recent", start=file, name="other", nope_heads=1, nope_layers=1)
+
+
+@pytest.mark.parametrize(
+    "form, changed, message",
+    [
+        ("recent", {"nope_heads": 2}, "--nope-heads: is 2, want 0 to 1, the kv heads"),
+        ("dense", {"nope_heads": 1}, "--form: is dense, which has no scores"),
+        ("recent", {"nope_layers": 1}, "--nope-layers: is given without --nope-heads"),
+        ("recent", {"nope_rate": 0.1}, "--nope-rate: is given without --nope-heads"),
+        ("recent", {"nope_heads": 1, "nope_layers": 2}, "--nope-layers: is 2, want 0 to 1"),
+        ("recent", {"nope_heads": 1, "nope_rate": -1}, "--nope-rate: is -1.0, want 0 to 1"),
+        ("recent", {"nope_heads": 1, "nope_rotary_dim": 3}, "is 3, want an even number"),
+    ],
+)
+def test_bad_usage(
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    changed: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train(corpus, tmp_path, form, **changed)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
