@@ -40,7 +40,8 @@ from torch.nn.functional import cross_entropy
 
 READ_EVERY = 20  # steps between readings of losses, which wait for the device
 RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
-NOPE_RATE = 0.03  # of the rate of the scores of other heads
+# usual settings of NoPE heads; with this A their bias hardly changes attention
+NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 RATED_STEPS = (10, 20)  # with --seconds, the steps that are timed to find their number
 QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # of evaluations during training
 PASSKEY_SEQUENCES = 4  # of each depth
@@ -74,13 +75,14 @@ class Run:
             *(options.form, options.size, options.keys, options.recent, options.sinks),
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
-            *(options.nope_heads, options.nope_layers, options.nope_rotary_dim),
+            *(options.nope_heads, options.nope_layers, options.nope_rotary_dim or 0),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
-            *(self.model, options.form, options.seed),
-            *(options.initial_a, options.dt_std, options.nope_a or 0.0),
+            self.model, options.form, options.seed, options.initial_a, options.dt_std
         )
+        if options.nope_heads > 0 and options.form in quality_model.LEARNED:
+            quality_model.initialise_nope(self.model, options.nope_a)
         if options.start is not None:
             start = quality_model.load(options.start)
             require_same_nope(options.start, start.config.metadata(), config)
@@ -90,7 +92,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
-        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate or 0.0)
+        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate)
         self.step, self.steps = 0, options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
@@ -302,7 +304,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
     add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
-    add("--nope-rotary-dim", type=int, default=0, help="channels of them that are rotated (0)")
+    add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the rate of their scores (0.03)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
@@ -332,8 +334,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.rate = options.rate or RATES[options.size]
     if options.nope_heads > 0:
-        options.nope_a = quality_model.NOPE_A if options.nope_a is None else options.nope_a
-        options.nope_rate = NOPE_RATE if options.nope_rate is None else options.nope_rate
+        for name, usual in NOPE.items():
+            if getattr(options, name) is None:
+                setattr(options, name, usual)
     options.name = options.name or f"{options.form}-{options.size}-{options.seed}"
     check(parser, options)
     return options
@@ -375,7 +378,8 @@ def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--score-layers: is {layers}, want 1 or more")
     if heads > 0 and layers is not None:
         parser.error("--sliding-heads: is given with --score-layers, want one of the two")
-    if (heads > 0 or layers is not None) and options.form in ("dense", "sliding"):
+    has_kinds = heads > 0 or layers is not None or options.nope_heads > 0
+    if has_kinds and options.form in ("dense", "sliding"):
         parser.error(f"--form: is {options.form}, which has no scores, want another one")
 
 
@@ -384,17 +388,17 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     heads, dim = options.nope_heads, options.nope_rotary_dim
     if not 0 <= heads <= most:
         parser.error(f"--nope-heads: is {heads}, want 0 to {most}, the kv heads")
-    if heads > 0 and options.form in ("dense", "sliding"):
-        parser.error(f"--form: is {options.form}, which has no scores, want another one")
-    for name in ("nope_layers", "nope_rotary_dim", "nope_a", "nope_rate"):
-        if heads == 0 and getattr(options, name):
-            parser.error(f"--{name.replace('_', '-')}: is given without --nope-heads")
+    if heads == 0:
+        for name in ("nope_layers", *NOPE):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name.replace('_', '-')}: is given without --nope-heads")
+        return
     if not 0 <= dim <= quality_model.HEAD_DIM or dim % 2 != 0:
         parser.error(f"--nope-rotary-dim: is {dim}, want an even number up to the head_dim")
     for layer in options.nope_layers or ():
         if not 0 <= layer < layers:
             parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
-    if heads > 0 and not 0 <= options.nope_rate <= 1:
+    if not 0 <= options.nope_rate <= 1:
         parser.error(f"--nope-rate: is {options.nope_rate}, want 0 to 1")
 
 

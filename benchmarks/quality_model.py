@@ -42,7 +42,6 @@ BYTES = 256
 HEAD_DIM = 64
 NORM_EPS = 1e-5
 STD = 0.02  # of the initial weights
-NOPE_A = 0.005  # A of NoPE heads before training: a bias that hardly changes attention
 FORMS = ("dense", "selected", "recent", "sliding", "random", "random-recent")
 LEARNED = ("selected", "recent")  # forms whose scores are trained
 SIZES = {"large": (8, 8, 4), "small": (6, 6, 3), "tiny": (2, 2, 1)}  # layers, q_heads, kv_heads
@@ -179,11 +178,12 @@ class Attention(DynamicMaskAttention):
         key = self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
         value = self.v_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        out = self.attend(*(self.embed(one, positions) for one in (query, key)), value)
+        out = self.attend(*(self.rotate_heads(one, positions) for one in (query, key)), value)
         return self.o_proj(out.flatten(2))
 
-    def embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The rotary embedding of queries or keys."""
+    def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding of queries or keys [batch, len, heads, head_dim], as far as each head
+        has one."""
         count = self.nope_heads * x.shape[2] // self.kv_heads
         whole, nope = x.split((x.shape[2] - count, count), 2)
         turned, still = nope.split((self.nope_rotary_dim, self.head_dim - self.nope_rotary_dim), 3)
@@ -264,16 +264,9 @@ def prefer_cudnn() -> Any:
 
 
 @torch.no_grad()
-def initialise(
-    model: nn.Module,
-    form: str,
-    seed: int,
-    initial_a: float,
-    dt_std: float,
-    nope_a: float = NOPE_A,
-) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones. Where
-    scores are learned, A is nope_a in NoPE heads, 0 in sliding ones, and initial_a in others."""
+def initialise(model: nn.Module, form: str, seed: int, initial_a: float, dt_std: float) -> None:
+    """Weights that depend on the seed, and not on the form, where forms have the same ones. A is 0
+    in sliding heads, and initial_a in others whose scores are learned."""
     generator = torch.Generator().manual_seed(seed)
     last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
     for name, parameter in model.named_parameters():
@@ -290,10 +283,16 @@ def initialise(
         attention.A.fill_(0.0 if form == "sliding" else 1.0 if is_random else initial_a)
         attention.A[: attention.sliding_heads] = 0.0
         is_learned = form in LEARNED
-        if is_learned:
-            attention.A[attention.A.shape[0] - attention.nope_heads :] = nope_a
         attention.dt_proj.requires_grad_(is_learned)
         attention.A.requires_grad_(is_learned)
+
+
+@torch.no_grad()
+def initialise_nope(model: Model, nope_a: float) -> None:
+    """Another A for the NoPE heads, after initialise()."""
+    for attention in model.attentions():
+        if attention.nope_heads > 0:
+            attention.A[-attention.nope_heads :] = nope_a
 
 
 def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "nope_a": (0.005, "their A from {}"),
     "nope_rate": (0.03, "their rate x {}"),
 }
+OF_LEARNED = ("initial_a", "score_rate", "nope_a", "nope_rate")  # those of learned scores
 Runs = dict[str, dict[str, Any]]
 
 
@@ -78,12 +79,13 @@ def label_of(run: dict[str, Any]) -> str:
         layers = settings.get("nope_layers")
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         words.append(f"NoPE heads: {nope}{where}")
-    if not form.startswith("random"):
-        if settings["bias_form"] != "exp":
-            words.append(f"{settings['bias_form']} bias")
-        for name, (usual, phrase) in USUAL.items():
-            if settings.get(name) not in (None, usual):
-                words.append(phrase.format(f"{settings[name]:g}"))
+    is_random = form.startswith("random")
+    if not is_random and settings["bias_form"] != "exp":
+        words.append(f"{settings['bias_form']} bias")
+    for name, (usual, phrase) in USUAL.items():
+        is_used = not (is_random and name in OF_LEARNED)
+        if is_used and settings.get(name) not in (None, usual):
+            words.append(phrase.format(f"{settings[name]:g}"))
     return ", ".join(words)
 
 

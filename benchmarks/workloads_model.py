@@ -60,8 +60,6 @@ class Config:
 class Attention(DynamicMaskAttention):
     """Attention with rotary embeddings of positions on one axis or several."""
 
-    nope_heads = 0  # initialise() of quality_model.py asks for it
-
     def __init__(self, config: Config) -> None:
         super().__init__(
             *(config.width, config.q_heads, config.kv_heads, config.window),

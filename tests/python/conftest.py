@@ -78,3 +78,22 @@ def repeated_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_direct, "repeat", _direct.repeat_in_python)
     monkeypatch.setattr(_direct, "make_key", _direct.key_in_python)
     monkeypatch.setattr(_call, "memory", _call.Memory())
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text for quality.py."""
+    from quality_cases import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quality.py measures less, and logs the losses of every step."""
+    import quality
+    import quality_recall
+
+    monkeypatch.setattr(quality, "READ_EVERY", 1)
+    monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
+    monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)

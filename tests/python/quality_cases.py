@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import quality
 import quality_model
-import quality_recall
 
 LENGTH, KEYS, RECENT = 512, 64, 16
 TINY = {
@@ -28,13 +27,6 @@ def make_corpus(folder: Path) -> Path:
     for name, size in (("corpus.bin", 20_000), ("held_out.bin", 4_000)):
         (folder / name).write_bytes(letters[random.integers(len(letters), size=size)].tobytes())
     return folder
-
-
-def measure_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer measurements, and losses of every step."""
-    monkeypatch.setattr(quality, "READ_EVERY", 1)
-    monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
-    monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)
 
 
 def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> dict[str, Any]:

@@ -18,21 +18,12 @@ import quality_picture
 import quality_recall
 import quality_results
 import torch
-from quality_cases import KEYS, LENGTH, RECENT, TINY, make_corpus, measure_less, model_of, train
+from quality_cases import KEYS, LENGTH, RECENT, TINY, model_of, train
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("few_measurements")
 STATED = re.compile(rb"\{([A-Z]{3})([A-Z]{3})\}")
 ASKED = re.compile(rb"<([A-Z]{3})([A-Z]{3})>")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(autouse=True)
-def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_less(monkeypatch)
 
 
 def questions_in(text: bytes) -> list[tuple[int, int, bytes, bytes]]:

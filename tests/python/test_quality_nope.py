@@ -9,24 +9,16 @@ import pytest
 import quality_model
 import torch
 from flash_dmattn.nn import rotate
-from quality_cases import KEYS, RECENT, make_corpus, measure_less, train
+from quality_cases import KEYS, RECENT, train
+
+pytestmark = pytest.mark.usefixtures("few_measurements")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(autouse=True)
-def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_less(monkeypatch)
-
-
-def two_layers(form: str = "recent", **rules: Any) -> quality_model.Model:
+def two_layers(**rules: Any) -> quality_model.Model:
     """The second of two kv heads of the second layer is a NoPE head."""
     sizes = {"layers": 2, "q_heads": 4, "kv_heads": 2, "nope": (0, 1)}
     model = quality_model.Model(quality_model.Config(window=KEYS, recent=RECENT, **sizes, **rules))
-    quality_model.initialise(model, form, 0, 1.0, 0.5, 0.25)
+    quality_model.initialise(model, "recent", 0, 1.0, 0.5)
     return model
 
 
@@ -51,7 +43,7 @@ def test_rotary_embedding(heads: int, dim: int, tmp_path: Path) -> None:
     partly = torch.cat((rotate(x[..., :dim], positions, 10000.0), x[..., dim:]), 3)
     nope = torch.cat((turned[:, :, : heads // 2], partly[:, :, heads // 2 :]), 2)
     for one in (model, quality_model.load(tmp_path / "model.safetensors")):
-        first, second = (layer.embed(x, positions) for layer in one.attentions())
+        first, second = (layer.rotate_heads(x, positions) for layer in one.attentions())
         assert torch.equal(first, turned) and torch.equal(second, nope)
 
 
@@ -71,9 +63,9 @@ def test_nope_heads_do_not_know_positions() -> None:
 
 
 def test_a_of_nope_heads() -> None:
-    assert [layer.A.tolist() for layer in two_layers().attentions()] == [[1, 1], [1, 0.25]]
-    random = two_layers("random-recent")
-    assert [layer.A.tolist() for layer in random.attentions()] == [[1, 1], [1, 1]]
+    model = two_layers()
+    quality_model.initialise_nope(model, 0.25)
+    assert [layer.A.tolist() for layer in model.attentions()] == [[1, 1], [1, 0.25]]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.25, 1.0])
@@ -106,6 +98,12 @@ def test_runs_with_nope_heads(corpus: Path, tmp_path: Path, rate: float | None) 
     assert (nope == pytest.approx(0.005, abs=1e-9)) == (rate == 0.0)
 
 
+def test_random_scores_of_nope_heads_stay(corpus: Path, tmp_path: Path) -> None:
+    train(corpus, tmp_path, "random-recent", nope_heads=1)
+    state = torch.load(tmp_path / "random-recent-tiny-0.pt", weights_only=True)["model"]
+    assert [state[f"blocks.{layer}.attention.A"].item() for layer in (0, 1)] == [1, 1]
+
+
 def test_files_with_other_nope_heads(
     corpus: Path,
     tmp_path: Path,
@@ -131,6 +129,7 @@ def test_files_with_other_nope_heads(
         ("recent", {"nope_heads": 2}, "--nope-heads: is 2, want 0 to 1, the kv heads"),
         ("dense", {"nope_heads": 1}, "--form: is dense, which has no scores"),
         ("recent", {"nope_layers": 1}, "--nope-layers: is given without --nope-heads"),
+        ("recent", {"nope_a": 0.0}, "--nope-a: is given without --nope-heads"),
         ("recent", {"nope_rate": 0.1}, "--nope-rate: is given without --nope-heads"),
         ("recent", {"nope_heads": 1, "nope_layers": 2}, "--nope-layers: is 2, want 0 to 1"),
         ("recent", {"nope_heads": 1, "nope_rate": -1}, "--nope-rate: is -1.0, want 0 to 1"),

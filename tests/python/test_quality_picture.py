@@ -237,6 +237,9 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     assert (
         quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"
     )
+    random = {"initial_a": 1.0, "shortest_span": 1024}
+    label = "6 at random, 2 newest, episodes from 1024"
+    assert quality_picture.label_of(result("far", [1.0], "random-recent", **random)) == label
     styles = quality_picture.lines_of({"few": few, "some": some, "one": from_one, "again": few})
     assert len(styles) == len({tuple(style.values()) for style in styles.values()}) == 3
 
