@@ -33,7 +33,7 @@ class Size:
     steps: int
 
 
-USUAL = Size(Config(6, 6, 3, causal=False), 1024, 4, 10, 8, 1200)
+USUAL = Size(Config(6, 6, 3, causal=False), 1024, 4, 10, 16, 1200)
 QUICK = Size(Config(2, 2, 1, causal=False), 256, 4, 8, 4, 8)
 
 

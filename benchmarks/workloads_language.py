@@ -32,7 +32,7 @@ class Size:
     steps: int
 
 
-USUAL = Size("small", 8192, 4, 1000)
+USUAL = Size("small", 8192, 8, 1000)
 QUICK = Size("tiny", 256, 4, 8)
 
 

@@ -51,7 +51,7 @@ class Size:
         return -(-longest // 64) * 64
 
 
-USUAL = Size(Config(6, 6, 3), 1024, 4, (4, 8), 8, 1500)
+USUAL = Size(Config(6, 6, 3), 1024, 4, (4, 8), 16, 1500)
 QUICK = Size(Config(2, 2, 1), 256, 4, (4, 8), 4, 8)
 
 

@@ -40,7 +40,7 @@ class Size:
     steps: int
 
 
-USUAL = Size(Config(6, 6, 3), 8192, 4, 1000)
+USUAL = Size(Config(6, 6, 3), 8192, 8, 1000)
 QUICK = Size(Config(2, 2, 1), 256, 4, 8)
 
 
