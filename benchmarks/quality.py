@@ -86,14 +86,19 @@ class Run:
         if options.start is not None:
             start = quality_model.load(options.start)
             require_same_nope(options.start, start.config.metadata(), config)
-            self.model.load_state_dict(start.state_dict())
+            try:
+                quality_model.start_from(self.model, start, options.new_scores)
+            except ValueError as error:
+                print(f"quality.py: {options.start}: {error}", file=sys.stderr)
+                sys.exit(2)
         self.model.to(self.device)
         groups = quality_model.parameter_groups(self.model, options.decay, options.score_rate)
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
-        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate)
-        self.step, self.steps = 0, options.steps
+        a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
+        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate, a_rate)
+        self.step, self.steps = options.start_step, options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items()
@@ -193,7 +198,7 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     rows, is_marked = to_device(text, device).long(), to_device(marked, device)
     is_text = to_device(~has_episodes, device)
     steps = options.schedule_steps or run.steps or run.step + 1
-    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up)
+    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up, options.start_step)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["factor"]
     with narrow(device):
@@ -252,7 +257,7 @@ def quick_evaluation(run: Run, evaluation: Evaluation) -> None:
     row = {"step": run.step, "seconds": round(run.seconds, 3), **evaluation.losses(run.model)}
     row["recall"] = evaluation.recall(run.model, QUICK_QUESTIONS, QUICK_PAIRS)
     run.log["held_out"].append(row)
-    trained = run.step * run.options.batch * run.options.length
+    trained = (run.step - run.options.start_step) * run.options.batch * run.options.length
     run.log["bytes_per_second"] = trained / run.seconds if run.seconds else None
     if run.device.type == "cuda":
         run.log["peak_memory"] = torch.cuda.max_memory_allocated(run.device)
@@ -278,6 +283,8 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
         "by_window": evaluation.by_window(run.model),
         "kept": evaluation.kept(run.model),
     }
+    if run.model.config.window is not None:
+        run.log["final"]["a"] = [one.a_coef.tolist() for one in run.model.attentions()]
     run.log["final"]["seconds"] = round(time.perf_counter() - begin, 1)
     run.write_log()
     quality_model.save(run.model, run.path(".safetensors"), options.weights)
@@ -306,7 +313,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
-    add("--nope-rate", type=float, help="multiplies the rate of their scores (0.03)")
+    add("--nope-rate", type=float, help="multiplies the rate of their dt_proj and A (0.03)")
+    add("--nope-a-rate", type=float, help="multiplies that of A instead, 0: A stays (--nope-rate)")
     add("--bias-form", choices=("exp", "linear", "none"), default="exp")
     add("--rotary-base", type=float, default=10000.0)
     add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
@@ -322,6 +330,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
     add("--seed", type=int, default=0, help="of weights and of data (0)")
     add("--start", type=Path, help="weights to begin with: a file of this program")
+    add("--start-step", type=int, default=0, help="with --start: data and rate begin there (0)")
+    add("--new-scores", action="store_true", help="with --start: without its A and dt_proj")
     add("--weights", choices=("float32", "bfloat16", "int8"), default="bfloat16", help="as written")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -350,6 +360,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
     check_sliding(parser, options)
     check_nope(parser, options)
+    check_start(parser, options)
     if not 64 <= options.shortest_span <= options.length:
         parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
     if not 0 <= options.recall <= 1:
@@ -378,7 +389,7 @@ def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--score-layers: is {layers}, want 1 or more")
     if heads > 0 and layers is not None:
         parser.error("--sliding-heads: is given with --score-layers, want one of the two")
-    has_kinds = heads > 0 or layers is not None or options.nope_heads > 0
+    has_kinds = heads > 0 or layers is not None
     if has_kinds and options.form in ("dense", "sliding"):
         parser.error(f"--form: is {options.form}, which has no scores, want another one")
 
@@ -389,7 +400,7 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if not 0 <= heads <= most:
         parser.error(f"--nope-heads: is {heads}, want 0 to {most}, the kv heads")
     if heads == 0:
-        for name in ("nope_layers", *NOPE):
+        for name in ("nope_layers", "nope_a_rate", *NOPE):
             if getattr(options, name) is not None:
                 parser.error(f"--{name.replace('_', '-')}: is given without --nope-heads")
         return
@@ -398,8 +409,21 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     for layer in options.nope_layers or ():
         if not 0 <= layer < layers:
             parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
-    if not 0 <= options.nope_rate <= 1:
-        parser.error(f"--nope-rate: is {options.nope_rate}, want 0 to 1")
+    for name in ("nope_rate", "nope_a_rate"):
+        if not 0 <= (getattr(options, name) or 0) <= 1:
+            parser.error(f"--{name.replace('_', '-')}: is {getattr(options, name)}, want 0 to 1")
+
+
+def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.start is None:
+        for name in ("start_step", "new_scores"):
+            if getattr(options, name):
+                parser.error(f"--{name.replace('_', '-')}: is given without --start")
+    if options.start_step != 0 and not options.evaluate:
+        if options.steps is None or not 0 <= options.start_step < options.steps:
+            parser.error(f"--start-step: is {options.start_step}, want 0 or more, below --steps")
+    if options.new_scores and options.form == "dense":
+        parser.error("--new-scores: is given with --form dense, which has no scores")
 
 
 def main() -> None:

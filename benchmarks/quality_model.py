@@ -15,10 +15,10 @@ A form says which keys a query keeps:
     random-recent  as recent, with such scores
 
 In the forms with scores, some kv heads can have a sliding window all the same, by the argument
-sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. The last kv
-heads of a layer can be NoPE heads: only nope_rotary_dim channels of their queries and keys have a
-rotary embedding (0: none), so that what the other channels match does not depend on the distance.
-Their A and their rows of dt_proj have a learning rate of their own.
+sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. In all forms
+the last kv heads of a layer can be NoPE heads: only nope_rotary_dim channels of their queries and
+keys have a rotary embedding (0: none), so that what the other channels match does not depend on the
+distance. Their A and their rows of dt_proj have learning rates of their own.
 """
 
 from __future__ import annotations
@@ -116,21 +116,23 @@ def config_of(
     the last of every so many layers. The last `nope_heads` of all layers, or of nope_layers
     (counted from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of
     their channels have a rotary embedding."""
+    layers, _, kv_heads = SIZES[size]
+    nope: tuple[int, ...] = ()
+    if nope_heads > 0:
+        chosen = range(layers) if nope_layers is None else nope_layers
+        nope = tuple(nope_heads if n in chosen else 0 for n in range(layers))
     if form == "dense":
-        return Config(*SIZES[size], None, rotary_base=rotary_base)
+        kinds = {"nope": nope, "nope_rotary_dim": nope_rotary_dim}
+        return Config(*SIZES[size], None, rotary_base=rotary_base, **kinds)
     newest = recent if form.endswith("recent") else 0
     if form.startswith("random"):
         bias_form = "none"
-    layers, _, kv_heads = SIZES[size]
     sliding: tuple[int, ...] = ()
     if score_layers is not None:
         sliding = tuple(0 if (n + 1) % score_layers == 0 else kv_heads for n in range(layers))
     elif sliding_heads > 0:
         sliding = layers * (sliding_heads,)
-    nope: tuple[int, ...] = ()
-    if nope_heads > 0:
-        chosen = range(layers) if nope_layers is None else nope_layers
-        nope = tuple(nope_heads if n in chosen else 0 for n in range(layers))
+    if nope:
         sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, nope))
     return Config(
         *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
@@ -295,6 +297,28 @@ def initialise_nope(model: Model, nope_a: float) -> None:
             attention.A[-attention.nope_heads :] = nope_a
 
 
+def is_of_scores(name: str) -> bool:
+    """Whether scores are computed from the parameter of this name."""
+    return ".dt_proj." in name or name.endswith(".A")
+
+
+@torch.no_grad()
+def start_from(model: Model, other: Model, has_new_scores: bool) -> None:
+    """The weights of another model, which may have other forms of attention. With has_new_scores
+    those of scores stay as they are.
+
+    Raises ValueError if the other model has no weights of scores, and they are wanted.
+    """
+    found, state = other.state_dict(), model.state_dict()
+    for name in state:
+        if has_new_scores and is_of_scores(name):
+            continue
+        if name not in found:
+            raise ValueError(f"has no {name}, want a model with scores, or --new-scores")
+        state[name] = found[name]
+    model.load_state_dict(state)
+
+
 def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:
     """Groups for AdamW. `factor` multiplies the learning rate of each: score_rate for what scores
     are computed from, which does not decay; only other matrices do."""
@@ -306,38 +330,41 @@ def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> li
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_score = ".dt_proj." in name or name.endswith(".A")
-        kind = "scores" if is_score else "matrices" if parameter.dim() == 2 else "vectors"
+        kind = "matrices" if parameter.dim() == 2 else "vectors"
+        kind = "scores" if is_of_scores(name) else kind
         groups[kind]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 
 class NopeRates:
-    """Multiplies the learning rate of A and of the rows of dt_proj of NoPE heads. AdamW has one
-    rate for a whole tensor, so after each step these rows keep only `factor` of their change."""
+    """Multiplies the learning rates of the rows of dt_proj (by dt_factor) and of A (by a_factor) of
+    NoPE heads. AdamW has one rate for a whole tensor, so after each step these rows keep only so
+    much of their change."""
 
-    def __init__(self, model: Model, factor: float) -> None:
+    def __init__(self, model: Model, dt_factor: float, a_factor: float) -> None:
         self.rows = [
-            parameter[-attention.nope_heads :]
+            (parameter.detach()[-attention.nope_heads :], factor)
             for attention in model.attentions()
-            if attention.nope_heads > 0
-            for parameter in (attention.dt_proj.weight.detach(), attention.A.detach())
+            if attention.nope_heads > 0 and attention.window is not None
+            for parameter, factor in (
+                (attention.dt_proj.weight, dt_factor),
+                (attention.A, a_factor),
+            )
         ]
-        self.factor = factor
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = [rows.clone() for rows in self.rows]
+        before = [rows.clone() for rows, _ in self.rows]
         optimizer.step()
-        for rows, old in zip(self.rows, before):
-            rows.copy_(torch.lerp(old, rows, self.factor))
+        for (rows, factor), old in zip(self.rows, before):
+            rows.copy_(torch.lerp(old, rows, factor))
 
 
-def rate_at(step: int, steps: int, peak: float, warm_up: int) -> float:
-    """The learning rate: a linear rise, then half a cosine down to a tenth."""
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, steps - warm_up)
-    return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+def rate_at(step: int, steps: int, peak: float, warm_up: int, first: int = 0) -> float:
+    """The learning rate: half a cosine from the peak after warm_up steps down to a tenth of it. In
+    the warm_up steps from `first` on it rises linearly, too."""
+    rise = min(1.0, (step - first + 1) / warm_up)
+    done = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
+    return peak * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,8 +41,16 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "nope_rotary_dim": (0, "{} channels rotated"),
     "nope_a": (0.005, "their A from {}"),
     "nope_rate": (0.03, "their rate x {}"),
+    "nope_a_rate": (None, "that of A x {}"),
+    "start_step": (0, "from step {}"),
 }
-OF_LEARNED = ("initial_a", "score_rate", "nope_a", "nope_rate")  # those of learned scores
+OF_LEARNED = (
+    "initial_a",
+    "score_rate",
+    "nope_a",
+    "nope_rate",
+    "nope_a_rate",
+)  # those of learned scores
 Runs = dict[str, dict[str, Any]]
 
 
@@ -64,13 +72,13 @@ def label_of(run: dict[str, Any]) -> str:
         return run["label"]
     settings = run["settings"]
     form, keys, recent = settings["form"], settings["keys"], settings["recent"]
-    if form == "dense":
-        return "dense"
-    if form == "sliding":
-        return f"{keys} newest"
     how = "at random" if form.startswith("random") else "by score"
-    is_recent = form.endswith("recent")
-    words = [f"{keys - recent} {how}, {recent} newest" if is_recent else f"{keys} {how}"]
+    if form in ("dense", "sliding"):
+        words = ["dense" if form == "dense" else f"{keys} newest"]
+    elif form.endswith("recent"):
+        words = [f"{keys - recent} {how}, {recent} newest"]
+    else:
+        words = [f"{keys} {how}"]
     if heads := settings.get("sliding_heads"):
         words.append(f"sliding heads: {heads}")
     if settings.get("score_layers"):
@@ -79,11 +87,11 @@ def label_of(run: dict[str, Any]) -> str:
         layers = settings.get("nope_layers")
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         words.append(f"NoPE heads: {nope}{where}")
-    is_random = form.startswith("random")
-    if not is_random and settings["bias_form"] != "exp":
+    is_learned = form in ("selected", "recent")
+    if is_learned and settings["bias_form"] != "exp":
         words.append(f"{settings['bias_form']} bias")
     for name, (usual, phrase) in USUAL.items():
-        is_used = not (is_random and name in OF_LEARNED)
+        is_used = is_learned or name not in OF_LEARNED
         if is_used and settings.get(name) not in (None, usual):
             words.append(phrase.format(f"{settings[name]:g}"))
     return ", ".join(words)

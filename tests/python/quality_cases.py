@@ -41,7 +41,7 @@ def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> di
     return json.loads((out / f"{name}.json").read_text())
 
 
-def model_of(form: str, seed: int = 0) -> quality_model.Model:
+def model_of(form: str, seed: int = 0, dt_std: float = 0.5) -> quality_model.Model:
     model = quality_model.Model(quality_model.config_of(form, "tiny", KEYS, RECENT))
-    quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=0.5)
+    quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=dt_std)
     return model

@@ -9,7 +9,7 @@ import pytest
 import quality_model
 import torch
 from flash_dmattn.nn import rotate
-from quality_cases import KEYS, RECENT, train
+from quality_cases import KEYS, RECENT, model_of, train
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
 
@@ -68,34 +68,65 @@ def test_a_of_nope_heads() -> None:
     assert [layer.A.tolist() for layer in model.attentions()] == [[1, 1], [1, 0.25]]
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.25, 1.0])
-def test_rate_of_nope_scores(factor: float) -> None:
+@pytest.mark.parametrize("factor, of_a", [(0.0, 0.0), (0.25, 0.25), (0.25, 0.0), (1.0, 0.5)])
+def test_rate_of_nope_scores(factor: float, of_a: float) -> None:
     """The first step of AdamW is as long as the rate, whatever the gradients are."""
     model = two_layers()
     groups = quality_model.parameter_groups(model, 0.1, 1.0)
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    rates = quality_model.NopeRates(model, factor)
+    rates = quality_model.NopeRates(model, factor, of_a)
     scores = [getattr(layer, name) for layer in model.attentions() for name in ("dt_proj", "A")]
     scores = [getattr(one, "weight", one) for one in scores]
     before = [one.detach().clone() for one in scores]
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape)
     rates.step(optimizer)
-    for layer, (was, one) in enumerate(zip(before, scores)):
+    for number, (was, one) in enumerate(zip(before, scores)):
         change = (one.detach() - was).abs()
         torch.testing.assert_close(change[0], torch.full_like(change[0], 0.01), rtol=0.01, atol=0)
-        own = 0.01 * (factor if layer >= 2 else 1.0)
+        own = 0.01 * (1.0 if number < 2 else of_a if number == 3 else factor)
         torch.testing.assert_close(change[1], torch.full_like(change[1], own), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("rate", [None, 0.0])
-def test_runs_with_nope_heads(corpus: Path, tmp_path: Path, rate: float | None) -> None:
-    run = train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1, nope_rate=rate)
+@pytest.mark.parametrize(
+    "rate, a_rate, has_first_a, has_first_weight",
+    [
+        (None, None, False, False),
+        (0.0, None, True, True),
+        (None, 0.0, True, False),
+        (0.0, 0.5, False, True),
+    ],
+)
+def test_runs_with_nope_heads(
+    corpus: Path,
+    tmp_path: Path,
+    rate: float | None,
+    a_rate: float | None,
+    has_first_a: bool,
+    has_first_weight: bool,
+) -> None:
+    rates = {"nope_rate": rate, "nope_a_rate": a_rate}
+    run = train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1, **rates)
     assert run["model"]["nope"] == "0 1" and run["settings"]["nope_a"] == 0.005
     state = torch.load(tmp_path / "recent-tiny-0.pt", weights_only=True)["model"]
-    learned, nope = (state[f"blocks.{layer}.attention.A"].item() for layer in (0, 1))
-    assert learned != 0.5
-    assert (nope == pytest.approx(0.005, abs=1e-9)) == (rate == 0.0)
+    learned, nope = (state[f"blocks.{layer}.attention.A"] for layer in (0, 1))
+    assert run["final"]["a"] == [learned.tolist(), nope.tolist()]
+    assert learned.item() != 0.5
+    assert (nope.item() == pytest.approx(0.005, abs=1e-9)) == has_first_a
+    first = model_of("recent", dt_std=quality_model.STD).state_dict()
+    is_first = [
+        torch.equal(state[name], first[name])
+        for name in (f"blocks.{layer}.attention.dt_proj.weight" for layer in (0, 1))
+    ]
+    assert is_first == [False, has_first_weight]
+
+
+@pytest.mark.parametrize("form", ["dense", "sliding"])
+def test_nope_heads_without_scores(corpus: Path, tmp_path: Path, form: str) -> None:
+    run = train(corpus, tmp_path, form, nope_heads=1, nope_layers=1)
+    assert run["model"]["nope"] == "0 1" and run["final"].get("a") in (None, [[0.0], [0.0]])
+    model = quality_model.load(tmp_path / f"{form}-tiny-0.safetensors")
+    assert [layer.nope_heads for layer in model.attentions()] == [0, 1]
 
 
 def test_random_scores_of_nope_heads_stay(corpus: Path, tmp_path: Path) -> None:
@@ -127,7 +158,8 @@ def test_files_with_other_nope_heads(
     "form, changed, message",
     [
         ("recent", {"nope_heads": 2}, "--nope-heads: is 2, want 0 to 1, the kv heads"),
-        ("dense", {"nope_heads": 1}, "--form: is dense, which has no scores"),
+        ("recent", {"nope_a_rate": 0.1}, "--nope-a-rate: is given without --nope-heads"),
+        ("recent", {"nope_heads": 1, "nope_a_rate": 2}, "--nope-a-rate: is 2.0, want 0 to 1"),
         ("recent", {"nope_layers": 1}, "--nope-layers: is given without --nope-heads"),
         ("recent", {"nope_a": 0.0}, "--nope-a: is given without --nope-heads"),
         ("recent", {"nope_rate": 0.1}, "--nope-rate: is given without --nope-heads"),

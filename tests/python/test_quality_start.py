@@ -1,0 +1,93 @@
+"""benchmarks/quality.py: training that begins with the weights of another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quality_model
+import torch
+from quality_cases import model_of, train
+
+pytestmark = pytest.mark.usefixtures("few_measurements")
+STILL = 1e-30  # a learning rate that changes no weight
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"{name}.pt", weights_only=True)["model"]
+
+
+def test_rate_rises_again() -> None:
+    """Of a hundred steps, ten of which it rises."""
+    usual = [quality_model.rate_at(step, 100, 2.0, 10) for step in range(101)]
+    assert usual[0] == pytest.approx(0.2) and usual[9] == usual[10] == 2.0
+    assert usual[55] == pytest.approx(1.1) and usual[100] == pytest.approx(0.2)
+    later = [quality_model.rate_at(step, 100, 2.0, 10, 50) for step in range(50, 101)]
+    rise = [min(1.0, (step + 1) / 10) for step in range(51)]
+    assert later == pytest.approx([a * b for a, b in zip(usual[50:], rise)])
+
+
+@pytest.mark.parametrize("form, a", [("recent", 0.5), ("random-recent", 1.0)])
+def test_new_scores(corpus: Path, tmp_path: Path, form: str, a: float) -> None:
+    train(corpus, tmp_path, "sliding", weights="float32")
+    started = {"start": tmp_path / "sliding-tiny-0.safetensors", "start_step": 3, "rate": STILL}
+    train(corpus, tmp_path, form, "--new-scores", name="new", **started)
+    train(corpus, tmp_path, form, name="old", **started)
+    first = model_of(form, dt_std=quality_model.STD).state_dict()
+    before, new, old = (weights(tmp_path, name) for name in ("sliding-tiny-0", "new", "old"))
+    for name, one in before.items():
+        is_of_scores = "dt_proj" in name or name.endswith(".A")
+        wanted = first[name] if is_of_scores else one
+        torch.testing.assert_close(new[name], wanted, rtol=0, atol=1e-20)
+        torch.testing.assert_close(old[name], one, rtol=0, atol=1e-20)
+    assert new["blocks.0.attention.A"].item() == a
+
+
+def test_text_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """The last two of four steps have the same losses if training begins there."""
+    whole = train(corpus, tmp_path, "sliding", rate=STILL, weights="float32")
+    start = tmp_path / "sliding-tiny-0.safetensors"
+    more = train(corpus, tmp_path, "sliding", start=start, start_step=2, rate=STILL, name="more")
+    anew = train(corpus, tmp_path, "sliding", start=start, rate=STILL, name="anew", steps=2)
+    rows, want, others = (log["train"][-1] for log in (more, whole, anew))
+    assert [row[0] for row in more["train"]] == [row[0] for row in whole["train"] if row[0] > 2]
+    assert rows[2:4] == pytest.approx(want[2:4], rel=1e-6)
+    assert rows[2:4] != pytest.approx(others[2:4], rel=1e-6)
+    seconds = more["train"][-1][1]
+    assert more["bytes_per_second"] == pytest.approx(2 * 2 * 512 / seconds, rel=0.01)
+
+
+def test_dense_and_scores(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(corpus, tmp_path, "sliding")
+    train(corpus, tmp_path, "dense", start=tmp_path / "sliding-tiny-0.safetensors")
+    start = {"start": tmp_path / "dense-tiny-0.safetensors"}
+    train(corpus, tmp_path, "selected", "--new-scores", **start)
+    with pytest.raises(SystemExit) as stop:
+        train(corpus, tmp_path, "selected", **start)
+    message = "has no blocks.0.attention.A, want a model with scores, or --new-scores"
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "form, flags, changed, message",
+    [
+        ("recent", [], {"start_step": 2}, "--start-step: is given without --start"),
+        ("recent", ["--new-scores"], {}, "--new-scores: is given without --start"),
+        ("recent", [], {"start": "x", "start_step": 4}, "is 4, want 0 or more, below --steps"),
+        ("recent", [], {"start": "x", "start_step": -1}, "is -1, want 0 or more, below --steps"),
+        ("dense", ["--new-scores"], {"start": "x"}, "--form dense, which has no scores"),
+    ],
+)
+def test_bad_usage(
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    flags: list[str],
+    changed: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train(corpus, tmp_path, form, *flags, **changed)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
