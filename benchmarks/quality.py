@@ -35,6 +35,7 @@ import quality_model
 import torch
 from quality_evaluate import Evaluation, narrow
 from quality_recall import Batches
+from quality_targets import ScoreTargets
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -96,8 +97,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
-        a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
-        self.nope_rates = quality_model.NopeRates(self.model, options.nope_rate, a_rate)
+        self.targets: ScoreTargets | None = None
+        self.score_rates = self.rates_of_scores()
         self.step, self.steps = options.start_step, options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
@@ -117,6 +118,19 @@ class Run:
         self.pending: list[torch.Tensor] = []  # sums of the steps that were not read yet
         self.counts = [0, 0]  # of bytes in these: of text without episodes, and marked ones
 
+    def rates_of_scores(self) -> quality_model.ScoreRates:
+        """For the heads whose scores have another learning rate than the rest; sets `targets`."""
+        options, layers = self.options, self.model.attentions()
+        nope = [layer.nope_heads for layer in layers]
+        if options.score_targets is None:
+            a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
+            return quality_model.ScoreRates(self.model, nope, options.nope_rate, a_rate)
+        learned = [layer.kv_heads - layer.sliding_heads for layer in layers]
+        heads = nope if options.score_targets == "nope" else learned
+        rule = (options.target_every, options.target_rate)
+        self.targets = ScoreTargets(self.model, heads, *rule)
+        return quality_model.ScoreRates(self.model, heads, 0.0, 0.0)
+
     def path(self, suffix: str) -> Path:
         return self.options.out / f"{self.options.name}{suffix}"
 
@@ -134,6 +148,8 @@ class Run:
             "seconds": self.seconds,
             "log": self.log,
         }
+        if self.targets is not None:
+            state["targets"] = self.targets.state_dict()
         unfinished = self.path(".pt.unfinished")
         torch.save(state, unfinished)
         unfinished.replace(self.path(".pt"))
@@ -143,6 +159,8 @@ class Run:
         require_same_nope(self.path(".pt"), state["log"]["model"], self.model.config)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.targets is not None:
+            self.targets.load_state_dict(state["targets"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.steps = state["steps"] if self.options.steps is None else self.options.steps
         self.log = {**state["log"], "settings": self.log["settings"]}
@@ -213,7 +231,9 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
-    run.nope_rates.step(run.optimizer)
+    run.score_rates.step(run.optimizer)
+    if run.targets is not None:
+        run.targets.step(run.step, rows[:, :-1], rate)
     of_text = (losses.detach() * is_text[:, None]).sum()
     run.step += 1
     run.pending.append(torch.stack((of_text, of_marked.detach(), norm)))
@@ -320,6 +340,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
     add("--dt-std", type=float, default=quality_model.STD, help="of dt_proj's weights (0.02)")
     add("--score-rate", type=float, default=1.0, help="multiplies the rate of dt_proj and A (1)")
+    add("--score-targets", choices=("nope", "all"), help="heads whose scores learn from targets")
+    add("--target-every", type=int, default=8, help="steps between steps of these scores (8)")
+    add("--target-rate", type=float, default=1.0, help="multiplies their learning rate (1)")
     add("--rate", type=float, help="peak learning rate (by size)")
     add("--warm-up", type=int, default=100, help="steps (100)")
     add("--decay", type=float, default=0.1, help="weight decay of matrices (0.1)")
@@ -353,7 +376,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for name in ("batch", "length", "keys", "every", "pieces", "questions", "warm_up"):
+    counts = ("batch", "length", "keys", "every", "pieces", "questions", "warm_up", "target_every")
+    for name in counts:
         if (value := getattr(options, name)) < 1:
             parser.error(f"--{name.replace('_', '-')}: is {value}, want 1 or more")
     if not 0 <= options.recent < options.keys:
@@ -361,6 +385,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     check_sliding(parser, options)
     check_nope(parser, options)
     check_start(parser, options)
+    check_targets(parser, options)
     if not 64 <= options.shortest_span <= options.length:
         parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
     if not 0 <= options.recall <= 1:
@@ -424,6 +449,20 @@ def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--start-step: is {options.start_step}, want 0 or more, below --steps")
     if options.new_scores and options.form == "dense":
         parser.error("--new-scores: is given with --form dense, which has no scores")
+
+
+def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.score_targets is None:
+        return
+    if options.form not in quality_model.LEARNED:
+        parser.error(f"--score-targets: is given with --form {options.form}, want learned scores")
+    if options.score_targets == "nope" and options.nope_heads == 0:
+        parser.error("--score-targets: is nope, want --nope-heads above 0")
+    own = [("nope_a", options.nope_a)] if options.nope_heads > 0 else []
+    own += [("initial_a", options.initial_a)] if options.score_targets == "all" else []
+    for name, a in own:
+        if a <= 0:
+            parser.error(f"--{name.replace('_', '-')}: is {a:g}, want above 0: it does not change")
 
 
 def main() -> None:

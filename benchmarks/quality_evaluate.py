@@ -151,7 +151,11 @@ class Evaluation:
         """Of each layer [sequences, kv_heads, length]: the length for a key that the last query
         keeps."""
         expiries: list[np.ndarray] = []
-        with observing(model, lambda layer, value: expiries.append(expiry_of(layer, value))):
+
+        def keep(layer: Attention, _: Any, __: Any, value: torch.Tensor) -> None:
+            expiries.append(expiry_of(layer, value))
+
+        with observing(model, keep):
             run(model, text, len(text), self.device)
         return expiries
 
@@ -198,7 +202,7 @@ def windows(model: Model, window: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observing(model: Model, observe: Any) -> Iterator[None]:
-    """Within it, `observe` is called with every layer and its values."""
+    """Within it, `observe` is called with every layer and its queries, keys and values."""
     try:
         for layer in model.attentions():
             layer.observe = observe

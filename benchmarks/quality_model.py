@@ -152,7 +152,8 @@ def attend_to_all(
 class Attention(DynamicMaskAttention):
     """DynamicMaskAttention with a bias_form. Attention to all keys is PyTorch's.
 
-    `observe`, if it is set, is called with the layer and the values of every call.
+    `observe`, if it is set, is called with the layer and the queries, keys and values of every
+    call, [batch, len, heads, head_dim].
     """
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -169,7 +170,7 @@ class Attention(DynamicMaskAttention):
         self.bias_form = config.bias_form
         self.nope_heads = config.nope[layer] if config.nope else 0
         self.nope_rotary_dim = config.nope_rotary_dim
-        self.observe: Callable[[Attention, torch.Tensor], None] | None = None
+        self.observe: Callable[..., None] | None = None
 
     def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
         """As that of DynamicMaskAttention; with NoPE heads, of x alone."""
@@ -202,7 +203,7 @@ class Attention(DynamicMaskAttention):
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]."""
         if self.observe is not None:
-            self.observe(self, value)
+            self.observe(self, query, key, value)
         if self.window is None:
             return attend_to_all(query, key, value, causal=True)
         return flash_dma_attention(
@@ -336,16 +337,18 @@ def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> li
     return [group for group in groups.values() if group["params"]]
 
 
-class NopeRates:
+class ScoreRates:
     """Multiplies the learning rates of the rows of dt_proj (by dt_factor) and of A (by a_factor) of
-    NoPE heads. AdamW has one rate for a whole tensor, so after each step these rows keep only so
-    much of their change."""
+    the last heads[n] kv heads of layer n. AdamW has one rate for a whole tensor, so after each step
+    these rows keep only so much of their change."""
 
-    def __init__(self, model: Model, dt_factor: float, a_factor: float) -> None:
+    def __init__(
+        self, model: Model, heads: Sequence[int], dt_factor: float, a_factor: float
+    ) -> None:
         self.rows = [
-            (parameter.detach()[-attention.nope_heads :], factor)
-            for attention in model.attentions()
-            if attention.nope_heads > 0 and attention.window is not None
+            (parameter.detach()[-count:], factor)
+            for attention, count in zip(model.attentions(), heads)
+            if count > 0 and attention.window is not None
             for parameter, factor in (
                 (attention.dt_proj.weight, dt_factor),
                 (attention.A, a_factor),

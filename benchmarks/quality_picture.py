@@ -43,6 +43,8 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "nope_rate": (0.03, "their rate x {}"),
     "nope_a_rate": (None, "that of A x {}"),
     "start_step": (0, "from step {}"),
+    "target_every": (8, "every {} steps"),
+    "target_rate": (1.0, "at rate x {}"),
 }
 OF_LEARNED = (
     "initial_a",
@@ -88,6 +90,8 @@ def label_of(run: dict[str, Any]) -> str:
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         words.append(f"NoPE heads: {nope}{where}")
     is_learned = form in ("selected", "recent")
+    if targets := settings.get("score_targets"):
+        words.append("targets of NoPE heads" if targets == "nope" else "targets")
     if is_learned and settings["bias_form"] != "exp":
         words.append(f"{settings['bias_form']} bias")
     for name, (usual, phrase) in USUAL.items():

@@ -74,7 +74,7 @@ def test_rate_of_nope_scores(factor: float, of_a: float) -> None:
     model = two_layers()
     groups = quality_model.parameter_groups(model, 0.1, 1.0)
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    rates = quality_model.NopeRates(model, factor, of_a)
+    rates = quality_model.ScoreRates(model, (0, 1), factor, of_a)
     scores = [getattr(layer, name) for layer in model.attentions() for name in ("dt_proj", "A")]
     scores = [getattr(one, "weight", one) for one in scores]
     before = [one.detach().clone() for one in scores]
