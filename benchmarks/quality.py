@@ -310,6 +310,26 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
     quality_model.save(run.model, run.path(".safetensors"), options.weights)
 
 
+def add_scores(parser: argparse.ArgumentParser) -> None:
+    """Options of which heads have scores, and of how they learn."""
+    add = parser.add_argument
+    add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
+    add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
+    add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
+    add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
+    add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
+    add("--nope-a", type=float, help="their A before training (0.005)")
+    add("--nope-rate", type=float, help="multiplies the rate of their dt_proj and A (0.03)")
+    add("--nope-a-rate", type=float, help="multiplies that of A instead, 0: A stays (--nope-rate)")
+    add("--bias-form", choices=("exp", "linear", "none"), default="exp")
+    add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
+    add("--dt-std", type=float, default=quality_model.STD, help="of dt_proj's weights (0.02)")
+    add("--score-rate", type=float, default=1.0, help="multiplies the rate of dt_proj and A (1)")
+    add("--score-targets", choices=("nope", "all"), help="heads whose scores learn from targets")
+    add("--target-every", type=int, default=8, help="steps between steps of these scores (8)")
+    add("--target-rate", type=float, default=1.0, help="multiplies their learning rate (1)")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
@@ -327,22 +347,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--keys", type=int, default=512, help="keys that a query keeps in all (512)")
     add("--recent", type=int, default=64, help="of which the newest ones, in two forms (64)")
     add("--sinks", type=int, default=0)
-    add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
-    add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
-    add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
-    add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
-    add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
-    add("--nope-a", type=float, help="their A before training (0.005)")
-    add("--nope-rate", type=float, help="multiplies the rate of their dt_proj and A (0.03)")
-    add("--nope-a-rate", type=float, help="multiplies that of A instead, 0: A stays (--nope-rate)")
-    add("--bias-form", choices=("exp", "linear", "none"), default="exp")
+    add_scores(parser)
     add("--rotary-base", type=float, default=10000.0)
-    add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
-    add("--dt-std", type=float, default=quality_model.STD, help="of dt_proj's weights (0.02)")
-    add("--score-rate", type=float, default=1.0, help="multiplies the rate of dt_proj and A (1)")
-    add("--score-targets", choices=("nope", "all"), help="heads whose scores learn from targets")
-    add("--target-every", type=int, default=8, help="steps between steps of these scores (8)")
-    add("--target-rate", type=float, default=1.0, help="multiplies their learning rate (1)")
     add("--rate", type=float, help="peak learning rate (by size)")
     add("--warm-up", type=int, default=100, help="steps (100)")
     add("--decay", type=float, default=0.1, help="weight decay of matrices (0.1)")
