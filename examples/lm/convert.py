@@ -108,6 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bias-form", choices=("exp", "linear", "none"), help="default exp")
     parser.add_argument("--head-dim", type=int, help="default 64")
     parser.add_argument("--rotary-base", type=float, help="default 10000")
+    parser.add_argument("--nope", help="NoPE heads of each layer, as in '0 2' (default none)")
+    parser.add_argument("--nope-rotary-dim", type=int, help="their rotated channels (default 0)")
     parser.add_argument("--norm-eps", type=float, help="default 1e-5")
     return parser
 

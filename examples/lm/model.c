@@ -35,6 +35,10 @@ __attribute__((format(printf, 2, 3))) static bool refuse(reader *from, const cha
 
 /* ---- metadata ---- */
 
+static bool has_text(const reader *from, const char *name) {
+    return cJSON_GetObjectItemCaseSensitive(from->metadata, name) != NULL;
+}
+
 static const char *find_text(reader *from, const char *name) {
     const cJSON *const found = cJSON_GetObjectItemCaseSensitive(from->metadata, name);
     if (found == NULL)
@@ -42,18 +46,24 @@ static const char *find_text(reader *from, const char *name) {
     return found == NULL ? NULL : found->valuestring;
 }
 
+/* The whole of the `length` bytes has to be the number. */
+static bool parse_integer(const char *text, size_t length, int64_t least, int64_t most,
+                          int64_t *value) {
+    char *end;
+    const long long number = strtoll(text, &end, 10);
+    *value = number;
+    return length > 0 && end == text + length && number >= least && number <= most;
+}
+
 static bool read_integer(reader *from, const char *name, int64_t least, int64_t most,
                          int64_t *value) {
     const char *const text = find_text(from, name);
     if (text == NULL)
         return false;
-    char *end;
-    const long long number = strtoll(text, &end, 10);
-    if (end == text || *end != '\0' || number < least || number > most)
+    if (!parse_integer(text, strlen(text), least, most, value))
         return refuse(from,
                       "metadata '%s': is '%.32s', want an integer from %" PRId64 " to %" PRId64,
                       name, text, least, most);
-    *value = number;
     return true;
 }
 
@@ -92,16 +102,6 @@ static bool read_rules(reader *from) {
            read_integer(from, "sinks", 0, it->window, &it->sinks);
 }
 
-/* Refuses models of quality.py with heads that have no rotary embedding: 'nope' counts them for
- * each layer. */
-static bool check_nope(reader *from) {
-    const cJSON *const found = cJSON_GetObjectItemCaseSensitive(from->metadata, "nope");
-    const char *const text = found == NULL ? NULL : found->valuestring;
-    if (text != NULL && strpbrk(text, "123456789") != NULL)
-        return refuse(from, "metadata 'nope': is '%.32s', want 0 for every layer", text);
-    return true;
-}
-
 static bool read_metadata(reader *from) {
     model *const it = from->it;
     if (!read_integer(from, "layers", 1, MOST_LAYERS, &it->layers) ||
@@ -110,7 +110,7 @@ static bool read_metadata(reader *from) {
         !read_integer(from, "kv_heads", 1, it->q_heads, &it->kv_heads) ||
         !read_integer(from, "head_dim", 8, 256, &it->head_dim) ||
         !read_number(from, "rotary_base", &it->rotary_base) ||
-        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from) || !check_nope(from))
+        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from))
         return false;
     if (it->head_dim % 8 != 0)
         return refuse(from, "metadata 'head_dim': is %" PRId64 ", want a multiple of 8",
@@ -122,6 +122,45 @@ static bool read_metadata(reader *from) {
         return refuse(from,
                       "metadata 'kv_heads': is %" PRId64 ", want a divisor of q_heads, %" PRId64,
                       it->kv_heads, it->q_heads);
+    return true;
+}
+
+/* A count for each layer, or none at all: then no layer has NoPE heads. */
+static bool read_nope_heads(reader *from, const char *text) {
+    model *const it = from->it;
+    const char *rest = text + strspn(text, " ");
+    int64_t counts = 0;
+    for (; *rest != '\0'; rest += strspn(rest, " "), counts++) {
+        const size_t length = strcspn(rest, " ");
+        int64_t count;
+        if (!parse_integer(rest, length, 0, it->kv_heads, &count))
+            return refuse(from,
+                          "metadata 'nope': count %" PRId64
+                          " is '%.*s', want an integer from 0 to %" PRId64,
+                          counts, (int)(length < 32 ? length : 32), rest, it->kv_heads);
+        if (counts < it->layers)
+            it->layer[counts].nope_heads = count;
+        rest += length;
+    }
+    if (counts != 0 && counts != it->layers)
+        return refuse(from,
+                      "metadata 'nope': has %" PRId64 " counts, want one for each layer, %" PRId64,
+                      counts, it->layers);
+    return true;
+}
+
+/* What is absent stays 0. */
+static bool read_nope(reader *from) {
+    model *const it = from->it;
+    if (has_text(from, "nope") && !read_nope_heads(from, find_text(from, "nope")))
+        return false;
+    if (!has_text(from, "nope_rotary_dim"))
+        return true;
+    if (!read_integer(from, "nope_rotary_dim", 0, it->head_dim, &it->nope_rotary_dim))
+        return false;
+    if (it->nope_rotary_dim % 2 != 0)
+        return refuse(from, "metadata 'nope_rotary_dim': is %" PRId64 ", want an even number",
+                      it->nope_rotary_dim);
     return true;
 }
 
@@ -264,7 +303,8 @@ static bool read_all(reader *from) {
     if (!read_metadata(from))
         return false;
     it->layer = allocate((size_t)it->layers * sizeof *it->layer);
-    if (!read_matrix(from, "embedding.weight", BYTE_VALUES, it->width, &it->embedding) ||
+    if (!read_nope(from) ||
+        !read_matrix(from, "embedding.weight", BYTE_VALUES, it->width, &it->embedding) ||
         !read_matrix(from, "head.weight", BYTE_VALUES, it->width, &it->head) ||
         !read_floats(from, "norm.weight", 1, (int64_t[]){it->width, 0}, &it->norm))
         return false;

@@ -4,8 +4,9 @@
  *     each layer:  x += o_proj(attention(rmsnorm(x)));  x += contract(relu(expand(rmsnorm(x)))^2)
  *     logits = head(rmsnorm(x))
  *
- * No layer has a bias. The queries and keys of attention have rotary position embeddings, and the
- * scores of keys are those of fdma_score(). Tensors have the names of PyTorch's state_dict:
+ * No layer has a bias. The queries and keys of attention have rotary position embeddings, except in
+ * NoPE heads, and the scores of keys are those of fdma_score(). Tensors have the names of PyTorch's
+ * state_dict:
  *
  *     embedding.weight, head.weight                   [256, width]
  *     norm.weight                                     [width]
@@ -20,7 +21,12 @@
  * They are F32 or BF16; a matrix may also be I8, with its row scales, F32 [rows], in NAME.scale.
  * The metadata has, as text: layers, width, q_heads, kv_heads, head_dim, recent, sinks, bias_form
  * ("exp", "linear" or "none"), rotary_base, norm_eps, and window, which is "all" for attention to
- * all keys. Such a model has the bias_form "none", no dt_proj and no A. */
+ * all keys. Such a model has the bias_form "none", no dt_proj and no A.
+ *
+ * Two more entries are optional. `nope` has a count for each layer, as in "0 0 2 0", or none: so
+ * many kv heads, the last ones, and the query heads of their groups are NoPE heads. Of these only
+ * the first `nope_rotary_dim` channels (0 if it is absent) have a rotary position embedding, that
+ * of a head with so many channels. */
 #pragma once
 
 #include "fdma.h"
@@ -34,6 +40,7 @@ typedef struct layer {
     float *attention_norm, *norm; /* [width] */
     matrix q_proj, k_proj, v_proj, o_proj, expand, contract;
     float *dt_proj, *a; /* zeros in a model that attends to all keys */
+    int64_t nope_heads; /* how many of the kv heads are NoPE heads, the last ones */
 } layer;
 
 typedef struct model {
@@ -41,6 +48,7 @@ typedef struct model {
     int64_t window, recent, sinks; /* FDMA_WINDOW_ALL: attention to all keys */
     fdma_bias_form bias_form;
     double rotary_base, norm_eps;
+    int64_t nope_rotary_dim; /* channels of a NoPE head that are rotated, the first ones */
     matrix embedding, head;
     float *norm; /* [width] */
     layer *layer;

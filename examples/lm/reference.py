@@ -64,11 +64,22 @@ def attend(model: Model, name: str, *heads: torch.Tensor) -> torch.Tensor:
     )
 
 
+def rotate_heads(model: Model, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of queries or keys [batch, len, heads, head_dim], as far as each has one:
+    of a NoPE head, of its first nope_rotary_dim channels."""
+    positions = torch.arange(x.shape[1])[None]
+    base, dim = float(model.metadata["rotary_base"]), int(model.metadata.get("nope_rotary_dim", 0))
+    counts = model.metadata.get("nope", "").split()
+    nope = int(counts[layer]) * x.shape[2] // model.size("kv_heads") if counts else 0
+    whole, partial = x.split((x.shape[2] - nope, nope), 2)
+    partial = torch.cat((rotate(partial[..., :dim], positions, base), partial[..., dim:]), 3)
+    return torch.cat((rotate(whole, positions, base), partial), 2)
+
+
 def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tensor:
     """Logits [batch, len, 256] of the byte that follows each position of text [batch, len]."""
     weights, dim = model.weights, model.size("head_dim")
-    positions = torch.arange(text.shape[1])[None]
-    base, eps = float(model.metadata["rotary_base"]), float(model.metadata["norm_eps"])
+    eps = float(model.metadata["norm_eps"])
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps)
@@ -83,7 +94,7 @@ def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tens
         q, k, v = (
             project(normed, f"{block}attention.{one}_proj").unflatten(2, (-1, dim)) for one in "qkv"
         )
-        q, k = rotate(q, positions, base), rotate(k, positions, base)
+        q, k = (rotate_heads(model, n, one) for one in (q, k))
         attended = attend(model, f"{block}attention.", q, k, v)
         x = x + project(attended.flatten(2), f"{block}attention.o_proj")
         inner = project(norm(x, f"{block}norm"), f"{block}expand").relu().square()

@@ -24,6 +24,14 @@ static void demand(fdma_status status) {
     }
 }
 
+static rotation new_rotation(int64_t dim, int64_t room) {
+    return (rotation){
+        .dim = dim,
+        .cosines = allocate_floats(room * dim / 2),
+        .sines = allocate_floats(room * dim / 2),
+    };
+}
+
 static void make_caches(run_state *state, int64_t context) {
     const model *const of = state->of;
     const bool keeps_all = of->window == FDMA_WINDOW_ALL;
@@ -71,8 +79,8 @@ run_state new_state(const model *of, int64_t capacity, int64_t context, int thre
         .v = allocate_floats(room * kv_width),
         .attended = allocate_floats(room * of->width),
         .inner = allocate_floats(room * EXPANSION * of->width),
-        .cosines = allocate_floats(room * of->head_dim / 2),
-        .sines = allocate_floats(room * of->head_dim / 2),
+        .rotary = new_rotation(of->head_dim, room),
+        .nope = new_rotation(of->nope_rotary_dim, room),
         .logits = allocate_floats((context > 0 ? 1 : room) * BYTE_VALUES),
     };
     if (context > 0) {
@@ -91,11 +99,18 @@ void empty_caches(run_state *state) {
     state->seen = 0;
 }
 
+static void free_rotation(const rotation *one) {
+    free(one->cosines);
+    free(one->sines);
+}
+
 void free_state(run_state *state) {
-    void *const all[] = {state->x,       state->normed, state->change,   state->q,
-                         state->k,       state->v,      state->attended, state->inner,
-                         state->cosines, state->sines,  state->logits,   state->score,
-                         state->expiry,  state->slot,   state->cache,    state->workspace};
+    void *const all[] = {state->x,      state->normed,   state->change,   state->q,
+                         state->k,      state->v,        state->attended, state->inner,
+                         state->logits, state->score,    state->expiry,   state->slot,
+                         state->cache,  state->workspace};
+    free_rotation(&state->rotary);
+    free_rotation(&state->nope);
     for (int64_t n = 0; state->cache != NULL && n < state->of->layers; n++)
         free(state->cache_memory[n]);
     free(state->cache_memory);
@@ -132,26 +147,31 @@ static void square_positive(float *inner, int64_t count) {
 }
 
 /* Angles are rounded to float32, as those of the PyTorch layer are. */
-static void find_angles(run_state *state, int64_t len, int64_t first) {
-    const int64_t half = state->of->head_dim / 2;
+static void find_angles(const rotation *by, double base, int64_t len, int64_t first) {
+    const int64_t half = by->dim / 2;
     for (int64_t d = 0; d < half; d++) {
-        const float step = (float)pow(state->of->rotary_base, -(double)d / (double)half);
+        const float step = (float)pow(base, -(double)d / (double)half);
         for (int64_t i = 0; i < len; i++) {
             const float angle = (float)(first + i) * step;
-            state->cosines[i * half + d] = cosf(angle);
-            state->sines[i * half + d] = sinf(angle);
+            by->cosines[i * half + d] = cosf(angle);
+            by->sines[i * half + d] = sinf(angle);
         }
     }
 }
 
-/* Rotary position embedding: rotates channels d and d + head_dim / 2 of each head.
+static fdma_tensor heads_of(const run_state *state, float *data, int64_t len, int64_t heads) {
+    return fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, state->of->head_dim);
+}
+
+/* Rotary position embedding: rotates channels d and d + dim / 2 of heads `begin` to `end` - 1.
  * Source: arXiv:2104.09864, section 3.4.2 */
-static void rotate(const run_state *state, float *heads, int64_t count, int64_t len) {
-    const int64_t half = state->of->head_dim / 2;
-    for (int64_t i = 0; i < len; i++) {
-        const float *const c = state->cosines + i * half, *const s = state->sines + i * half;
-        for (int64_t h = 0; h < count; h++) {
-            float *const low = heads + (i * count + h) * 2 * half, *const high = low + half;
+static void rotate(const rotation *by, fdma_tensor heads, int64_t begin, int64_t end) {
+    const int64_t half = by->dim / 2;
+    for (int64_t i = 0; i < heads.shape[1]; i++) {
+        const float *const c = by->cosines + i * half, *const s = by->sines + i * half;
+        for (int64_t h = begin; h < end; h++) {
+            float *const low = (float *)heads.data + i * heads.stride[1] + h * heads.stride[2];
+            float *const high = low + half;
             for (int64_t d = 0; d < half; d++) {
                 const float x = low[d], y = high[d];
                 low[d] = x * c[d] - y * s[d];
@@ -161,11 +181,16 @@ static void rotate(const run_state *state, float *heads, int64_t count, int64_t 
     }
 }
 
-/* ---- attention ---- */
-
-static fdma_tensor heads_of(const run_state *state, float *data, int64_t len, int64_t heads) {
-    return fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, state->of->head_dim);
+/* Of keys, whose last `nope_heads` heads are NoPE heads, or of queries, of which the heads of their
+ * groups are. */
+static void rotate_heads(const run_state *state, fdma_tensor heads, int64_t nope_heads) {
+    const int64_t count = heads.shape[2], group = count / state->of->kv_heads;
+    const int64_t rotary_heads = count - nope_heads * group;
+    rotate(&state->rotary, heads, 0, rotary_heads);
+    rotate(&state->nope, heads, rotary_heads, count);
 }
+
+/* ---- attention ---- */
 
 static fdma_tensor dt_proj_of(const model *of, const layer *one) {
     return fdma_tensor_2d(one->dt_proj, FDMA_FLOAT32, of->kv_heads, of->kv_heads * of->head_dim);
@@ -285,8 +310,8 @@ static void run_layer(run_state *state, int64_t n, const passage *by) {
     by->multiply(&one->q_proj, state->normed, len, state->q, by->threads);
     by->multiply(&one->k_proj, state->normed, len, state->k, by->threads);
     by->multiply(&one->v_proj, state->normed, len, state->v, by->threads);
-    rotate(state, state->q, of->q_heads, len);
-    rotate(state, state->k, of->kv_heads, len);
+    rotate_heads(state, heads_of(state, state->q, len, of->q_heads), one->nope_heads);
+    rotate_heads(state, heads_of(state, state->k, len, of->kv_heads), one->nope_heads);
     by->attend(state, n, len);
     by->multiply(&one->o_proj, state->attended, len, state->change, by->threads);
     add(state->x, state->change, len * of->width);
@@ -301,7 +326,8 @@ static void run_layer(run_state *state, int64_t n, const passage *by) {
 static void run_layers(run_state *state, const uint8_t *text, const passage *by) {
     for (int64_t i = 0; i < by->len; i++)
         widen_row(&state->of->embedding, text[i], state->x + i * state->of->width);
-    find_angles(state, by->len, by->first);
+    find_angles(&state->rotary, state->of->rotary_base, by->len, by->first);
+    find_angles(&state->nope, state->of->rotary_base, by->len, by->first);
     for (int64_t n = 0; n < state->of->layers; n++)
         run_layer(state, n, by);
 }

@@ -7,13 +7,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Of the first `dim` channels of a head, at each of a number of positions. */
+typedef struct rotation {
+    int64_t dim;
+    float *cosines, *sines; /* [capacity, dim / 2] */
+} rotation;
+
 /* What a number of positions pass through. */
 typedef struct run_state {
     const model *of;
     int64_t capacity; /* positions that there is room for */
     float *x, *normed, *change, *q, *k, *v, *attended, *inner;
-    float *cosines, *sines; /* [capacity, head_dim / 2] */
-    float *logits;          /* [positions that logits are computed for, BYTE_VALUES] */
+    rotation rotary, nope; /* of most heads, and of NoPE heads */
+    float *logits;         /* [positions that logits are computed for, BYTE_VALUES] */
     float *score; /* [kv_heads, capacity], and the two below [kv_heads, rows + capacity]: */
     int32_t *expiry, *slot; /* of a piece of a prompt */
     fdma_cache *cache;      /* [layers], of one sequence; NULL: for whole texts only */

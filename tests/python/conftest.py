@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from programs import ROOT
@@ -86,6 +87,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from quality_cases import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/lm/reference.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "lm"))
+    import reference
+
+    return reference
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ likeliest, draws bytes by their probabilities, and refuses broken files."""
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -14,36 +13,26 @@ import evaluate
 import pytest
 import torch
 from flash_dmattn import DynamicMaskAttention
-from programs import ROOT, Done, output_of, python, run
+from lm_cases import FOLDER, PROGRAM, RANDOM_BYTES, TEXT, generate, loss_of
+from programs import ROOT, output_of, python, run
 from safetensors.torch import load_file, save_file
 
-FOLDER = ROOT / "examples" / "lm"
-PROGRAM = os.environ.get("FDMA_LM", str(ROOT / "build" / "examples" / "lm"))
-TEXT = ROOT / "examples" / "data" / "text.txt"
 LAYERS, WIDTH, KV_HEADS, HEAD_DIM = 2, 128, 2, 32
 
+SINKS = {"window": "24", "recent": "8", "sinks": "4"}
 FORMS = {
     "dense": {},
     "window": {"window": "32"},
     "recent": {"window": "20", "recent": "12"},
-    "sinks": {"window": "24", "recent": "8", "sinks": "4"},
+    "sinks": SINKS,
     "linear": {"window": "32", "recent": "3", "bias_form": "linear"},
     "none": {"window": "32", "bias_form": "none", "rotary_base": "500000.0", "norm_eps": "0.01"},
+    "nope": {"window": "20", "recent": "12", "nope": "0 1"},
+    "partly nope": {**SINKS, "nope": "2 1", "nope_rotary_dim": "6"},
 }
-
-RANDOM_BYTES = torch.randint(256, (1300,), generator=torch.Generator().manual_seed(2))
 
 Write = Callable[..., Path]
 Tensors = "dict[str, torch.Tensor]"
-
-
-@pytest.fixture
-def lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/lm/reference.py."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import reference
-
-    return reference
 
 
 def random_weights(has_scores: bool) -> Tensors:
@@ -92,25 +81,11 @@ def write(lm: ModuleType, tmp_path: Path) -> Write:
     return write_model
 
 
-def generate(model: Path, prompt: bytes, *arguments: str) -> bytes:
-    """What the program writes after the prompt."""
-    path = model.with_name("prompt")
-    path.write_bytes(prompt)
-    done = run(PROGRAM, model, "--prompt-file", path, *arguments, text=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(prompt)
-    return done.stdout[len(prompt) :]
-
-
 def logits_before(lm: ModuleType, model: Path, prompt: bytes, written: bytes) -> torch.Tensor:
     """PyTorch's logits [len, 256] from which each of the written bytes was chosen."""
     text = torch.tensor([[*(prompt or b"\n"), *written]])
     with torch.no_grad():
         return lm.run(lm.read_model(model), text)[0, -len(written) - 1 : -1]
-
-
-def loss_of(done: Done) -> float:
-    return float(output_of(done).split()[0])
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8])
@@ -427,7 +402,14 @@ BROKEN_METADATA = {
     "metadata 'bias_form': is 'exp', want none for window 'all'": {"window": "all"},
     "metadata 'norm_eps': is 'nan', want a number above 0": {"norm_eps": "nan"},
     "metadata 'rotary_base': is missing": {"rotary_base": None},
-    "metadata 'nope': is '0 2', want 0 for every layer": {"nope": "0 2"},
+    "metadata 'nope': has 1 counts, want one for each layer, 2": {"nope": "1"},
+    "metadata 'nope': has 3 counts, want one for each layer, 2": {"nope": "0 1 2"},
+    "metadata 'nope': count 1 is '3', want an integer from 0 to 2": {"nope": "0 3"},
+    "metadata 'nope': count 0 is '-1', want an integer from 0 to 2": {"nope": "-1 0"},
+    "metadata 'nope': count 0 is '1,', want an integer from 0 to 2": {"nope": "1, 1"},
+    "metadata 'nope_rotary_dim': is 7, want an even number": {"nope_rotary_dim": "7"},
+    "metadata 'nope_rotary_dim': is '34', want an integer from 0 to 32": {"nope_rotary_dim": "34"},
+    "metadata 'nope_rotary_dim': is '-2', want an integer from 0 to 32": {"nope_rotary_dim": "-2"},
 }
 
 
