@@ -28,10 +28,11 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import quality_model
+import quality_options
 import torch
 from quality_evaluate import Evaluation, narrow
 from quality_recall import Batches
@@ -40,9 +41,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 READ_EVERY = 20  # steps between readings of losses, which wait for the device
-RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
-# usual settings of NoPE heads; with this A their bias hardly changes attention
-NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 RATED_STEPS = (10, 20)  # with --seconds, the steps that are timed to find their number
 QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # of evaluations during training
 PASSKEY_SEQUENCES = 4  # of each depth
@@ -58,13 +56,18 @@ def machine_of(device: torch.device) -> dict[str, str]:
     return {"device": name or platform.machine(), "torch": str(torch.__version__)}
 
 
+def refuse(path: Path, message: str) -> NoReturn:
+    """Exit because of what a file has."""
+    print(f"quality.py: {path}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def require_same_nope(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
     """Exit if the model of a file has other NoPE heads, which its weights do not tell."""
     for name in ("nope", "nope_rotary_dim"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
-            print(f"quality.py: {path}: {name} is '{found}', want '{wanted}'", file=sys.stderr)
-            sys.exit(2)
+            refuse(path, f"{name} is '{found}', want '{wanted}'")
 
 
 class Run:
@@ -90,16 +93,18 @@ class Run:
             try:
                 quality_model.start_from(self.model, start, options.new_scores)
             except ValueError as error:
-                print(f"quality.py: {options.start}: {error}", file=sys.stderr)
-                sys.exit(2)
+                refuse(options.start, str(error))
+            if not options.evaluate:
+                self.require_positive_a(options.start)
         self.model.to(self.device)
         groups = quality_model.parameter_groups(self.model, options.decay, options.score_rate)
         self.optimizer = torch.optim.AdamW(
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
-        self.targets: ScoreTargets | None = None
+        self.targets = self.targets_of_scores()
         self.score_rates = self.rates_of_scores()
-        self.step, self.steps = options.start_step, options.steps
+        self.first = self.step = options.start_step
+        self.steps = options.steps
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items()
@@ -118,18 +123,37 @@ class Run:
         self.pending: list[torch.Tensor] = []  # sums of the steps that were not read yet
         self.counts = [0, 0]  # of bytes in these: of text without episodes, and marked ones
 
-    def rates_of_scores(self) -> quality_model.ScoreRates:
-        """For the heads whose scores have another learning rate than the rest; sets `targets`."""
-        options, layers = self.options, self.model.attentions()
-        nope = [layer.nope_heads for layer in layers]
+    def targeted_heads(self) -> list[int]:
+        """How many kv heads of each layer have scores that learn from targets, the last ones."""
+        which, layers = self.options.score_targets, self.model.attentions()
+        if which == "nope":
+            return [layer.nope_heads for layer in layers]
+        return [layer.kv_heads - layer.sliding_heads if which else 0 for layer in layers]
+
+    def require_positive_a(self, path: Path) -> None:
+        """Exit if targets would teach a head to rank its keys the wrong way round."""
+        for number, (layer, count) in enumerate(
+            zip(self.model.attentions(), self.targeted_heads())
+        ):
+            if count > 0 and (least := layer.A[-count:].min().item()) <= 0:
+                message = f"A of layer {number} is {least:g}, want above 0 with --score-targets"
+                refuse(path, message)
+
+    def targets_of_scores(self) -> ScoreTargets | None:
+        options = self.options
         if options.score_targets is None:
-            a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
-            return quality_model.ScoreRates(self.model, nope, options.nope_rate, a_rate)
-        learned = [layer.kv_heads - layer.sliding_heads for layer in layers]
-        heads = nope if options.score_targets == "nope" else learned
+            return None
         rule = (options.target_every, options.target_rate)
-        self.targets = ScoreTargets(self.model, heads, *rule)
-        return quality_model.ScoreRates(self.model, heads, 0.0, 0.0)
+        return ScoreTargets(self.model, self.targeted_heads(), *rule)
+
+    def rates_of_scores(self) -> quality_model.ScoreRates:
+        """Those of heads whose scores have another learning rate than the rest."""
+        options = self.options
+        if self.targets is not None:
+            return quality_model.ScoreRates(self.model, self.targeted_heads(), 0.0, 0.0)
+        nope = [layer.nope_heads for layer in self.model.attentions()]
+        a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
+        return quality_model.ScoreRates(self.model, nope, options.nope_rate, a_rate)
 
     def path(self, suffix: str) -> Path:
         return self.options.out / f"{self.options.name}{suffix}"
@@ -155,15 +179,23 @@ class Run:
         unfinished.replace(self.path(".pt"))
 
     def load(self) -> None:
-        state = torch.load(self.path(".pt"), map_location=self.device, weights_only=True)
-        require_same_nope(self.path(".pt"), state["log"]["model"], self.model.config)
+        path = self.path(".pt")
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        begun = state["log"]["settings"]
+        require_same_nope(path, state["log"]["model"], self.model.config)
+        if not self.options.evaluate:
+            for name in ("score_targets", *quality_options.TARGETS):
+                if (found := begun.get(name)) != getattr(self.options, name):
+                    refuse(path, f"{name} is {found}, want {getattr(self.options, name)}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.targets is not None:
+        if self.targets is not None and not self.options.evaluate:
             self.targets.load_state_dict(state["targets"])
         self.step, self.seconds = state["step"], state["seconds"]
+        self.first = begun.get("start_step", 0)
         self.steps = state["steps"] if self.options.steps is None else self.options.steps
-        self.log = {**state["log"], "settings": self.log["settings"]}
+        beginning = {name: begun[name] for name in quality_options.BEGINNING if name in begun}
+        self.log = {**state["log"], "settings": {**self.log["settings"], **beginning}}
 
     def start_clock(self) -> None:
         self.began = time.perf_counter()
@@ -216,7 +248,7 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     rows, is_marked = to_device(text, device).long(), to_device(marked, device)
     is_text = to_device(~has_episodes, device)
     steps = options.schedule_steps or run.steps or run.step + 1
-    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up, options.start_step)
+    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up, run.first)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["factor"]
     with narrow(device):
@@ -230,10 +262,11 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     loss = loss + options.recall_weight * of_marked / max(1, counts[1])
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    run.score_rates.drop_gradients()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
     run.score_rates.step(run.optimizer)
     if run.targets is not None:
-        run.targets.step(run.step, rows[:, :-1], rate)
+        run.targets.learn(run.step, rows[:, :-1], rate)
     of_text = (losses.detach() * is_text[:, None]).sum()
     run.step += 1
     run.pending.append(torch.stack((of_text, of_marked.detach(), norm)))
@@ -276,8 +309,10 @@ def quick_evaluation(run: Run, evaluation: Evaluation) -> None:
     """Held-out loss and a little recall, during training."""
     row = {"step": run.step, "seconds": round(run.seconds, 3), **evaluation.losses(run.model)}
     row["recall"] = evaluation.recall(run.model, QUICK_QUESTIONS, QUICK_PAIRS)
+    if run.targets is not None and run.targets.last_loss is not None:
+        row["target_loss"] = run.targets.last_loss.item()
     run.log["held_out"].append(row)
-    trained = (run.step - run.options.start_step) * run.options.batch * run.options.length
+    trained = (run.step - run.first) * run.options.batch * run.options.length
     run.log["bytes_per_second"] = trained / run.seconds if run.seconds else None
     if run.device.type == "cuda":
         run.log["peak_memory"] = torch.cuda.max_memory_allocated(run.device)
@@ -310,169 +345,9 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
     quality_model.save(run.model, run.path(".safetensors"), options.weights)
 
 
-def add_scores(parser: argparse.ArgumentParser) -> None:
-    """Options of which heads have scores, and of how they learn."""
-    add = parser.add_argument
-    add("--sliding-heads", type=int, default=0, help="kv heads of a layer without scores (0)")
-    add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
-    add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
-    add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
-    add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
-    add("--nope-a", type=float, help="their A before training (0.005)")
-    add("--nope-rate", type=float, help="multiplies the rate of their dt_proj and A (0.03)")
-    add("--nope-a-rate", type=float, help="multiplies that of A instead, 0: A stays (--nope-rate)")
-    add("--bias-form", choices=("exp", "linear", "none"), default="exp")
-    add("--initial-a", type=float, default=0.0, help="A before training, where it is learned (0)")
-    add("--dt-std", type=float, default=quality_model.STD, help="of dt_proj's weights (0.02)")
-    add("--score-rate", type=float, default=1.0, help="multiplies the rate of dt_proj and A (1)")
-    add("--score-targets", choices=("nope", "all"), help="heads whose scores learn from targets")
-    add("--target-every", type=int, default=8, help="steps between steps of these scores (8)")
-    add("--target-rate", type=float, default=1.0, help="multiplies their learning rate (1)")
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    add = parser.add_argument
-    add("out", type=Path)
-    add("--corpus", type=Path, required=True, help="folder of corpus.bin and held_out.bin")
-    add("--form", choices=quality_model.FORMS, required=True)
-    add("--size", choices=tuple(quality_model.SIZES), default="small")
-    add("--name", help="of the files that are written (form-size-seed)")
-    add("--steps", type=int)
-    add("--seconds", type=float, help="without --steps: train for about so long")
-    add("--schedule-steps", type=int, help="steps of the learning rate's schedule (--steps)")
-    add("--batch", type=int, default=8, help="sequences in a step (8)")
-    add("--length", type=int, default=8192, help="bytes of a sequence (8192)")
-    add("--keys", type=int, default=512, help="keys that a query keeps in all (512)")
-    add("--recent", type=int, default=64, help="of which the newest ones, in two forms (64)")
-    add("--sinks", type=int, default=0)
-    add_scores(parser)
-    add("--rotary-base", type=float, default=10000.0)
-    add("--rate", type=float, help="peak learning rate (by size)")
-    add("--warm-up", type=int, default=100, help="steps (100)")
-    add("--decay", type=float, default=0.1, help="weight decay of matrices (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
-    add("--recall", type=float, default=0.1, help="fraction of sequences with episodes (0.1)")
-    add("--recall-weight", type=float, default=0.2, help="of the loss of recalled bytes (0.2)")
-    add("--curriculum", type=int, default=600, help="steps until episodes are long (600)")
-    add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
-    add("--seed", type=int, default=0, help="of weights and of data (0)")
-    add("--start", type=Path, help="weights to begin with: a file of this program")
-    add("--start-step", type=int, default=0, help="with --start: data and rate begin there (0)")
-    add("--new-scores", action="store_true", help="with --start: without its A and dt_proj")
-    add("--weights", choices=("float32", "bfloat16", "int8"), default="bfloat16", help="as written")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--every", type=int, default=200, help="steps between evaluations (200)")
-    add("--pieces", type=int, default=48, help="of held-out text (48)")
-    add("--questions", type=int, default=256, help="of each number of pairs and distance (256)")
-    add("--checkpoint-seconds", type=float, default=120.0)
-    add("--resume", action="store_true", help="go on from OUT/NAME.pt, if it exists")
-    add("--evaluate", action="store_true", help="only measure: OUT/NAME.pt, or else --start")
-    options = parser.parse_args(arguments)
-    options.rate = options.rate or RATES[options.size]
-    if options.nope_heads > 0:
-        for name, usual in NOPE.items():
-            if getattr(options, name) is None:
-                setattr(options, name, usual)
-    options.name = options.name or f"{options.form}-{options.size}-{options.seed}"
-    check(parser, options)
-    return options
-
-
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    counts = ("batch", "length", "keys", "every", "pieces", "questions", "warm_up", "target_every")
-    for name in counts:
-        if (value := getattr(options, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')}: is {value}, want 1 or more")
-    if not 0 <= options.recent < options.keys:
-        parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
-    check_sliding(parser, options)
-    check_nope(parser, options)
-    check_start(parser, options)
-    check_targets(parser, options)
-    if not 64 <= options.shortest_span <= options.length:
-        parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
-    if not 0 <= options.recall <= 1:
-        parser.error(f"--recall: is {options.recall}, want 0 to 1")
-    if options.length < 256:
-        parser.error(f"--length: is {options.length}, want 256 or more")
-    is_saved = (options.out / f"{options.name}.pt").exists()
-    if not options.evaluate and options.steps is None and options.seconds is None:
-        if not (options.resume and is_saved):
-            parser.error("give --steps or --seconds")
-    if options.evaluate and not is_saved and options.start is None:
-        parser.error("--evaluate: there is no checkpoint, want one, or --start")
-    for name in ("corpus.bin", "held_out.bin"):
-        if not (options.corpus / name).is_file():
-            parser.error(f"--corpus: {options.corpus / name} is not a file")
-        if (options.corpus / name).stat().st_size <= options.length:
-            parser.error(f"--corpus: {name} is shorter than a sequence of {options.length} bytes")
-
-
-def check_sliding(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    _, _, most = quality_model.SIZES[options.size]
-    heads, layers = options.sliding_heads, options.score_layers
-    if not 0 <= heads <= most:
-        parser.error(f"--sliding-heads: is {heads}, want 0 to {most}, the kv heads")
-    if layers is not None and layers < 1:
-        parser.error(f"--score-layers: is {layers}, want 1 or more")
-    if heads > 0 and layers is not None:
-        parser.error("--sliding-heads: is given with --score-layers, want one of the two")
-    has_kinds = heads > 0 or layers is not None
-    if has_kinds and options.form in ("dense", "sliding"):
-        parser.error(f"--form: is {options.form}, which has no scores, want another one")
-
-
-def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    layers, _, most = quality_model.SIZES[options.size]
-    heads, dim = options.nope_heads, options.nope_rotary_dim
-    if not 0 <= heads <= most:
-        parser.error(f"--nope-heads: is {heads}, want 0 to {most}, the kv heads")
-    if heads == 0:
-        for name in ("nope_layers", "nope_a_rate", *NOPE):
-            if getattr(options, name) is not None:
-                parser.error(f"--{name.replace('_', '-')}: is given without --nope-heads")
-        return
-    if not 0 <= dim <= quality_model.HEAD_DIM or dim % 2 != 0:
-        parser.error(f"--nope-rotary-dim: is {dim}, want an even number up to the head_dim")
-    for layer in options.nope_layers or ():
-        if not 0 <= layer < layers:
-            parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
-    for name in ("nope_rate", "nope_a_rate"):
-        if not 0 <= (getattr(options, name) or 0) <= 1:
-            parser.error(f"--{name.replace('_', '-')}: is {getattr(options, name)}, want 0 to 1")
-
-
-def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.start is None:
-        for name in ("start_step", "new_scores"):
-            if getattr(options, name):
-                parser.error(f"--{name.replace('_', '-')}: is given without --start")
-    if options.start_step != 0 and not options.evaluate:
-        if options.steps is None or not 0 <= options.start_step < options.steps:
-            parser.error(f"--start-step: is {options.start_step}, want 0 or more, below --steps")
-    if options.new_scores and options.form == "dense":
-        parser.error("--new-scores: is given with --form dense, which has no scores")
-
-
-def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.score_targets is None:
-        return
-    if options.form not in quality_model.LEARNED:
-        parser.error(f"--score-targets: is given with --form {options.form}, want learned scores")
-    if options.score_targets == "nope" and options.nope_heads == 0:
-        parser.error("--score-targets: is nope, want --nope-heads above 0")
-    own = [("nope_a", options.nope_a)] if options.nope_heads > 0 else []
-    own += [("initial_a", options.initial_a)] if options.score_targets == "all" else []
-    for name, a in own:
-        if a <= 0:
-            parser.error(f"--{name.replace('_', '-')}: is {a:g}, want above 0: it does not change")
-
-
 def main() -> None:
-    options = parse()
+    head, _, _ = __doc__.partition("\n\n")
+    options = quality_options.parse(head)
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options)
     evaluation = Evaluation(

@@ -299,7 +299,7 @@ def initialise_nope(model: Model, nope_a: float) -> None:
 
 
 def is_of_scores(name: str) -> bool:
-    """Whether scores are computed from the parameter of this name."""
+    """Whether the parameter of this name belongs to the computation of scores."""
     return ".dt_proj." in name or name.endswith(".A")
 
 
@@ -308,14 +308,17 @@ def start_from(model: Model, other: Model, has_new_scores: bool) -> None:
     """The weights of another model, which may have other forms of attention. With has_new_scores
     those of scores stay as they are.
 
-    Raises ValueError if the other model has no weights of scores, and they are wanted.
+    Raises ValueError if the other model is of another size, or has no scores, and they are wanted.
     """
     found, state = other.state_dict(), model.state_dict()
-    for name in state:
+    for name, tensor in state.items():
         if has_new_scores and is_of_scores(name):
             continue
         if name not in found:
-            raise ValueError(f"has no {name}, want a model with scores, or --new-scores")
+            advice = ", or --new-scores" if is_of_scores(name) else ""
+            raise ValueError(f"has no {name}, want a model that has it{advice}")
+        if (shape := list(found[name].shape)) != list(tensor.shape):
+            raise ValueError(f"{name} is {shape}, want {list(tensor.shape)}")
         state[name] = found[name]
     model.load_state_dict(state)
 
@@ -340,13 +343,13 @@ def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> li
 class ScoreRates:
     """Multiplies the learning rates of the rows of dt_proj (by dt_factor) and of A (by a_factor) of
     the last heads[n] kv heads of layer n. AdamW has one rate for a whole tensor, so after each step
-    these rows keep only so much of their change."""
+    these rows keep only that fraction of their change."""
 
     def __init__(
         self, model: Model, heads: Sequence[int], dt_factor: float, a_factor: float
     ) -> None:
         self.rows = [
-            (parameter.detach()[-count:], factor)
+            (parameter, slice(-count, None), factor)
             for attention, count in zip(model.attentions(), heads)
             if count > 0 and attention.window is not None
             for parameter, factor in (
@@ -355,16 +358,23 @@ class ScoreRates:
             )
         ]
 
+    def drop_gradients(self) -> None:
+        """Of rows that do not change, so that the norm of all gradients is without them."""
+        for parameter, rows, factor in self.rows:
+            if factor == 0 and parameter.grad is not None:
+                parameter.grad[rows] = 0
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = [rows.clone() for rows, _ in self.rows]
+        before = [parameter.detach()[rows].clone() for parameter, rows, _ in self.rows]
         optimizer.step()
-        for (rows, factor), old in zip(self.rows, before):
-            rows.copy_(torch.lerp(old, rows, factor))
+        for (parameter, rows, factor), old in zip(self.rows, before):
+            changed = parameter.detach()[rows]
+            changed.copy_(torch.lerp(old, changed, factor))
 
 
 def rate_at(step: int, steps: int, peak: float, warm_up: int, first: int = 0) -> float:
-    """The learning rate: half a cosine from the peak after warm_up steps down to a tenth of it. In
-    the warm_up steps from `first` on it rises linearly, too."""
+    """The learning rate. It rises linearly over warm_up steps from `first` on, and is multiplied by
+    half a cosine that falls from the peak, at step warm_up, to a tenth of it, at `steps`."""
     rise = min(1.0, (step - first + 1) / warm_up)
     done = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
     return peak * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)

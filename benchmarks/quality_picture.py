@@ -41,7 +41,7 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "nope_rotary_dim": (0, "{} channels rotated"),
     "nope_a": (0.005, "their A from {}"),
     "nope_rate": (0.03, "their rate x {}"),
-    "nope_a_rate": (None, "that of A x {}"),
+    "nope_a_rate": (None, "rate of their A x {}"),
     "start_step": (0, "from step {}"),
     "target_every": (8, "every {} steps"),
     "target_rate": (1.0, "at rate x {}"),
@@ -90,6 +90,8 @@ def label_of(run: dict[str, Any]) -> str:
         where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         words.append(f"NoPE heads: {nope}{where}")
     is_learned = form in ("selected", "recent")
+    if settings.get("new_scores"):
+        words.append("new scores")
     if targets := settings.get("score_targets"):
         words.append("targets of NoPE heads" if targets == "nope" else "targets")
     if is_learned and settings["bias_form"] != "exp":

@@ -124,7 +124,8 @@ def test_runs_with_nope_heads(
 @pytest.mark.parametrize("form", ["dense", "sliding"])
 def test_nope_heads_without_scores(corpus: Path, tmp_path: Path, form: str) -> None:
     run = train(corpus, tmp_path, form, nope_heads=1, nope_layers=1)
-    assert run["model"]["nope"] == "0 1" and run["final"].get("a") in (None, [[0.0], [0.0]])
+    a = {"dense": None, "sliding": [[0.0], [0.0]]}
+    assert run["model"]["nope"] == "0 1" and run["final"].get("a") == a[form]
     model = quality_model.load(tmp_path / f"{form}-tiny-0.safetensors")
     assert [layer.nope_heads for layer in model.attentions()] == [0, 1]
 
@@ -159,6 +160,8 @@ def test_files_with_other_nope_heads(
     [
         ("recent", {"nope_heads": 2}, "--nope-heads: is 2, want 0 to 1, the kv heads"),
         ("recent", {"nope_a_rate": 0.1}, "--nope-a-rate: is given without --nope-heads"),
+        ("dense", {"nope_heads": 1, "nope_a": 1}, "--nope-a: is given with --form dense"),
+        ("random", {"nope_heads": 1, "nope_rate": 1}, "--nope-rate: is given with --form random"),
         ("recent", {"nope_heads": 1, "nope_a_rate": 2}, "--nope-a-rate: is 2.0, want 0 to 1"),
         ("recent", {"nope_layers": 1}, "--nope-layers: is given without --nope-heads"),
         ("recent", {"nope_a": 0.0}, "--nope-a: is given without --nope-heads"),

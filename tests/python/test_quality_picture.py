@@ -234,15 +234,17 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     )
     assert quality_picture.label_of(result("nope", [1.0], nope_a=0.005, **nope)) == label
     still = {"nope_heads": 2, "nope_a_rate": 0.0, "start_step": 50, "new_scores": True}
-    label = "NoPE heads: 2, that of A x 0, from step 50"
+    label = "NoPE heads: 2, new scores, rate of their A x 0, from step 50"
     assert (
         quality_picture.label_of(result("still", [1.0], **still))
         == f"6 by score, 2 newest, {label}"
     )
-    label = "NoPE heads: 2, from step 50"
+    label = "NoPE heads: 2, new scores, from step 50"
     for form, words in (("dense", "dense"), ("sliding", "8 newest")):
         changed = {"nope_a": 0.5, "bias_form": "linear", **still}
         assert quality_picture.label_of(result("a", [1.0], form, **changed)) == f"{words}, {label}"
+    taught = result("taught", [1.0], score_targets="all", target_every=4, target_rate=1.0)
+    assert quality_picture.label_of(taught) == "6 by score, 2 newest, targets, every 4 steps"
     from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
     assert (
         quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"

@@ -65,8 +65,42 @@ def test_dense_and_scores(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFi
     train(corpus, tmp_path, "selected", "--new-scores", **start)
     with pytest.raises(SystemExit) as stop:
         train(corpus, tmp_path, "selected", **start)
-    message = "has no blocks.0.attention.A, want a model with scores, or --new-scores"
+    message = "has no blocks.0.attention.A, want a model that has it, or --new-scores"
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_models_of_another_size(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(corpus, tmp_path, "sliding")
+    with pytest.raises(SystemExit) as stop:
+        start = tmp_path / "sliding-tiny-0.safetensors"
+        train(corpus, tmp_path, "sliding", start=start, size="small", name="small")
+    message = "embedding.weight is [256, 128], want [256, 384]"
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_rate_of_a_run_that_begins_later(corpus: Path, tmp_path: Path) -> None:
+    """With a rise over more steps than there are, AdamW's first step is a fraction of the rate."""
+    train(corpus, tmp_path, "sliding", weights="float32")
+    start = {"start": tmp_path / "sliding-tiny-0.safetensors", "start_step": 3}
+    own = {"rate": 0.01, "decay": 0, "warm_up": 1000, "schedule_steps": 10_000}
+    train(corpus, tmp_path, "sliding", name="later", **start, **own)
+    before, later = (weights(tmp_path, name) for name in ("sliding-tiny-0", "later"))
+    changed = (later["norm.weight"] - before["norm.weight"]).abs()
+    assert changed.max() == pytest.approx(0.01 / 1000, rel=0.02)
+
+
+def test_a_run_that_began_later_is_resumed(corpus: Path, tmp_path: Path) -> None:
+    train(corpus, tmp_path, "sliding", weights="float32")
+    start = {"start": tmp_path / "sliding-tiny-0.safetensors", "start_step": 2, "warm_up": 4}
+    train(corpus, tmp_path, "sliding", name="whole", **start, steps=6, schedule_steps=6)
+    half = {"name": "half", "schedule_steps": 6}
+    train(corpus, tmp_path, "sliding", **start, **half, steps=4)
+    log = train(corpus, tmp_path, "sliding", "--resume", **half, warm_up=4, steps=6)
+    assert log["settings"]["start_step"] == 2 and log["settings"]["start"] == str(start["start"])
+    for name, one in weights(tmp_path, "whole").items():
+        torch.testing.assert_close(weights(tmp_path, "half")[name], one, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +108,11 @@ def test_dense_and_scores(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         ("recent", [], {"start_step": 2}, "--start-step: is given without --start"),
         ("recent", ["--new-scores"], {}, "--new-scores: is given without --start"),
-        ("recent", [], {"start": "x", "start_step": 4}, "is 4, want 0 or more, below --steps"),
-        ("recent", [], {"start": "x", "start_step": -1}, "is -1, want 0 or more, below --steps"),
+        ("recent", [], {"start": "x", "start_step": 4}, "is 4, want 0 or more, below 4"),
+        ("recent", [], {"start": "x", "start_step": -1}, "is -1, want 0 or more, below 4"),
+        ("recent", [], {"start": "x", "start_step": 1, "steps": None}, "is given without --steps"),
         ("dense", ["--new-scores"], {"start": "x"}, "--form dense, which has no scores"),
+        ("sliding", ["--new-scores"], {"start": "x"}, "--form sliding, which has no scores"),
     ],
 )
 def test_bad_usage(

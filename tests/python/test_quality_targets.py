@@ -23,13 +23,13 @@ def states(q_heads: int, kv_heads: int, length: int = LENGTH) -> quality_targets
     return quality_targets.States(*tensors)
 
 
-@pytest.mark.parametrize("queries", [7, 16, 1024])
+@pytest.mark.parametrize("queries", [0, 7, 16, 1024])
 @pytest.mark.parametrize("recent", [0, 5, 39])
 @pytest.mark.parametrize("q_heads, kv_heads", [(4, 2), (3, 3)])
 def test_received_attention(
     q_heads: int, kv_heads: int, recent: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quality_targets, "QUERIES", queries)
+    monkeypatch.setattr(quality_targets, "LOGITS", queries * LENGTH)
     query, key, value = states(q_heads, kv_heads)
     got = quality_targets.received_attention(query, key, value, recent)
     assert got.shape == (kv_heads, LENGTH - recent)
@@ -42,7 +42,7 @@ def test_received_attention(
                     dots = key[: i + 1, kv_head].double() @ query[i, head].double()
                     probabilities.append(torch.softmax(dots / math.sqrt(8), 0)[j].item())
                 want += max(probabilities) ** 2
-            assert got[kv_head, j].item() == pytest.approx(want, rel=1e-4, abs=1e-30)
+            assert got[kv_head, j].item() == pytest.approx(math.log(want), rel=1e-5, abs=1e-4)
 
 
 def test_scores_learn_which_keys_later_queries_need() -> None:
@@ -62,23 +62,34 @@ def test_scores_learn_which_keys_later_queries_need() -> None:
     assert kept() < 8
     for _ in range(100):
         optimizer.zero_grad()
-        quality_targets.ScoreTargets.loss(
-            rows, quality_targets.States(query, key, value), 4, 1
-        ).backward()
+        states_then = quality_targets.States(query, key, value)
+        quality_targets.ScoreTargets.loss(rows, states_then, recent=4, sinks=0).backward()
         optimizer.step()
     assert kept() == 16
 
 
-def test_heads_that_have_no_targets_do_not_count() -> None:
-    """The loss of the last of two kv heads is that of this head alone; values are of all heads."""
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_loss_of_some_heads_and_keys(sinks: int) -> None:
+    """The loss of the last of two kv heads is that of this head alone, without sinks; values are of
+    all heads."""
     query, key, value = states(4, 2)
     rows = torch.randn(1, 16)
-    loss = quality_targets.ScoreTargets.loss
-    got = loss(rows, quality_targets.States(query, key, value), 5, 1)
-    target = quality_targets.received_attention(query[:, 2:], key[:, 1:], value[:, 1:], 5)
-    score = (value.flatten(1) @ rows.T).T[:, : LENGTH - 5]
-    want = -(target / target.sum() * torch.log_softmax(score, -1)).sum()
-    torch.testing.assert_close(got, want)
+    got = quality_targets.ScoreTargets.loss(
+        rows, quality_targets.States(query, key, value), 5, sinks
+    )
+    received = quality_targets.received_attention(query[:, 2:], key[:, 1:], value[:, 1:], 5).exp()
+    target = received[:, sinks:] / received[:, sinks:].sum()
+    score = (value.flatten(1) @ rows.T).T[:, sinks : LENGTH - 5]
+    torch.testing.assert_close(got, -(target * torch.log_softmax(score, -1)).sum())
+
+
+def test_targets_of_keys_that_hardly_get_attention() -> None:
+    """Probabilities whose squares are 0 in float32."""
+    query, key, value = (20 * one for one in states(2, 1))
+    loss = quality_targets.ScoreTargets.loss(
+        torch.randn(1, 8), quality_targets.States(query, key, value), 30, 0
+    )
+    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize("which, taught", [("nope", (False, True)), ("all", (True, True))])
@@ -89,6 +100,7 @@ def test_runs_with_targets(
     """Heads with targets learn from nothing else, and their A stays."""
     changed = {"nope_heads": 1, "nope_layers": 1, "score_targets": which, "target_every": 2}
     run = train(corpus, tmp_path, "recent", name="targets", **changed)
+    assert run["held_out"][0]["target_loss"] > 0
     train(corpus, tmp_path, "recent", name="still", **{**changed, "target_rate": 0.0})
     stays = [a == pytest.approx(first) for (a,), first in zip(run["final"]["a"], (0.5, 0.005))]
     assert stays == list(taught)
@@ -109,30 +121,69 @@ def test_runs_with_targets(
         torch.testing.assert_close(resumed[name], one, rtol=0, atol=0)
 
 
-def test_sliding_heads_have_no_targets() -> None:
+def model_with_targets(every: int) -> tuple[quality_model.Model, quality_targets.ScoreTargets]:
     config = quality_model.config_of("recent", "small", KEYS, RECENT, sliding_heads=2)
     model = quality_model.Model(config)
     quality_model.initialise(model, "recent", 0, 0.005, 0.5)
+    return model, quality_targets.ScoreTargets(model, [1] * 6, every, factor=1.0)
+
+
+def test_sliding_heads_have_no_targets() -> None:
+    model, targets = model_with_targets(1)
     before = [layer.dt_proj.weight.detach().clone() for layer in model.attentions()]
-    targets = quality_targets.ScoreTargets(model, [1] * 6, every=1, factor=1.0)
-    targets.step(0, torch.randint(256, (1, 128)), rate=0.01)
+    targets.learn(0, torch.randint(256, (1, 128)), rate=0.01)
     for layer, was in zip(model.attentions(), before):
         changed = (layer.dt_proj.weight.detach() - was).abs().amax(1)
         assert changed[:2].tolist() == [0, 0] and changed[2] > 0.005
+
+
+def test_steps_and_sequences_from_which_scores_learn() -> None:
+    """Every third step, from one sequence after the other."""
+    text = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(1))
+    losses = {}
+    for number in range(7):
+        _, targets = model_with_targets(3)
+        targets.learn(number, text, rate=0.01)
+        losses[number] = None if targets.last_loss is None else targets.last_loss.item()
+    assert [number for number, loss in losses.items() if loss is not None] == [0, 3, 6]
+    assert losses[0] == losses[6] != losses[3]
+
+
+@pytest.mark.usefixtures("few_measurements")
+def test_resumed_runs_have_the_same_targets(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = {"score_targets": "all", "target_every": 2}
+    train(corpus, tmp_path, "recent", name="with", **targets)
+    train(corpus, tmp_path, "recent", name="without")
+    for name, changed in (("with", {}), ("without", targets), ("with", {"score_targets": "all"})):
+        with pytest.raises(SystemExit) as stop:
+            train(corpus, tmp_path, "recent", "--resume", name=name, **changed)
+        assert stop.value.code == 2 and f"{name}.pt: " in capsys.readouterr().err
+    train(corpus, tmp_path, "recent", "--evaluate", name="with")
+    train(corpus, tmp_path, "recent", name="negative", initial_a=-0.5)
+    start = {"start": tmp_path / "negative.safetensors", "name": "more"}
+    with pytest.raises(SystemExit) as stop:
+        train(corpus, tmp_path, "recent", **targets, **start)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "negative.safetensors: A of layer 0 is -" in error
+    train(corpus, tmp_path, "recent", "--new-scores", **targets, **start)
 
 
 @pytest.mark.parametrize(
     "form, changed, message",
     [
         ("random-recent", {}, "--score-targets: is given with --form random-recent"),
-        (
-            "recent",
-            {"score_targets": "nope"},
-            "--score-targets: is nope, want --nope-heads above 0",
-        ),
-        ("recent", {"initial_a": 0}, "--initial-a: is 0, want above 0: it does not change"),
+        ("recent", {"score_targets": "nope"}, "--score-targets: is nope, want heads that learn"),
+        ("recent", {"sliding_heads": 1}, "--score-targets: is all, want heads that learn scores"),
+        ("recent", {"score_layers": 9}, "--score-targets: is all, want heads that learn scores"),
+        ("recent", {"initial_a": 0}, "--initial-a: is 0, want above 0, as A is not trained"),
         ("recent", {"nope_heads": 1, "nope_a": -1}, "--nope-a: is -1, want above 0"),
+        ("recent", {"nope_heads": 1, "nope_rate": 0.1}, "--nope-rate: is given with --score-ta"),
         ("recent", {"target_every": 0}, "--target-every: is 0, want 1 or more"),
+        ("recent", {"target_rate": -1}, "--target-rate: is -1, want 0 or more"),
+        ("recent", {"score_targets": None, "target_rate": 1}, "is given without --score-targets"),
+        ("recent", {"keys": 600, "recent": 512}, "--length: is 512, want more than --recent"),
     ],
 )
 def test_bad_usage(
