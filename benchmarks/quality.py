@@ -143,7 +143,7 @@ class Run:
         options = self.options
         if options.score_targets is None:
             return None
-        rule = (options.target_every, options.target_rate)
+        rule = (options.target_start, options.target_every, options.target_rate)
         return ScoreTargets(self.model, self.targeted_heads(), *rule)
 
     def rates_of_scores(self) -> quality_model.ScoreRates:

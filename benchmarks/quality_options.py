@@ -12,7 +12,7 @@ RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
 # usual settings of NoPE heads; with this A their bias hardly changes attention
 NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
-TARGETS = {"target_every": 8, "target_rate": 1.0}
+TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
 OF_NOPE = ("nope_layers", "nope_a_rate", *NOPE)  # options that want NoPE heads
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
 
@@ -36,7 +36,8 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
         "heads whose scores learn which keys get attention: NoPE heads, or all with scores (none)"
     )
     add("--score-targets", choices=("nope", "all"), help=which)
-    every = "these scores learn in one of so many steps, from all pairs of one sequence (8)"
+    add("--target-start", type=int, help="the step from which these scores learn (0)")
+    every = "these scores learn in one of so many steps, from all pairs of one sequence (4)"
     add("--target-every", type=int, help=every)
     add("--target-rate", type=float, help="multiplies the learning rate of these scores (1)")
 
@@ -177,11 +178,14 @@ def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     which, every, rate = options.score_targets, options.target_every, options.target_rate
+    start = options.target_start
     if which is None:
         for name in TARGETS:
             if getattr(options, name) is not None:
                 parser.error(f"{flag(name)}: is given without --score-targets")
         return
+    if start is not None and start < 0:
+        parser.error(f"--target-start: is {start}, want 0 or more")
     if every is not None and every < 1:
         parser.error(f"--target-every: is {every}, want 1 or more")
     if rate is not None and rate < 0:

@@ -43,7 +43,8 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "nope_rate": (0.03, "their rate x {}"),
     "nope_a_rate": (None, "rate of their A x {}"),
     "start_step": (0, "from step {}"),
-    "target_every": (8, "every {} steps"),
+    "target_start": (0, "learning from step {} on"),
+    "target_every": (4, "every {} steps"),
     "target_rate": (1.0, "at rate x {}"),
 }
 OF_LEARNED = (

@@ -40,7 +40,7 @@ SETTINGS = (
     *("warm_up", "steps", "batch", "length", "recall", "recall_weight", "curriculum", "seed"),
     *("compile", "start", "dt_std", "sliding_heads", "score_layers", "shortest_span"),
     *("nope_heads", "nope_layers", "nope_rotary_dim", "nope_a", "nope_rate", "nope_a_rate"),
-    *("start_step", "new_scores", "score_targets", "target_every", "target_rate"),
+    *("start_step", "new_scores", "score_targets", "target_start", "target_every", "target_rate"),
     *("rotary_base", "decay", "clip", "schedule_steps", "pieces", "questions"),
 )
 SAME_TEXT = ("corpus", "length")  # settings of runs that can be compared

@@ -8,6 +8,9 @@ head. The softmax of the scores before softplus is trained to match the targets 
 over the keys, with a learning rate of its own. Queries, keys and values learn nothing from it. A
 stays as it is, above 0, so that keys rank by what is trained.
 
+Before step `start` dt_proj keeps its random weights: heads that keep random keys can learn to find
+a match, and only then do targets tell which keys are worth keeping.
+
 In some steps all pairs of a query and a key of one sequence are computed for that.
 """
 
@@ -66,8 +69,10 @@ class States(NamedTuple):
 class ScoreTargets:
     """Trains the rows of dt_proj of the last heads[n] kv heads of layer n."""
 
-    def __init__(self, model: Model, heads: Sequence[int], every: int, factor: float) -> None:
-        self.model, self.every, self.factor = model, every, factor
+    def __init__(
+        self, model: Model, heads: Sequence[int], start: int, every: int, factor: float
+    ) -> None:
+        self.model, self.start, self.every, self.factor = model, start, every, factor
         layers = zip(model.attentions(), heads)
         self.layers = [(layer, count) for layer, count in layers if count > 0]
         weights = [layer.dt_proj.weight.detach()[-count:] for layer, count in self.layers]
@@ -77,8 +82,8 @@ class ScoreTargets:
 
     def learn(self, number: int, text: torch.Tensor, rate: float) -> None:
         """Train these scores at this learning rate, after step `number` of training with this text
-        [batch, len] (int64); in most steps do nothing."""
-        if number % self.every != 0:
+        [batch, len] (int64); before step `start`, and in most steps, do nothing."""
+        if number < self.start or number % self.every != 0:
             return
         sequence = number // self.every % len(text)
         states = self.states_of(text[sequence : sequence + 1])

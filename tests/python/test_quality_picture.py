@@ -243,8 +243,8 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     for form, words in (("dense", "dense"), ("sliding", "8 newest")):
         changed = {"nope_a": 0.5, "bias_form": "linear", **still}
         assert quality_picture.label_of(result("a", [1.0], form, **changed)) == f"{words}, {label}"
-    taught = result("taught", [1.0], score_targets="all", target_every=4, target_rate=1.0)
-    assert quality_picture.label_of(taught) == "6 by score, 2 newest, targets, every 4 steps"
+    taught = result("taught", [1.0], score_targets="all", target_every=8, target_rate=1.0)
+    assert quality_picture.label_of(taught) == "6 by score, 2 newest, targets, every 8 steps"
     from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
     assert (
         quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"

@@ -121,15 +121,17 @@ def test_runs_with_targets(
         torch.testing.assert_close(resumed[name], one, rtol=0, atol=0)
 
 
-def model_with_targets(every: int) -> tuple[quality_model.Model, quality_targets.ScoreTargets]:
+def model_with_targets(
+    start: int, every: int
+) -> tuple[quality_model.Model, quality_targets.ScoreTargets]:
     config = quality_model.config_of("recent", "small", KEYS, RECENT, sliding_heads=2)
     model = quality_model.Model(config)
     quality_model.initialise(model, "recent", 0, 0.005, 0.5)
-    return model, quality_targets.ScoreTargets(model, [1] * 6, every, factor=1.0)
+    return model, quality_targets.ScoreTargets(model, [1] * 6, start, every, factor=1.0)
 
 
 def test_sliding_heads_have_no_targets() -> None:
-    model, targets = model_with_targets(1)
+    model, targets = model_with_targets(0, 1)
     before = [layer.dt_proj.weight.detach().clone() for layer in model.attentions()]
     targets.learn(0, torch.randint(256, (1, 128)), rate=0.01)
     for layer, was in zip(model.attentions(), before):
@@ -138,15 +140,15 @@ def test_sliding_heads_have_no_targets() -> None:
 
 
 def test_steps_and_sequences_from_which_scores_learn() -> None:
-    """Every third step, from one sequence after the other."""
+    """Every third step from the second one on, from one sequence after the other."""
     text = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(1))
     losses = {}
-    for number in range(7):
-        _, targets = model_with_targets(3)
+    for number in range(10):
+        _, targets = model_with_targets(2, 3)
         targets.learn(number, text, rate=0.01)
         losses[number] = None if targets.last_loss is None else targets.last_loss.item()
-    assert [number for number, loss in losses.items() if loss is not None] == [0, 3, 6]
-    assert losses[0] == losses[6] != losses[3]
+    assert [number for number, loss in losses.items() if loss is not None] == [3, 6, 9]
+    assert losses[3] == losses[9] != losses[6]
 
 
 @pytest.mark.usefixtures("few_measurements")
@@ -180,6 +182,7 @@ def test_resumed_runs_have_the_same_targets(
         ("recent", {"initial_a": 0}, "--initial-a: is 0, want above 0, as A is not trained"),
         ("recent", {"nope_heads": 1, "nope_a": -1}, "--nope-a: is -1, want above 0"),
         ("recent", {"nope_heads": 1, "nope_rate": 0.1}, "--nope-rate: is given with --score-ta"),
+        ("recent", {"target_start": -1}, "--target-start: is -1, want 0 or more"),
         ("recent", {"target_every": 0}, "--target-every: is 0, want 1 or more"),
         ("recent", {"target_rate": -1}, "--target-rate: is -1, want 0 or more"),
         ("recent", {"score_targets": None, "target_rate": 1}, "is given without --score-targets"),
