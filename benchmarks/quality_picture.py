@@ -47,13 +47,8 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "target_every": (4, "every {} steps"),
     "target_rate": (1.0, "at rate x {}"),
 }
-OF_LEARNED = (
-    "initial_a",
-    "score_rate",
-    "nope_a",
-    "nope_rate",
-    "nope_a_rate",
-)  # those of learned scores
+# those of learned scores
+OF_LEARNED = ("initial_a", "score_rate", "nope_a", "nope_rate", "nope_a_rate")
 Runs = dict[str, dict[str, Any]]
 
 

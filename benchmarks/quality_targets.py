@@ -26,7 +26,10 @@ from quality_model import Attention, Model
 from torch import nn
 from torch.nn.functional import linear, log_softmax
 
-LOGITS = 1 << 24  # of a head that are in memory at once, at most, but a query has all of its own
+PAIRS = (
+    1 << 24
+)  # of a head whose probabilities are in memory at once, but a query has all of its own
+TINY = torch.finfo(torch.float32).tiny
 
 
 def received_attention(
@@ -36,26 +39,20 @@ def received_attention(
     [len, kv_heads, head_dim], the logarithm of the target of each key: that of the square of the
     largest probability that the key gets from a query which comes `recent` or more positions later,
     summed over the query heads of its kv head."""
-    length, kv_heads, head_dim = key.shape
-    _, lse = flash_dmattn.attention(query[None], key[None], value[None], causal=True)
-    by_group = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).float()
-    by_kv_head = key.permute(1, 2, 0).float()
-    lse = lse[0].unflatten(0, (kv_heads, -1))[..., None]
-    largest = torch.full(by_group.shape[:3], -torch.inf, device=query.device)
-    position = torch.arange(length, device=query.device)
-    queries = max(1, LOGITS // length)
+    length, kv_heads, _ = key.shape
+    query, key, value = (one[None] for one in (query, key, value))
+    _, lse = flash_dmattn.attention(query, key, value, causal=True)
+    largest = torch.full((query.shape[2], length), TINY, device=query.device)
+    queries = max(1, PAIRS // length)
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
-        count = end - recent  # of keys that these queries do not have among their newest
-        if count <= 0:
-            continue
-        rows = by_group[:, :, begin:end].flatten(1, 2) @ by_kv_head[..., :count]
-        logits = rows.unflatten(1, (-1, end - begin)) * head_dim**-0.5
-        is_newer = position[:count] > position[begin:end, None] - recent
-        logits = (logits - lse[:, :, begin:end]).masked_fill_(is_newer, -torch.inf)
-        old = largest[:, :, :count]
-        old.copy_(torch.maximum(old, logits.amax(2)))
-    return (2 * largest[..., : length - recent]).logsumexp(1)
+        own = query[:, begin:end], key[:, :end], lse[..., begin:end]
+        probability = flash_dmattn.attention_probabilities(*own, causal=True)[0]
+        old = largest[:, : max(0, end - recent)]  # keys that some of these queries do not have
+        received = probability.tril(begin - recent).amax(1)
+        old.copy_(torch.maximum(old, received[:, : old.shape[1]]))
+    largest = largest[:, : length - recent].log().unflatten(0, (kv_heads, -1))
+    return (2 * largest).logsumexp(1)
 
 
 class States(NamedTuple):
@@ -89,7 +86,7 @@ class ScoreTargets:
         states = self.states_of(text[sequence : sequence + 1])
         losses = [
             self.loss(rows, states[layer], layer.recent, layer.sinks)
-            for (layer, count), rows in zip(self.layers, self.rows)
+            for (layer, _), rows in zip(self.layers, self.rows)
         ]
         for group in self.optimizer.param_groups:
             group["lr"] = rate * self.factor

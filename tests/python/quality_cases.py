@@ -41,6 +41,18 @@ def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> di
     return json.loads((out / f"{name}.json").read_text())
 
 
+def refusal_of(
+    capsys: pytest.CaptureFixture[str],
+    *arguments: Any,
+    **changed: Any,
+) -> str:
+    """What train(), with these arguments, prints before it ends with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        train(*arguments, **changed)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
 def model_of(form: str, seed: int = 0, dt_std: float = 0.5) -> quality_model.Model:
     model = quality_model.Model(quality_model.config_of(form, "tiny", KEYS, RECENT))
     quality_model.initialise(model, form, seed, initial_a=0.5, dt_std=dt_std)

@@ -376,29 +376,3 @@ def test_thinned_losses() -> None:
     assert len(rows) == 60 and rows[0] == 0 and rows[-1] == 258
     assert {b - a for a, b in zip(rows, rows[1:])} == {4, 5}
     assert quality_results.thinned([1, 2], 60) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"recent": KEYS}, f"--recent: is {KEYS}, want 0 to {KEYS - 1}, below --keys"),
-        ({"batch": 0}, "--batch: is 0, want 1 or more"),
-        ({"steps": None}, "give --steps or --seconds"),
-        ({"sliding_heads": 2}, "--sliding-heads: is 2, want 0 to 1, the kv heads"),
-        ({"score_layers": 0}, "--score-layers: is 0, want 1 or more"),
-        ({"sliding_heads": 1, "score_layers": 2}, "want one of the two"),
-        ({"shortest_span": 63}, f"--shortest-span: is 63, want 64 to {LENGTH}"),
-        ({"length": 255}, "--length: is 255, want 256 or more"),
-        ({"length": 5000}, "held_out.bin is shorter than a sequence of 5000 bytes"),
-    ],
-)
-def test_bad_usage(
-    corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changed: dict[str, Any],
-    message: str,
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        train(corpus, tmp_path, "recent", **changed)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
