@@ -185,8 +185,8 @@ class Attention(DynamicMaskAttention):
         return self.o_proj(out.flatten(2))
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding of queries or keys [batch, len, heads, head_dim], as far as each head
-        has one."""
+        """Queries or keys [batch, len, heads, head_dim] with rotary embedding. Of a NoPE head only
+        the first nope_rotary_dim channels have one."""
         count = self.nope_heads * x.shape[2] // self.kv_heads
         whole, nope = x.split((x.shape[2] - count, count), 2)
         turned, still = nope.split((self.nope_rotary_dim, self.head_dim - self.nope_rotary_dim), 3)

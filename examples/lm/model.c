@@ -46,7 +46,8 @@ static const char *find_text(reader *from, const char *name) {
     return found == NULL ? NULL : found->valuestring;
 }
 
-/* The whole of the `length` bytes has to be the number. */
+/* Reads a number that takes all of the `length` bytes. Returns false for other text, and for a
+ * number that is not from `least` to `most`. */
 static bool parse_integer(const char *text, size_t length, int64_t least, int64_t most,
                           int64_t *value) {
     char *end;
@@ -149,7 +150,7 @@ static bool read_nope_heads(reader *from, const char *text) {
     return true;
 }
 
-/* What is absent stays 0. */
+/* Counts and channels that the metadata does not have stay 0. */
 static bool read_nope(reader *from) {
     model *const it = from->it;
     if (has_text(from, "nope") && !read_nope_heads(from, find_text(from, "nope")))

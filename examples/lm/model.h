@@ -23,10 +23,10 @@
  * ("exp", "linear" or "none"), rotary_base, norm_eps, and window, which is "all" for attention to
  * all keys. Such a model has the bias_form "none", no dt_proj and no A.
  *
- * Two more entries are optional. `nope` has a count for each layer, as in "0 0 2 0", or none: so
- * many kv heads, the last ones, and the query heads of their groups are NoPE heads. Of these only
- * the first `nope_rotary_dim` channels (0 if it is absent) have a rotary position embedding, that
- * of a head with so many channels. */
+ * Two more entries are optional. `nope` has a number for each layer, as in "0 0 2 0", or is empty.
+ * It says how many kv heads, the last ones, are NoPE heads, together with the query heads of their
+ * groups. Only the first `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a
+ * rotary position embedding, which is that of a head with this head_dim. */
 #pragma once
 
 #include "fdma.h"

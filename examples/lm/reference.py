@@ -65,8 +65,8 @@ def attend(model: Model, name: str, *heads: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_heads(model: Model, layer: int, x: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of queries or keys [batch, len, heads, head_dim], as far as each has one:
-    of a NoPE head, of its first nope_rotary_dim channels."""
+    """Queries or keys [batch, len, heads, head_dim] with rotary embedding. Of a NoPE head only the
+    first nope_rotary_dim channels have one."""
     positions = torch.arange(x.shape[1])[None]
     base, dim = float(model.metadata["rotary_base"]), int(model.metadata.get("nope_rotary_dim", 0))
     counts = model.metadata.get("nope", "").split()

@@ -181,8 +181,8 @@ static void rotate(const rotation *by, fdma_tensor heads, int64_t begin, int64_t
     }
 }
 
-/* Of keys, whose last `nope_heads` heads are NoPE heads, or of queries, of which the heads of their
- * groups are. */
+/* Rotates keys or queries. The last `nope_heads` kv heads, and the query heads of their groups, are
+ * NoPE heads. */
 static void rotate_heads(const run_state *state, fdma_tensor heads, int64_t nope_heads) {
     const int64_t count = heads.shape[2], group = count / state->of->kv_heads;
     const int64_t rotary_heads = count - nope_heads * group;

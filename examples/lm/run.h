@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of the first `dim` channels of a head, at each of a number of positions. */
+/* The angles by which the first `dim` channels of a head are rotated, at each of a number of
+ * positions. */
 typedef struct rotation {
     int64_t dim;
     float *cosines, *sines; /* [capacity, dim / 2] */
