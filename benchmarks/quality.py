@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import quality_model
+import quality_optimizer
 import quality_options
 import torch
 from quality_evaluate import Evaluation, narrow
@@ -62,9 +63,10 @@ def refuse(path: Path, message: str) -> NoReturn:
     sys.exit(2)
 
 
-def require_same_nope(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
-    """Exit if the model of a file has other NoPE heads, which its weights do not tell."""
-    for name in ("nope", "nope_rotary_dim"):
+def require_same_kind(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
+    """Exit if the model of a file has other NoPE heads, which its weights do not tell, or has
+    normalized queries and keys where this one has not, or the other way round."""
+    for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
             refuse(path, f"{name} is '{found}', want '{wanted}'")
@@ -80,6 +82,7 @@ class Run:
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
             *(options.nope_heads, options.nope_layers, options.nope_rotary_dim or 0),
+            *(options.qk_norm,),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
@@ -89,7 +92,7 @@ class Run:
             quality_model.initialise_nope(self.model, options.nope_a)
         if options.start is not None:
             start = quality_model.load(options.start)
-            require_same_nope(options.start, start.config.metadata(), config)
+            require_same_kind(options.start, start.config.metadata(), config)
             try:
                 quality_model.start_from(self.model, start, options.new_scores)
             except ValueError as error:
@@ -97,10 +100,9 @@ class Run:
             if not options.evaluate:
                 self.require_positive_a(options.start)
         self.model.to(self.device)
-        groups = quality_model.parameter_groups(self.model, options.decay, options.score_rate)
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
-        )
+        groups = quality_optimizer.parameter_groups(self.model, options.decay, options.score_rate)
+        groups["hidden"]["factor"] = options.hidden_rate
+        self.optimizers = quality_optimizer.optimizers_of(groups, options.optimizer, options.rate)
         self.targets = self.targets_of_scores()
         self.score_rates = self.rates_of_scores()
         self.first = self.step = options.start_step
@@ -146,14 +148,14 @@ class Run:
         rule = (options.target_start, options.target_every, options.target_rate)
         return ScoreTargets(self.model, self.targeted_heads(), *rule)
 
-    def rates_of_scores(self) -> quality_model.ScoreRates:
+    def rates_of_scores(self) -> quality_optimizer.ScoreRates:
         """Those of heads whose scores have another learning rate than the rest."""
         options = self.options
         if self.targets is not None:
-            return quality_model.ScoreRates(self.model, self.targeted_heads(), 0.0, 0.0)
+            return quality_optimizer.ScoreRates(self.model, self.targeted_heads(), 0.0, 0.0)
         nope = [layer.nope_heads for layer in self.model.attentions()]
         a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
-        return quality_model.ScoreRates(self.model, nope, options.nope_rate, a_rate)
+        return quality_optimizer.ScoreRates(self.model, nope, options.nope_rate, a_rate)
 
     def path(self, suffix: str) -> Path:
         return self.options.out / f"{self.options.name}{suffix}"
@@ -166,7 +168,7 @@ class Run:
     def save(self) -> None:
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "steps": self.steps,
             "seconds": self.seconds,
@@ -182,13 +184,14 @@ class Run:
         path = self.path(".pt")
         state = torch.load(path, map_location=self.device, weights_only=True)
         begun = state["log"]["settings"]
-        require_same_nope(path, state["log"]["model"], self.model.config)
+        require_same_kind(path, state["log"]["model"], self.model.config)
         if not self.options.evaluate:
             for name in ("score_targets", *quality_options.TARGETS):
                 if (found := begun.get(name)) != getattr(self.options, name):
                     refuse(path, f"{name} is {found}, want {getattr(self.options, name)}")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, its_state in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(its_state)
         if self.targets is not None and not self.options.evaluate:
             self.targets.load_state_dict(state["targets"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -233,7 +236,7 @@ def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
     rows = to_device(batches(run.step)[0], run.device).long()
     with narrow(run.device):
         forward(rows[:, :-1]).float().mean().backward()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.model.zero_grad(set_to_none=True)
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     run.log["warm_up_seconds"] = round(time.perf_counter() - begin, 3)
@@ -248,9 +251,10 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     rows, is_marked = to_device(text, device).long(), to_device(marked, device)
     is_text = to_device(~has_episodes, device)
     steps = options.schedule_steps or run.steps or run.step + 1
-    rate = quality_model.rate_at(run.step, steps, options.rate, options.warm_up, run.first)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate * group["factor"]
+    rate = quality_optimizer.rate_at(run.step, steps, options.rate, options.warm_up, run.first)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
     with narrow(device):
         logits = forward(rows[:, :-1])
     losses = cross_entropy(
@@ -260,11 +264,13 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     others = losses.sum() - of_marked
     loss = others / (marked.size - counts[1])
     loss = loss + options.recall_weight * of_marked / max(1, counts[1])
-    run.optimizer.zero_grad(set_to_none=True)
+    run.model.zero_grad(set_to_none=True)
     loss.backward()
     run.score_rates.drop_gradients()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
-    run.score_rates.step(run.optimizer)
+    run.score_rates.step(run.optimizers[0])
+    for optimizer in run.optimizers[1:]:
+        optimizer.step()
     if run.targets is not None:
         run.targets.learn(run.step, rows[:, :-1], rate)
     of_text = (losses.detach() * is_text[:, None]).sum()

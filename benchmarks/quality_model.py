@@ -1,4 +1,4 @@
-"""The byte-level language model of quality.py: its forms, its parameter groups and its files.
+"""The byte-level language model of quality.py: its forms and its files.
 
     x = embedding[byte]
     each layer: x += attention(rmsnorm(x)); x += contract(relu(expand(rmsnorm(x)))^2)
@@ -70,6 +70,7 @@ class Config:
     sliding: tuple[int, ...] = ()
     nope: tuple[int, ...] = ()
     nope_rotary_dim: int = 0  # channels of a NoPE head that have a rotary embedding, the first ones
+    qk_norm: bool = False  # whether each head of queries and keys is normalized
 
     @property
     def width(self) -> int:
@@ -79,6 +80,7 @@ class Config:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
         values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
+        values.update(qk_norm=int(self.qk_norm))
         for name in ("sliding", "nope"):
             values[name] = " ".join(map(str, values[name]))
         return {name: str(value) for name, value in values.items()}
@@ -91,6 +93,7 @@ class Config:
             **{name: int(strings[name]) for name in names},
             **{name: tuple(map(int, counts)) for name, counts in heads.items()},
             nope_rotary_dim=int(strings.get("nope_rotary_dim", 0)),
+            qk_norm=bool(int(strings.get("qk_norm", 0))),
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
@@ -110,19 +113,20 @@ def config_of(
     nope_heads: int = 0,
     nope_layers: Sequence[int] | None = None,
     nope_rotary_dim: int = 0,
+    qk_norm: bool = False,
 ) -> Config:
     """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
     the last of every so many layers. The last `nope_heads` of all layers, or of nope_layers
     (counted from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of
-    their channels have a rotary embedding."""
+    their channels have a rotary embedding. qk_norm: as that of DynamicMaskAttention."""
     layers, _, kv_heads = SIZES[size]
     nope: tuple[int, ...] = ()
     if nope_heads > 0:
         chosen = range(layers) if nope_layers is None else nope_layers
         nope = tuple(nope_heads if n in chosen else 0 for n in range(layers))
     if form == "dense":
-        kinds = {"nope": nope, "nope_rotary_dim": nope_rotary_dim}
+        kinds = {"nope": nope, "nope_rotary_dim": nope_rotary_dim, "qk_norm": qk_norm}
         return Config(*SIZES[size], None, rotary_base=rotary_base, **kinds)
     newest = recent if form.endswith("recent") else 0
     if form.startswith("random"):
@@ -136,7 +140,7 @@ def config_of(
         sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, nope))
     return Config(
         *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
-        *(sliding, nope, nope_rotary_dim),
+        *(sliding, nope, nope_rotary_dim, qk_norm),
     )
 
 
@@ -164,6 +168,8 @@ class Attention(DynamicMaskAttention):
             config.window,
             recent=config.recent,
             sinks=config.sinks,
+            qk_norm=config.qk_norm,
+            norm_eps=NORM_EPS,
             rope_base=config.rotary_base,
             sliding_heads=config.sliding[layer] if config.sliding else 0,
         )
@@ -177,8 +183,8 @@ class Attention(DynamicMaskAttention):
         if self.nope_heads == 0:
             return super().forward(x, **given)
         assert not given
-        query = self.q_proj(x).unflatten(2, (self.heads, self.head_dim))
-        key = self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
+        query = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, self.head_dim)))
+        key = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim)))
         value = self.v_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
         positions = torch.arange(x.shape[1], device=x.device)[None]
         out = self.attend(*(self.rotate_heads(one, positions) for one in (query, key)), value)
@@ -321,63 +327,6 @@ def start_from(model: Model, other: Model, has_new_scores: bool) -> None:
             raise ValueError(f"{name} is {shape}, want {list(tensor.shape)}")
         state[name] = found[name]
     model.load_state_dict(state)
-
-
-def parameter_groups(model: Model, weight_decay: float, score_rate: float) -> list[dict[str, Any]]:
-    """Groups for AdamW. `factor` multiplies the learning rate of each: score_rate for what scores
-    are computed from, which does not decay; only other matrices do."""
-    groups: dict[str, dict[str, Any]] = {
-        "matrices": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
-        "vectors": {"params": [], "factor": 1.0, "weight_decay": 0.0},
-        "scores": {"params": [], "factor": score_rate, "weight_decay": 0.0},
-    }
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        kind = "matrices" if parameter.dim() == 2 else "vectors"
-        kind = "scores" if is_of_scores(name) else kind
-        groups[kind]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]
-
-
-class ScoreRates:
-    """Multiplies the learning rates of the rows of dt_proj (by dt_factor) and of A (by a_factor) of
-    the last heads[n] kv heads of layer n. AdamW has one rate for a whole tensor, so after each step
-    these rows keep only that fraction of their change."""
-
-    def __init__(
-        self, model: Model, heads: Sequence[int], dt_factor: float, a_factor: float
-    ) -> None:
-        self.rows = [
-            (parameter, slice(-count, None), factor)
-            for attention, count in zip(model.attentions(), heads)
-            if count > 0 and attention.window is not None
-            for parameter, factor in (
-                (attention.dt_proj.weight, dt_factor),
-                (attention.A, a_factor),
-            )
-        ]
-
-    def drop_gradients(self) -> None:
-        """Of rows that do not change, so that the norm of all gradients is without them."""
-        for parameter, rows, factor in self.rows:
-            if factor == 0 and parameter.grad is not None:
-                parameter.grad[rows] = 0
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = [parameter.detach()[rows].clone() for parameter, rows, _ in self.rows]
-        optimizer.step()
-        for (parameter, rows, factor), old in zip(self.rows, before):
-            changed = parameter.detach()[rows]
-            changed.copy_(torch.lerp(old, changed, factor))
-
-
-def rate_at(step: int, steps: int, peak: float, warm_up: int, first: int = 0) -> float:
-    """The learning rate. It rises linearly over warm_up steps from `first` on, and is multiplied by
-    half a cosine that falls from the peak, at step warm_up, to a tenth of it, at `steps`."""
-    rise = min(1.0, (step - first + 1) / warm_up)
-    done = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
-    return peak * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,11 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     add("--recent", type=int, default=64, help="of which the newest ones, in two forms (64)")
     add("--sinks", type=int, default=0)
     add_scores(parser)
+    add("--qk-norm", action="store_true", help="normalize each head of queries and keys")
     add("--rotary-base", type=float, default=10000.0)
+    muon = "muon: for matrices between hidden states; AdamW for the rest (adamw)"
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help=muon)
+    add("--hidden-rate", type=float, default=1.0, help="multiplies the rate of these matrices (1)")
     add("--rate", type=float, help="peak learning rate (by size)")
     add("--warm-up", type=int, default=100, help="steps (100)")
     add("--decay", type=float, default=0.1, help="weight decay of matrices (0.1)")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import quality_model
+import quality_optimizer
 import torch
 import workloads_image
 import workloads_language
@@ -92,12 +93,8 @@ class Trainer:
         self.workload, self.device = workload, torch.device(options.device)
         self.model = model.to(self.device)
         self.forward = torch.compile(self.model) if options.compile else self.model
-        self.optimizer = torch.optim.AdamW(
-            quality_model.parameter_groups(self.model, DECAY, 1.0),
-            lr=options.rate,
-            betas=(0.9, 0.95),
-            fused=self.device.type == "cuda",
-        )
+        groups = quality_optimizer.parameter_groups(self.model, DECAY, 1.0)
+        (self.optimizer,) = quality_optimizer.optimizers_of(groups, "adamw", options.rate)
         self.rate = options.rate
         self.losses: list[torch.Tensor] = []
 
@@ -112,7 +109,7 @@ class Trainer:
     def take_step(self, step: int, batch: Batch) -> None:
         steps = self.workload.size.steps
         warm_up = max(1, min(WARM_UP, steps // 10))
-        rate = quality_model.rate_at(step, steps, self.rate, warm_up)
+        rate = quality_optimizer.rate_at(step, steps, self.rate, warm_up)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         self.losses.append(self.pass_once(batch))

@@ -14,6 +14,7 @@ import pytest
 import quality
 import quality_evaluate
 import quality_model
+import quality_optimizer
 import quality_picture
 import quality_recall
 import quality_results
@@ -178,10 +179,13 @@ def test_layers_with_sliding_heads() -> None:
 
 
 def test_learned_scores_have_their_own_rate() -> None:
-    groups = quality_model.parameter_groups(model_of("recent"), 0.1, 3.0)
-    own = {group["factor"]: (len(group["params"]), group["weight_decay"]) for group in groups[1:]}
-    assert own == {1.0: (5, 0.0), 3.0: (4, 0.0)}
-    assert groups[0]["weight_decay"] == 0.1
+    groups = quality_optimizer.parameter_groups(model_of("recent"), 0.1, 3.0)
+    own = {
+        kind: (len(group["params"]), group["factor"], group["weight_decay"])
+        for kind, group in groups.items()
+    }
+    matrices = {"hidden": (12, 1.0, 0.1), "matrices": (2, 1.0, 0.1)}
+    assert own == {**matrices, "vectors": (5, 1.0, 0.0), "scores": (4, 3.0, 0.0)}
 
 
 def test_forms_begin_with_the_same_weights() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import quality_model
+import quality_optimizer
 import torch
 from flash_dmattn.nn import rotate
 from quality_cases import KEYS, RECENT, model_of, refusal_of, train
@@ -72,9 +73,9 @@ def test_a_of_nope_heads() -> None:
 def test_rate_of_nope_scores(factor: float, of_a: float) -> None:
     """The first step of AdamW is as long as the rate, whatever the gradients are."""
     model = two_layers()
-    groups = quality_model.parameter_groups(model, 0.1, 1.0)
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    rates = quality_model.ScoreRates(model, (0, 1), factor, of_a)
+    groups = quality_optimizer.parameter_groups(model, 0.1, 1.0)
+    (optimizer,) = quality_optimizer.optimizers_of(groups, "adamw", 0.01)
+    rates = quality_optimizer.ScoreRates(model, (0, 1), factor, of_a)
     scores = [getattr(layer, name) for layer in model.attentions() for name in ("dt_proj", "A")]
     scores = [getattr(one, "weight", one) for one in scores]
     before = [one.detach().clone() for one in scores]

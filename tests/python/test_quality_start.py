@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import quality_model
+import quality_optimizer
 import torch
 from quality_cases import model_of, refusal_of, train
 
@@ -19,10 +20,10 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def test_rate_rises_again() -> None:
     """Of a hundred steps, ten of which it rises."""
-    usual = [quality_model.rate_at(step, 100, 2.0, 10) for step in range(101)]
+    usual = [quality_optimizer.rate_at(step, 100, 2.0, 10) for step in range(101)]
     assert usual[0] == pytest.approx(0.2) and usual[9] == usual[10] == 2.0
     assert usual[55] == pytest.approx(1.1) and usual[100] == pytest.approx(0.2)
-    later = [quality_model.rate_at(step, 100, 2.0, 10, 50) for step in range(50, 101)]
+    later = [quality_optimizer.rate_at(step, 100, 2.0, 10, 50) for step in range(50, 101)]
     rise = [min(1.0, (step + 1) / 10) for step in range(51)]
     assert later == pytest.approx([a * b for a, b in zip(usual[50:], rise)])
 
