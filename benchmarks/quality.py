@@ -186,7 +186,7 @@ class Run:
         begun = state["log"]["settings"]
         require_same_kind(path, state["log"]["model"], self.model.config)
         if not self.options.evaluate:
-            for name in ("score_targets", *quality_options.TARGETS):
+            for name in ("optimizer", "score_targets", *quality_options.TARGETS):
                 if (found := begun.get(name)) != getattr(self.options, name):
                     refuse(path, f"{name} is {found}, want {getattr(self.options, name)}")
         self.model.load_state_dict(state["model"])

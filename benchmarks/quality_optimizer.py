@@ -34,6 +34,54 @@ def parameter_groups(
     return {kind: group for kind, group in groups.items() if group["params"]}
 
 
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with adjust_lr_fn "match_rms_adamw", which computes matrices of one shape
+    together: fewer and larger kernels."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(parameter.shape, []).append(parameter)
+            for parameters in shapes.values():
+                self.step_of_shape(parameters, group)
+
+    def step_of_shape(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        rate, momentum = group["lr"], group["momentum"]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, buffers, momentum)
+        update = orthogonalize(torch.stack(updates), group["ns_coefficients"], group["ns_steps"])
+        length = 0.2 * math.sqrt(max(parameters[0].shape))  # for a root mean square of 0.2
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * length)
+
+
+def orthogonalize(
+    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
+    """[count, rows, columns] in bfloat16: each matrix with singular values of about 1, by steps of
+    a Newton-Schulz iteration x = a x + (b + c x x^T) x x^T x."""
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
 def optimizers_of(
     groups: dict[str, dict[str, Any]], name: str, rate: float
 ) -> list[torch.optim.Optimizer]:
@@ -43,8 +91,7 @@ def optimizers_of(
     is_cuda = others[0]["params"][0].device.type == "cuda"
     optimizers = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), fused=is_cuda)]
     if name == "muon":
-        muon = torch.optim.Muon([groups["hidden"]], lr=rate, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        optimizers.append(Muon([groups["hidden"]], rate))
     return optimizers
 
 

@@ -110,6 +110,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     check_nope(parser, options)
     check_start(parser, options)
     check_targets(parser, options)
+    if options.hidden_rate < 0:
+        parser.error(f"--hidden-rate: is {options.hidden_rate:g}, want 0 or more")
     if not 64 <= options.shortest_span <= options.length:
         parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
     if not 0 <= options.recall <= 1:

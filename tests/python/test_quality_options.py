@@ -32,6 +32,7 @@ TAUGHT = "recent --score-targets=all"
         ("recent --nope-heads=1 --nope-rotary-dim=3", "is 3, want an even number"),
         ("dense --nope-heads=1 --nope-a=1", "--nope-a: is given with --form dense"),
         ("random --nope-heads=1 --nope-rate=1", "--nope-rate: is given with --form random"),
+        ("recent --hidden-rate=-1", "--hidden-rate: is -1, want 0 or more"),
         ("recent --start-step=2", "--start-step: is given without --start"),
         ("recent --new-scores", "--new-scores: is given without --start"),
         ("recent --start=x --start-step=4", "is 4, want 0 or more, below 4"),
