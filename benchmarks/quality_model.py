@@ -33,7 +33,6 @@ import safetensors
 import safetensors.torch
 import torch
 from flash_dmattn import DynamicMaskAttention, flash_dma_attention
-from flash_dmattn.nn import rotate
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import relu, scaled_dot_product_attention
@@ -172,33 +171,11 @@ class Attention(DynamicMaskAttention):
             norm_eps=NORM_EPS,
             rope_base=config.rotary_base,
             sliding_heads=config.sliding[layer] if config.sliding else 0,
+            nope_heads=(nope := config.nope[layer] if config.nope else 0),
+            nope_rotary_dim=config.nope_rotary_dim if nope > 0 else 0,
         )
         self.bias_form = config.bias_form
-        self.nope_heads = config.nope[layer] if config.nope else 0
-        self.nope_rotary_dim = config.nope_rotary_dim
         self.observe: Callable[..., None] | None = None
-
-    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
-        """As that of DynamicMaskAttention; with NoPE heads, of x alone."""
-        if self.nope_heads == 0:
-            return super().forward(x, **given)
-        assert not given
-        query = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, self.head_dim)))
-        key = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, self.head_dim)))
-        value = self.v_proj(x).unflatten(2, (self.kv_heads, self.head_dim))
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-        out = self.attend(*(self.rotate_heads(one, positions) for one in (query, key)), value)
-        return self.o_proj(out.flatten(2))
-
-    def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries or keys [batch, len, heads, head_dim] with rotary embedding. Of a NoPE head only
-        the first nope_rotary_dim channels have one."""
-        count = self.nope_heads * x.shape[2] // self.kv_heads
-        whole, nope = x.split((x.shape[2] - count, count), 2)
-        turned, still = nope.split((self.nope_rotary_dim, self.head_dim - self.nope_rotary_dim), 3)
-        turned = rotate(turned, positions, self.rope_base)
-        nope = torch.cat((turned, still), 3)
-        return torch.cat((rotate(whole, positions, self.rope_base), nope), 2)
 
     def attend(
         self,

@@ -46,6 +46,9 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "target_start": (0, "learning from step {} on"),
     "target_every": (4, "every {} steps"),
     "target_rate": (1.0, "at rate x {}"),
+    "optimizer": ("adamw", "optimizer {}"),
+    "hidden_rate": (1.0, "rate of matrices x {}"),
+    "qk_norm": (False, "QK-norm"),
 }
 # those of learned scores
 OF_LEARNED = ("initial_a", "score_rate", "nope_a", "nope_rate", "nope_a_rate")
@@ -94,8 +97,9 @@ def label_of(run: dict[str, Any]) -> str:
         words.append(f"{settings['bias_form']} bias")
     for name, (usual, phrase) in USUAL.items():
         is_used = is_learned or name not in OF_LEARNED
-        if is_used and settings.get(name) not in (None, usual):
-            words.append(phrase.format(f"{settings[name]:g}"))
+        value = settings.get(name)
+        if is_used and value not in (None, usual):
+            words.append(phrase.format(value if isinstance(value, str) else f"{value:g}"))
     return ", ".join(words)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import quality_model
 import torch
 from flash_dmattn import DynamicMaskAttention, flash_dma_attention
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from quality_model import HEAD_DIM, NORM_EPS, Block, attend_to_all
 from torch import nn
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import flash_dmattn
 import torch
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from torch import nn
 from torch.nn.functional import log_softmax, mse_loss
 from torch.nn.utils import parametrize

@@ -13,7 +13,7 @@ from typing import Callable
 
 import torch
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from serve_model import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

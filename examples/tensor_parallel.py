@@ -20,7 +20,7 @@ import os
 import flash_dmattn
 import torch
 import torch.distributed as dist
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from torch import nn
 from torch.nn.functional import linear, softplus
 

@@ -16,7 +16,7 @@ from typing import Callable, NamedTuple
 
 import torch
 from flash_dmattn import attention, flash_dma_attention
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy, linear, rms_norm
 

@@ -11,6 +11,7 @@ from .mha import MultiheadAttention
 from .nn import DynamicMaskAttention
 from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
+from .score_targets import score_target_loss
 from .streams import KeyCache, decode
 from .tuning import TuningShape, TuningTrial, load_tuning, tune
 from .varlen import flash_dmattn_varlen_func
@@ -39,6 +40,7 @@ __all__ = [
     "mask_lists",
     "merge",
     "score",
+    "score_target_loss",
     "select",
     "tune",
     "workspace_bytes",

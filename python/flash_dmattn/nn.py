@@ -15,6 +15,7 @@ from ._inputs import check_dropout
 from ._layer_ranks import LayerRanks
 from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
+from .rotary import count_positions, rotate_heads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,37 +23,6 @@ if TYPE_CHECKING:
 
 HEAD_DIM_MAX = 256  # of the kernels
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary position embedding: rotate channels d and d + head_dim / 2 of each head by the angle
-    position * base^(-2d / head_dim).
-
-    Args:
-        x: [batch, len, heads, head_dim].
-        positions: [batch or 1, len] integers.
-        base: of the angles, which are in radians. They are float32 whatever dtype x has: bfloat16
-            cannot tell all positions above 256 apart.
-
-    Returns:
-        A tensor like x.
-
-    Source: arXiv:2104.09864, section 3.4.2; halves in place of pairs, as in GPT-NeoX and Llama.
-    """
-    half = x.shape[-1] // 2
-    exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
-    angles = positions[..., None].to(torch.float32) * base**-exponents
-    cos, sin = (factor[:, :, None, :].to(x.dtype) for factor in (angles.cos(), angles.sin()))
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def count_positions(length: int, starts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """[1, length]: 0, 1, ..., beginning anew at each of `starts`."""
-    positions = torch.arange(length, device=device, dtype=torch.int32)
-    if starts is not None:
-        positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return positions[None]
 
 
 def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
@@ -81,6 +51,19 @@ def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) ->
     takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
     require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
     return dim
+
+
+def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[int, int]:
+    """The NoPE heads of a layer that may have `most`, and their rotated channels."""
+    require(
+        0 <= _arguments.check_int("nope_heads", heads) <= most,
+        f"nope_heads: is {heads}, want 0 to {most}",
+    )
+    most_dim = head_dim if heads > 0 else 0
+    is_dim = 0 <= _arguments.check_int("nope_rotary_dim", rotary_dim) <= most_dim
+    wanted = f"nope_rotary_dim: is {rotary_dim}, want an even number, 0 to {most_dim}"
+    require(is_dim and rotary_dim % 2 == 0, wanted)
+    return heads, rotary_dim
 
 
 def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
@@ -144,6 +127,11 @@ class DynamicMaskAttention(nn.Module):
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
             they keep the newest keys, window + recent of them. 0 if `causal` is False or window is
             None. docs/quality.md compares models with and without them.
+        nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), and neither have
+            their query heads: what they match does not depend on the distance. 0 if rope_base is
+            None.
+        nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, an
+            even number; 0 if there are no such heads.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -182,9 +170,9 @@ class DynamicMaskAttention(nn.Module):
         sink_logit      [heads], if asked for
 
     Raises:
-        TypeError: a window, recent, sinks or sliding_heads that is not an int.
+        TypeError: a window, recent, sinks or number of heads that is not an int.
         ValueError: sizes that contradict each other, options of another window, or a window,
-            recent, sinks, gap, sliding_heads or dropout out of its range.
+            recent, sinks, gap, number of heads or dropout out of its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -205,6 +193,8 @@ class DynamicMaskAttention(nn.Module):
         sinks: int = 0,
         gap: float | None = None,
         sliding_heads: int = 0,
+        nope_heads: int = 0,
+        nope_rotary_dim: int = 0,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -237,6 +227,9 @@ class DynamicMaskAttention(nn.Module):
         most = kv_heads if causal and window is not None else 0
         self.gap, self.sliding_heads = gap, _arguments.check_int("sliding_heads", sliding_heads)
         require(0 <= sliding_heads <= most, f"sliding_heads: is {sliding_heads}, want 0 to {most}")
+        self.nope_heads, self.nope_rotary_dim = check_nope(
+            nope_heads, nope_rotary_dim, 0 if rope_base is None else kv_heads, dim
+        )
         self.options = check_options(options, self.window)
         self.causal, self.rope_base = causal, rope_base
         check_dropout(dropout, "dropout")
@@ -290,7 +283,7 @@ class DynamicMaskAttention(nn.Module):
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
             f"sinks={self.sinks}, gap={self.gap}, sliding_heads={self.sliding_heads}, "
-            f"causal={self.causal}, dropout={self.dropout}"
+            f"nope_heads={self.nope_heads}, causal={self.causal}, dropout={self.dropout}"
             + ("" if self.options is None else f", options={self.options}")
         )
 
@@ -366,7 +359,7 @@ class DynamicMaskAttention(nn.Module):
             fits = fits and positions.shape[1] == x.shape[1]
             shape = list(positions.shape)
             require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
-            query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
+            query, key = (self.rotate_heads(one, positions) for one in (query, key))
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
         else:
@@ -442,6 +435,12 @@ class DynamicMaskAttention(nn.Module):
         for name in ("window", "recent", "sinks"):
             found, want = getattr(cache.keys, name), getattr(self, name)
             require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+
+    def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads
+        have not."""
+        count = self.nope_heads * x.shape[2] // self.kv_heads
+        return rotate_heads(x, positions, self.rope_base, count, self.nope_rotary_dim)
 
     def attend(
         self,

@@ -48,6 +48,7 @@ CASES = {
     "two-ranks": Case((20, 11), 6),
     "three-sinks": Case((20, 11, 9), 6, {"sinks": 3, "recent": 4}),
     "three-sliding": Case((20, 11, 9), 6, {"sliding_heads": 1, "recent": 4}),
+    "three-nope": Case((20, 11, 9), 6, {"nope_heads": 1, "nope_rotary_dim": 2}),
     "eight": Case(EIGHT, 6, RICH),
     "four-full": Case((9, 14, 0, 9), 7, {"causal": False, "sinks": 2}),
     "three-full-without-rope": Case((9, 14, 9), 7, {"causal": False, "rope_base": None}),

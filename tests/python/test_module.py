@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from cases import DEVICES
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from programs import output_of, python
 from torch.nn.functional import softplus
 
@@ -53,7 +53,14 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
             one / (one.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
             for one, weight in ((query, layer.q_norm.weight), (key, layer.k_norm.weight))
         )
-    query, key = rotated(query, positions), rotated(key, positions)
+    dim, count = layer.nope_rotary_dim, layer.kv_heads - layer.nope_heads
+    turned = []
+    for one in (query, key):
+        whole, nope = one.tensor_split([count * one.shape[2] // layer.kv_heads], 2)
+        parts = [rotated(whole, positions)] + [rotated(nope[..., :dim], positions)] * (dim > 0)
+        nope = torch.cat((*parts[1:], nope[..., dim:]), 3)
+        turned.append(torch.cat((parts[0], nope), 2))
+    query, key = turned
     scope = "causal" if layer.causal else "global"
     bias = kept = None
     if layer.window is not None:
@@ -86,6 +93,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "recent, sinks and gap": {"recent": 5, "sinks": 2, "gap": 0.1},
     "a sliding head": {"recent": 5, "sliding_heads": 1},
     "sliding heads alone": {"recent": 0, "sinks": 1, "sliding_heads": KV_HEADS},
+    "a NoPE head": {"recent": 5, "nope_heads": 1},
+    "NoPE heads alone, normalized": {"nope_heads": KV_HEADS, "head_dim": 16, "qk_norm": True},
+    "NoPE heads, partly": {"nope_heads": 1, "nope_rotary_dim": 4, "sliding_heads": 1},
+    "dense, a NoPE head, global": {"nope_heads": 1, "window": None, "causal": False},
     "dense, recent and sinks": {"window": None, "recent": 5, "sinks": 2},
 }
 
@@ -130,12 +141,14 @@ def test_defaults() -> None:
     for rules in ({"recent": 0}, {"recent": 5}, {"sinks": 2}, {"gap": 0.1}):
         assert not torch.allclose(make_layer(**rules)(x), layer(x), rtol=1e-2, atol=1e-2)
     shown = repr(make_layer(recent=5, sinks=2, gap=1.5, sliding_heads=1))
-    assert "window=7, recent=5, sinks=2, gap=1.5, sliding_heads=1, causal=True" in shown
+    rules = "window=7, recent=5, sinks=2, gap=1.5, sliding_heads=1, nope_heads=0, causal=True"
+    assert rules in shown
 
 
-def test_sliding_heads_in_a_cache() -> None:
+@pytest.mark.parametrize("heads", [{"sliding_heads": 1}, {"nope_heads": 1, "nope_rotary_dim": 2}])
+def test_kinds_of_heads_in_a_cache(heads: dict[str, int]) -> None:
     """Tokens that enter a cache have the results of the whole sequence."""
-    layer, x = make_layer(recent=5, sliding_heads=1), make_states()
+    layer, x = make_layer(recent=5, **heads), make_states()
     rules = {"recent": layer.recent, "sinks": layer.sinks}
     cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, layer.head_dim, layer.window, **rules)
     with torch.no_grad():
@@ -152,6 +165,29 @@ def test_bad_sliding_heads(heads: int, rules: dict[str, Any], most: int) -> None
         make_layer(sliding_heads=heads, **rules)
     with pytest.raises(TypeError, match="sliding_heads: is 1.0, a float, want an int"):
         make_layer(sliding_heads=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"nope_heads": -1}, ValueError, f"nope_heads: is -1, want 0 to {KV_HEADS}"),
+        ({"nope_heads": KV_HEADS + 1}, ValueError, f"want 0 to {KV_HEADS}"),
+        ({"nope_heads": 1, "rope_base": None}, ValueError, "nope_heads: is 1, want 0 to 0"),
+        ({"nope_heads": 1.0}, TypeError, "nope_heads: is 1.0, a float, want an int"),
+        ({"nope_rotary_dim": 2}, ValueError, "nope_rotary_dim: is 2, want an even number, 0 to 0"),
+        (
+            {"nope_heads": 1, "nope_rotary_dim": 10},
+            ValueError,
+            "is 10, want an even number, 0 to 8",
+        ),
+        ({"nope_heads": 1, "nope_rotary_dim": 3}, ValueError, "is 3, want an even number, 0 to 8"),
+        ({"nope_heads": 1, "nope_rotary_dim": -2}, ValueError, "is -2, want an even number"),
+        ({"nope_rotary_dim": 0.0}, TypeError, "nope_rotary_dim: is 0.0, a float, want an int"),
+    ],
+)
+def test_bad_nope_heads(rules: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_layer(**rules)
 
 
 def test_state_dict() -> None:
@@ -324,7 +360,7 @@ def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None
 
 
 @pytest.mark.parametrize(
-    "rules", [{}, {"recent": 5, "sinks": 2}, {"gap": 0.3}, {"sliding_heads": 1}]
+    "rules", [{}, {"recent": 5, "sinks": 2}, {"gap": 0.3}, {"sliding_heads": 1}, {"nope_heads": 1}]
 )
 def test_one_compiled_graph(rules: dict[str, Any]) -> None:
     torch._dynamo.reset()

@@ -27,6 +27,7 @@ LAYERS = {
     "every option": {
         **{"recent": 4, "sinks": 2, "bias": True, "dt_bias": True, "sink_logit": True},
         **{"softcap": 30.0, "softmax_scale": 0.2, "dropout": 0.1, "sliding_heads": 1},
+        **{"nope_heads": 1, "nope_rotary_dim": 4},
     },
     "not causal": {"causal": False},
     "without positions": {"rope_base": None},

@@ -9,7 +9,7 @@ import pytest
 import quality_model
 import quality_optimizer
 import torch
-from flash_dmattn.nn import rotate
+from flash_dmattn.rotary import rotate
 from quality_cases import KEYS, RECENT, model_of, refusal_of, train
 
 pytestmark = pytest.mark.usefixtures("few_measurements")

@@ -233,6 +233,11 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
         "6 by score, 2 newest, NoPE heads: 2 in layers 1, 3, 32 channels rotated, their rate x 0.1"
     )
     assert quality_picture.label_of(result("nope", [1.0], nope_a=0.005, **nope)) == label
+    muon = {"optimizer": "muon", "hidden_rate": 3.0, "qk_norm": True}
+    label = "6 by score, 2 newest, optimizer muon, rate of matrices x 3, QK-norm"
+    assert quality_picture.label_of(result("muon", [1.0], **muon)) == label
+    usual = {"optimizer": "adamw", "hidden_rate": 1.0, "qk_norm": False}
+    assert quality_picture.label_of(result("usual", [1.0], **usual)) == "6 by score, 2 newest"
     still = {"nope_heads": 2, "nope_a_rate": 0.0, "start_step": 50, "new_scores": True}
     label = "NoPE heads: 2, new scores, rate of their A x 0, from step 50"
     assert (

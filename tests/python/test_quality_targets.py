@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import quality_model
 import quality_targets
 import torch
-from flash_dmattn import select
+from flash_dmattn import score_target_loss
 from quality_cases import KEYS, RECENT, model_of, refusal_of, train
 
-LENGTH = 40
 
-
-def states(q_heads: int, kv_heads: int, length: int = LENGTH) -> quality_targets.States:
-    generator = torch.Generator().manual_seed(q_heads)
-    shapes = [(length, heads, 8) for heads in (q_heads, kv_heads, kv_heads)]
-    tensors = [3 * torch.randn(shape, generator=generator) for shape in shapes]
-    return quality_targets.States(*tensors)
-
-
-@pytest.mark.parametrize("queries", [0, 7, 16, 1024])
-@pytest.mark.parametrize("recent", [0, 5, 39])
-@pytest.mark.parametrize("q_heads, kv_heads", [(4, 2), (3, 3)])
-def test_received_attention(
-    q_heads: int, kv_heads: int, recent: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quality_targets, "PAIRS", queries * LENGTH)
-    query, key, value = states(q_heads, kv_heads)
-    got = quality_targets.received_attention(query, key, value, recent)
-    assert got.shape == (kv_heads, LENGTH - recent)
-    for kv_head in range(kv_heads):
-        for j in {0, (LENGTH - recent) // 2, LENGTH - recent - 1}:
-            want = 0.0
-            for head in range(kv_head * q_heads // kv_heads, (kv_head + 1) * q_heads // kv_heads):
-                probabilities = []
-                for i in range(j + recent, LENGTH):
-                    dots = key[: i + 1, kv_head].double() @ query[i, head].double()
-                    probabilities.append(torch.softmax(dots / math.sqrt(8), 0)[j].item())
-                want += max(probabilities) ** 2
-            assert got[kv_head, j].item() == pytest.approx(math.log(want), rel=1e-5, abs=1e-4)
-
-
-def test_scores_learn_which_keys_later_queries_need() -> None:
-    """Of 256 keys 16 are marked in one channel of their values, and are what the second half of the
-    queries attend to. The heads learn to keep them, though random scores do not."""
-    query, key, value = (one / 3 for one in states(2, 1, 256))
-    marked = torch.randperm(120, generator=torch.Generator().manual_seed(1))[:16]
-    value[:, 0, 0], key[:, 0, 0], query[128:, :, 0] = 0.0, 0.0, 8.0
-    value[marked, 0, 0], key[marked, 0, 0] = 1.0, 8.0
-    rows = torch.nn.Parameter(0.02 * torch.randn(1, 8, generator=torch.Generator().manual_seed(2)))
-    optimizer = torch.optim.Adam([rows], lr=0.05)
-
-    def kept() -> int:
-        score = 0.005 * torch.nn.functional.softplus(value.flatten(1) @ rows.detach().T).T
-        return int((select(score[None], 16, recent=4).expiry[0, 0, marked] >= 256).sum())
-
-    assert kept() < 8
-    for _ in range(100):
-        optimizer.zero_grad()
-        states_then = quality_targets.States(query, key, value)
-        quality_targets.ScoreTargets.loss(rows, states_then, recent=4, sinks=0).backward()
-        optimizer.step()
-    assert kept() == 16
-
-
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_loss_of_some_heads_and_keys(sinks: int) -> None:
-    """The loss of the last of two kv heads is that of this head alone, without sinks; values are of
-    all heads."""
-    query, key, value = states(4, 2)
-    rows = torch.randn(1, 16)
-    got = quality_targets.ScoreTargets.loss(
-        rows, quality_targets.States(query, key, value), 5, sinks
-    )
-    received = quality_targets.received_attention(query[:, 2:], key[:, 1:], value[:, 1:], 5).exp()
-    target = received[:, sinks:] / received[:, sinks:].sum()
-    score = (value.flatten(1) @ rows.T).T[:, sinks : LENGTH - 5]
-    torch.testing.assert_close(got, -(target * torch.log_softmax(score, -1)).sum())
-
-
-def test_targets_of_keys_that_hardly_get_attention() -> None:
-    """Probabilities whose squares are 0 in float32."""
-    query, key, value = (20 * one for one in states(2, 1))
-    loss = quality_targets.ScoreTargets.loss(
-        torch.randn(1, 8), quality_targets.States(query, key, value), 30, 0
-    )
-    assert torch.isfinite(loss)
+def test_loss_of_the_last_heads() -> None:
+    """These rows take the place of those of dt_proj; the other heads have no part in it."""
+    config = quality_model.config_of("recent", "small", KEYS, RECENT, sinks=3)
+    layer = quality_model.Model(config).attentions()[0]
+    tensors = [torch.randn(128, heads, 64) for heads in (6, 3, 3)]
+    rows = torch.randn(2, 192)
+    got = quality_targets.ScoreTargets.loss(layer, rows, quality_targets.States(*tensors))
+    dt_proj = torch.cat((torch.zeros(1, 192), rows))
+    batch = [one[None] for one in tensors]
+    want = score_target_loss(*batch, dt_proj, recent=RECENT, sinks=3, heads=[1, 2])
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("which, taught", [("nope", (False, True)), ("all", (True, True))])

@@ -1,0 +1,150 @@
+"""A loss that trains scores by the attention that keys would get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear, log_softmax
+
+from . import _arguments
+from .functional import attention
+from .probabilities import attention_probabilities
+
+PAIRS = 1 << 24  # of a query and a key: probabilities of a head in memory at once, or one row
+
+
+def score_target_loss(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    *,
+    recent: int,
+    sinks: int = 0,
+    heads: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """A loss for dt_proj: scores should rank keys by the attention that later queries give them.
+
+    Through the bias of attention a score learns only from queries that keep its key, and only what
+    lowers their loss at once. This loss compares scores with what queries would attend to if they
+    kept all keys. For each query head, take the largest probability that any query gives to a key
+    in causal attention to all keys; queries to which the key is one of the `recent` newest do not
+    count. The target of a key is the sum of the squares of these probabilities over the query heads
+    of its kv head. The loss is the cross-entropy of the softmax over keys of dt, the scores before
+    softplus, with the targets divided by their sum.
+
+    Add it to the loss of a model, or give dt_proj an optimizer of its own, in every step or only in
+    some. It has a gradient for dt_proj alone. Scores rank keys in the order of dt if a_coef is
+    positive. So let a_coef be a small positive constant for these heads, such as 0.005: then scores
+    choose keys and hardly change their weights. dt_bias has no influence.
+
+    It computes all pairs of a query and a key, for one sequence after the other. Sequences have no
+    padding.
+
+    Args:
+        query: [batch, len, q_heads, head_dim], as attention() gets it (after rotary embedding).
+        key: [batch, len, kv_heads, head_dim].
+        value: [batch, len, kv_heads, head_dim].
+        dt_proj: [kv_heads, kv_heads * head_dim], as in score().
+        recent: how many newest keys a query keeps whatever their scores are. len has to be greater
+            than recent + sinks.
+        sinks: how many first keys all queries keep; they have no targets.
+        heads: the kv heads whose scores learn; None: all. The others have no part in the loss.
+        softmax_scale: as in attention().
+        softcap: as there.
+        backend: as in score().
+
+    Returns:
+        One number, in float32 (float64 if query is): the mean over sequences and these heads.
+
+    Raises:
+        TypeError: a query that is not a tensor.
+        ValueError: shapes that are inconsistent, a negative number, a sequence that is not longer
+            than recent + sinks, or a head that is not there.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
+
+    Example:
+        >>> x = torch.randn(1, 20, 2, 8)
+        >>> dt_proj = torch.zeros(2, 16, requires_grad=True)
+        >>> loss = flash_dmattn.score_target_loss(x, x, x, dt_proj, recent=4)
+        >>> loss.backward()
+        >>> dt_proj.grad.shape
+        torch.Size([2, 16])
+
+    Source: docs/quality.md, where models were trained with it.
+    """
+    if not isinstance(query, torch.Tensor):
+        raise TypeError(f"query: is a {type(query).__name__}, want a torch.Tensor")
+    tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
+    _check_shapes(tensors)
+    length, kv_heads = key.shape[1:3]
+    for name, count in (("recent", recent), ("sinks", sinks)):
+        if _arguments.check_int(name, count) < 0:
+            raise ValueError(f"{name}: is {count}, want 0 or more")
+    if length <= recent + sinks:
+        raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
+    chosen = list(range(kv_heads) if heads is None else heads)
+    for head in chosen:
+        if not 0 <= head < kv_heads:
+            raise ValueError(f"heads: has {head}, want 0 to {kv_heads - 1}")
+    if not chosen:
+        raise ValueError("heads: is empty, want one or more")
+    losses = []
+    for q, k, v in zip(query.detach(), key.detach(), value.detach()):
+        own = q.unflatten(1, (kv_heads, -1))[:, chosen].flatten(1, 2), k[:, chosen]
+        with torch.no_grad():
+            target = _targets(*own, recent, softmax_scale, softcap, backend)[:, sinks:].softmax(-1)
+        dtype = target.dtype
+        states = v[sinks : length - recent].flatten(1).to(dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            dt = linear(states, dt_proj[chosen].to(dtype)).T
+        losses.append(-(target * log_softmax(dt, -1)).sum(-1).mean())
+    return torch.stack(losses).mean()
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
+    query, key, value, dt_proj = tensors.values()
+    for name in ("query", "key", "value"):
+        if (rank := tensors[name].dim()) != 4:
+            raise ValueError(f"{name}: rank is {rank}, want 4: [batch, len, heads, head_dim]")
+    batch, length, q_heads, dim = query.shape
+    kv_heads = key.shape[2]
+    if kv_heads == 0 or q_heads % kv_heads != 0:
+        raise ValueError(f"query: has {q_heads} heads, want a multiple of key's, {kv_heads}")
+    width = kv_heads * dim
+    shapes = {"key": (batch, length, kv_heads, dim), "dt_proj": (kv_heads, width)}
+    for name, shape in (*shapes.items(), ("value", shapes["key"])):
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{name}: shape is {list(tensors[name].shape)}, want {list(shape)}")
+    if batch == 0:
+        raise ValueError("query: batch is 0, want 1 or more")
+
+
+def _targets(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    recent: int,
+    softmax_scale: float | None,
+    softcap: float,
+    backend: str | None,
+) -> torch.Tensor:
+    """[kv_heads, len - recent], for query [len, q_heads, head_dim] and key [len, kv_heads,
+    head_dim]: the logarithm of the target of each key."""
+    length, kv_heads, _ = key.shape
+    rules = {"causal": True, "softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
+    query, key = query[None], key[None]
+    _, lse = attention(query, key, key, **rules)
+    largest = lse.new_full((query.shape[2], length), torch.finfo(lse.dtype).tiny)
+    queries = max(1, PAIRS // length)
+    for begin in range(0, length, queries):
+        end = min(begin + queries, length)
+        own = query[:, begin:end], key[:, :end], lse[..., begin:end]
+        probability = attention_probabilities(*own, **rules)[0]
+        old = largest[:, : max(0, end - recent)]  # keys that are not recent to some of the queries
+        of_piece = probability.tril(begin - recent).amax(1)
+        old.copy_(torch.maximum(old, of_piece[:, : old.shape[1]]))
+    return (2 * largest[:, : length - recent].log()).unflatten(0, (kv_heads, -1)).logsumexp(1)

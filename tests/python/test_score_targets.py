@@ -1,0 +1,184 @@
+"""flash_dmattn.score_target_loss: scores that learn which keys get attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from flash_dmattn import score_target_loss, score_targets, select
+
+LENGTH = 40
+
+
+def states(
+    q_heads: int, kv_heads: int, length: int = LENGTH, batch: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """query, key and value."""
+    generator = torch.Generator().manual_seed(q_heads)
+    shapes = [(batch, length, heads, 8) for heads in (q_heads, kv_heads, kv_heads)]
+    return tuple(3 * torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def weight(kv_heads: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return 0.1 * torch.randn(kv_heads, kv_heads * 8, generator=generator)
+
+
+def loss_of_head(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    head: int,
+    recent: int,
+    sinks: int = 0,
+    scale: float = 1 / math.sqrt(8),
+    cap: float = 0.0,
+) -> float:
+    """Of one sequence, by the definition, in float64."""
+    length, q_heads, _ = query.shape
+    group = q_heads // key.shape[1]
+    targets, dt = [], []
+    for j in range(sinks, length - recent):
+        dt.append((value[j].flatten().double() @ dt_proj[head].double()).item())
+        target = 0.0
+        for q_head in range(head * group, (head + 1) * group):
+            probabilities = []
+            for i in range(j + recent, length):
+                logits = key[: i + 1, head].double() @ query[i, q_head].double() * scale
+                logits = cap * torch.tanh(logits / cap) if cap else logits
+                probabilities.append(torch.softmax(logits, 0)[j].item())
+            target += max(probabilities) ** 2
+        targets.append(target)
+    rest = math.log(sum(map(math.exp, dt)))
+    return sum(target * (rest - one) for target, one in zip(targets, dt)) / sum(targets)
+
+
+@pytest.mark.parametrize("queries", [0, 7, 16, 1024])
+@pytest.mark.parametrize("recent, sinks", [(0, 0), (5, 3), (39, 0), (0, 30)])
+@pytest.mark.parametrize("q_heads, kv_heads", [(4, 2), (3, 3)])
+def test_loss(
+    q_heads: int,
+    kv_heads: int,
+    recent: int,
+    sinks: int,
+    queries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(score_targets, "PAIRS", queries * LENGTH)
+    query, key, value = states(q_heads, kv_heads, batch=2)
+    dt_proj = weight(kv_heads)
+    want = [
+        [loss_of_head(*one, dt_proj, head, recent, sinks) for head in range(kv_heads)]
+        for one in zip(query, key, value)
+    ]
+    rules = {"recent": recent, "sinks": sinks}
+    got = score_target_loss(query, key, value, dt_proj, **rules)
+    assert got.item() == pytest.approx(sum(map(sum, want)) / (2 * kv_heads), rel=1e-5)
+    one = score_target_loss(query[1:], key[1:], value[1:], dt_proj, heads=[1], **rules)
+    assert one.item() == pytest.approx(want[1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rules, own", [({"softmax_scale": 0.1}, {"scale": 0.1}), ({"softcap": 2.0}, {"cap": 2.0})]
+)
+def test_logits_are_those_of_attention(rules: dict[str, float], own: dict[str, float]) -> None:
+    query, key, value = states(2, 1)
+    want = loss_of_head(query[0], key[0], value[0], weight(1), 0, 5, **own)
+    got = score_target_loss(query, key, value, weight(1), recent=5, **rules)
+    assert got.item() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    tensors = [one.to(dtype) for one in states(4, 2)]
+    want = sum(loss_of_head(*(one[0] for one in tensors), weight(2), head, 5) for head in (0, 1))
+    got = score_target_loss(*tensors, weight(2), recent=5)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert got.item() == pytest.approx(want / 2, rel=1e-9 if dtype == torch.float64 else 1e-5)
+
+
+def test_only_dt_proj_of_these_heads_has_a_gradient() -> None:
+    tensors = [one.requires_grad_() for one in states(4, 2)]
+    dt_proj = weight(2).requires_grad_()
+    score_target_loss(*tensors, dt_proj, recent=5, heads=[1]).backward()
+    assert [one.grad for one in tensors] == [None] * 3
+    assert (dt_proj.grad[0] == 0).all() and (dt_proj.grad[1] != 0).all()
+    step = torch.zeros(2, 16)
+    step[1, 3] = 1e-3
+    change = [
+        loss_of_head(*(one[0].detach() for one in tensors), dt_proj.detach() + sign * step, 1, 5)
+        for sign in (1, -1)
+    ]
+    slope = (change[0] - change[1]) / 2e-3
+    assert dt_proj.grad[1, 3].item() == pytest.approx(slope, rel=1e-3)
+
+
+def test_under_autocast() -> None:
+    """The loss is that of bfloat16 states, and dt is not computed in bfloat16."""
+    tensors = states(4, 2)
+    narrow = [one.bfloat16() for one in tensors]
+    want = score_target_loss(*narrow[:2], tensors[2], weight(2), recent=5)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = score_target_loss(*tensors, weight(2), recent=5)
+    torch.testing.assert_close(got, want)
+
+
+def test_scores_learn_which_keys_later_queries_need() -> None:
+    """Of 256 keys 16 are marked in one channel of their values, and are what the second half of the
+    queries attend to. The heads learn to keep them, though random scores do not."""
+    query, key, value = (one / 3 for one in states(2, 1, 256))
+    marked = torch.randperm(120, generator=torch.Generator().manual_seed(1))[:16]
+    value[..., 0], key[..., 0], query[:, 128:, :, 0] = 0.0, 0.0, 8.0
+    value[:, marked, 0, 0], key[:, marked, 0, 0] = 1.0, 8.0
+    dt_proj = torch.nn.Parameter(weight(1) / 5)
+    optimizer = torch.optim.Adam([dt_proj], lr=0.05)
+
+    def kept() -> int:
+        dt = value[0].flatten(1) @ dt_proj.detach().T
+        score = 0.005 * torch.nn.functional.softplus(dt).T
+        return int((select(score[None], 16, recent=4).expiry[0, 0, marked] >= 256).sum())
+
+    assert kept() < 8
+    for _ in range(100):
+        optimizer.zero_grad()
+        score_target_loss(query, key, value, dt_proj, recent=4).backward()
+        optimizer.step()
+    assert kept() == 16
+
+
+def test_targets_of_keys_that_hardly_get_attention() -> None:
+    """Probabilities whose squares are 0 in float32."""
+    tensors = [20 * one for one in states(2, 1)]
+    assert torch.isfinite(score_target_loss(*tensors, weight(1), recent=30))
+
+
+@pytest.mark.parametrize(
+    "changed, error, message",
+    [
+        ({"query": 1}, TypeError, "query: is a int, want a torch.Tensor"),
+        ({"key": torch.ones(1)}, ValueError, "key: rank is 1, want 4"),
+        ({"query": torch.ones(1, 40, 3, 8)}, ValueError, "has 3 heads, want a multiple of key's"),
+        ({"key": torch.ones(1, 41, 2, 8)}, ValueError, "key: shape is [1, 41, 2, 8], want [1, 40"),
+        ({"value": torch.ones(1, 40, 1, 8)}, ValueError, "value: shape is [1, 40, 1, 8], want [1"),
+        ({"dt_proj": torch.ones(2, 8)}, ValueError, "dt_proj: shape is [2, 8], want [2, 16]"),
+        ({"recent": -1}, ValueError, "recent: is -1, want 0 or more"),
+        ({"sinks": -1}, ValueError, "sinks: is -1, want 0 or more"),
+        ({"recent": 30, "sinks": 10}, ValueError, "len: is 40, want more than recent + sinks, 40"),
+        ({"heads": [2]}, ValueError, "heads: has 2, want 0 to 1"),
+        ({"heads": []}, ValueError, "heads: is empty, want one or more"),
+    ],
+)
+def test_bad_arguments(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    names = ("query", "key", "value")
+    given = {**dict(zip(names, states(4, 2))), "dt_proj": weight(2), "recent": 5, **changed}
+    with pytest.raises(error) as caught:
+        score_target_loss(**given)
+    assert message in str(caught.value)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="query: batch is 0, want 1 or more"):
+        score_target_loss(*(one[:0] for one in states(4, 2)), weight(2), recent=5)
