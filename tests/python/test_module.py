@@ -57,9 +57,9 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
     turned = []
     for one in (query, key):
         whole, nope = one.tensor_split([count * one.shape[2] // layer.kv_heads], 2)
-        parts = [rotated(whole, positions)] + [rotated(nope[..., :dim], positions)] * (dim > 0)
-        nope = torch.cat((*parts[1:], nope[..., dim:]), 3)
-        turned.append(torch.cat((parts[0], nope), 2))
+        if dim > 0:
+            nope = torch.cat((rotated(nope[..., :dim], positions), nope[..., dim:]), 3)
+        turned.append(torch.cat((rotated(whole, positions), nope), 2))
     query, key = turned
     scope = "causal" if layer.causal else "global"
     bias = kept = None
