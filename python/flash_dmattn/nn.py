@@ -12,86 +12,25 @@ from torch import nn
 
 from . import _arguments, functional, fused
 from ._inputs import check_dropout
-from ._layer_ranks import LayerRanks
+from ._layer_checks import (
+    check_hidden,
+    check_memory,
+    check_nope,
+    check_options,
+    check_ranks,
+    check_sizes,
+    require,
+)
 from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
 from .rotary import count_positions, rotate_heads
+from .score_targets import score_target_loss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-HEAD_DIM_MAX = 256  # of the kernels
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
-
-
-def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
-    if not holds:
-        raise error(message)
-
-
-def check_options(
-    options: DynamicMaskOptions | None, window: int | None
-) -> DynamicMaskOptions | None:
-    found = window if options is None else options.keep_window_size
-    require(found == window, f"options: its keep_window_size is {found}, want window, {window}")
-    return options
-
-
-def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
-    """The head_dim of a layer of these sizes, of which head_dim may be None."""
-    for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
-        require(size >= 1, f"{name}: is {size}, want 1 or more")
-    require(
-        head_dim is not None or hidden % heads == 0,
-        f"hidden: is {hidden}, want a multiple of heads, {heads}, if head_dim is None",
-    )
-    require(heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}")
-    dim = hidden // heads if head_dim is None else head_dim
-    takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
-    require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
-    return dim
-
-
-def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[int, int]:
-    """The NoPE heads of a layer that may have `most`, and their rotated channels."""
-    require(
-        0 <= _arguments.check_int("nope_heads", heads) <= most,
-        f"nope_heads: is {heads}, want 0 to {most}",
-    )
-    most_dim = head_dim if heads > 0 else 0
-    is_dim = 0 <= _arguments.check_int("nope_rotary_dim", rotary_dim) <= most_dim
-    wanted = f"nope_rotary_dim: is {rotary_dim}, want an even number, 0 to {most_dim}"
-    require(is_dim and rotary_dim % 2 == 0, wanted)
-    return heads, rotary_dim
-
-
-def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
-    shape = f"{name} is [batch, {length}, {hidden}]"
-    require(x.dim() == 3, f"{name}: rank is {x.dim()}, want 3; {shape}")
-    found = x.shape[2]
-    require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
-
-
-def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
-    """The width of the memory of a layer with these options."""
-    if hidden is not None:
-        require(hidden >= 1, f"memory_hidden: is {hidden}, want 1 or more")
-        require(not causal, "memory_hidden: is given, want None for a causal layer")
-        require(rope_base is None, "memory_hidden: is given, want None for a layer with rope_base")
-    return hidden
-
-
-def check_ranks(
-    group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
-) -> LayerRanks | None:
-    """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
-    if group is None:
-        return None
-    for name, given in zip(("gap", "memory_hidden", "options"), absent):
-        require(given is None, f"{name}: is given, want None with process_group")
-    require(dropout == 0, f"dropout: is {dropout}, want 0 with process_group")
-    return LayerRanks(group)
 
 
 class DynamicMaskAttention(nn.Module):
@@ -343,11 +282,7 @@ class DynamicMaskAttention(nn.Module):
         check_hidden("x", "len", x, self.hidden)
         self._check_memory(x, memory, cache, starts)
         self._check_cache(cache, starts, index, n_tokens, draft, lengths)
-        source = x if memory is None else memory
-        q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
-        key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
-        value = self.v_proj(source).unflatten(2, kv_shape)
+        query, key, value = self._project(x, x if memory is None else memory)
         if self.rope_base is not None:
             if positions is None and cache is not None:
                 positions = cache.positions(layer, x.shape[1], index)
@@ -376,6 +311,50 @@ class DynamicMaskAttention(nn.Module):
                 softcap=self.softcap,
             )
         return self.o_proj(out.flatten(2))
+
+    def score_target_loss(
+        self, x: torch.Tensor, heads: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """flash_dmattn.score_target_loss() of this layer: a loss that has a gradient for dt_proj
+        alone, and trains scores to rank keys by the attention that later queries give them.
+
+        Args:
+            x: hidden states [batch, len, hidden], without padding, of one sequence each.
+            heads: the kv heads whose scores learn; None: all that do not slide.
+
+        Returns:
+            One number, float32.
+
+        Raises:
+            ValueError: a layer that is not causal, has no window, or has a process_group; or x or
+                heads as there.
+        """
+        is_fit = self.causal and self.window is not None and self.ranks is None
+        wanted = "want a causal layer with a window, without process_group"
+        require(is_fit, f"score_target_loss: {wanted}")
+        check_hidden("x", "len", x, self.hidden)
+        with torch.no_grad():
+            query, key, value = self._project(x, x)
+            if self.rope_base is not None:
+                positions = count_positions(x.shape[1], None, x.device)
+                query, key = (self.rotate_heads(one, positions) for one in (query, key))
+        return score_target_loss(
+            *(query, key, value, self._score_weights()[0]),
+            recent=self.recent,
+            sinks=self.sinks,
+            heads=range(self.sliding_heads, self.kv_heads) if heads is None else heads,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+        )
+
+    def _project(
+        self, x: torch.Tensor, source: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[batch, len, heads, head_dim]: queries of x, keys and values of source, not rotated."""
+        q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
+        key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
+        return query, key, self.v_proj(source).unflatten(2, kv_shape)
 
     def _check_memory(
         self,

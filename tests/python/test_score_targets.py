@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_dmattn import score_target_loss, score_targets, select
+from flash_dmattn import DynamicMaskAttention, score_target_loss, score_targets, select
 
 LENGTH = 40
 
@@ -114,6 +114,35 @@ def test_only_dt_proj_of_these_heads_has_a_gradient() -> None:
     ]
     slope = (change[0] - change[1]) / 2e-3
     assert dt_proj.grad[1, 3].item() == pytest.approx(slope, rel=1e-3)
+
+
+@pytest.mark.parametrize("rope_base", [None, 100.0])
+def test_loss_of_a_layer(rope_base: float | None) -> None:
+    """That of the tensors which the layer attends with; without heads, of those that learn."""
+    torch.manual_seed(3)
+    rules = {"recent": 4, "sinks": 2, "softcap": 3.0, "softmax_scale": 0.7, "qk_norm": True}
+    layer = DynamicMaskAttention(32, 4, 2, 8, sliding_heads=1, rope_base=rope_base, **rules)
+    x, seen = torch.randn(2, LENGTH, 32), []
+    attend = layer.attend
+    layer.attend = lambda *given: seen.append(given[:3]) or attend(*given)
+    layer(x)
+    rules.pop("qk_norm")
+    for heads in ([1], [0], [0, 1]):
+        want = score_target_loss(*seen[0], layer.dt_proj.weight, heads=heads, **rules)
+        torch.testing.assert_close(layer.score_target_loss(x, heads), want)
+    loss = layer.score_target_loss(x)
+    torch.testing.assert_close(loss, layer.score_target_loss(x, [1]))
+    loss.backward()
+    graded = [name for name, one in layer.named_parameters() if one.grad is not None]
+    assert graded == ["dt_proj.weight"]
+    assert (layer.dt_proj.weight.grad[0] == 0).all() and (layer.dt_proj.weight.grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("rules", [{"causal": False}, {"window": None}])
+def test_layers_without_targets(rules: dict[str, Any]) -> None:
+    layer = DynamicMaskAttention(**{"hidden": 32, "heads": 4, "kv_heads": 2, "window": 8, **rules})
+    with pytest.raises(ValueError, match="want a causal layer with a window"):
+        layer.score_target_loss(torch.randn(1, LENGTH, 32))
 
 
 def test_under_autocast() -> None:
