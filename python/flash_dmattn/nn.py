@@ -163,12 +163,8 @@ class DynamicMaskAttention(nn.Module):
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
         _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
-        most = kv_heads if causal and window is not None else 0
-        self.gap, self.sliding_heads = gap, _arguments.check_int("sliding_heads", sliding_heads)
-        require(0 <= sliding_heads <= most, f"sliding_heads: is {sliding_heads}, want 0 to {most}")
-        self.nope_heads, self.nope_rotary_dim = check_nope(
-            nope_heads, nope_rotary_dim, 0 if rope_base is None else kv_heads, dim
-        )
+        self.gap = gap
+        self._set_kinds(sliding_heads, nope_heads, nope_rotary_dim, causal, rope_base)
         self.options = check_options(options, self.window)
         self.causal, self.rope_base = causal, rope_base
         check_dropout(dropout, "dropout")
@@ -185,6 +181,16 @@ class DynamicMaskAttention(nn.Module):
         )
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
         self._add_scores(dt_bias, sink_logit, kind)
+
+    def _set_kinds(
+        self, sliding: int, nope: int, rotary_dim: int, causal: bool, rope_base: float | None
+    ) -> None:
+        """Which heads slide, and which have no rotary embedding."""
+        most = self.kv_heads if causal and self.window is not None else 0
+        self.sliding_heads = _arguments.check_int("sliding_heads", sliding)
+        require(0 <= sliding <= most, f"sliding_heads: is {sliding}, want 0 to {most}")
+        most = 0 if rope_base is None else self.kv_heads
+        self.nope_heads, self.nope_rotary_dim = check_nope(nope, rotary_dim, most, self.head_dim)
 
     def _add_scores(self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any]) -> None:
         """What scores are computed from, and sink logits."""
