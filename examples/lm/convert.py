@@ -66,6 +66,8 @@ def metadata_of(tensors: Tensors, given: dict[str, str]) -> dict[str, str]:
         raise ValueError(f"--head-dim: is {head_dim}, want a divisor of {width} and {k_rows}")
     if not has_scores:
         chosen.update(window="all", recent="0", sinks="0", bias_form="none")
+    if "blocks.0.attention.q_norm.weight" in tensors:
+        chosen.update(qk_norm="1")
     if chosen.get("window", "all") == "all" and has_scores:
         raise ValueError("--window: is missing, want a number for a model with scores")
     sizes = {

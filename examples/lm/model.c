@@ -8,7 +8,6 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,6 +102,15 @@ static bool read_rules(reader *from) {
            read_integer(from, "sinks", 0, it->window, &it->sinks);
 }
 
+/* Without this entry the queries and keys are not normalized. */
+static bool read_qk_norm(reader *from) {
+    int64_t value = 0;
+    if (has_text(from, "qk_norm") && !read_integer(from, "qk_norm", 0, 1, &value))
+        return false;
+    from->it->qk_norm = value == 1;
+    return true;
+}
+
 static bool read_metadata(reader *from) {
     model *const it = from->it;
     if (!read_integer(from, "layers", 1, MOST_LAYERS, &it->layers) ||
@@ -111,7 +119,7 @@ static bool read_metadata(reader *from) {
         !read_integer(from, "kv_heads", 1, it->q_heads, &it->kv_heads) ||
         !read_integer(from, "head_dim", 8, 256, &it->head_dim) ||
         !read_number(from, "rotary_base", &it->rotary_base) ||
-        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from))
+        !read_number(from, "norm_eps", &it->norm_eps) || !read_rules(from) || !read_qk_norm(from))
         return false;
     if (it->head_dim % 8 != 0)
         return refuse(from, "metadata 'head_dim': is %" PRId64 ", want a multiple of 8",
@@ -268,15 +276,19 @@ static bool read_layer(reader *from, int n) {
         {"expand.weight", EXPANSION * width, width, &one->expand},
         {"contract.weight", width, EXPANSION * width, &one->contract},
     };
+    const bool has_scores = it->window != FDMA_WINDOW_ALL;
     const struct {
         const char *name;
+        bool is_wanted;
         int64_t rank, shape[2];
         float **values;
     } floats[] = {
-        {"attention_norm.weight", 1, {width, 0}, &one->attention_norm},
-        {"norm.weight", 1, {width, 0}, &one->norm},
-        {"attention.A", 1, {it->kv_heads, 0}, &one->a}, // these two: not with window "all"
-        {"attention.dt_proj.weight", 2, {it->kv_heads, kv_width}, &one->dt_proj},
+        {"attention_norm.weight", true, 1, {width, 0}, &one->attention_norm},
+        {"norm.weight", true, 1, {width, 0}, &one->norm},
+        {"attention.q_norm.weight", it->qk_norm, 1, {it->head_dim, 0}, &one->q_norm},
+        {"attention.k_norm.weight", it->qk_norm, 1, {it->head_dim, 0}, &one->k_norm},
+        {"attention.A", has_scores, 1, {it->kv_heads, 0}, &one->a},
+        {"attention.dt_proj.weight", has_scores, 2, {it->kv_heads, kv_width}, &one->dt_proj},
     };
     char name[NAME_SIZE];
     for (size_t m = 0; m < sizeof matrices / sizeof matrices[0]; m++) {
@@ -284,10 +296,10 @@ static bool read_layer(reader *from, int n) {
         if (!read_matrix(from, name, matrices[m].rows, matrices[m].columns, matrices[m].w))
             return false;
     }
-    const bool has_scores = it->window != FDMA_WINDOW_ALL;
-    for (size_t f = 0; f < (has_scores ? 4 : 2); f++) {
+    for (size_t f = 0; f < sizeof floats / sizeof floats[0]; f++) {
         snprintf(name, sizeof name, "blocks.%d.%s", n, floats[f].name);
-        if (!read_floats(from, name, floats[f].rank, floats[f].shape, floats[f].values))
+        if (floats[f].is_wanted &&
+            !read_floats(from, name, floats[f].rank, floats[f].shape, floats[f].values))
             return false;
     }
     if (!has_scores) {
@@ -337,7 +349,8 @@ void free_model(model *it) {
         layer *const one = &it->layer[n];
         matrix *const matrices[] = {&one->q_proj, &one->k_proj, &one->v_proj,
                                     &one->o_proj, &one->expand, &one->contract};
-        float *const floats[] = {one->attention_norm, one->norm, one->dt_proj, one->a};
+        float *const floats[] = {one->attention_norm, one->norm,    one->q_norm,
+                                 one->k_norm,         one->dt_proj, one->a};
         for (size_t m = 0; m < sizeof matrices / sizeof matrices[0]; m++)
             free_matrix(matrices[m]);
         for (size_t f = 0; f < sizeof floats / sizeof floats[0]; f++)

@@ -14,6 +14,7 @@
  *     blocks.N.attention.q_proj.weight                [q_heads * head_dim, width]
  *     blocks.N.attention.k_proj.weight, .v_proj       [kv_heads * head_dim, width]
  *     blocks.N.attention.o_proj.weight                [width, q_heads * head_dim]
+ *     blocks.N.attention.q_norm.weight, .k_norm       [head_dim]
  *     blocks.N.attention.dt_proj.weight               [kv_heads, kv_heads * head_dim]
  *     blocks.N.attention.A                            [kv_heads]
  *     blocks.N.expand.weight, blocks.N.contract       [4 * width, width], [width, 4 * width]
@@ -23,21 +24,28 @@
  * ("exp", "linear" or "none"), rotary_base, norm_eps, and window, which is "all" for attention to
  * all keys. Such a model has the bias_form "none", no dt_proj and no A.
  *
- * Two more entries are optional. `nope` has a number for each layer, as in "0 0 2 0", or is empty.
- * It says how many kv heads, the last ones, are NoPE heads, together with the query heads of their
- * groups. Only the first `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a
- * rotary position embedding, which is that of a head with this head_dim. */
+ * Three more entries are optional. `qk_norm` is 0 or 1. If it is 1, each head of the queries, also
+ * a NoPE head, becomes rmsnorm(head) with the weight q_norm, before any rotary position embedding,
+ * and each head of the keys likewise with the weight k_norm. If it is 0 or absent, queries and keys
+ * are not normalized, and the file has no q_norm and no k_norm.
+ *
+ * `nope` has a number for each layer, as in "0 0 2 0", or is empty. It says how many kv heads, the
+ * last ones, are NoPE heads, together with the query heads of their groups. Only the first
+ * `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a rotary position embedding,
+ * which is that of a head with this head_dim. */
 #pragma once
 
 #include "fdma.h"
 #include "matrix.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 
 enum { BYTE_VALUES = 256, EXPANSION = 4 };
 
 typedef struct layer {
     float *attention_norm, *norm; /* [width] */
+    float *q_norm, *k_norm;       /* [head_dim]; NULL in a model without qk_norm */
     matrix q_proj, k_proj, v_proj, o_proj, expand, contract;
     float *dt_proj, *a; /* zeros in a model that attends to all keys */
     int64_t nope_heads; /* how many of the kv heads are NoPE heads, the last ones */
@@ -48,6 +56,7 @@ typedef struct model {
     int64_t window, recent, sinks; /* FDMA_WINDOW_ALL: attention to all keys */
     fdma_bias_form bias_form;
     double rotary_base, norm_eps;
+    bool qk_norm;            /* whether each head of queries and keys is normalized */
     int64_t nope_rotary_dim; /* channels of a NoPE head that are rotated, the first ones */
     matrix embedding, head;
     float *norm; /* [width] */

@@ -94,6 +94,8 @@ def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tens
         q, k, v = (
             project(normed, f"{block}attention.{one}_proj").unflatten(2, (-1, dim)) for one in "qkv"
         )
+        if int(model.metadata.get("qk_norm", 0)) == 1:
+            q, k = norm(q, f"{block}attention.q_norm"), norm(k, f"{block}attention.k_norm")
         q, k = (rotate_heads(model, n, one) for one in (q, k))
         attended = attend(model, f"{block}attention.", q, k, v)
         x = x + project(attended.flatten(2), f"{block}attention.o_proj")

@@ -120,17 +120,18 @@ void free_state(run_state *state) {
 
 /* ---- between the products ---- */
 
-static void normalize(const model *of, const float *weight, const float *x, int64_t len,
-                      float *normed) {
-    for (int64_t i = 0; i < len; i++) {
-        const float *const row = x + i * of->width;
+/* rmsnorm of each row. `normed` may be x. */
+static void normalize(const model *of, const float *weight, const float *x, int64_t rows,
+                      int64_t columns, float *normed) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float *const row = x + r * columns;
         float squares = 0;
 #pragma omp simd reduction(+ : squares)
-        for (int64_t c = 0; c < of->width; c++)
+        for (int64_t c = 0; c < columns; c++)
             squares += row[c] * row[c];
-        const float factor = 1 / sqrtf(squares / (float)of->width + (float)of->norm_eps);
-        for (int64_t c = 0; c < of->width; c++)
-            normed[i * of->width + c] = factor * row[c] * weight[c];
+        const float factor = 1 / sqrtf(squares / (float)columns + (float)of->norm_eps);
+        for (int64_t c = 0; c < columns; c++)
+            normed[r * columns + c] = factor * row[c] * weight[c];
     }
 }
 
@@ -161,6 +162,13 @@ static void find_angles(const rotation *by, double base, int64_t len, int64_t fi
 
 static fdma_tensor heads_of(const run_state *state, float *data, int64_t len, int64_t heads) {
     return fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, state->of->head_dim);
+}
+
+/* rmsnorm of each head of the queries or keys, in place, if the model has a weight for it. */
+static void normalize_heads(const run_state *state, const float *weight, fdma_tensor heads) {
+    const int64_t rows = heads.shape[1] * heads.shape[2];
+    if (weight != NULL)
+        normalize(state->of, weight, heads.data, rows, heads.shape[3], heads.data);
 }
 
 /* Rotary position embedding: rotates channels d and d + dim / 2 of heads `begin` to `end` - 1.
@@ -306,17 +314,21 @@ static void run_layer(run_state *state, int64_t n, const passage *by) {
     const model *const of = state->of;
     const layer *const one = &of->layer[n];
     const int64_t len = by->len;
-    normalize(of, one->attention_norm, state->x, len, state->normed);
+    const fdma_tensor q = heads_of(state, state->q, len, of->q_heads);
+    const fdma_tensor k = heads_of(state, state->k, len, of->kv_heads);
+    normalize(of, one->attention_norm, state->x, len, of->width, state->normed);
     by->multiply(&one->q_proj, state->normed, len, state->q, by->threads);
     by->multiply(&one->k_proj, state->normed, len, state->k, by->threads);
     by->multiply(&one->v_proj, state->normed, len, state->v, by->threads);
-    rotate_heads(state, heads_of(state, state->q, len, of->q_heads), one->nope_heads);
-    rotate_heads(state, heads_of(state, state->k, len, of->kv_heads), one->nope_heads);
+    normalize_heads(state, one->q_norm, q);
+    normalize_heads(state, one->k_norm, k);
+    rotate_heads(state, q, one->nope_heads);
+    rotate_heads(state, k, one->nope_heads);
     by->attend(state, n, len);
     by->multiply(&one->o_proj, state->attended, len, state->change, by->threads);
     add(state->x, state->change, len * of->width);
 
-    normalize(of, one->norm, state->x, len, state->normed);
+    normalize(of, one->norm, state->x, len, of->width, state->normed);
     by->multiply(&one->expand, state->normed, len, state->inner, by->threads);
     square_positive(state->inner, len * EXPANSION * of->width);
     by->multiply(&one->contract, state->inner, len, state->change, by->threads);
@@ -335,7 +347,8 @@ static void run_layers(run_state *state, const uint8_t *text, const passage *by)
 /* Of the last `count` rows of x. */
 static void find_logits(run_state *state, int64_t count, const passage *by) {
     const model *const of = state->of;
-    normalize(of, of->norm, state->x + (by->len - count) * of->width, count, state->normed);
+    const float *const rows = state->x + (by->len - count) * of->width;
+    normalize(of, of->norm, rows, count, of->width, state->normed);
     by->multiply(&of->head, state->normed, count, state->logits, by->threads);
 }
 

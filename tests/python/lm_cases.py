@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
+import quality_model
 import torch
 from programs import ROOT, Done, output_of, run
 
@@ -27,3 +30,40 @@ def generate(model: Path, prompt: bytes, *arguments: str) -> bytes:
 def loss_of(done: Done) -> float:
     """Bits per byte."""
     return float(output_of(done).split()[0])
+
+
+def write_trained(path: Path, window: int | None, recent: int, **kinds: Any) -> quality_model.Model:
+    """Writes a model of benchmarks/quality_model.py. Its queries and keys are so large that
+    rotation matters, or, where they are normalized, so small that norm_eps matters."""
+    form = "dense" if window is None else "recent"
+    bias_form = "none" if window is None else "exp"
+    config = quality_model.Config(
+        *(2, 6, 3, window, recent), bias_form=bias_form, rotary_base=1000.0, **kinds
+    )
+    model = quality_model.Model(config)
+    quality_model.initialise(model, form, 0, initial_a=0.5, dt_std=0.05)
+    factors = {"embedding": 50, "head": 4, "q_proj": 8, "k_proj": 8, "v_proj": 5, "o_proj": 5}
+    if config.qk_norm:
+        factors.update(embedding=25, q_proj=1 / 64, k_proj=1 / 32, v_proj=3, o_proj=3)
+    random = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(factors.get(name.split(".")[-2], 1))
+        if "q_norm" in name or "k_norm" in name:
+            parameter.data.uniform_(0.5, 2, generator=random)
+    quality_model.save(model, path)
+    return model
+
+
+@torch.no_grad()
+def trained_loss(model: quality_model.Model, text: bytes) -> float:
+    """Bits per byte of a text in one piece."""
+    whole = torch.tensor([[*text]])
+    nats = torch.nn.functional.cross_entropy(model(whole[:, :-1])[0], whole[0, 1:])
+    return nats.item() / math.log(2)
+
+
+@torch.no_grad()
+def likeliest(model: quality_model.Model, prompt: bytes, written: bytes) -> list[int]:
+    """The byte that the model finds likeliest in the place of each written one."""
+    text = torch.tensor([[*(prompt or b"\n"), *written]])
+    return model(text)[0, -len(written) - 1 : -1].argmax(1).tolist()

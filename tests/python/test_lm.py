@@ -29,13 +29,14 @@ FORMS = {
     "none": {"window": "32", "bias_form": "none", "rotary_base": "500000.0", "norm_eps": "0.01"},
     "nope": {"window": "20", "recent": "12", "nope": "0 1"},
     "partly nope": {**SINKS, "nope": "2 1", "nope_rotary_dim": "6"},
+    "qk_norm": {"window": "20", "recent": "12", "qk_norm": "1", "norm_eps": "0.1"},
 }
 
 Write = Callable[..., Path]
 Tensors = "dict[str, torch.Tensor]"
 
 
-def random_weights(has_scores: bool) -> Tensors:
+def random_weights(has_scores: bool, has_qk_norm: bool = False) -> Tensors:
     """With these sizes attention decides much, so that greedy texts do not repeat soon."""
     random = torch.Generator().manual_seed(1)
 
@@ -63,6 +64,9 @@ def random_weights(has_scores: bool) -> Tensors:
         if has_scores:
             weights[f"{block}attention.dt_proj.weight"] = layer(KV_HEADS, kv_width)
             weights[f"{block}attention.A"] = torch.tensor([-0.6, 0.4])
+        for name in ("q_norm", "k_norm") if has_qk_norm else ():
+            gains = 1.25 + 3.75 * torch.rand(HEAD_DIM, generator=random)
+            weights[f"{block}attention.{name}.weight"] = gains
     return weights
 
 
@@ -73,7 +77,7 @@ def write(lm: ModuleType, tmp_path: Path) -> Write:
 
     def write_model(form: str, bits: int = 32) -> Path:
         path = tmp_path / "model.safetensors"
-        weights = random_weights(form != "dense")
+        weights = random_weights(form != "dense", "qk_norm" in FORMS[form])
         given = {"head_dim": str(HEAD_DIM), **FORMS[form]}
         save_file(convert.convert(weights, bits), path, convert.metadata_of(weights, given))
         return path
@@ -128,22 +132,25 @@ def test_losses_are_those_of_the_formulas(
     assert abs(loss_of(run(PROGRAM, model, "--loss", text)) - want) < 1e-4
 
 
-@pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks"])
+@pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks", "qk_norm"])
 def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
     """The parameters have the names and meanings of those of DynamicMaskAttention."""
-    weights, rules = random_weights(form != "dense"), FORMS[form]
+    rules, has_norms = FORMS[form], form == "qk_norm"
+    eps = float(rules.get("norm_eps", 1e-5))
+    weights = random_weights(form != "dense", has_norms)
     window, recent, sinks = (rules.get(one) for one in ("window", "recent", "sinks"))
 
     def layer() -> torch.nn.ModuleDict:
         attention = DynamicMaskAttention(
             *(WIDTH, WIDTH // HEAD_DIM, KV_HEADS, window and int(window)),
-            **{"recent": int(recent or 0), "sinks": int(sinks or 0)},
+            **{"recent": int(recent or 0), "sinks": int(sinks or 0), "qk_norm": has_norms},
+            norm_eps=eps,
         )
         return torch.nn.ModuleDict(
             {
-                "attention_norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+                "attention_norm": torch.nn.RMSNorm(WIDTH, eps=eps),
                 "attention": attention,
-                "norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+                "norm": torch.nn.RMSNorm(WIDTH, eps=eps),
                 "expand": torch.nn.Linear(WIDTH, 4 * WIDTH, bias=False),
                 "contract": torch.nn.Linear(4 * WIDTH, WIDTH, bias=False),
             }
@@ -153,7 +160,7 @@ def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
         {
             "embedding": torch.nn.Embedding(256, WIDTH),
             "blocks": torch.nn.ModuleList(layer() for _ in range(LAYERS)),
-            "norm": torch.nn.RMSNorm(WIDTH, eps=1e-5),
+            "norm": torch.nn.RMSNorm(WIDTH, eps=eps),
             "head": torch.nn.Linear(WIDTH, 256, bias=False),
         }
     )
@@ -346,9 +353,14 @@ def refusal(*arguments: str | Path) -> str:
 
 
 EXPAND = "blocks.1.expand.weight"
+Q_NORM, K_NORM = "blocks.0.attention.q_norm.weight", "blocks.1.attention.k_norm.weight"
 BROKEN_TENSORS = {
     "tensor 'norm.weight': is missing": ("norm.weight", None),
     "tensor 'blocks.1.attention.A': is missing": ("blocks.1.attention.A", None),
+    f"tensor '{Q_NORM}': is missing": (Q_NORM, None),
+    f"tensor '{K_NORM}': is missing": (K_NORM, None),
+    f"tensor '{Q_NORM}': axis 0 has 128 elements, want 32": (Q_NORM, torch.ones(128)),
+    f"tensor '{K_NORM}': rank is 2, want 1": (K_NORM, torch.ones(2, 32)),
     f"tensor '{EXPAND}.scale': is missing": (f"{EXPAND}.scale", None),
     f"tensor '{EXPAND}': axis 0 has 511 elements, want 512": (
         EXPAND,
@@ -377,7 +389,7 @@ BROKEN_TENSORS = {
 
 @pytest.mark.parametrize("message", BROKEN_TENSORS)
 def test_broken_tensors(message: str, lm: ModuleType, write: Write) -> None:
-    path = write("recent", 8)
+    path = write("qk_norm", 8)
     tensors, metadata = load_file(path), lm.read_model(path).metadata
     name, changed = BROKEN_TENSORS[message]
     if changed is None:
@@ -402,6 +414,11 @@ BROKEN_METADATA = {
     "metadata 'bias_form': is 'exp', want none for window 'all'": {"window": "all"},
     "metadata 'norm_eps': is 'nan', want a number above 0": {"norm_eps": "nan"},
     "metadata 'rotary_base': is missing": {"rotary_base": None},
+    "metadata 'qk_norm': is '2', want an integer from 0 to 1": {"qk_norm": "2"},
+    "metadata 'qk_norm': is '-1', want an integer from 0 to 1": {"qk_norm": "-1"},
+    "metadata 'qk_norm': is '', want an integer from 0 to 1": {"qk_norm": ""},
+    "metadata 'qk_norm': is 'true', want an integer from 0 to 1": {"qk_norm": "true"},
+    "tensor 'blocks.0.attention.k_norm.weight': is none of this model's": {"qk_norm": None},
     "metadata 'nope': has 1 counts, want one for each layer, 2": {"nope": "1"},
     "metadata 'nope': has 3 counts, want one for each layer, 2": {"nope": "0 1 2"},
     "metadata 'nope': count 1 is '3', want an integer from 0 to 2": {"nope": "0 3"},
@@ -415,7 +432,7 @@ BROKEN_METADATA = {
 
 @pytest.mark.parametrize("message", BROKEN_METADATA)
 def test_broken_metadata(message: str, lm: ModuleType, write: Write) -> None:
-    path = write("recent")
+    path = write("qk_norm")
     changed = {**lm.read_model(path).metadata, **BROKEN_METADATA[message]}
     metadata = {name: text for name, text in changed.items() if text is not None}
     save_file(load_file(path), path, metadata)

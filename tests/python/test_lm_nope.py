@@ -3,16 +3,23 @@ losses and the texts of those models."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import quality_model
 import torch
-from lm_cases import PROGRAM, RANDOM_BYTES, TEXT, generate, loss_of
+from lm_cases import (
+    PROGRAM,
+    RANDOM_BYTES,
+    TEXT,
+    generate,
+    likeliest,
+    loss_of,
+    trained_loss,
+    write_trained,
+)
 from programs import run
 from safetensors.torch import load_file, save_file
 
@@ -29,26 +36,6 @@ HEADS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
 }
 
 
-def write(path: Path, window: int, recent: int, **heads: Any) -> quality_model.Model:
-    """Writes a model whose queries and keys are so large that rotation matters."""
-    config = quality_model.Config(2, 6, 3, window, recent, rotary_base=1000.0, **heads)
-    model = quality_model.Model(config)
-    quality_model.initialise(model, "recent", 0, initial_a=0.5, dt_std=0.05)
-    factors = {"embedding": 50, "head": 4, "q_proj": 8, "k_proj": 8, "v_proj": 5, "o_proj": 5}
-    for name, parameter in model.named_parameters():
-        parameter.data.mul_(factors.get(name.split(".")[-2], 1))
-    quality_model.save(model, path)
-    return model
-
-
-@torch.no_grad()
-def loss(model: quality_model.Model, text: bytes) -> float:
-    """Bits per byte of a text in one piece."""
-    whole = torch.tensor([[*text]])
-    nats = torch.nn.functional.cross_entropy(model(whole[:, :-1])[0], whole[0, 1:])
-    return nats.item() / math.log(2)
-
-
 @pytest.mark.parametrize("window", [40, 1000])
 @pytest.mark.parametrize("heads", HEADS)
 def test_losses_are_those_of_the_trained_model(
@@ -56,9 +43,9 @@ def test_losses_are_those_of_the_trained_model(
 ) -> None:
     """Of the program and of reference.py, where queries keep some of the keys and where all."""
     path, text = tmp_path / "model.safetensors", tmp_path / "text"
-    model = write(path, window, 8, **HEADS[heads])
+    model = write_trained(path, window, 8, **HEADS[heads])
     text.write_bytes(TEXT.read_bytes()[:400])
-    want = loss(model, text.read_bytes())
+    want = trained_loss(model, text.read_bytes())
     assert abs(loss_of(run(PROGRAM, path, "--loss", text)) - want) < 1e-4
     assert abs(lm.loss(lm.read_model(path), text.read_bytes(), 400) - want) < 1e-4
 
@@ -69,7 +56,10 @@ def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
     text = TEXT.read_bytes()[:400]
     rules = {name: rule for name, rule in HEADS.items() if "sliding" not in rule}
     del rules["one, with all channels rotated"]  # is as none
-    losses = [loss(write(tmp_path / "model", 1000, 8, **rule), text) for rule in rules.values()]
+    losses = [
+        trained_loss(write_trained(tmp_path / "model", 1000, 8, **rule), text)
+        for rule in rules.values()
+    ]
     losses.sort()
     assert min(above - below for below, above in zip(losses, losses[1:])) > 1e-3
 
@@ -79,12 +69,10 @@ def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
 def test_greedy_text_is_that_of_the_trained_model(heads: str, prompt: int, tmp_path: Path) -> None:
     """A prompt in pieces of 512 bytes, and then byte by byte."""
     path, start = tmp_path / "model.safetensors", bytes(RANDOM_BYTES[:prompt].tolist())
-    model = write(path, 24, 8, **HEADS[heads])
+    model = write_trained(path, 24, 8, **HEADS[heads])
     written = generate(path, start, "--temperature", "0", "--bytes", "100")
     assert len(written) == 100 and len(set(written)) > 20
-    with torch.no_grad():
-        logits = model(torch.tensor([[*(start or b"\n"), *written]]))[0, -101:-1]
-    assert logits.argmax(1).tolist() == [*written]
+    assert likeliest(model, start, written) == [*written]
 
 
 def test_conversion_keeps_the_heads(
@@ -96,7 +84,7 @@ def test_conversion_keeps_the_heads(
     path, checkpoint = tmp_path / "model.safetensors", tmp_path / "checkpoint.pt"
     text, out = tmp_path / "text", tmp_path / "out.safetensors"
     text.write_bytes(TEXT.read_bytes()[:400])
-    model = write(path, 40, 8, nope=(1, 2), nope_rotary_dim=10)
+    model = write_trained(path, 40, 8, nope=(1, 2), nope_rotary_dim=10)
     torch.save(model.state_dict(), checkpoint)
     options = ["--window=40", "--recent=8", "--rotary-base=1000"]
     options += ["--nope=1 2", "--nope-rotary-dim=10"]
@@ -104,7 +92,7 @@ def test_conversion_keeps_the_heads(
         monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
         convert.main()
         found = loss_of(run(PROGRAM, out, "--loss", text))
-        assert abs(found - loss(model, text.read_bytes())) < 1e-4
+        assert abs(found - trained_loss(model, text.read_bytes())) < 1e-4
 
 
 @pytest.mark.parametrize("metadata", [{}, {"nope": ""}, {"nope": "0 0", "nope_rotary_dim": "8"}])
@@ -112,9 +100,9 @@ def test_files_without_nope_heads(metadata: dict[str, str], tmp_path: Path) -> N
     """`nope` is absent, empty or 0 in all layers."""
     path, text = tmp_path / "model.safetensors", tmp_path / "text"
     text.write_bytes(TEXT.read_bytes()[:400])
-    model = write(path, 40, 8)
+    model = write_trained(path, 40, 8)
     given = model.config.metadata()
     del given["nope"], given["nope_rotary_dim"]
     save_file(load_file(path), path, {**given, **metadata})
     found = loss_of(run(PROGRAM, path, "--loss", text))
-    assert abs(found - loss(model, text.read_bytes())) < 1e-4
+    assert abs(found - trained_loss(model, text.read_bytes())) < 1e-4
