@@ -186,12 +186,13 @@ class Run:
         begun = state["log"]["settings"]
         require_same_kind(path, state["log"]["model"], self.model.config)
         if not self.options.evaluate:
-            for name in ("optimizer", "score_targets", *quality_options.TARGETS):
+            for name in quality_options.SAME_TRAINING:
                 if (found := begun.get(name)) != getattr(self.options, name):
                     refuse(path, f"{name} is {found}, want {getattr(self.options, name)}")
         self.model.load_state_dict(state["model"])
-        for optimizer, its_state in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(its_state)
+        if not self.options.evaluate:
+            for optimizer, its_state in zip(self.optimizers, state["optimizers"]):
+                optimizer.load_state_dict(its_state)
         if self.targets is not None and not self.options.evaluate:
             self.targets.load_state_dict(state["targets"])
         self.step, self.seconds = state["step"], state["seconds"]

@@ -11,13 +11,16 @@ import torch
 from quality_model import Model, is_of_scores
 from torch import nn
 
+MOMENTUM = 0.95  # of Muon
+COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5  # of its Newton-Schulz iteration
+
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, score_rate: float
 ) -> dict[str, dict[str, Any]]:
-    """Groups for optimizers, those that are not empty: matrices between two hidden states, others,
-    vectors, and what scores are computed from. `factor` multiplies the learning rate of each, that
-    of the last by score_rate. Only matrices decay, and not those of scores."""
+    """The groups of optimizers that are not empty. hidden: matrices between two hidden states;
+    matrices: the other ones; vectors; scores: A and dt_proj, whose learning rate is multiplied by
+    score_rate. Only hidden and matrices decay."""
     groups: dict[str, dict[str, Any]] = {
         "hidden": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
         "matrices": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
@@ -34,12 +37,12 @@ def parameter_groups(
     return {kind: group for kind, group in groups.items() if group["params"]}
 
 
-class Muon(torch.optim.Muon):
-    """torch.optim.Muon with adjust_lr_fn "match_rms_adamw", which computes matrices of one shape
-    together: fewer and larger kernels."""
+class Muon(torch.optim.Optimizer):
+    """Muon as torch.optim.Muon computes it with adjust_lr_fn "match_rms_adamw" and its other
+    defaults, but the matrices of one shape together: in fewer and larger kernels."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
-        super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.1})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -52,31 +55,29 @@ class Muon(torch.optim.Muon):
                 self.step_of_shape(parameters, group)
 
     def step_of_shape(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        rate, momentum = group["lr"], group["momentum"]
+        rate = group["lr"]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        updates = torch._foreach_lerp(gradients, buffers, momentum)
-        update = orthogonalize(torch.stack(updates), group["ns_coefficients"], group["ns_steps"])
+        torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
+        updates = torch._foreach_lerp(gradients, buffers, MOMENTUM)
+        update = orthogonalize(torch.stack(updates))
         length = 0.2 * math.sqrt(max(parameters[0].shape))  # for a root mean square of 0.2
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * length)
 
 
-def orthogonalize(
-    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int
-) -> torch.Tensor:
-    """[count, rows, columns] in bfloat16: each matrix with singular values of about 1, by steps of
-    a Newton-Schulz iteration x = a x + (b + c x x^T) x x^T x."""
-    a, b, c = coefficients
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """[count, rows, columns] in bfloat16: each matrix with singular values of about 1, by a
+    Newton-Schulz iteration, x = a x + (b + c x x^T) x x^T x."""
     x = matrices.bfloat16()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

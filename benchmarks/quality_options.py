@@ -14,6 +14,8 @@ NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
 TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
 OF_NOPE = ("nope_layers", "nope_a_rate", *NOPE)  # options that want NoPE heads
+# settings that a resumed run has to repeat
+SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS)
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
 
 
@@ -61,7 +63,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     add_scores(parser)
     add("--qk-norm", action="store_true", help="normalize each head of queries and keys")
     add("--rotary-base", type=float, default=10000.0)
-    muon = "muon: for matrices between hidden states; AdamW for the rest (adamw)"
+    muon = "muon: Muon for matrices between hidden states, AdamW for the rest (adamw)"
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help=muon)
     add("--hidden-rate", type=float, default=1.0, help="multiplies the rate of these matrices (1)")
     add("--rate", type=float, help="peak learning rate (by size)")

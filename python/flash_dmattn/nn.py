@@ -42,9 +42,9 @@ class DynamicMaskAttention(nn.Module):
             that a query can see, the `recent` newest, and of the others the `window` keys of
             highest score; with sink_logit the sum of the softmax has one more term for each head
 
-    A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
-    kept: training starts (if causal) from a sliding window of window + recent keys, `sinks` of
-    which are instead the first of the sequence, and learns which keys to keep longer.
+    A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
+    recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
+    `sinks` of which are instead the first of the sequence, and learns which keys to keep longer.
 
     Args:
         hidden: width of the hidden states.
@@ -69,8 +69,9 @@ class DynamicMaskAttention(nn.Module):
         nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), and neither have
             their query heads: what they match does not depend on the distance. 0 if rope_base is
             None.
-        nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, an
-            even number; 0 if there are no such heads.
+        nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, as
+            those of a head with so many channels: an even number, 0 without such heads.
+        initial_a: A before training, except in sliding heads.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -134,6 +135,7 @@ class DynamicMaskAttention(nn.Module):
         sliding_heads: int = 0,
         nope_heads: int = 0,
         nope_rotary_dim: int = 0,
+        initial_a: float = 0.0,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -163,10 +165,9 @@ class DynamicMaskAttention(nn.Module):
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
         _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
-        self.gap = gap
+        self.gap, self.initial_a = gap, initial_a
         self._set_kinds(sliding_heads, nope_heads, nope_rotary_dim, causal, rope_base)
         self.options = check_options(options, self.window)
-        self.causal, self.rope_base = causal, rope_base
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
@@ -186,6 +187,7 @@ class DynamicMaskAttention(nn.Module):
         self, sliding: int, nope: int, rotary_dim: int, causal: bool, rope_base: float | None
     ) -> None:
         """Which heads slide, and which have no rotary embedding."""
+        self.causal, self.rope_base = causal, rope_base
         most = self.kv_heads if causal and self.window is not None else 0
         self.sliding_heads = _arguments.check_int("sliding_heads", sliding)
         require(0 <= sliding <= most, f"sliding_heads: is {sliding}, want 0 to {most}")
@@ -197,19 +199,25 @@ class DynamicMaskAttention(nn.Module):
         if self.window is not None:
             width = self.kv_heads * self.head_dim
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
-            self.A = nn.Parameter(torch.zeros(self.kv_heads, **kind))
+            self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
+            self._reset_a()
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew: projections as nn.Linear does, the others with zeros."""
+        """Initialise all parameters anew: projections as nn.Linear does, A with initial_a, and sink
+        logits with zeros."""
         for child in self.children():
             if not isinstance(child, nn.Identity):
                 child.reset_parameters()
         if self.window is not None:
-            nn.init.zeros_(self.A)
+            self._reset_a()
         if self.sink_logit is not None:
             nn.init.zeros_(self.sink_logit)
+
+    @torch.no_grad()
+    def _reset_a(self) -> None:
+        self.A.fill_(self.initial_a)[: self.sliding_heads] = 0
 
     @property
     def a_coef(self) -> torch.Tensor:
@@ -325,20 +333,28 @@ class DynamicMaskAttention(nn.Module):
         alone, and trains scores to rank keys by the attention that later queries give them.
 
         Args:
-            x: hidden states [batch, len, hidden], without padding, of one sequence each.
-            heads: the kv heads whose scores learn; None: all that do not slide.
+            x: what forward() gets: [batch, len, hidden], without padding, one sequence in each row.
+                One of the sequences of a step can be enough: the time grows with batch * len^2.
+            heads: the kv heads whose scores learn, none of which slides; None: all that do not.
 
         Returns:
-            One number, float32.
+            One number, in float32 (float64 if x is); 0 if all heads slide.
 
         Raises:
-            ValueError: a layer that is not causal, has no window, or has a process_group; or x or
-                heads as there.
+            TypeError, NotImplementedError: as there.
+            ValueError: as there; or a layer that is not causal, has no window, or has a
+                process_group; or a head that slides.
         """
-        is_fit = self.causal and self.window is not None and self.ranks is None
-        wanted = "want a causal layer with a window, without process_group"
-        require(is_fit, f"score_target_loss: {wanted}")
+        wanted = "score_target_loss: want a causal layer with a window, without process_group"
+        require(self.causal and self.window is not None and self.ranks is None, wanted)
         check_hidden("x", "len", x, self.hidden)
+        if heads is None:
+            if self.sliding_heads == self.kv_heads:
+                return x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+            heads = range(self.sliding_heads, self.kv_heads)
+        for head in heads:
+            slides = head in range(self.sliding_heads)
+            require(not slides, f"heads: has {head}, want none of the sliding heads")
         with torch.no_grad():
             query, key, value = self._project(x, x)
             if self.rope_base is not None:
@@ -348,7 +364,7 @@ class DynamicMaskAttention(nn.Module):
             *(query, key, value, self._score_weights()[0]),
             recent=self.recent,
             sinks=self.sinks,
-            heads=range(self.sliding_heads, self.kv_heads) if heads is None else heads,
+            heads=heads,
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
         )

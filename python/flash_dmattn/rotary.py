@@ -39,8 +39,8 @@ def count_positions(length: int, starts: torch.Tensor | None, device: torch.devi
 def rotate_heads(
     x: torch.Tensor, positions: torch.Tensor, base: float, nope_heads: int, dim: int
 ) -> torch.Tensor:
-    """As rotate(), but of the last nope_heads heads only the first `dim` channels are rotated, as
-    those of a head with so many channels."""
+    """As rotate(), but of the last nope_heads heads only the first `dim` channels are rotated, with
+    the angles of a head of `dim` channels."""
     if nope_heads == 0:
         return rotate(x, positions, base)
     others, nope = x.split((x.shape[2] - nope_heads, nope_heads), 2)

@@ -11,7 +11,7 @@ from . import _arguments
 from .functional import attention
 from .probabilities import attention_probabilities
 
-PAIRS = 1 << 24  # of a query and a key: probabilities of a head in memory at once, or one row
+PROBABILITIES = 1 << 26  # in memory at once, or those of one query
 
 
 def score_target_loss(
@@ -29,21 +29,23 @@ def score_target_loss(
 ) -> torch.Tensor:
     """A loss for dt_proj: scores should rank keys by the attention that later queries give them.
 
-    Through the bias of attention a score learns only from queries that keep its key, and only what
-    lowers their loss at once. This loss compares scores with what queries would attend to if they
-    kept all keys. For each query head, take the largest probability that any query gives to a key
-    in causal attention to all keys; queries to which the key is one of the `recent` newest do not
-    count. The target of a key is the sum of the squares of these probabilities over the query heads
-    of its kv head. The loss is the cross-entropy of the softmax over keys of dt, the scores before
-    softplus, with the targets divided by their sum.
+    Through the bias of attention a score learns only from queries that keep its key, and only as
+    far as it lowers the loss of that step. This loss compares scores with what queries would attend
+    to if they kept all keys. For each query head, take the largest probability that any query gives
+    to a key in causal attention to all keys; queries to which the key is one of the `recent` newest
+    do not count. The target of a key is the sum of the squares of these probabilities over the
+    query heads of its kv head. The loss is the cross-entropy of the softmax over keys of dt, the
+    scores before softplus, with the targets divided by their sum.
 
     Add it to the loss of a model, or give dt_proj an optimizer of its own, in every step or only in
-    some. It has a gradient for dt_proj alone. Scores rank keys in the order of dt if a_coef is
-    positive. So let a_coef be a small positive constant for these heads, such as 0.005: then scores
-    choose keys and hardly change their weights. dt_bias has no influence.
+    some. It has a gradient for dt_proj alone. Scores rank keys in the order of dt only if a_coef is
+    positive: with 0 all scores are equal, and with a negative number their order is reversed. So
+    let a_coef be a small positive constant for these heads, such as 0.005. Then scores choose keys
+    and hardly change their weights. dt_bias and sink logits have no influence.
 
     It computes all pairs of a query and a key, for one sequence after the other. Sequences have no
-    padding.
+    padding. Under autocast, call it where attention is called, as query and key have to be of a
+    dtype that attention() supports on their device.
 
     Args:
         query: [batch, len, q_heads, head_dim], as attention() gets it (after rotary embedding).
@@ -62,9 +64,9 @@ def score_target_loss(
         One number, in float32 (float64 if query is): the mean over sequences and these heads.
 
     Raises:
-        TypeError: a query that is not a tensor.
+        TypeError: a query, key, value or dt_proj that is not a tensor, or a number that is no int.
         ValueError: shapes that are inconsistent, a negative number, a sequence that is not longer
-            than recent + sinks, or a head that is not there.
+            than recent + sinks, no heads, or a head that is not there or is given twice.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
@@ -77,9 +79,10 @@ def score_target_loss(
 
     Source: docs/quality.md, where models were trained with it.
     """
-    if not isinstance(query, torch.Tensor):
-        raise TypeError(f"query: is a {type(query).__name__}, want a torch.Tensor")
     tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: is a {type(tensor).__name__}, want a torch.Tensor")
     _check_shapes(tensors)
     length, kv_heads = key.shape[1:3]
     for name, count in (("recent", recent), ("sinks", sinks)):
@@ -87,12 +90,7 @@ def score_target_loss(
             raise ValueError(f"{name}: is {count}, want 0 or more")
     if length <= recent + sinks:
         raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
-    chosen = list(range(kv_heads) if heads is None else heads)
-    for head in chosen:
-        if not 0 <= head < kv_heads:
-            raise ValueError(f"heads: has {head}, want 0 to {kv_heads - 1}")
-    if not chosen:
-        raise ValueError("heads: is empty, want one or more")
+    chosen = _chosen_heads(heads, kv_heads)
     losses = []
     for q, k, v in zip(query.detach(), key.detach(), value.detach()):
         own = q.unflatten(1, (kv_heads, -1))[:, chosen].flatten(1, 2), k[:, chosen]
@@ -104,6 +102,19 @@ def score_target_loss(
             dt = linear(states, dt_proj[chosen].to(dtype)).T
         losses.append(-(target * log_softmax(dt, -1)).sum(-1).mean())
     return torch.stack(losses).mean()
+
+
+def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
+    given = range(kv_heads) if heads is None else heads
+    chosen = [_arguments.check_int("heads", head) for head in given]
+    for head in chosen:
+        if not 0 <= head < kv_heads:
+            raise ValueError(f"heads: has {head}, want 0 to {kv_heads - 1}")
+    if not chosen:
+        raise ValueError("heads: is empty, want one or more")
+    if len({*chosen}) < len(chosen):
+        raise ValueError(f"heads: is {chosen}, want each head once")
+    return chosen
 
 
 def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
@@ -132,14 +143,14 @@ def _targets(
     softcap: float,
     backend: str | None,
 ) -> torch.Tensor:
-    """[kv_heads, len - recent], for query [len, q_heads, head_dim] and key [len, kv_heads,
-    head_dim]: the logarithm of the target of each key."""
+    """The logarithm of the target of each key that is not recent to all queries, [kv_heads,
+    len - recent], for query [len, q_heads, head_dim] and key [len, kv_heads, head_dim]."""
     length, kv_heads, _ = key.shape
     rules = {"causal": True, "softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
     query, key = query[None], key[None]
     _, lse = attention(query, key, key, **rules)
     largest = lse.new_full((query.shape[2], length), torch.finfo(lse.dtype).tiny)
-    queries = max(1, PAIRS // length)
+    queries = max(1, PROBABILITIES // (length * query.shape[2]))
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
         own = query[:, begin:end], key[:, :end], lse[..., begin:end]

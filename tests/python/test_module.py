@@ -190,6 +190,15 @@ def test_bad_nope_heads(rules: dict[str, Any], error: type[Exception], message: 
         make_layer(**rules)
 
 
+def test_initial_a() -> None:
+    layer = make_layer(learned=False, sliding_heads=1, initial_a=0.25)
+    wanted = [0.0] + [0.25] * (KV_HEADS - 1)
+    assert layer.A.tolist() == wanted
+    torch.nn.init.ones_(layer.A)
+    layer.reset_parameters()
+    assert layer.A.tolist() == wanted
+
+
 def test_state_dict() -> None:
     layer = make_layer()
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}

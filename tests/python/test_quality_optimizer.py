@@ -28,6 +28,8 @@ def test_muon_is_that_of_pytorch() -> None:
     theirs = [nn.Parameter(one.detach().clone()) for one in own]
     group = {"weight_decay": 0.3, "factor": 1.0}
     muon = quality_optimizer.Muon([{"params": own, **group}], 0.01)
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("PyTorch before 2.9: no Muon")
     reference = torch.optim.Muon(
         [{"params": theirs, **group}], lr=0.01, adjust_lr_fn="match_rms_adamw"
     )
@@ -95,8 +97,14 @@ def test_a_resumed_run_with_muon(
     for name, one in whole.items():
         torch.testing.assert_close(halves[name], one, rtol=0, atol=0)
     given: dict[str, Any] = {"name": "halves", "steps": 6}
-    message = refusal_of(capsys, corpus, tmp_path, "recent", "--resume", "--qk-norm", **given)
+    flags = ["--resume", "--qk-norm"]
+    message = refusal_of(capsys, corpus, tmp_path, "recent", *flags, **given)
     assert "halves.pt: optimizer is muon, want adamw" in message
+    flags = [*BOTH, "--resume", "--hidden-rate=3"]
+    message = refusal_of(capsys, corpus, tmp_path, "recent", *flags, **given)
+    assert "halves.pt: hidden_rate is 1.0, want 3.0" in message
+    measured = train(corpus, tmp_path, "recent", "--evaluate", "--qk-norm", name="halves")
+    assert measured["final"]["bits"] == log["final"]["bits"]
 
 
 @pytest.mark.parametrize("found, wanted", [("1", "0"), ("0", "1")])

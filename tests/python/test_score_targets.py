@@ -67,7 +67,7 @@ def test_loss(
     queries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(score_targets, "PAIRS", queries * LENGTH)
+    monkeypatch.setattr(score_targets, "PROBABILITIES", queries * LENGTH * q_heads)
     query, key, value = states(q_heads, kv_heads, batch=2)
     dt_proj = weight(kv_heads)
     want = [
@@ -127,15 +127,24 @@ def test_loss_of_a_layer(rope_base: float | None) -> None:
     layer.attend = lambda *given: seen.append(given[:3]) or attend(*given)
     layer(x)
     rules.pop("qk_norm")
-    for heads in ([1], [0], [0, 1]):
-        want = score_target_loss(*seen[0], layer.dt_proj.weight, heads=heads, **rules)
-        torch.testing.assert_close(layer.score_target_loss(x, heads), want)
+    want = score_target_loss(*seen[0], layer.dt_proj.weight, heads=[1], **rules)
+    torch.testing.assert_close(layer.score_target_loss(x, [1]), want)
+    with pytest.raises(ValueError, match="heads: has 0, want none of the sliding heads"):
+        layer.score_target_loss(x, [0, 1])
     loss = layer.score_target_loss(x)
     torch.testing.assert_close(loss, layer.score_target_loss(x, [1]))
     loss.backward()
     graded = [name for name, one in layer.named_parameters() if one.grad is not None]
     assert graded == ["dt_proj.weight"]
     assert (layer.dt_proj.weight.grad[0] == 0).all() and (layer.dt_proj.weight.grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_layer_in_which_all_heads_slide(dtype: torch.dtype) -> None:
+    layer = DynamicMaskAttention(32, 4, 2, 8, sliding_heads=2, dtype=dtype)
+    loss = layer.score_target_loss(torch.randn(1, LENGTH, 32, dtype=dtype))
+    assert loss.item() == 0
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("rules", [{"causal": False}, {"window": None}])
@@ -187,6 +196,9 @@ def test_targets_of_keys_that_hardly_get_attention() -> None:
 @pytest.mark.parametrize(
     "changed, error, message",
     [
+        ({"dt_proj": None}, TypeError, "dt_proj: is a NoneType, want a torch.Tensor"),
+        ({"heads": [1.0]}, TypeError, "heads: is 1.0, a float, want an int"),
+        ({"heads": [1, 1]}, ValueError, "heads: is [1, 1], want each head once"),
         ({"query": 1}, TypeError, "query: is a int, want a torch.Tensor"),
         ({"key": torch.ones(1)}, ValueError, "key: rank is 1, want 4"),
         ({"query": torch.ones(1, 40, 3, 8)}, ValueError, "has 3 heads, want a multiple of key's"),
