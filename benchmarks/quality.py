@@ -64,8 +64,8 @@ def refuse(path: Path, message: str) -> NoReturn:
 
 
 def require_same_kind(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
-    """Exit if the model of a file has other NoPE heads, which its weights do not tell, or has
-    normalized queries and keys where this one has not, or the other way round."""
+    """Exit if the model of a file has other NoPE heads, which its weights do not tell, or if only
+    one of the two models has normalized queries and keys."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:

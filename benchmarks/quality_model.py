@@ -78,8 +78,8 @@ class Config:
     def metadata(self) -> dict[str, str]:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
-        values.update(norm_eps=NORM_EPS, window="all" if self.window is None else self.window)
-        values.update(qk_norm=int(self.qk_norm))
+        window = "all" if self.window is None else self.window
+        values.update(norm_eps=NORM_EPS, window=window, qk_norm=int(self.qk_norm))
         for name in ("sliding", "nope"):
             values[name] = " ".join(map(str, values[name]))
         return {name: str(value) for name, value in values.items()}

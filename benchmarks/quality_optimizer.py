@@ -64,9 +64,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
         updates = torch._foreach_lerp(gradients, buffers, MOMENTUM)
         update = orthogonalize(torch.stack(updates))
-        length = 0.2 * math.sqrt(max(parameters[0].shape))  # for a root mean square of 0.2
+        scale = 0.2 * math.sqrt(max(parameters[0].shape))  # to a root mean square of 0.2
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * length)
+        torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * scale)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@
  *
  * `nope` has a number for each layer, as in "0 0 2 0", or is empty. It says how many kv heads, the
  * last ones, are NoPE heads, together with the query heads of their groups. Only the first
- * `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a rotary position embedding,
- * which is that of a head with this head_dim. */
+ * `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a rotary position embedding.
+ * Its angles are those of a head whose head_dim is nope_rotary_dim. */
 #pragma once
 
 #include "fdma.h"

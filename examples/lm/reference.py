@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
-from flash_dmattn import attention, flash_dma_attention
-from flash_dmattn.rotary import rotate
+from flash_dmattn import attention, flash_dma_attention, rotary
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy, linear, rms_norm
 
@@ -71,9 +70,7 @@ def rotate_heads(model: Model, layer: int, x: torch.Tensor) -> torch.Tensor:
     base, dim = float(model.metadata["rotary_base"]), int(model.metadata.get("nope_rotary_dim", 0))
     counts = model.metadata.get("nope", "").split()
     nope = int(counts[layer]) * x.shape[2] // model.size("kv_heads") if counts else 0
-    whole, partial = x.split((x.shape[2] - nope, nope), 2)
-    partial = torch.cat((rotate(partial[..., :dim], positions, base), partial[..., dim:]), 3)
-    return torch.cat((rotate(whole, positions, base), partial), 2)
+    return rotary.rotate_heads(x, positions, base, nope, dim)
 
 
 def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tensor:

@@ -118,20 +118,16 @@ def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
 
 
 def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
-    query, key, value, dt_proj = tensors.values()
-    for name in ("query", "key", "value"):
-        if (rank := tensors[name].dim()) != 4:
-            raise ValueError(f"{name}: rank is {rank}, want 4: [batch, len, heads, head_dim]")
-    batch, length, q_heads, dim = query.shape
-    kv_heads = key.shape[2]
+    sizes = _arguments.bind_sizes(tensors)
+    _arguments.check_sizes(tensors, sizes)
+    q_len, kv_len, q_heads, kv_heads = (
+        sizes[name] for name in ("q_len", "kv_len", "q_heads", "kv_heads")
+    )
+    if q_len != kv_len:
+        raise ValueError(f"key: axis 1 has {kv_len} elements, want {q_len}, as query has")
     if kv_heads == 0 or q_heads % kv_heads != 0:
         raise ValueError(f"query: has {q_heads} heads, want a multiple of key's, {kv_heads}")
-    width = kv_heads * dim
-    shapes = {"key": (batch, length, kv_heads, dim), "dt_proj": (kv_heads, width)}
-    for name, shape in (*shapes.items(), ("value", shapes["key"])):
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{name}: shape is {list(tensors[name].shape)}, want {list(shape)}")
-    if batch == 0:
+    if sizes["batch"] == 0:
         raise ValueError("query: batch is 0, want 1 or more")
 
 

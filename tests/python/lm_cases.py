@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import quality_model
 import torch
 from programs import ROOT, Done, output_of, run
@@ -67,3 +69,23 @@ def likeliest(model: quality_model.Model, prompt: bytes, written: bytes) -> list
     """The byte that the model finds likeliest in the place of each written one."""
     text = torch.tensor([[*(prompt or b"\n"), *written]])
     return model(text)[0, -len(written) - 1 : -1].argmax(1).tolist()
+
+
+def differences_after_conversion(
+    model: quality_model.Model, path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """How far the program's losses are from the model's, with files that convert.py makes of the
+    file `path` and of a checkpoint, which has no metadata but these options."""
+    import convert
+
+    checkpoint, text, out = (
+        path.with_name(name) for name in ("checkpoint.pt", "text", "converted")
+    )
+    text.write_bytes(TEXT.read_bytes()[:400])
+    torch.save(model.state_dict(), checkpoint)
+    want, differences = trained_loss(model, text.read_bytes()), []
+    for arguments in ([path, out], [checkpoint, out, *options]):
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+        convert.main()
+        differences.append(abs(loss_of(run(PROGRAM, out, "--loss", text)) - want))
+    return differences

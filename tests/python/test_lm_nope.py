@@ -3,17 +3,16 @@ losses and the texts of those models."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from lm_cases import (
     PROGRAM,
     RANDOM_BYTES,
     TEXT,
+    differences_after_conversion,
     generate,
     likeliest,
     loss_of,
@@ -78,21 +77,11 @@ def test_greedy_text_is_that_of_the_trained_model(heads: str, prompt: int, tmp_p
 def test_conversion_keeps_the_heads(
     lm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a file's metadata, and for a checkpoint without metadata those of options."""
-    import convert
-
-    path, checkpoint = tmp_path / "model.safetensors", tmp_path / "checkpoint.pt"
-    text, out = tmp_path / "text", tmp_path / "out.safetensors"
-    text.write_bytes(TEXT.read_bytes()[:400])
+    path = tmp_path / "model.safetensors"
     model = write_trained(path, 40, 8, nope=(1, 2), nope_rotary_dim=10)
-    torch.save(model.state_dict(), checkpoint)
     options = ["--window=40", "--recent=8", "--rotary-base=1000"]
     options += ["--nope=1 2", "--nope-rotary-dim=10"]
-    for arguments in ([path, out], [checkpoint, out, *options]):
-        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
-        convert.main()
-        found = loss_of(run(PROGRAM, out, "--loss", text))
-        assert abs(found - trained_loss(model, text.read_bytes())) < 1e-4
+    assert max(differences_after_conversion(model, path, options, monkeypatch)) < 1e-4
 
 
 @pytest.mark.parametrize("metadata", [{}, {"nope": ""}, {"nope": "0 0", "nope_rotary_dim": "8"}])
