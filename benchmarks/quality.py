@@ -82,7 +82,7 @@ class Run:
             *(options.bias_form, options.rotary_base),
             *(options.sliding_heads, options.score_layers),
             *(options.nope_heads, options.nope_layers, options.nope_rotary_dim or 0),
-            *(options.qk_norm,),
+            *(options.qk_norm, options.nope_keys),
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(

@@ -120,12 +120,16 @@ class Evaluation:
         return rows
 
     def by_window(self, model: Model) -> list[dict[str, Any]]:
-        """Losses with other windows than that of training: a query keeps `keys` keys in all."""
+        """Losses with other windows than that of training: a query keeps `keys` keys in all, and in
+        layers with a window of their own so many times as many as in training."""
         rows = []
+        config = model.config
+        if config.window is None:
+            return rows
         for keys in WINDOWS:
-            least = model.config.recent + max(1, model.config.sinks)
-            if model.config.window is not None and least <= keys <= self.length:
-                with windows(model, keys - model.config.recent):
+            factor = keys / (config.window + config.recent)
+            if config.recent + max(1, config.sinks) <= keys <= self.length:
+                with windows(model, factor):
                     bits = self.losses(model)["bits"]
                 rows.append({"keys": keys, "bits": bits, "perplexity": 2**bits})
         return rows
@@ -188,12 +192,13 @@ def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def windows(model: Model, window: int) -> Iterator[None]:
-    """Within it, the queries of a model keep another number of keys by score."""
+def windows(model: Model, factor: float) -> Iterator[None]:
+    """Within it, the queries of a model keep `factor` times as many keys in all, and as many recent
+    ones as before."""
     before = [layer.window for layer in model.attentions()]
     try:
-        for layer in model.attentions():
-            layer.window = window
+        for layer, own in zip(model.attentions(), before):
+            layer.window = max(1, round((own + layer.recent) * factor) - layer.recent)
         yield
     finally:
         for layer, own in zip(model.attentions(), before):

@@ -70,6 +70,7 @@ class Config:
     nope: tuple[int, ...] = ()
     nope_rotary_dim: int = 0  # channels of a NoPE head that have a rotary embedding, the first ones
     qk_norm: bool = False  # whether each head of queries and keys is normalized
+    nope_window: int | None = None  # window of the layers that have NoPE heads; None: as elsewhere
 
     @property
     def width(self) -> int:
@@ -78,6 +79,8 @@ class Config:
     def metadata(self) -> dict[str, str]:
         """The strings that a file of the model has beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
+        if self.nope_window is None:
+            del values["nope_window"]
         window = "all" if self.window is None else self.window
         values.update(norm_eps=NORM_EPS, window=window, qk_norm=int(self.qk_norm))
         for name in ("sliding", "nope"):
@@ -93,6 +96,7 @@ class Config:
             **{name: tuple(map(int, counts)) for name, counts in heads.items()},
             nope_rotary_dim=int(strings.get("nope_rotary_dim", 0)),
             qk_norm=bool(int(strings.get("qk_norm", 0))),
+            nope_window=int(strings["nope_window"]) if "nope_window" in strings else None,
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
@@ -113,6 +117,7 @@ def config_of(
     nope_layers: Sequence[int] | None = None,
     nope_rotary_dim: int = 0,
     qk_norm: bool = False,
+    nope_keys: int | None = None,
 ) -> Config:
     """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
@@ -140,6 +145,7 @@ def config_of(
     return Config(
         *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
         *(sliding, nope, nope_rotary_dim, qk_norm),
+        nope_window=None if nope_keys is None else nope_keys - newest,
     )
 
 
@@ -160,18 +166,20 @@ class Attention(DynamicMaskAttention):
     """
 
     def __init__(self, config: Config, layer: int) -> None:
+        nope = config.nope[layer] if config.nope else 0
+        has_own = nope > 0 and config.nope_window is not None
         super().__init__(
             config.width,
             config.q_heads,
             config.kv_heads,
-            config.window,
+            config.nope_window if has_own else config.window,
             recent=config.recent,
             sinks=config.sinks,
             qk_norm=config.qk_norm,
             norm_eps=NORM_EPS,
             rope_base=config.rotary_base,
             sliding_heads=config.sliding[layer] if config.sliding else 0,
-            nope_heads=(nope := config.nope[layer] if config.nope else 0),
+            nope_heads=nope,
             nope_rotary_dim=config.nope_rotary_dim if nope > 0 else 0,
         )
         self.bias_form = config.bias_form

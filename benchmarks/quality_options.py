@@ -13,7 +13,7 @@ RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
 NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
 TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
-OF_NOPE = ("nope_layers", "nope_a_rate", *NOPE)  # options that want NoPE heads
+OF_NOPE = ("nope_layers", "nope_keys", "nope_a_rate", *NOPE)  # options that want NoPE heads
 # settings that a resumed run has to repeat
 SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS)
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
@@ -26,6 +26,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
     add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
+    add("--nope-keys", type=int, help="keys that a query keeps in all in these layers (--keys)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the learning rate of their scores (0.03)")
@@ -161,6 +162,11 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     for layer in options.nope_layers or ():
         if not 0 <= layer < layers:
             parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
+    least, keys = options.recent + 1, options.nope_keys
+    if keys is not None and options.form == "dense":
+        parser.error("--nope-keys: is given with --form dense, which keeps all keys")
+    if keys is not None and keys < least:
+        parser.error(f"--nope-keys: is {keys}, want {least} or more, above --recent")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:
             parser.error(f"{flag(name)}: is {getattr(options, name)}, want 0 to 1")

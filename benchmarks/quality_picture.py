@@ -38,6 +38,7 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "sinks": (0, "{} sinks"),
     "shortest_span": (128, "episodes from {}"),
     "rotary_base": (10000.0, "rotary base {}"),
+    "nope_keys": (None, "{} keys there"),
     "nope_rotary_dim": (0, "{} channels rotated"),
     "nope_a": (0.005, "their A from {}"),
     "nope_rate": (0.03, "their rate x {}"),

@@ -10,7 +10,8 @@ import quality_model
 import quality_optimizer
 import torch
 from flash_dmattn.rotary import rotate
-from quality_cases import KEYS, RECENT, model_of, refusal_of, train
+from quality_cases import KEYS, LENGTH, RECENT, model_of, refusal_of, train
+from quality_evaluate import windows
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
 
@@ -135,6 +136,26 @@ def test_random_scores_of_nope_heads_stay(corpus: Path, tmp_path: Path) -> None:
     train(corpus, tmp_path, "random-recent", nope_heads=1)
     state = torch.load(tmp_path / "random-recent-tiny-0.pt", weights_only=True)["model"]
     assert [state[f"blocks.{layer}.attention.A"].item() for layer in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize(("form", "recent"), [("recent", RECENT), ("sliding", 0)])
+def test_keys_of_layers_with_nope_heads(
+    form: str, recent: int, corpus: Path, tmp_path: Path
+) -> None:
+    """A run, the model of its file, and other windows at test time, in proportion."""
+    run = train(corpus, tmp_path, form, nope_heads=1, nope_layers=1, nope_keys=3 * KEYS)
+    model = quality_model.load(tmp_path / f"{form}-tiny-0.safetensors")
+    first, second = model.attentions()
+    assert [layer.window + layer.recent for layer in (first, second)] == [KEYS, 3 * KEYS]
+    assert first.recent == second.recent == recent
+    if form == "recent":
+        first_layer, second_layer = run["final"]["kept"]["last_query"]
+        assert [len(head) for head in (*first_layer, *second_layer)] == [KEYS, 3 * KEYS]
+    text = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    with windows(model, 2.0):
+        found = model(text)
+    first.window, second.window = 2 * KEYS - recent, 6 * KEYS - recent
+    assert torch.equal(found, model(text))
 
 
 def test_files_with_other_nope_heads(
