@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,7 +199,8 @@ def draw(name: str, run: dict[str, Any], heads: list[Head], begin: int | None) -
         raise ValueError(f"--begin: is {begin}, want 0 to {kept.length - 1}")
     upper = TITLE + kept.layers * kept.kv_heads * HEAD_HEIGHT + AXIS + BAR + 28
     below = TITLE + LINES * LINE
-    height = upper + len(heads) * (below + 4) + 24
+    caption = textwrap.wrap(f"{name}; the keys of a query: {label_of(run)}", COLUMNS)
+    height = upper + len(heads) * (below + 4) + 10 + LINE * len(caption)
     figure = pyplot.figure(figsize=(WIDTH / 72, height / 72))
     top = draw_heads(figure, kept, heads)
     for head in heads:
@@ -211,8 +213,8 @@ def draw(name: str, run: dict[str, Any], heads: list[Head], begin: int | None) -
         axes.set_title(words, fontsize=11, loc="left", color=COLOUR)
         draw_excerpt(axes, kept.text[begin:end], kept.is_kept[head][begin:end])
         top += below + 4
-    words = f"{name}; the keys of a query: {label_of(run)}"
-    figure.text(0.5, 8 / height, words, ha="center", fontsize="small", color="0.35")
+    lines = {"ha": "center", "va": "bottom", "fontsize": "small", "color": "0.35"}
+    figure.text(0.5, 4 / height, "\n".join(caption), **lines)
     return figure
 
 

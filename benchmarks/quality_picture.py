@@ -151,6 +151,12 @@ def losses_against(column: str) -> Any:
     return lambda run: [(row[column], row["bits"]) for row in run["held_out"]]
 
 
+def limits_of_losses(runs: Runs) -> tuple[float, float]:
+    """Those of an axis: losses more than 1 bit above the least one are not drawn."""
+    losses = [row["bits"] for run in runs.values() for row in run["held_out"]]
+    return min(losses) - 0.05, min(min(losses) + 1, max(losses) + 0.05)
+
+
 def recalled_of(run: dict[str, Any], pairs: int) -> list[tuple[int, float]]:
     rows = run["final"]["recall"]
     return [(row["distance"], row["accuracy"]) for row in rows if row["pairs"] == pairs]
@@ -163,9 +169,8 @@ def draw_losses(runs: Runs) -> pyplot.Figure:
     plot(panels[0], runs, losses_against("step"), ("training steps", bits))
     plot(panels[1], runs, losses_against("seconds"), ("seconds of training", ""))
     plot(panels[2], runs, by_position, ("position in the sequence", ""))
-    least = min(row["bits"] for run in runs.values() for row in run["held_out"])
     for axes in panels[:2]:
-        axes.set_ylim(least - 0.05, least + 1)
+        axes.set_ylim(*limits_of_losses(runs))
     add_legend(figure, panels[0])
     return figure
 
@@ -183,13 +188,14 @@ def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
             for first in firsts
         ]
 
-    def windows(run: dict[str, Any]) -> list[tuple[int, float]]:
-        return [(row["keys"], row["bits"]) for row in run["final"]["by_window"]]
+    def windows(run: dict[str, Any]) -> list[tuple[float, float]]:
+        trained = run["settings"]["keys"]
+        return [(row["keys"] / trained, row["bits"]) for row in run["final"]["by_window"]]
 
     recalled = partial(recalled_of, pairs=pairs)
     plot(panels[0], runs, recalled, ("distance, bytes", f"values recalled, of {pairs} pairs"))
     plot(panels[1], runs, passkeys, ("depth of the passkey", "passkeys recalled"))
-    plot(panels[2], runs, windows, ("keys of a query at test time", "bits per byte"))
+    plot(panels[2], runs, windows, ("keys at test time / in training", "bits per byte"))
     for axes in panels[:2]:
         axes.set_ylim(-0.03, 1.03)
     for axes in (panels[0], panels[2]):
@@ -203,8 +209,7 @@ def draw_readme(runs: Runs, pairs: int) -> pyplot.Figure:
     drawn = {"marker": "o", "markersize": 4}
     plot(left, runs, losses_against("seconds"), ("seconds of training", ""), **drawn)
     left.set_title("held-out loss, bits per byte")
-    least = min(row["bits"] for run in runs.values() for row in run["held_out"])
-    left.set_ylim(least - 0.05, least + 1)
+    left.set_ylim(*limits_of_losses(runs))
     recalled = partial(recalled_of, pairs=pairs)
     plot(right, runs, recalled, ("bytes from statement to question", ""), **drawn)
     right.set_title(f"values recalled, of {pairs} pairs")
