@@ -63,13 +63,19 @@ def refuse(path: Path, message: str) -> NoReturn:
     sys.exit(2)
 
 
-def require_same_kind(path: Path, model: dict[str, str], config: quality_model.Config) -> None:
+def require_same_kind(
+    path: Path, model: dict[str, str], config: quality_model.Config, is_same_model: bool
+) -> None:
     """Exit if the model of a file has other NoPE heads, which its weights do not tell, or if only
-    one of the two models has normalized queries and keys."""
+    one of the two models has normalized queries and keys. With is_same_model exit, too, if layers
+    with NoPE heads have another window, with which a training can begin anew."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
             refuse(path, f"{name} is '{found}', want '{wanted}'")
+    found, wanted = (of.get("nope_window", "none") for of in (model, config.metadata()))
+    if is_same_model and found != wanted:
+        refuse(path, f"nope_window is {found}, want {wanted}")
 
 
 class Run:
@@ -92,7 +98,8 @@ class Run:
             quality_model.initialise_nope(self.model, options.nope_a)
         if options.start is not None:
             start = quality_model.load(options.start)
-            require_same_kind(options.start, start.config.metadata(), config)
+            is_same = options.evaluate
+            require_same_kind(options.start, start.config.metadata(), config, is_same)
             try:
                 quality_model.start_from(self.model, start, options.new_scores)
             except ValueError as error:
@@ -184,7 +191,7 @@ class Run:
         path = self.path(".pt")
         state = torch.load(path, map_location=self.device, weights_only=True)
         begun = state["log"]["settings"]
-        require_same_kind(path, state["log"]["model"], self.model.config)
+        require_same_kind(path, state["log"]["model"], self.model.config, True)
         if not self.options.evaluate:
             for name in quality_options.SAME_TRAINING:
                 if (found := begun.get(name)) != getattr(self.options, name):

@@ -128,7 +128,8 @@ class Evaluation:
             return rows
         for keys in WINDOWS:
             factor = keys / (config.window + config.recent)
-            if config.recent + max(1, config.sinks) <= keys <= self.length:
+            least = min(windows_of(model, factor))
+            if keys <= self.length and least >= max(1, config.sinks):
                 with windows(model, factor):
                     bits = self.losses(model)["bits"]
                 rows.append({"keys": keys, "bits": bits, "perplexity": 2**bits})
@@ -191,14 +192,20 @@ def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:
     return select(scores, layer.window, **rules).expiry.clamp(max=length).cpu().numpy()
 
 
+def windows_of(model: Model, factor: float) -> list[int]:
+    """The windows with which the queries of each layer keep `factor` times as many keys in all, and
+    as many recent ones as before."""
+    layers = model.attentions()
+    return [round((one.window + one.recent) * factor) - one.recent for one in layers]
+
+
 @contextlib.contextmanager
 def windows(model: Model, factor: float) -> Iterator[None]:
-    """Within it, the queries of a model keep `factor` times as many keys in all, and as many recent
-    ones as before."""
+    """Within it, the layers of a model have those of windows_of()."""
     before = [layer.window for layer in model.attentions()]
     try:
-        for layer, own in zip(model.attentions(), before):
-            layer.window = max(1, round((own + layer.recent) * factor) - layer.recent)
+        for layer, window in zip(model.attentions(), windows_of(model, factor)):
+            layer.window = window
         yield
     finally:
         for layer, own in zip(model.attentions(), before):

@@ -103,6 +103,11 @@ class Config:
         )
 
 
+def newest_of(form: str, recent: int) -> int:
+    """How many newest keys the queries of a form keep beside those by score."""
+    return recent if form.endswith("recent") else 0
+
+
 def config_of(
     form: str,
     size: str,
@@ -132,7 +137,7 @@ def config_of(
     if form == "dense":
         kinds = {"nope": nope, "nope_rotary_dim": nope_rotary_dim, "qk_norm": qk_norm}
         return Config(*SIZES[size], None, rotary_base=rotary_base, **kinds)
-    newest = recent if form.endswith("recent") else 0
+    newest = newest_of(form, recent)
     if form.startswith("random"):
         bias_form = "none"
     sliding: tuple[int, ...] = ()

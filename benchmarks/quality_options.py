@@ -162,11 +162,12 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     for layer in options.nope_layers or ():
         if not 0 <= layer < layers:
             parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
-    least, keys = options.recent + 1, options.nope_keys
-    if keys is not None and options.form == "dense":
-        parser.error("--nope-keys: is given with --form dense, which keeps all keys")
-    if keys is not None and keys < least:
-        parser.error(f"--nope-keys: is {keys}, want {least} or more, above --recent")
+    if (keys := options.nope_keys) is not None:
+        least = max(1, options.sinks) + quality_model.newest_of(options.form, options.recent)
+        if options.form == "dense":
+            parser.error("--nope-keys: is given with --form dense, which keeps all keys")
+        if keys < least:
+            parser.error(f"--nope-keys: is {keys}, want {least} or more: recent, sinks, 1 by score")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:
             parser.error(f"{flag(name)}: is {getattr(options, name)}, want 0 to 1")

@@ -170,6 +170,21 @@ def test_files_with_other_nope_heads(
         ([], {"start": file, "name": "other"}),
         ([], {"start": file, "name": "other", "nope_heads": 1}),
         (["--resume"], {"nope_heads": 1, "nope_layers": 1, "nope_rotary_dim": 2}),
+        (["--resume"], {"nope_heads": 1, "nope_layers": 1, "nope_keys": 40}),
+        (["--evaluate"], {"nope_heads": 1, "nope_layers": 1, "nope_keys": 40, "steps": None}),
+        (
+            ["--evaluate"],
+            {"nope_heads": 1, "nope_layers": 1, "nope_keys": 40, "start": file, "name": "other"},
+        ),
     ):
         assert "recent-tiny-0" in refusal_of(capsys, corpus, tmp_path, "recent", *flags, **rules)
-    train(corpus, tmp_path, "recent", start=file, name="other", nope_heads=1, nope_layers=1)
+    kinds = {"nope_heads": 1, "nope_layers": 1, "start": file}
+    train(corpus, tmp_path, "recent", name="other", **kinds)
+    train(corpus, tmp_path, "recent", name="wider", nope_keys=3 * KEYS, **kinds)
+
+
+def test_windows_too_small_for_sinks_are_not_measured(corpus: Path, tmp_path: Path) -> None:
+    """With half of the keys, the layer with NoPE heads would have a window of 2."""
+    kinds = {"nope_heads": 1, "nope_layers": 1, "nope_keys": 36, "sinks": 4, "keys": 256}
+    run = train(corpus, tmp_path, "recent", **kinds)
+    assert [row["keys"] for row in run["final"]["by_window"]] == [256, 512]

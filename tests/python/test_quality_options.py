@@ -25,6 +25,8 @@ TAUGHT = "recent --score-targets=all"
         ("recent --nope-layers=1", "--nope-layers: is given without --nope-heads"),
         ("recent --nope-keys=200", "--nope-keys: is given without --nope-heads"),
         ("recent --nope-heads=1 --nope-keys=16", "--nope-keys: is 16, want 17 or more"),
+        ("recent --nope-heads=1 --nope-keys=19 --sinks=4", "--nope-keys: is 19, want 20 or more"),
+        ("sliding --nope-heads=1 --nope-keys=0", "--nope-keys: is 0, want 1 or more"),
         ("dense --nope-heads=1 --nope-keys=99", "--nope-keys: is given with --form dense"),
         ("recent --nope-a=0", "--nope-a: is given without --nope-heads"),
         ("recent --nope-rate=0.1", "--nope-rate: is given without --nope-heads"),
