@@ -18,7 +18,8 @@ enum { MOST_LAYERS = 1000, MOST_WIDTH = MOST_COLUMNS / EXPANSION };
 typedef struct reader {
     safetensors file;
     const cJSON *metadata;
-    bool *used; /* for each entry of the file: whether it was read */
+    bool *used;     /* for each entry of the file: whether it was read */
+    int64_t window; /* of layers without NoPE heads */
     model *it;
     char *message;
     size_t message_size;
@@ -92,14 +93,14 @@ static bool read_rules(reader *from) {
         return refuse(from, "metadata 'bias_form': is '%.32s', want exp, linear or none", form);
     it->bias_form = (fdma_bias_form)n;
     if (strcmp(window, "all") == 0) {
-        it->window = FDMA_WINDOW_ALL;
+        from->window = FDMA_WINDOW_ALL;
         if (it->bias_form != FDMA_BIAS_NONE)
             return refuse(from, "metadata 'bias_form': is '%s', want none for window 'all'", form);
         return true;
     }
-    return read_integer(from, "window", 1, INT32_MAX / 2, &it->window) &&
+    return read_integer(from, "window", 1, INT32_MAX / 2, &from->window) &&
            read_integer(from, "recent", 0, INT32_MAX / 2, &it->recent) &&
-           read_integer(from, "sinks", 0, it->window, &it->sinks);
+           read_integer(from, "sinks", 0, from->window, &it->sinks);
 }
 
 /* Without this entry the queries and keys are not normalized. */
@@ -170,6 +171,24 @@ static bool read_nope(reader *from) {
     if (it->nope_rotary_dim % 2 != 0)
         return refuse(from, "metadata 'nope_rotary_dim': is %" PRId64 ", want an even number",
                       it->nope_rotary_dim);
+    return true;
+}
+
+/* The layers that have NoPE heads may have a window of their own. */
+static bool read_windows(reader *from) {
+    const model *const it = from->it;
+    int64_t nope_window = from->window;
+    if (has_text(from, "nope_window")) {
+        const int64_t least = it->sinks > 1 ? it->sinks : 1;
+        if (from->window == FDMA_WINDOW_ALL)
+            return refuse(from,
+                          "metadata 'nope_window': is '%.32s', want no entry for window 'all'",
+                          find_text(from, "nope_window"));
+        if (!read_integer(from, "nope_window", least, INT32_MAX / 2, &nope_window))
+            return false;
+    }
+    for (int64_t n = 0; n < it->layers; n++)
+        it->layer[n].window = it->layer[n].nope_heads > 0 ? nope_window : from->window;
     return true;
 }
 
@@ -276,7 +295,7 @@ static bool read_layer(reader *from, int n) {
         {"expand.weight", EXPANSION * width, width, &one->expand},
         {"contract.weight", width, EXPANSION * width, &one->contract},
     };
-    const bool has_scores = it->window != FDMA_WINDOW_ALL;
+    const bool has_scores = one->window != FDMA_WINDOW_ALL;
     const struct {
         const char *name;
         bool is_wanted;
@@ -316,7 +335,7 @@ static bool read_all(reader *from) {
     if (!read_metadata(from))
         return false;
     it->layer = allocate((size_t)it->layers * sizeof *it->layer);
-    if (!read_nope(from) ||
+    if (!read_nope(from) || !read_windows(from) ||
         !read_matrix(from, "embedding.weight", BYTE_VALUES, it->width, &it->embedding) ||
         !read_matrix(from, "head.weight", BYTE_VALUES, it->width, &it->head) ||
         !read_floats(from, "norm.weight", 1, (int64_t[]){it->width, 0}, &it->norm))

@@ -32,6 +32,16 @@ class Model(NamedTuple):
         """A whole number of the metadata."""
         return int(self.metadata[name])
 
+    def nope_heads(self, layer: int) -> int:
+        """How many of the kv heads of a layer are NoPE heads."""
+        counts = self.metadata.get("nope", "").split()
+        return int(counts[layer]) if counts else 0
+
+    def window(self, layer: int) -> int:
+        """The window of a layer of a model that does not attend to all keys."""
+        has_own = self.nope_heads(layer) > 0 and "nope_window" in self.metadata
+        return self.size("nope_window" if has_own else "window")
+
 
 def read_model(path: Path) -> Model:
     """Weights of 8 bits are multiplied by the scales of their rows."""
@@ -47,15 +57,16 @@ def read_model(path: Path) -> Model:
     return Model(weights, metadata)
 
 
-def attend(model: Model, name: str, *heads: torch.Tensor) -> torch.Tensor:
+def attend(model: Model, layer: int, *heads: torch.Tensor) -> torch.Tensor:
     """Attention of a layer, to all keys or to those that it keeps, [batch, len, q_heads, head_dim].
 
-    `name` begins the names of the layer's tensors; `heads` are its queries, keys and values."""
+    `heads` are its queries, keys and values."""
     if model.metadata["window"] == "all":
         return attention(*heads, causal=True)[0]
+    name = f"blocks.{layer}.attention."
     scores = model.weights[f"{name}dt_proj.weight"], model.weights[f"{name}A"]
     return flash_dma_attention(
-        *(*heads, *scores, model.size("window")),
+        *(*heads, *scores, model.window(layer)),
         causal=True,
         recent=model.size("recent"),
         sinks=model.size("sinks"),
@@ -68,8 +79,7 @@ def rotate_heads(model: Model, layer: int, x: torch.Tensor) -> torch.Tensor:
     first nope_rotary_dim channels have one."""
     positions = torch.arange(x.shape[1])[None]
     base, dim = float(model.metadata["rotary_base"]), int(model.metadata.get("nope_rotary_dim", 0))
-    counts = model.metadata.get("nope", "").split()
-    nope = int(counts[layer]) * x.shape[2] // model.size("kv_heads") if counts else 0
+    nope = model.nope_heads(layer) * x.shape[2] // model.size("kv_heads")
     return rotary.rotate_heads(x, positions, base, nope, dim)
 
 
@@ -94,7 +104,7 @@ def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tens
         if int(model.metadata.get("qk_norm", 0)) == 1:
             q, k = norm(q, f"{block}attention.q_norm"), norm(k, f"{block}attention.k_norm")
         q, k = (rotate_heads(model, n, one) for one in (q, k))
-        attended = attend(model, f"{block}attention.", q, k, v)
+        attended = attend(model, n, q, k, v)
         x = x + project(attended.flatten(2), f"{block}attention.o_proj")
         inner = project(norm(x, f"{block}norm"), f"{block}expand").relu().square()
         x = x + project(inner, f"{block}contract")

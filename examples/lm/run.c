@@ -32,17 +32,19 @@ static rotation new_rotation(int64_t dim, int64_t room) {
     };
 }
 
-static void make_caches(run_state *state, int64_t context) {
+/* Returns how many rows a kv head has in the largest cache: windows differ between layers. */
+static int64_t make_caches(run_state *state, int64_t context) {
     const model *const of = state->of;
-    const bool keeps_all = of->window == FDMA_WINDOW_ALL;
+    int64_t most = 0;
     state->cache = allocate((size_t)of->layers * sizeof *state->cache);
     state->cache_memory = allocate((size_t)of->layers * sizeof *state->cache_memory);
     for (int64_t n = 0; n < of->layers; n++) {
+        const int64_t window = of->layer[n].window;
         state->cache[n] = (fdma_cache){
             .sequences = 1,
             .kv_heads = of->kv_heads,
             .head_dim = of->head_dim,
-            .window = keeps_all ? context : of->window,
+            .window = window == FDMA_WINDOW_ALL ? context : window,
             .recent = of->recent,
             .sinks = of->sinks,
             .dtype = FDMA_FLOAT32,
@@ -52,7 +54,10 @@ static void make_caches(run_state *state, int64_t context) {
         state->cache_memory[n] = allocate(bytes);
         state->cache_bytes += bytes;
         demand(fdma_cache_init(&state->cache[n], state->cache_memory[n]));
+        if (state->cache[n].k.shape[1] > most)
+            most = state->cache[n].k.shape[1];
     }
+    return most;
 }
 
 static int default_threads(void) {
@@ -84,8 +89,8 @@ run_state new_state(const model *of, int64_t capacity, int64_t context, int thre
         .logits = allocate_floats((context > 0 ? 1 : room) * BYTE_VALUES),
     };
     if (context > 0) {
-        make_caches(&made, context);
-        const size_t keys = (size_t)(made.cache[0].k.shape[1] + capacity);
+        const int64_t rows = make_caches(&made, context);
+        const size_t keys = (size_t)(rows + capacity);
         made.score = allocate_floats(of->kv_heads * capacity);
         made.expiry = allocate((size_t)of->kv_heads * keys * sizeof *made.expiry);
         made.slot = allocate((size_t)of->kv_heads * keys * sizeof *made.slot);
@@ -232,7 +237,7 @@ static fdma_attention_args attention_of(const run_state *state, int64_t n, int64
         .dt_proj = dt_proj_of(of, &of->layer[n]),
         .a = fdma_tensor_1d(of->layer[n].a, FDMA_FLOAT32, of->kv_heads),
         .out = heads_of(state, state->attended, len, of->q_heads),
-        .window = of->window,
+        .window = of->layer[n].window,
         .recent = of->recent,
         .sinks = of->sinks,
         .bias_form = of->bias_form,

@@ -21,8 +21,8 @@ typedef struct run_state {
     float *x, *normed, *change, *q, *k, *v, *attended, *inner;
     rotation rotary, nope; /* of most heads, and of NoPE heads */
     float *logits;         /* [positions that logits are computed for, BYTE_VALUES] */
-    float *score; /* [kv_heads, capacity], and the two below [kv_heads, rows + capacity]: */
-    int32_t *expiry, *slot; /* of a piece of a prompt */
+    float *score; /* [kv_heads, capacity]; this and the two below: of a piece of a prompt */
+    int32_t *expiry, *slot; /* [kv_heads, rows of the largest cache + capacity] */
     fdma_cache *cache;      /* [layers], of one sequence; NULL: for whole texts only */
     void **cache_memory;    /* [layers] */
     size_t cache_bytes;     /* of all layers */
@@ -34,10 +34,11 @@ typedef struct run_state {
 } run_state;
 
 /*! new_state() - room for texts of `capacity` bytes.
- *  With `context` above 0 it has empty caches, which hold window + recent keys of a kv head; of a
- *  model that attends to all keys, the newest `context` keys. `threads` is how many threads there
- *  are at most; 0 is for OMP_NUM_THREADS or one per core, but for 1 with single bytes: their
- *  products are so small that on a machine in use threads would mostly wait for each other. */
+ *  With `context` above 0 it has empty caches, which hold window + recent keys of a kv head, with
+ *  the window of the layer; of a model that attends to all keys, the newest `context` keys.
+ *  `threads` is how many threads there are at most; 0 is for OMP_NUM_THREADS or one per core, but
+ *  for 1 with single bytes: their products are so small that on a machine in use threads would
+ *  mostly wait for each other. */
 run_state new_state(const model *of, int64_t capacity, int64_t context, int threads);
 void free_state(run_state *state);
 

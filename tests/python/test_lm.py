@@ -28,6 +28,8 @@ FORMS = {
     "linear": {"window": "32", "recent": "3", "bias_form": "linear"},
     "none": {"window": "32", "bias_form": "none", "rotary_base": "500000.0", "norm_eps": "0.01"},
     "nope": {"window": "20", "recent": "12", "nope": "0 1"},
+    "nope window": {**SINKS, "nope": "0 1", "nope_window": "60"},
+    "least nope window": {**SINKS, "nope": "0 2", "nope_window": "4"},
     "partly nope": {**SINKS, "nope": "2 1", "nope_rotary_dim": "6"},
     "qk_norm": {"window": "20", "recent": "12", "qk_norm": "1", "norm_eps": "0.1"},
 }
@@ -110,15 +112,16 @@ def test_losses_are_those_of_the_formulas(
 ) -> None:
     """Without the library: kept keys are found one query at a time, in float64."""
 
-    def attend(model: Any, name: str, *heads: torch.Tensor) -> torch.Tensor:
+    def attend(model: Any, layer: int, *heads: torch.Tensor) -> torch.Tensor:
         length, double = heads[0].shape[1], torch.float64
         if form == "dense":
             mask, bias = evaluate.visible_keys(length, length, True), None
         else:
+            name = f"blocks.{layer}.attention."
             weights = (model.weights[f"{name}{one}"] for one in ("dt_proj.weight", "A"))
             score = evaluate.score(heads[2], *weights, double)
             rules = {one: model.size(one) for one in ("recent", "sinks")}
-            kept = evaluate.kept_keys(score, model.size("window"), "causal", **rules)
+            kept = evaluate.kept_keys(score, model.window(layer), "causal", **rules)
             mask = evaluate.visible_keys(length, length, True, kept)
             bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
         return evaluate.attention(*heads, mask, double, bias=bias)[0].float()
@@ -427,6 +430,16 @@ BROKEN_METADATA = {
     "metadata 'nope_rotary_dim': is 7, want an even number": {"nope_rotary_dim": "7"},
     "metadata 'nope_rotary_dim': is '34', want an integer from 0 to 32": {"nope_rotary_dim": "34"},
     "metadata 'nope_rotary_dim': is '-2', want an integer from 0 to 32": {"nope_rotary_dim": "-2"},
+    "metadata 'nope_window': is '0', want an integer from 1 to 1073741823": {"nope_window": "0"},
+    "metadata 'nope_window': is 'all', want an integer from 1 to 1073741823": {
+        "nope_window": "all"
+    },
+    "metadata 'nope_window': is '4', want an integer from 5 to 1073741823": {
+        **{"nope": "0 1", "nope_window": "4", "sinks": "5"}
+    },
+    "metadata 'nope_window': is '9', want no entry for window 'all'": {
+        **{"nope_window": "9", "window": "all", "bias_form": "none"}
+    },
 }
 
 
