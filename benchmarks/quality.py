@@ -64,11 +64,11 @@ def refuse(path: Path, message: str) -> NoReturn:
 
 
 def require_same_kind(
-    path: Path, model: dict[str, str], config: quality_model.Config, is_same_model: bool
+    path: Path, model: dict[str, str], config: quality_model.Config, *, is_same_model: bool
 ) -> None:
     """Exit if the model of a file has other NoPE heads, which its weights do not tell, or if only
-    one of the two models has normalized queries and keys. With is_same_model exit, too, if layers
-    with NoPE heads have another window, with which a training can begin anew."""
+    one of the two models has normalized queries and keys. With is_same_model, exit also if layers
+    with NoPE heads have another window, which a training may change that starts from the file."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
@@ -98,8 +98,8 @@ class Run:
             quality_model.initialise_nope(self.model, options.nope_a)
         if options.start is not None:
             start = quality_model.load(options.start)
-            is_same = options.evaluate
-            require_same_kind(options.start, start.config.metadata(), config, is_same)
+            metadata = start.config.metadata()
+            require_same_kind(options.start, metadata, config, is_same_model=options.evaluate)
             try:
                 quality_model.start_from(self.model, start, options.new_scores)
             except ValueError as error:
@@ -191,7 +191,8 @@ class Run:
         path = self.path(".pt")
         state = torch.load(path, map_location=self.device, weights_only=True)
         begun = state["log"]["settings"]
-        require_same_kind(path, state["log"]["model"], self.model.config, True)
+        log = state["log"]
+        require_same_kind(path, log["model"], self.model.config, is_same_model=True)
         if not self.options.evaluate:
             for name in quality_options.SAME_TRAINING:
                 if (found := begun.get(name)) != getattr(self.options, name):

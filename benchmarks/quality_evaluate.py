@@ -120,8 +120,8 @@ class Evaluation:
         return rows
 
     def by_window(self, model: Model) -> list[dict[str, Any]]:
-        """Losses with other windows than that of training: a query keeps `keys` keys in all, and in
-        layers with a window of their own so many times as many as in training."""
+        """Losses with other windows than those of training: a query keeps `keys` keys in all. In
+        layers with a window of their own their number is multiplied by the same factor."""
         rows = []
         config = model.config
         if config.window is None:

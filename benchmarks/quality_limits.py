@@ -9,13 +9,14 @@ a number of keys, of which the --recent newest ones are always there. The other 
 one of these rules, the first two of which know the future:
 
     each query   those of highest <query, key>, for each query and each query head
-    all queries  those that get the largest probabilities from later queries in attention to all
-                 keys, as score_target_loss has its targets: one order for all queries of a kv head
+    all queries  those of highest target of score_target_loss, that is of largest probability from
+                 any later query in attention to all keys: one order for all queries of a kv head
     newest       the newest ones
     random       those of highest random score
 
 "each query" is what few keys can reach; "all queries" is about what scores can reach that do not
-depend on the query. All other heads are as they were trained.
+depend on the query. Scores of the model, and their bias, have no part in these heads. All other
+heads are as they were trained.
 Exit status: 0 done; 2 bad usage, or a model without NoPE heads.
 """
 
@@ -33,10 +34,13 @@ import numpy as np
 import quality_model
 import torch
 from flash_dmattn import attention, select
-from peers_common import commit
+from flash_dmattn.score_targets import log_targets
+from peers_common import commit, write_whole
+from quality import machine_of
 from quality_evaluate import Evaluation
 from quality_model import Attention, Model, attend_to_all, prefer_cudnn
 from quality_results import table_of
+from torch import nn
 
 RULES = ("each query", "all queries", "newest", "random")
 QUERIES = 1024  # whose logits are in memory at once
@@ -70,19 +74,6 @@ def best_of_each_query(
     return torch.cat(pieces).to(query.dtype)
 
 
-def targets_of(query: torch.Tensor, key: torch.Tensor, recent: int) -> torch.Tensor:
-    """[keys] of one kv head: over its query heads, the sum of the squares of the largest
-    probability that a query gives to a key which is not among its `recent` newest."""
-    largest = key.new_zeros(query.shape[1], len(key), dtype=torch.float32)
-    for begin in range(0, len(query), QUERIES):
-        own = query[begin : begin + QUERIES]
-        count = begin + len(own)
-        weights = logits_of(own, key[:count], begin).softmax(-1).tril(begin - recent)
-        old = largest[:, :count]
-        old.copy_(torch.maximum(old, weights.amax(1)))
-    return largest.square().sum(0)
-
-
 def scores_of(rule: str, query: torch.Tensor, key: torch.Tensor, recent: int) -> torch.Tensor:
     """[kv_heads, len] float32 of one sequence, for the rules that have one order of the keys."""
     length, kv_heads, _ = key.shape
@@ -91,8 +82,8 @@ def scores_of(rule: str, query: torch.Tensor, key: torch.Tensor, recent: int) ->
     if rule == "random":
         generator = torch.Generator().manual_seed(SEED)
         return torch.rand(kv_heads, length, generator=generator).to(key.device)
-    groups = query.unflatten(1, (kv_heads, -1)).unbind(1)
-    return torch.stack([targets_of(q, k, recent) for q, k in zip(groups, key.unbind(1))])
+    targets = log_targets(query, key, recent, None, 0.0, None)
+    return nn.functional.pad(targets.float(), (0, recent))  # these are recent to all queries
 
 
 def attend_with(
@@ -106,9 +97,10 @@ def attend_with(
         selection = select(torch.stack(scores), keys - recent, recent=recent)
         return attention(query, key, value, selection=selection, causal=True)[0]
     kv_heads, out = key.shape[2], []
-    for q, k, v in zip(query.unflatten(2, (kv_heads, -1)), key, value):
-        heads = zip(q.unbind(1), k.unbind(1), v.unbind(1))
-        out.append(torch.cat([best_of_each_query(*head, keys, recent) for head in heads], 1))
+    with torch.autocast(query.device.type, enabled=False):
+        for q, k, v in zip(query.unflatten(2, (kv_heads, -1)), key, value):
+            heads = zip(q.unbind(1), k.unbind(1), v.unbind(1))
+            out.append(torch.cat([best_of_each_query(*head, keys, recent) for head in heads], 1))
     return torch.stack(out)
 
 
@@ -136,11 +128,11 @@ def restricted_heads(model: Model, rule: str, keys: int, recent: int) -> Iterato
 
 
 def measure(model: Model, evaluation: Evaluation, counts: list[int], recent: int) -> list[Any]:
-    """A row for all keys, and one for each number of keys with a loss for each rule."""
+    """A row for each number of keys, first for all of them, with a loss for each rule."""
     rows = []
     for keys in [evaluation.length, *counts]:
         row: dict[str, Any] = {"keys": keys}
-        for rule in RULES[:1] if keys == evaluation.length else RULES:
+        for rule in RULES:
             with restricted_heads(model, rule, keys, recent):
                 row[rule] = evaluation.losses(model)["bits"]
         rows.append(row)
@@ -160,25 +152,29 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args()
+    text = options.corpus / "held_out.bin"
+    for path in (options.model, text):
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
+    if text.stat().st_size <= options.length:
+        parser.error(f"--length: is {options.length}, want less than {text} has bytes")
+    if options.recent < 0:
+        parser.error(f"--recent: is {options.recent}, want 0 or more")
     for keys in options.keys:
-        if not max(0, options.recent) < keys < options.length:
+        if not options.recent < keys < options.length:
             parser.error(f"--keys: is {keys}, want more than --recent and less than --length")
     model = quality_model.load(options.model)
     if not any(layer.nope_heads > 0 for layer in model.attentions()):
         parser.error(f"{options.model}: has no NoPE heads")
     device = torch.device(options.device)
-    held_out = np.fromfile(options.corpus / "held_out.bin", np.uint8)
-    evaluation = Evaluation(held_out, options.length, 4, options.pieces, device)
+    evaluation = Evaluation(np.fromfile(text, np.uint8), options.length, 4, options.pieces, device)
     with prefer_cudnn():
         rows = measure(model.to(device), evaluation, options.keys, options.recent)
     if options.json is not None:
-        first = {"model": options.model.name, "device": device.type, "commit": commit()}
-        lines = [{**first, "torch": torch.__version__, "recent": options.recent}, *rows]
-        options.json.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    cells = [
-        (f"{row['keys']:,}", *(f"{row[rule]:.3f}" if rule in row else "" for rule in RULES))
-        for row in rows
-    ]
+        settings = {name: getattr(options, name) for name in ("recent", "length", "pieces")}
+        first = {"model": options.model.name, **machine_of(device), "commit": commit()}
+        write_whole(options.json, [{**first, **settings}, *rows])
+    cells = [(f"{row['keys']:,}", *(f"{row[rule]:.3f}" for rule in RULES)) for row in rows]
     print(*table_of(("keys", *RULES), cells), sep="\n")
 
 

@@ -128,7 +128,8 @@ def config_of(
     the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
     the last of every so many layers. The last `nope_heads` of all layers, or of nope_layers
     (counted from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of
-    their channels have a rotary embedding. qk_norm: as that of DynamicMaskAttention."""
+    their channels have a rotary embedding. In these layers, also in their other heads, a query
+    keeps `nope_keys` keys in all; None: `keys`. qk_norm: as that of DynamicMaskAttention."""
     layers, _, kv_heads = SIZES[size]
     nope: tuple[int, ...] = ()
     if nope_heads > 0:

@@ -26,7 +26,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     add("--score-layers", type=int, help="scores in the last of every so many layers (all)")
     add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
-    add("--nope-keys", type=int, help="keys that a query keeps in all in these layers (--keys)")
+    add("--nope-keys", type=int, help="keys of a query in all heads of these layers (--keys)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the learning rate of their scores (0.03)")
@@ -167,7 +167,7 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if options.form == "dense":
             parser.error("--nope-keys: is given with --form dense, which keeps all keys")
         if keys < least:
-            parser.error(f"--nope-keys: is {keys}, want {least} or more: recent, sinks, 1 by score")
+            parser.error(f"--nope-keys: is {keys}, want {least} or more, for --recent and --sinks")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:
             parser.error(f"{flag(name)}: is {getattr(options, name)}, want 0 to 1")

@@ -95,7 +95,9 @@ def score_target_loss(
     for q, k, v in zip(query.detach(), key.detach(), value.detach()):
         own = q.unflatten(1, (kv_heads, -1))[:, chosen].flatten(1, 2), k[:, chosen]
         with torch.no_grad():
-            target = _targets(*own, recent, softmax_scale, softcap, backend)[:, sinks:].softmax(-1)
+            target = log_targets(*own, recent, softmax_scale, softcap, backend)[:, sinks:].softmax(
+                -1
+            )
         dtype = target.dtype
         states = v[sinks : length - recent].flatten(1).to(dtype)
         with torch.autocast(query.device.type, enabled=False):
@@ -131,7 +133,7 @@ def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
         raise ValueError("query: batch is 0, want 1 or more")
 
 
-def _targets(
+def log_targets(
     query: torch.Tensor,
     key: torch.Tensor,
     recent: int,

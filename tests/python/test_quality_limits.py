@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import quality_limits
 import quality_model
 import torch
-from flash_dmattn import score_target_loss
 from quality_cases import LENGTH, train
+from torch import nn
 
 KEYS, RECENT = 24, 6
 
@@ -27,7 +28,7 @@ def rows_of(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def out_with(kept: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
     """Attention with a mask [heads, queries, keys], by definition, in float64."""
     query, key, value = (x[0].double().transpose(0, 1) for x in rows)
-    key, value = (x.repeat_interleave(2, 0) for x in (key, value))
+    key, value = (x.repeat_interleave(len(query) // len(key), 0) for x in (key, value))
     logits = (query @ key.transpose(1, 2) / 4).masked_fill(~kept, -torch.inf)
     return (logits.softmax(-1) @ value).transpose(0, 1)[None]
 
@@ -47,20 +48,39 @@ def test_best_keys_of_each_query(queries: int, monkeypatch: pytest.MonkeyPatch) 
     assert torch.allclose(found.double(), out_with(kept, query, key, value), atol=1e-5)
 
 
-@pytest.mark.parametrize("queries", [7, 1024])
-def test_targets_are_those_of_the_loss(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of score_target_loss for dt is softmax(dt) minus the targets."""
-    monkeypatch.setattr(quality_limits, "QUERIES", queries)
-    query, key, _ = rows_of(32, 1)
-    value = torch.eye(32).reshape(1, 32, 2, 16)  # so that dt is a row of dt_proj
-    dt_proj = torch.zeros(2, 32, requires_grad=True)
-    score_target_loss(query, key, value, dt_proj, recent=RECENT).backward()
-    older = 32 - RECENT
-    wanted = 1 / older - 2 * dt_proj.grad[:, :older]  # the loss is the mean over two heads
-    found = quality_limits.scores_of("all queries", query[0], key[0], RECENT)
-    assert (found[:, older:] == 0).all()
-    found = found[:, :older] / found.sum(1, keepdim=True)
-    assert torch.allclose(found, wanted, atol=1e-5)
+def test_best_keys_for_all_queries() -> None:
+    """With one query head and one newest key: of the others, those of largest probability from any
+    later query, among those that a query sees."""
+    query, key, value = (x[:, :, :1] for x in rows_of(40, 1))
+    logits = (query[0, :, 0].double() @ key[0, :, 0].double().T / 4).tolist()
+    largest = [0.0] * 40
+    for n, row in enumerate(logits):
+        total = sum(math.exp(x) for x in row[: n + 1])
+        for j in range(n):  # the key of position n is the newest one
+            largest[j] = max(largest[j], math.exp(row[j]) / total)
+    kept = torch.zeros(1, 40, 40, dtype=torch.bool)
+    for n in range(40):
+        best = sorted(range(n), key=lambda j: -largest[j])[: KEYS - 1]
+        kept[0, n, [*best, n]] = True
+    found = quality_limits.attend_with("all queries", KEYS, 1, query, key, value)
+    assert torch.allclose(found.double(), out_with(kept, query, key, value), atol=1e-5)
+
+
+def test_random_keys() -> None:
+    """Every query keeps KEYS keys, its RECENT newest ones, and not the newest ones alone."""
+    query, key = (nn.functional.pad(x, (0, 40)) for x in rows_of(50, 4)[:2])
+    value = torch.eye(50, 56)[None, :, None].repeat(1, 1, 2, 1)  # so that out has the probabilities
+    weights = quality_limits.attend_with("random", KEYS, RECENT, query, key, value)[0, :, 0, :50]
+    assert ((weights > 0).sum(1) == torch.arange(1, 51).clamp(max=KEYS)).all()
+    newest = torch.ones(50, 50, dtype=torch.bool).tril().triu(1 - RECENT)
+    assert (weights[newest] > 0).all() and (weights[-1, : 50 - KEYS] > 0).any()
+
+
+def test_best_keys_are_exact_under_autocast() -> None:
+    rows = rows_of(50, 5)
+    wanted = quality_limits.attend_with("each query", KEYS, RECENT, *rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(quality_limits.attend_with("each query", KEYS, RECENT, *rows), wanted)
 
 
 def test_newest_keys() -> None:
@@ -113,10 +133,23 @@ def test_a_table(
     quality_limits.main()
     lines = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert [row["keys"] for row in lines[1:]] == [LENGTH, 64, 256]
-    assert lines[1]["each query"] == pytest.approx(run["final"]["bits"], abs=1e-5)
+    assert {"device", "torch", "commit"} <= set(lines[0])
+    for rule in quality_limits.RULES:
+        assert lines[1][rule] == pytest.approx(run["final"]["bits"], abs=1e-5)
     assert "| 64 |" in capsys.readouterr().out
-    for keys in ("64", str(LENGTH)):
-        monkeypatch.setattr(sys, "argv", [*command, "--recent", "64", "--keys", keys])
+    train(corpus, tmp_path, "dense", name="plain")
+    for options, message in (
+        (["--recent=64", "--keys=64"], "--keys: is 64, want more than --recent"),
+        ([f"--keys={LENGTH}"], f"--keys: is {LENGTH}, want more than --recent and less"),
+        (["--recent=-1"], "--recent: is -1, want 0 or more"),
+        (["--length=5000"], "--length: is 5000, want less than"),
+        ([f"--corpus={tmp_path}"], "held_out.bin is not a file"),
+        ([str(tmp_path / "plain.safetensors")], "has no NoPE heads"),
+        (["nothing"], "nothing is not a file"),
+    ):
+        is_model = not options[0].startswith("--")
+        given = [*options, *command[2:]] if is_model else [*command[1:], *options]
+        monkeypatch.setattr(sys, "argv", ["quality_limits.py", *given])
         with pytest.raises(SystemExit) as stop:
             quality_limits.main()
-        assert stop.value.code == 2 and f"--keys: is {keys}" in capsys.readouterr().err
+        assert stop.value.code == 2 and message in capsys.readouterr().err
