@@ -58,7 +58,7 @@ class DynamicMaskCache:
         cache.commit(accepted)                     # [batch] int32
 
     Args:
-        layers: of the model.
+        layers: of the model. Layers with another window, recent or sinks need a cache of their own.
         batch: sequences.
         kv_heads: key and value heads of a layer.
         head_dim: channels of a head, a multiple of 8 up to 256.
