@@ -152,7 +152,9 @@ static const struct {
     {2, 3, 16385, 2048, kind_count, 0},        {1, 2, 65537, 1, kind_count, 0},
     {1, 2, 131072, 2048, kind_count, 1},       {1, 1, 131073, 100000, kind_falling + 1, 0},
     {1, 2, 400001, 3000, kind_falling + 1, 1}, {1, 8, 1048576, 2048, kind_equal + 1, 0},
-    {1, 1, 4194304, 2048, kind_equal + 1, 0},
+    {1, 1, 4194304, 2048, kind_equal + 1, 0},  {1, 8, 67584, 2048, kind_count, 0},
+    {1, 8, 73728, 300, kind_count, 1},         {1, 8, 79872, 2048, kind_count, 1},
+    {1, 8, 81920, 4096, kind_count, 0},
 };
 
 static void check_long(int index, score_kind kind) {
@@ -205,6 +207,9 @@ static const struct {
     {1, 2, 131072, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},
     {1, 2, 131073, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},
     {3, 2, 150000, 3, 8193, 3, FDMA_SCOPE_CAUSAL, true},
+    {1, 8, 73000, 700, 77, 3, FDMA_SCOPE_CAUSAL, true},
+    {1, 8, 81919, 2048, 256, 4, FDMA_SCOPE_CAUSAL, false},
+    {1, 8, 80000, 900, 0, 3, FDMA_SCOPE_GLOBAL, true},
     {1, 1, 1048576, 1, 1, 1, FDMA_SCOPE_CAUSAL, false},
     {1, 1, 1048577, 2048, 256, 4, FDMA_SCOPE_CAUSAL, true},
     {1, 2, 300000, 20000, 0, 9000, FDMA_SCOPE_CAUSAL, true}, // sinks past a block of keys

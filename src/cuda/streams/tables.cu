@@ -26,14 +26,16 @@ struct stream_plan {
     const uint8_t *key_valid; // NULL: all keys of the call are valid
     int64_t valid_batch;
     int32_t kv_heads, rows, new_len, kv_len;
-    int64_t slots; // and rows of table_out
+    int32_t partitions; // of counted_rows rows
+    int64_t slots;      // and rows of table_out
     // in the workspace, of each head in the order of positions
-    float *sequence_score;    // [heads][kv_len]
-    uint8_t *sequence_valid;  // [heads][kv_len]
-    int32_t *sequence_expiry; // [heads][kv_len]
-    int32_t *sequence_slot;   // [heads][kv_len]
-    int32_t *row;             // [heads][rows]: the row of each carried key
-    int32_t *empty;           // [heads]: empty rows, which stand first
+    float *sequence_score;           // [heads][kv_len]
+    uint8_t *sequence_valid;         // [heads][kv_len]
+    int32_t *sequence_expiry;        // [heads][kv_len]
+    int32_t *sequence_slot;          // [heads][kv_len]
+    struct row_partition *partition; // [heads][partitions]
+    int32_t *row;                    // [heads][rows]: the row of each carried key
+    int32_t *empty;                  // [heads]: empty rows, which stand first
 };
 
 struct stream_element {
@@ -48,44 +50,70 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
+/* What is known of counted_rows successive carried keys of a head. */
+struct alignas(16) row_partition {
+    int32_t lowest, highest; // of the positions; INT32_MAX and -1 if all rows are empty
+    int32_t empty;           // empty rows
+    int32_t is_ordered;      // whether positions ascend and all empty rows come last
+};
+
+/* Writes the row_partition of a thread block's rows. */
+static __global__ void __launch_bounds__(stream_threads)
+    describe_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
+    __shared__ row_partition partition;
+    const stream_element at = element_of(plan);
+    if (threadIdx.x == 0)
+        partition = {INT32_MAX, -1, 0, true};
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (at.head >= heads)
+        return;
+    const int32_t *const position = plan.in_position.at(at.b, at.g);
+    const int32_t first = blockIdx.x * counted_rows;
+    int32_t lowest = INT32_MAX, highest = -1, empty = 0;
+    bool is_ordered = true;
+#pragma unroll
+    for (int i = 0; i < counted_rows / stream_threads; i++) {
+        const int32_t row = first + i * stream_threads + (int32_t)threadIdx.x;
+        const int32_t own = row < plan.rows ? max(position[row], -1) : -1;
+        const int32_t before = row > first && row < plan.rows ? position[row - 1] : 0;
+        lowest = own >= 0 ? min(lowest, own) : lowest;
+        highest = max(highest, own);
+        empty += own < 0 && row < plan.rows;
+        is_ordered &= own < 0 || row == first || (before >= 0 && before < own);
+    }
+    lowest = __reduce_min_sync(~0u, lowest);
+    highest = __reduce_max_sync(~0u, highest);
+    empty = __reduce_add_sync(~0u, empty);
+    is_ordered = __all_sync(~0u, is_ordered);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        atomicMin(&partition.lowest, lowest);
+        atomicMax(&partition.highest, highest);
+        atomicAdd(&partition.empty, empty);
+        atomicMin(&partition.is_ordered, is_ordered);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        plan.partition[at.head * plan.partitions + blockIdx.x] = partition;
+}
+
 /* The numbers of a thread block that orders rows: some of the positions, and what each warp has
  * counted. */
 struct order_memory {
     alignas(16) int32_t positions[counted_rows];
     int32_t before[order_warps][ordered_rows];
-    int32_t empty;           // so far
-    int32_t lowest, highest; // of the positions that are not -1
 };
 
 /* Loads the positions of rows `first` to `first + count` - 1, -1 for empty ones, and behind them up
- * to three that no row comes after. Counts the empty ones. Returns how many these are. */
-__device__ static int32_t load_positions(order_memory *shared, const int32_t *position,
-                                         int32_t first, int32_t count) {
-    int32_t empty = 0, lowest = INT32_MAX, highest = -1;
-    const int32_t before = shared->empty;
-    if (threadIdx.x == 0) {
-        shared->lowest = INT32_MAX;
-        shared->highest = -1;
-    }
-    __syncthreads();
+ * to three that no row comes after. */
+__device__ static void load_positions(order_memory *shared, const int32_t *position, int32_t first,
+                                      int32_t count) {
+    __syncthreads(); // no warp counts the ones before
 #pragma unroll 8
-    for (int32_t n = threadIdx.x; n < (count + 3) / 4 * 4; n += stream_threads) {
-        const int32_t own = n < count ? max(position[first + n], -1) : INT32_MAX;
-        shared->positions[n] = own;
-        empty += own < 0;
-        lowest = own >= 0 ? min(lowest, own) : lowest;
-        highest = n < count ? max(highest, own) : highest;
-    }
-    empty = __reduce_add_sync(~0u, empty);
-    lowest = __reduce_min_sync(~0u, lowest);
-    highest = __reduce_max_sync(~0u, highest);
-    if (threadIdx.x % 32 == 0) {
-        atomicAdd(&shared->empty, empty);
-        atomicMin(&shared->lowest, lowest);
-        atomicMax(&shared->highest, highest);
-    }
+    for (int32_t n = threadIdx.x; n < (count + 3) / 4 * 4; n += stream_threads)
+        shared->positions[n] = n < count ? max(position[first + n], -1) : INT32_MAX;
     __syncthreads();
-    return shared->empty - before;
 }
 
 /* Counts how many of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
@@ -133,39 +161,62 @@ __device__ static position_range range_of(const int32_t (&own)[lane_rows]) {
     return {__reduce_min_sync(~0u, range.lowest), __reduce_max_sync(~0u, range.highest)};
 }
 
-/* Counts `count` other rows, `empty` of which are empty, if all their positions are below those of
- * the own rows (are_below), or all above. is_earlier: they are lower rows. */
-__device__ static void count_all(int32_t count, int32_t empty, bool are_below, bool is_earlier,
-                                 const int32_t (&own)[lane_rows], int32_t (&before)[lane_rows]) {
-    if (threadIdx.x / 32 != 0)
-        return;
+/* Counts `count` other rows, if all their positions are below those of the own rows (are_below), or
+ * all above. is_earlier: they are lower rows. */
+__device__ static void count_all(const row_partition &partition, int32_t count, bool are_below,
+                                 bool is_earlier, const int32_t (&own)[lane_rows],
+                                 int32_t (&before)[lane_rows]) {
 #pragma unroll
     for (int i = 0; i < lane_rows; i++)
-        before[i] += own[i] >= 0 ? (are_below ? count : empty) : (is_earlier ? empty : 0);
+        before[i] += own[i] >= 0 ? (are_below ? count : partition.empty)
+                                 : (is_earlier ? partition.empty : 0);
 }
 
-/* Counts how many rows precede each of this lane's rows, of those that this warp looks at. The
- * first of the thread block's rows is first_row. Rows that come from several tables, one after the
- * other in the order of positions, need not be compared one by one with those of other tables. */
-__device__ static void count_before(order_memory *shared, const int32_t *position, int32_t rows,
-                                    int32_t first_row, const int32_t (&own)[lane_rows],
-                                    int32_t (&before)[lane_rows]) {
+/* Counts the `count` rows of the own partition, which is in order. Row `from` of it is the thread
+ * block's first one. */
+__device__ static void count_in_order(const row_partition &partition, int32_t count, int32_t from,
+                                      const int32_t (&own)[lane_rows],
+                                      int32_t (&before)[lane_rows]) {
+    const int32_t filled = count - partition.empty;
+#pragma unroll
+    for (int i = 0; i < lane_rows; i++) {
+        const int32_t n = from + 32 * i + (int32_t)threadIdx.x % 32;
+        before[i] += own[i] >= 0 ? partition.empty + n : n - filled;
+    }
+}
+
+/* Counts how many rows precede each of this lane's rows, of those that this warp looks at. Returns
+ * how many rows are empty. Rows that come from several tables, one after the other in the order of
+ * positions, need not be compared one by one with those of other tables, nor with each other if
+ * their table is in order. */
+__device__ static int32_t count_before(order_memory *shared, const row_partition *partitions,
+                                       const int32_t *position, int32_t rows, int32_t first_row,
+                                       const int32_t (&own)[lane_rows],
+                                       int32_t (&before)[lane_rows]) {
     const position_range range = range_of(own);
+    const bool is_first_warp = threadIdx.x / 32 == 0;
+    int32_t empty = 0;
     for (int32_t first = 0; first < rows; first += counted_rows) {
+        const row_partition partition = *partitions++;
         const int32_t count = min(counted_rows, rows - first), end = (count + 3) / 4 * 4;
         const int32_t from = min(max(first_row - first, 0), end);
         const int32_t behind = min(max(first_row + ordered_rows - first, 0), end);
-        __syncthreads();
-        const int32_t empty = load_positions(shared, position, first, count);
-        const bool are_below = shared->highest < range.lowest;
-        if (from == behind && (are_below || shared->lowest > range.highest)) {
-            count_all(count, empty, are_below, behind == end, own, before);
-            continue;
+        const bool are_below = partition.highest < range.lowest, is_own = from < behind;
+        empty += partition.empty;
+        if (!is_own && (are_below || partition.lowest > range.highest)) {
+            if (is_first_warp)
+                count_all(partition, count, are_below, behind == end, own, before);
+        } else if (is_own && partition.is_ordered) {
+            if (is_first_warp)
+                count_in_order(partition, count, from, own, before);
+        } else {
+            load_positions(shared, position, first, count);
+            count_positions<true>(shared, 0, from, own, before);
+            count_neighbours(shared, from, behind, own, before);
+            count_positions<false>(shared, behind, end, own, before);
         }
-        count_positions<true>(shared, 0, from, own, before);
-        count_neighbours(shared, from, behind, own, before);
-        count_positions<false>(shared, behind, end, own, before);
     }
+    return empty;
 }
 
 /* Copies some carried keys in order of position: the number of rows that precede a key is its new
@@ -180,15 +231,15 @@ __device__ static void order_rows(const stream_plan &plan, const stream_element 
         const int32_t row = first_row + 32 * i + threadIdx.x % 32;
         own[i] = row < plan.rows ? max(position[row], -1) : -1;
     }
-    if (threadIdx.x == 0)
-        shared.empty = 0;
-    count_before(&shared, position, plan.rows, first_row, own, before);
+    const row_partition *const partitions = plan.partition + at.head * plan.partitions;
+    const int32_t empty =
+        count_before(&shared, partitions, position, plan.rows, first_row, own, before);
 #pragma unroll
     for (int i = 0; i < lane_rows; i++)
         shared.before[warp][32 * i + threadIdx.x % 32] = before[i];
     __syncthreads();
     if (first_row == 0 && threadIdx.x == 0)
-        plan.empty[at.head] = shared.empty;
+        plan.empty[at.head] = empty;
     const int32_t row = first_row + (int32_t)threadIdx.x;
     if (threadIdx.x >= ordered_rows || row >= plan.rows)
         return;
@@ -320,6 +371,9 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
     plan.sequence_valid = take<uint8_t>(arena, keys);
     plan.sequence_expiry = take<int32_t>(arena, keys);
     plan.sequence_slot = take<int32_t>(arena, keys);
+    plan.partitions = (int32_t)divide_up(plan.rows, counted_rows);
+    plan.partition =
+        take<row_partition>(arena, problem->batch * problem->kv_heads * plan.partitions);
     plan.row = take<int32_t>(arena, problem->batch * problem->kv_heads * problem->carried_len);
     plan.empty = take<int32_t>(arena, problem->batch * problem->kv_heads);
     return plan;
@@ -365,6 +419,10 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
         const int32_t row_blocks = (int32_t)divide_up(plan.rows, ordered_rows);
         const launch_shape all = {grid_of(row_blocks + divide_up(plan.new_len, copied_keys), heads),
                                   dim3(stream_threads), 0, start_early};
+        const launch_shape each = {grid_of(plan.partitions, heads), dim3(stream_threads), 0,
+                                   start_early};
+        if (plan.partitions > 0)
+            FDMA_TRY(launch("select", describe_rows, each, problem, plan, heads));
         FDMA_TRY(launch("select", write_sequences, all, problem, plan, heads, row_blocks));
         FDMA_TRY(kernel->run(&one));
         FDMA_TRY(launch("select", write_selection, over(plan.kv_len), problem, plan, heads));

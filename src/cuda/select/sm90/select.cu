@@ -311,8 +311,11 @@ static __global__ void __launch_bounds__(threads, 1)
 enum { most_items = 11 };
 enum { most_packed_items = 4 }; // where sequences are packed, registers do not suffice for more
 
-/* The most blocks of a cluster: with the most keys a block has no room for the counts of more. */
-static constexpr int most_blocks_of(int items) { return items < most_items ? most_blocks : 4; }
+/* The most blocks of a cluster. The more keys a thread has, the fewer registers and the less memory
+ * are left for the counts of other blocks. */
+static constexpr int most_blocks_of(int items) {
+    return items <= 8 ? most_blocks : items <= 10 ? 8 : 4;
+}
 
 template <int items, bool packed = false>
 using config_of = segment_config<items, most_blocks_of(items), packed>;
@@ -349,13 +352,9 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     static const struct {
         int items;
         fdma_status (*run)(const fdma_problem *problem, const select_call &call, uint32_t blocks);
-    } choices[] = {{1, run_with<1>},
-                   {2, run_with<2>},
-                   {3, run_with<3>},
-                   {4, run_with<4>},
-                   {6, run_with<6>},
-                   {8, run_with<8>},
-                   {most_items, run_with<most_items>}};
+    } choices[] = {{1, run_with<1>}, {2, run_with<2>},   {3, run_with<3>},
+                   {4, run_with<4>}, {6, run_with<6>},   {8, run_with<8>},
+                   {9, run_with<9>}, {10, run_with<10>}, {most_items, run_with<most_items>}};
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     const int64_t most = most_cluster_blocks(device);
     segment_plan best = {NULL, 0, INT64_MAX};
