@@ -289,8 +289,12 @@ class Recording:
         works = [gather(room, *one[1:2], **one[2]) for room, one in zip(rooms, self.gathers)]
         for work in works:
             work.wait()
-        for received, sent, counts, options in self.exchanges:
-            exchange(torch.empty_like(received), sent, *counts, **options)
+        rooms = [torch.empty_like(received) for received, *_ in self.exchanges]
+        works = [
+            exchange(room, *one[1:2], *one[2], **one[3]) for room, one in zip(rooms, self.exchanges)
+        ]
+        for work in works:
+            work.wait()
 
     def run_locally(self, call: Callable[[], Any]) -> None:
         """The call, with a copy on the own device in place of each operation."""
@@ -300,8 +304,9 @@ class Recording:
             received.copy_(next(gathers)[0])
             return Done()
 
-        def all_to_all(received: torch.Tensor, *_: Any, **options: Any) -> None:
+        def all_to_all(received: torch.Tensor, *_: Any, **options: Any) -> Done:
             received.copy_(next(exchanges)[0])
+            return Done()
 
         with replaced(all_gather, all_to_all):
             call()

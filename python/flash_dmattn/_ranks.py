@@ -127,17 +127,16 @@ class Ranks:
         return Gathering(self, own)
 
     def exchange(
-        self, sent: torch.Tensor, sent_counts: list[int], received_counts: list[int]
-    ) -> torch.Tensor:
-        """Send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n. Returns the
-        rows from all ranks, received_counts[n] from rank n."""
-        device = sent.device
-        sent = (sent.cpu() if self.through_host else sent).contiguous()
-        received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
-        dist.all_to_all_single(
-            received, sent, received_counts, sent_counts, group=self.process_group()
-        )
-        return received.to(device)
+        self,
+        sent: torch.Tensor,
+        sent_counts: list[int],
+        received_counts: list[int],
+        shape: tuple[int, ...],
+    ) -> Exchanging:
+        """Begin to send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n, and
+        to receive rows from all ranks, received_counts[n] from rank n, as a tensor of this shape.
+        """
+        return Exchanging(self, sent, (sent_counts, received_counts), shape)
 
     def pass_on(self, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Passing:
         """Begin to send tensors to the next rank, and to receive such of these shapes from the one
@@ -157,6 +156,30 @@ class Gathering:
 
     def wait(self) -> torch.Tensor:
         """[ranks, ...]: on a device its stream waits, not the host."""
+        self.work.wait()
+        return self.received.view(self.shape).to(self.device)
+
+
+class Exchanging:
+    """Rows on their way between all ranks, other ones for each."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sent: torch.Tensor,
+        counts: tuple[list[int], list[int]],  # of rows, to each rank and from each
+        shape: tuple[int, ...],
+    ) -> None:
+        self.device, self.shape, group = sent.device, shape, ranks.process_group()
+        # Kept until wait(): the operation reads it.
+        self.sent = (sent.cpu() if ranks.through_host else sent).contiguous()
+        self.received = self.sent.new_empty((sum(counts[1]), *sent.shape[1:]))
+        self.work = dist.all_to_all_single(
+            self.received, self.sent, counts[1], counts[0], group=group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """On a device its stream waits, not the host."""
         self.work.wait()
         return self.received.view(self.shape).to(self.device)
 

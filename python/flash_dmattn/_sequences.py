@@ -127,7 +127,8 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         ranks, lengths = ctx.ranks, ctx.lengths
         own = lengths[ranks.rank]
-        found = ranks.exchange(gradient, lengths, [own] * ranks.size).split(own)
+        shape = (ranks.size, own, *gradient.shape[1:])
+        found = ranks.exchange(gradient, lengths, [own] * ranks.size, shape).wait()
         total = found[0].to(wide(gradient.dtype))
         for one in found[1:]:
             total = total + one

@@ -32,7 +32,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _context, _ring, ops
+from . import _arguments, _context, _context_autograd, _ring, ops
 from ._arguments import MaybeTensor
 from ._call import check_same_device
 from ._inputs import refuse_tangents
@@ -152,7 +152,7 @@ def _attend(
         *(options["softcap"], options["deterministic"], options["backend"]),
     )
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "sink_logit")
-    return _context.ContextAttention.apply(call, *(tensors[name] for name in names))
+    return _context_autograd.ContextAttention.apply(call, *(tensors[name] for name in names))
 
 
 @torch.compiler.disable

@@ -120,7 +120,7 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 CHANGED = """
 import sys
 sys.path.insert(0, {folder!r})
-import flash_dmattn._context as context
+import flash_dmattn._context_autograd as context
 import ranks
 import ranks_common
 

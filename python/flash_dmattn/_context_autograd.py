@@ -1,0 +1,264 @@
+"""The gradients of _context.py's steps, and both as a function of torch.autograd.
+
+What ranks send back is on its way while the gradients of the weights are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from ._arguments import MaybeTensor
+from ._context import (
+    Call,
+    MaybeTensors,
+    Segment,
+    Tensors,
+    attend,
+    cut,
+    find_candidates,
+    find_table,
+    options_of,
+    select_segments,
+    take_rows,
+)
+from ._ranks import Exchanging
+
+
+class Saved(NamedTuple):
+    """What backward needs, beside the selection of each segment."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dt_proj: torch.Tensor
+    a_coef: torch.Tensor
+    dt_bias: MaybeTensor
+    sink_logit: MaybeTensor
+    key_valid: MaybeTensor
+    bias: MaybeTensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    key_carried: MaybeTensor
+    value_carried: MaybeTensor
+    bias_carried: MaybeTensor
+    position: MaybeTensor  # of the own candidates
+
+
+class Gradients(NamedTuple):
+    """Of a segment; `carried` has those of the carried keys: key, value and bias."""
+
+    query: torch.Tensor
+    key: MaybeTensor
+    value: MaybeTensor
+    bias: MaybeTensor
+    sink_logit: torch.Tensor
+    carried: Tensors | None
+
+
+def differentiate(
+    call: Call, segment: Segment, dout: torch.Tensor, dlse: MaybeTensor, saved: Saved
+) -> Gradients:
+    """The gradients of attend()."""
+    tokens = slice(segment.first, segment.last)
+    rows = (saved.query, saved.key, saved.value)
+    tensors = cut(segment, rows, saved.bias)
+    results = (dout[:, tokens], None if dlse is None else dlse[..., tokens])
+    results += (saved.out[:, tokens], saved.lse[..., tokens])
+    wants_dbias = saved.bias is not None
+    carried = (saved.key_carried, saved.value_carried, saved.bias_carried)
+    if not call.causal:
+        given = (tensors[0], *carried, None, None, None, saved.sink_logit, *4 * [None])
+        kept = (segment.expiry, segment.slot)
+        last = (0.0, call.deterministic, wants_dbias, False, call.backend)
+        found = ops.ATTENTION_BACKWARD(*results, *given, *kept, *options_of(call), *last)
+        return Gradients(found[0], None, None, None, found[4], found[1:4])
+    if segment.reads_carried:
+        kept = (saved.sink_logit, segment.expiry, segment.slot)
+        last = (call.deterministic, wants_dbias, wants_dbias, call.backend)
+        given = (*tensors, *carried, *kept, *options_of(call), *last)
+        found = ops.CARRIED_ATTENTION_BACKWARD(*results, *given)
+        return Gradients(*found[:4], found[7], found[4:7])
+    key_valid = None if call.key_valid is None else call.key_valid[:, tokens]
+    masks = (key_valid, segment.starts, None, saved.sink_logit, *4 * [None])
+    last = (0.0, call.deterministic, wants_dbias, False, call.backend)
+    given = (*tensors, *masks, segment.expiry, segment.slot, *options_of(call), *last)
+    found = ops.ATTENTION_BACKWARD(*results, *given)
+    return Gradients(*found[:5], None)
+
+
+def split_by_rank(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """[ranks, ...] of a tensor whose axis `dim` has the rows of one rank after the other."""
+    return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+
+
+class Returning(NamedTuple):
+    """A gradient of the own candidates that other ranks send back, on its way."""
+
+    way: Exchanging  # [ranks, ...], in the order of ranks
+    # [batch, room, kv_heads]: the index of each candidate in the gradient of all own keys; None: no
+    # rank has candidates of this one
+    index: MaybeTensor
+    # [batch, room, kv_heads]: the row whose key each row has, another one if it is empty; None: all
+    # rows have their own
+    row: MaybeTensor
+
+
+def send_back(call: Call, carried: Tensors | None, saved: Saved) -> list[Returning]:
+    """Begin to return the gradients of carried keys to the ranks that own them. Returns those of
+    the own candidates: of bias, if there is one, which comes first as more is computed from it, of
+    key and of value."""
+    rank, ranks = call.ranks.rank, range(call.ranks.size)
+    batch, kv_heads, room = saved.position.shape
+    owners, readers = call.owners(rank), call.readers
+    key_index, bias_index, row = locate_candidates(call, saved)
+    kinds = []  # dtype, axis of rows, shape, and number among the gradients of carried keys
+    if saved.bias is not None:
+        kinds.append((saved.bias, 2, (batch, kv_heads, room), 2, bias_index))
+    shape = (batch, room, kv_heads, saved.key.shape[-1])
+    kinds += [(saved.key, 1, shape, 0, key_index), (saved.value, 1, shape, 1, key_index)]
+    found = []
+    for like, dim, shape, number, index in kinds:
+        count = math.prod(shape)
+        if carried is None:
+            sent = like.new_empty(0)
+        else:
+            sent = split_by_rank(carried[number], dim, len(owners)).reshape(-1)
+        way = call.ranks.exchange(
+            sent,
+            [count if owner in owners else 0 for owner in ranks],
+            [count if reader in readers else 0 for reader in ranks],
+            (len(readers), *shape),
+        )
+        found.append(Returning(way, index, row))
+    return found
+
+
+def locate_candidates(call: Call, saved: Saved) -> MaybeTensors:
+    """Where the own candidates are in the gradients of key and value, and in that of bias; and
+    `row` of Returning. All None if no rank reads them."""
+    if call.own.length == call.own.tail or not call.readers:
+        return None, None, None
+    batch, length, kv_heads, _ = saved.key.shape
+    position = saved.position.transpose(1, 2)  # [batch, room, kv_heads]
+    row, room = None, position.shape[1]
+    if call.key_valid is not None or call.own.length - call.own.tail < room:
+        # A row without a candidate repeats one that has one, if any has.
+        newest, row = position.max(1, keepdim=True)
+        numbers = torch.arange(room, device=position.device).view(-1, 1)
+        row = torch.where(position >= 0, numbers, row)
+        position = torch.where(position >= 0, position, newest).clamp_(min=0)
+    index = position + call.own.tail
+    b = torch.arange(batch, device=position.device).view(-1, 1, 1)
+    g = torch.arange(kv_heads, device=position.device)
+    return (b * length + index) * kv_heads + g, (b * kv_heads + g) * length + index, row
+
+
+def add_returned(returning: Returning, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add what other ranks have sent back to a gradient of the own keys. Numbers are added in this
+    dtype and in an order that depends on that of the ranks alone."""
+    way, index, row = returning
+    if index is None:
+        way.wait()
+        return
+    is_bias = gradient.dim() == 3
+    flat, at = gradient.view(-1, 1 if is_bias else gradient.shape[-1]), index.flatten()
+    sums = flat.index_select(0, at).to(dtype)  # before other ranks are waited for
+    more = way.wait().sum(0, dtype=dtype)
+    more = more.transpose(1, 2)[..., None] if is_bias else more
+    sums = sums.view(more.shape).add_(more)
+    if row is not None:
+        sums = sums.gather(1, row[..., None].expand_as(sums))
+    flat.index_copy_(0, at, sums.flatten(0, 2).to(gradient.dtype))
+
+
+def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
+    """Those of all segments in one."""
+    if len(tensors) == 1 or tensors[0] is None:
+        return tensors[0]
+    return torch.cat(tensors, dim)
+
+
+def gradients_of_keys(call: Call, found: list[Gradients], like: Saved) -> MaybeTensors:
+    """Of key, value and bias, from the own queries. Without causal masking these attend to the
+    carried keys alone."""
+    if call.causal:
+        key, value = join([one.key for one in found], 1), join([one.value for one in found], 1)
+        return key, value, join([one.bias for one in found], 2)
+    rows = (like.key, like.value, like.bias)
+    return tuple(
+        None if one is None else torch.zeros_like(one, memory_format=torch.contiguous_format)
+        for one in rows
+    )
+
+
+class ContextAttention(torch.autograd.Function):
+    """apply(call, query, key, value, dt_proj, a_coef, dt_bias, sink_logit): out and lse of the own
+    tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *given: MaybeTensor) -> Tensors:
+        query, key, value, *_, sink_logit = given
+        bias = call.bias
+        table, carried, position = None, (None, None, None), None
+        if call.exchanges:
+            found = find_candidates(call, key, value)
+            numbers, rows = call.ranks.gather(found.packed), call.ranks.gather(found.rows)
+            position = found.numbers.position
+            table = find_table(call, numbers.wait())
+        segments = select_segments(call, table)
+        if call.exchanges:
+            gathered = rows.wait()
+            if table is not None:
+                carried = (*take_rows(call, gathered), None if bias is None else table.bias)
+            # The own candidates are free before attention begins.
+            del found, numbers, rows, gathered
+        outs, lses = [], []
+        for segment in segments:
+            tensors = cut(segment, (query, key, value), bias)
+            out, lse = attend(call, segment, tensors, carried, sink_logit)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = join(outs, 1), join(lses, 2)
+        saved = Saved(*given, call.key_valid, bias, out, lse, *carried, position)
+        selected = [one for segment in segments for one in segment[3:]]
+        ctx.save_for_backward(*saved, *selected)
+        ctx.set_materialize_grads(False)
+        ctx.call = call._replace(score=None, bias=None, key_valid=None)
+        ctx.segments = [segment[:3] for segment in segments]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> MaybeTensors:
+        tensors, count = ctx.saved_tensors, len(Saved._fields)
+        saved, selected = Saved(*tensors[:count]), tensors[count:]
+        call = ctx.call._replace(key_valid=saved.key_valid)
+        if dout is None:
+            dout = torch.zeros_like(saved.out)
+        segments = [
+            Segment(*one, *selected[3 * at : 3 * at + 3]) for at, one in enumerate(ctx.segments)
+        ]
+        found = [differentiate(call, segment, dout, dlse, saved) for segment in segments]
+        dquery = join([one.query for one in found], 1)
+        dkey, dvalue, dbias = gradients_of_keys(call, found, saved)
+        returning = send_back(call, found[0].carried, saved) if call.exchanges else []
+        dweights: MaybeTensors = (None, None, None)
+        if saved.bias is not None:
+            if returning:
+                add_returned(returning.pop(0), dbias, saved.lse.dtype)
+            weights = (saved.value, saved.dt_proj, saved.a_coef, saved.dt_bias)
+            backend = ops.backend_for(call.backend, "score_backward")
+            rest = (call.key_valid, None, dvalue, call.bias_form, backend)
+            *dweights, dt_bias = ops.SCORE_BACKWARD_ADDED(dbias, *weights, *rest)
+            dweights = (*dweights, None if saved.dt_bias is None else dt_bias)
+        for one, gradient in zip(returning, (dkey, dvalue)):
+            add_returned(one, gradient, saved.lse.dtype)
+        dsink = None
+        if saved.sink_logit is not None:
+            dsink = sum((one.sink_logit for one in found[1:]), found[0].sink_logit)
+        return (None, dquery, dkey, dvalue, *dweights, dsink)
