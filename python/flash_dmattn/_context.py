@@ -11,7 +11,7 @@ others.
 
 Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
 Their scores and positions are gathered first, their keys and values follow while the own keys are
-selected. Backward sends the gradients of carried keys back to the ranks that own the keys.
+selected. Backward is in _context_autograd.py.
 
 Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 

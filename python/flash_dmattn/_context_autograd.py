@@ -1,6 +1,10 @@
-"""The gradients of _context.py's steps, and both as a function of torch.autograd.
+"""The autograd function of context_parallel_attention(), and what its backward does.
 
-What ranks send back is on its way while the gradients of the weights are computed.
+    gradients of attention -> those of carried keys go back to the ranks that own the keys
+                           -> gradients of the weights
+                           -> what other ranks send back is added
+
+Forward is a sequence of steps in _context.py. Dimensions are those of that file.
 """
 
 from __future__ import annotations
