@@ -178,8 +178,10 @@ def run_partly(name: str, rank: int, group: Any) -> Tensors:
 def run_captured(name: str, rank: int, group: Any, given: Tensors) -> Tensors:
     """The same by a CUDA graph, which is gone before the process group ends, as NCCL wants it."""
     graph = torch.cuda.CUDAGraph()
-    # Threads of NCCL may call CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # torch.cuda.graph() keeps its own stream, which is one of the device of the first capture, and
+    # a process has other devices in other groups. Threads of NCCL may call CUDA meanwhile.
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         found = run_case(name, rank, group, given)
     for one in found.values():
         if isinstance(one, torch.Tensor):
