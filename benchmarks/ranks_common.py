@@ -264,37 +264,33 @@ class Recording:
     replaced by copies of what they have returned."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self.gathers: list[tuple[Any, ...]] = []  # received, sent, options
-        self.exchanges: list[tuple[Any, ...]] = []  # received, sent, counts, options
+        # of each operation: received, the other arguments, options
+        self.gathers: list[tuple[Any, ...]] = []
+        self.exchanges: list[tuple[Any, ...]] = []
         gather, exchange = _ranks.all_gather, dist.all_to_all_single
         self.operations = gather, exchange
 
-        def all_gather(received: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
-            self.gathers.append((received, sent, options))
-            return gather(received, sent, **options)
+        def all_gather(received: torch.Tensor, *given: Any, **options: Any) -> Any:
+            self.gathers.append((received, given, options))
+            return gather(received, *given, **options)
 
-        def all_to_all(
-            received: torch.Tensor, sent: torch.Tensor, *counts: Any, **options: Any
-        ) -> Any:
-            self.exchanges.append((received, sent, counts, options))
-            return exchange(received, sent, *counts, **options)
+        def all_to_all(received: torch.Tensor, *given: Any, **options: Any) -> Any:
+            self.exchanges.append((received, given, options))
+            return exchange(received, *given, **options)
 
         with replaced(all_gather, all_to_all):
             call()
 
     def exchange_alone(self) -> None:
         """The same operations on tensors of the same shapes, in the same order."""
-        gather, exchange = self.operations
-        rooms = [torch.empty_like(received) for received, _, _ in self.gathers]
-        works = [gather(room, *one[1:2], **one[2]) for room, one in zip(rooms, self.gathers)]
-        for work in works:
-            work.wait()
-        rooms = [torch.empty_like(received) for received, *_ in self.exchanges]
-        works = [
-            exchange(room, *one[1:2], *one[2], **one[3]) for room, one in zip(rooms, self.exchanges)
-        ]
-        for work in works:
-            work.wait()
+        for operation, recorded in zip(self.operations, (self.gathers, self.exchanges)):
+            rooms = [torch.empty_like(received) for received, _, _ in recorded]
+            works = [
+                operation(room, *given, **options)
+                for room, (_, given, options) in zip(rooms, recorded)
+            ]
+            for work in works:
+                work.wait()
 
     def run_locally(self, call: Callable[[], Any]) -> None:
         """The call, with a copy on the own device in place of each operation."""

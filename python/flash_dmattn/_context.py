@@ -11,7 +11,7 @@ others.
 
 Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
 Their scores and positions are gathered first, their keys and values follow while the own keys are
-selected. Backward is in _context_autograd.py.
+selected. The autograd function, with backward, is in _context_autograd.py.
 
 Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 
@@ -157,7 +157,9 @@ def find_candidates(call: Call, key: torch.Tensor, value: torch.Tensor) -> Candi
     valid = None if call.key_valid is None else call.key_valid[:, tail]
     key, value, score = key[:, tail], value[:, tail], call.score[..., tail]
     backend = call.select_backend()
-    # The last query keeps the same keys in both scopes, but global scope has no rule `recent`.
+    # The last query keeps the same keys in both scopes. Global scope is faster, but has no rule
+    # `recent`. The operator cache_store takes any selection as causal, and reads only which keys
+    # are kept to the end, and their slots.
     scope = "causal" if rules[1] > 0 else "global"
     kept = ops.SELECT(score, valid, None, None, *rules, scope, 0.0, backend)
     (batch, _, kv_heads, head_dim), device = key.shape, key.device

@@ -1,10 +1,12 @@
-"""The autograd function of context_parallel_attention(), and what its backward does.
+"""The autograd function of context_parallel_attention(). Forward calls the steps of _context.py.
+Backward:
 
-    gradients of attention -> those of carried keys go back to the ranks that own the keys
+    gradients of attention -> those of carried keys begin to travel to the ranks that own the keys
+                           -> what other ranks send is added to that of bias
                            -> gradients of the weights
-                           -> what other ranks send back is added
+                           -> what other ranks send is added to those of key and value
 
-Forward is a sequence of steps in _context.py. Dimensions are those of that file.
+Dimensions are those of _context.py.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from . import ops
 from ._arguments import MaybeTensor
 from ._context import (
     Call,
+    Carried,
     MaybeTensors,
     Segment,
     Tensors,
@@ -30,7 +33,7 @@ from ._context import (
     select_segments,
     take_rows,
 )
-from ._ranks import Exchanging
+from ._ranks import Transfer
 
 
 class Saved(NamedTuple):
@@ -54,14 +57,14 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a segment; `carried` has those of the carried keys: key, value and bias."""
+    """Of a segment; `carried` has those of the carried keys."""
 
     query: torch.Tensor
     key: MaybeTensor
     value: MaybeTensor
     bias: MaybeTensor
     sink_logit: torch.Tensor
-    carried: Tensors | None
+    carried: Carried | None
 
 
 def differentiate(
@@ -80,13 +83,13 @@ def differentiate(
         kept = (segment.expiry, segment.slot)
         last = (0.0, call.deterministic, wants_dbias, False, call.backend)
         found = ops.ATTENTION_BACKWARD(*results, *given, *kept, *options_of(call), *last)
-        return Gradients(found[0], None, None, None, found[4], found[1:4])
+        return Gradients(found[0], None, None, None, found[4], Carried(*found[1:4]))
     if segment.reads_carried:
         kept = (saved.sink_logit, segment.expiry, segment.slot)
         last = (call.deterministic, wants_dbias, wants_dbias, call.backend)
         given = (*tensors, *carried, *kept, *options_of(call), *last)
         found = ops.CARRIED_ATTENTION_BACKWARD(*results, *given)
-        return Gradients(*found[:4], found[7], found[4:7])
+        return Gradients(*found[:4], found[7], Carried(*found[4:7]))
     key_valid = None if call.key_valid is None else call.key_valid[:, tokens]
     masks = (key_valid, segment.starts, None, saved.sink_logit, *4 * [None])
     last = (0.0, call.deterministic, wants_dbias, False, call.backend)
@@ -100,96 +103,95 @@ def split_by_rank(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
     return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 
-class Returning(NamedTuple):
-    """A gradient of the own candidates that other ranks send back, on its way."""
+class ReturnedGradient(NamedTuple):
+    """A gradient of the own candidates that other ranks send back."""
 
-    way: Exchanging  # [ranks, ...], in the order of ranks
-    # [batch, room, kv_heads]: the index of each candidate in the gradient of all own keys; None: no
-    # rank has candidates of this one
+    transfer: Transfer  # [ranks, ...], in the order of ranks
+    # [batch, room, kv_heads]: the row of each candidate in the gradient of the own keys, viewed as
+    # [-1, head_dim], or [-1, 1] for bias; None: there is nothing to add
     index: MaybeTensor
-    # [batch, room, kv_heads]: the row whose key each row has, another one if it is empty; None: all
-    # rows have their own
-    row: MaybeTensor
+    # [batch, room, kv_heads]: the candidate whose sum is written for each one: itself or, if the
+    # own keys are fewer than room, another one; None: always itself
+    source: MaybeTensor
 
 
-def send_back(call: Call, carried: Tensors | None, saved: Saved) -> list[Returning]:
+def send_back(call: Call, carried: Carried | None, saved: Saved) -> list[ReturnedGradient]:
     """Begin to return the gradients of carried keys to the ranks that own them. Returns those of
-    the own candidates: of bias, if there is one, which comes first as more is computed from it, of
-    key and of value."""
+    bias, if there is one, of key and of value. Bias comes first because the gradients of the
+    weights need it."""
     rank, ranks = call.ranks.rank, range(call.ranks.size)
     batch, kv_heads, room = saved.position.shape
     owners, readers = call.owners(rank), call.readers
-    key_index, bias_index, row = locate_candidates(call, saved)
-    kinds = []  # dtype, axis of rows, shape, and number among the gradients of carried keys
-    if saved.bias is not None:
-        kinds.append((saved.bias, 2, (batch, kv_heads, room), 2, bias_index))
-    shape = (batch, room, kv_heads, saved.key.shape[-1])
-    kinds += [(saved.key, 1, shape, 0, key_index), (saved.value, 1, shape, 1, key_index)]
-    found = []
-    for like, dim, shape, number, index in kinds:
+    key_index, bias_index, source = locate_candidates(call, saved)
+
+    def begin(name: str, axis: int, shape: tuple[int, ...], index: MaybeTensor) -> ReturnedGradient:
+        """Of key, value or bias. `axis` is that of rows, `shape` is of the rows of one rank."""
         count = math.prod(shape)
         if carried is None:
-            sent = like.new_empty(0)
+            sent = getattr(saved, name).new_empty(0)
         else:
-            sent = split_by_rank(carried[number], dim, len(owners)).reshape(-1)
-        way = call.ranks.exchange(
+            sent = split_by_rank(getattr(carried, name), axis, len(owners)).reshape(-1)
+        transfer = call.ranks.exchange(
             sent,
             [count if owner in owners else 0 for owner in ranks],
             [count if reader in readers else 0 for reader in ranks],
             (len(readers), *shape),
         )
-        found.append(Returning(way, index, row))
-    return found
+        return ReturnedGradient(transfer, index, source)
+
+    rows = (batch, room, kv_heads, saved.key.shape[-1])
+    found = [] if saved.bias is None else [begin("bias", 2, (batch, kv_heads, room), bias_index)]
+    return [*found, begin("key", 1, rows, key_index), begin("value", 1, rows, key_index)]
 
 
 def locate_candidates(call: Call, saved: Saved) -> MaybeTensors:
-    """Where the own candidates are in the gradients of key and value, and in that of bias; and
-    `row` of Returning. All None if no rank reads them."""
+    """ReturnedGradient.index for key and value, and for bias, and ReturnedGradient.source. All are
+    None if this rank has no candidates, or no rank reads them."""
     if call.own.length == call.own.tail or not call.readers:
         return None, None, None
     batch, length, kv_heads, _ = saved.key.shape
     position = saved.position.transpose(1, 2)  # [batch, room, kv_heads]
-    row, room = None, position.shape[1]
+    source, room = None, position.shape[1]
     if call.key_valid is not None or call.own.length - call.own.tail < room:
-        # A row without a candidate repeats one that has one, if any has.
-        newest, row = position.max(1, keepdim=True)
+        # An empty row writes the same numbers as the newest candidate, if there is one.
+        newest, source = position.max(1, keepdim=True)
         numbers = torch.arange(room, device=position.device).view(-1, 1)
-        row = torch.where(position >= 0, numbers, row)
+        source = torch.where(position >= 0, numbers, source)
         position = torch.where(position >= 0, position, newest).clamp_(min=0)
     index = position + call.own.tail
     b = torch.arange(batch, device=position.device).view(-1, 1, 1)
     g = torch.arange(kv_heads, device=position.device)
-    return (b * length + index) * kv_heads + g, (b * kv_heads + g) * length + index, row
+    return (b * length + index) * kv_heads + g, (b * kv_heads + g) * length + index, source
 
 
-def add_returned(returning: Returning, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add what other ranks have sent back to a gradient of the own keys. Numbers are added in this
-    dtype and in an order that depends on that of the ranks alone."""
-    way, index, row = returning
+def add_returned(returned: ReturnedGradient, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add what other ranks send back to a gradient of the own keys. Sums are of this dtype, and
+    their order depends on that of the ranks alone, not on whose numbers arrive first."""
+    transfer, index, source = returned
     if index is None:
-        way.wait()
+        transfer.wait()  # its memory may not be used again before the transfer is over
         return
     is_bias = gradient.dim() == 3
     flat, at = gradient.view(-1, 1 if is_bias else gradient.shape[-1]), index.flatten()
-    sums = flat.index_select(0, at).to(dtype)  # before other ranks are waited for
-    more = way.wait().sum(0, dtype=dtype)
+    sums = flat.index_select(0, at).to(dtype)  # before the stream waits for other ranks
+    more = transfer.wait().sum(0, dtype=dtype)
     more = more.transpose(1, 2)[..., None] if is_bias else more
     sums = sums.view(more.shape).add_(more)
-    if row is not None:
-        sums = sums.gather(1, row[..., None].expand_as(sums))
+    if source is not None:
+        sums = sums.gather(1, source[..., None].expand_as(sums))
     flat.index_copy_(0, at, sums.flatten(0, 2).to(gradient.dtype))
 
 
 def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
-    """Those of all segments in one."""
+    """The tensors of all segments as one."""
     if len(tensors) == 1 or tensors[0] is None:
         return tensors[0]
     return torch.cat(tensors, dim)
 
 
 def gradients_of_keys(call: Call, found: list[Gradients], like: Saved) -> MaybeTensors:
-    """Of key, value and bias, from the own queries. Without causal masking these attend to the
-    carried keys alone."""
+    """Gradients of key, value and bias from the own queries. Without causal masking these attend to
+    the carried keys alone."""
     if call.causal:
         key, value = join([one.key for one in found], 1), join([one.value for one in found], 1)
         return key, value, join([one.bias for one in found], 2)
@@ -208,7 +210,7 @@ class ContextAttention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *given: MaybeTensor) -> Tensors:
         query, key, value, *_, sink_logit = given
         bias = call.bias
-        table, carried, position = None, (None, None, None), None
+        table, carried, position = None, None, None
         if call.exchanges:
             found = find_candidates(call, key, value)
             numbers, rows = call.ranks.gather(found.packed), call.ranks.gather(found.rows)
@@ -218,7 +220,8 @@ class ContextAttention(torch.autograd.Function):
         if call.exchanges:
             gathered = rows.wait()
             if table is not None:
-                carried = (*take_rows(call, gathered), None if bias is None else table.bias)
+                bias_carried = None if bias is None else table.bias
+                carried = Carried(*take_rows(call, gathered), bias_carried)
             # The own candidates are free before attention begins.
             del found, numbers, rows, gathered
         outs, lses = [], []
@@ -228,7 +231,8 @@ class ContextAttention(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         out, lse = join(outs, 1), join(lses, 2)
-        saved = Saved(*given, call.key_valid, bias, out, lse, *carried, position)
+        rows = (None, None, None) if carried is None else carried
+        saved = Saved(*given, call.key_valid, bias, out, lse, *rows, position)
         selected = [one for segment in segments for one in segment[3:]]
         ctx.save_for_backward(*saved, *selected)
         ctx.set_materialize_grads(False)
@@ -250,17 +254,17 @@ class ContextAttention(torch.autograd.Function):
         found = [differentiate(call, segment, dout, dlse, saved) for segment in segments]
         dquery = join([one.query for one in found], 1)
         dkey, dvalue, dbias = gradients_of_keys(call, found, saved)
-        returning = send_back(call, found[0].carried, saved) if call.exchanges else []
+        returned = send_back(call, found[0].carried, saved) if call.exchanges else []
         dweights: MaybeTensors = (None, None, None)
         if saved.bias is not None:
-            if returning:
-                add_returned(returning.pop(0), dbias, saved.lse.dtype)
+            if returned:
+                add_returned(returned.pop(0), dbias, saved.lse.dtype)
             weights = (saved.value, saved.dt_proj, saved.a_coef, saved.dt_bias)
             backend = ops.backend_for(call.backend, "score_backward")
-            rest = (call.key_valid, None, dvalue, call.bias_form, backend)
-            *dweights, dt_bias = ops.SCORE_BACKWARD_ADDED(dbias, *weights, *rest)
-            dweights = (*dweights, None if saved.dt_bias is None else dt_bias)
-        for one, gradient in zip(returning, (dkey, dvalue)):
+            rest = (call.key_valid, None, dvalue, call.bias_form, backend)  # it adds to dvalue
+            ddt_proj, da_coef, ddt_bias = ops.SCORE_BACKWARD_ADDED(dbias, *weights, *rest)
+            dweights = (ddt_proj, da_coef, None if saved.dt_bias is None else ddt_bias)
+        for one, gradient in zip(returned, (dkey, dvalue)):
             add_returned(one, gradient, saved.lse.dtype)
         dsink = None
         if saved.sink_logit is not None:

@@ -122,9 +122,12 @@ class Ranks:
 
     # ---- Between devices ----
 
-    def gather(self, own: torch.Tensor) -> Gathering:
-        """Begin to gather a tensor of the same shape from all ranks."""
-        return Gathering(self, own)
+    def gather(self, own: torch.Tensor) -> Transfer:
+        """Begin to gather a tensor of the same shape from all ranks: [ranks, ...]."""
+        sent = self.on_transport(own).flatten()
+        received = sent.new_empty(self.size * sent.numel())
+        work = all_gather(received, sent, group=self.process_group(), async_op=True)
+        return Transfer(work, sent, received, own.device, (self.size, *own.shape))
 
     def exchange(
         self,
@@ -132,11 +135,20 @@ class Ranks:
         sent_counts: list[int],
         received_counts: list[int],
         shape: tuple[int, ...],
-    ) -> Exchanging:
-        """Begin to send the rows of `sent`, those for rank 0 first, sent_counts[n] for rank n, and
-        to receive rows from all ranks, received_counts[n] from rank n, as a tensor of this shape.
+    ) -> Transfer:
+        """Begin an all-to-all exchange. The rows of `sent` for rank 0 are the first ones, then come
+        those for rank 1, ...: sent_counts[n] for rank n. Rank n sends received_counts[n] rows. The
+        received ones are returned as a tensor of `shape`, those of rank 0 first.
         """
-        return Exchanging(self, sent, (sent_counts, received_counts), shape)
+        device, sent = sent.device, self.on_transport(sent).contiguous()
+        received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
+        counts, group = (received_counts, sent_counts), self.process_group()
+        work = dist.all_to_all_single(received, sent, *counts, group=group, async_op=True)
+        return Transfer(work, sent, received, device, shape)
+
+    def on_transport(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the process group can send it from."""
+        return tensor.cpu() if self.through_host else tensor
 
     def pass_on(self, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Passing:
         """Begin to send tensors to the next rank, and to receive such of these shapes from the one
@@ -144,42 +156,22 @@ class Ranks:
         return Passing(self, sent, shapes)
 
 
-class Gathering:
-    """A tensor that is on its way from every rank."""
-
-    def __init__(self, ranks: Ranks, own: torch.Tensor) -> None:
-        self.device, self.shape = own.device, (ranks.size, *own.shape)
-        # Kept until wait(): the operation reads it.
-        self.sent = (own.cpu() if ranks.through_host else own).flatten()
-        self.received = self.sent.new_empty(ranks.size * own.numel())
-        self.work = all_gather(self.received, self.sent, group=ranks.process_group(), async_op=True)
-
-    def wait(self) -> torch.Tensor:
-        """[ranks, ...]: on a device its stream waits, not the host."""
-        self.work.wait()
-        return self.received.view(self.shape).to(self.device)
-
-
-class Exchanging:
-    """Rows on their way between all ranks, other ones for each."""
+class Transfer:
+    """A tensor that a collective operation, which has begun, receives from all ranks."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        work: dist.Work,
         sent: torch.Tensor,
-        counts: tuple[list[int], list[int]],  # of rows, to each rank and from each
+        received: torch.Tensor,
+        device: torch.device,
         shape: tuple[int, ...],
     ) -> None:
-        self.device, self.shape, group = sent.device, shape, ranks.process_group()
-        # Kept until wait(): the operation reads it.
-        self.sent = (sent.cpu() if ranks.through_host else sent).contiguous()
-        self.received = self.sent.new_empty((sum(counts[1]), *sent.shape[1:]))
-        self.work = dist.all_to_all_single(
-            self.received, self.sent, counts[1], counts[0], group=group, async_op=True
-        )
+        self.work, self.sent = work, sent  # `sent` is read until wait()
+        self.received, self.device, self.shape = received, device, shape
 
     def wait(self) -> torch.Tensor:
-        """On a device its stream waits, not the host."""
+        """The tensor. On a device its stream waits, not the host."""
         self.work.wait()
         return self.received.view(self.shape).to(self.device)
 
@@ -195,7 +187,7 @@ class Passing:
             dist.get_global_rank(group, (ranks.rank + step) % ranks.size) for step in (1, -1)
         )
         # Kept until wait(): the operations read them.
-        self.sent = [(one.cpu() if ranks.through_host else one).contiguous() for one in sent]
+        self.sent = [ranks.on_transport(one).contiguous() for one in sent]
         if ranks.size == 1:
             self.received, self.works = self.sent, []
             return

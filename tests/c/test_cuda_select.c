@@ -154,7 +154,8 @@ static const struct {
     {1, 2, 400001, 3000, kind_falling + 1, 1}, {1, 8, 1048576, 2048, kind_equal + 1, 0},
     {1, 1, 4194304, 2048, kind_equal + 1, 0},  {1, 8, 67584, 2048, kind_count, 0},
     {1, 8, 73728, 300, kind_count, 1},         {1, 8, 79872, 2048, kind_count, 1},
-    {1, 8, 81920, 4096, kind_count, 0},
+    {1, 8, 81920, 4096, kind_count, 0},        {2, 8, 45056, 2048, kind_count, 0},
+    {2, 8, 49152, 1000, kind_count, 1},        {2, 6, 73728, 2048, kind_count, 1},
 };
 
 static void check_long(int index, score_kind kind) {

@@ -23,9 +23,13 @@ static void set_row(const fdma_table *table, int64_t b, int64_t g, int64_t row, 
          .data)[b * table->position.stride[0] + g * table->position.stride[1] + row] = position;
 }
 
-/* In which of its rows a table has a key: that of its slot, the same counted from the last row, or,
- * as they come, in the order of positions, with empty rows last. */
+/* Which row of a table a kept key is written to: that of its slot; rows - 1 - slot; or the number
+ * of kept keys before it, so that keys are in the order of positions and empty rows come last. */
 typedef enum row_order { order_slot, order_reversed, order_position } row_order;
+
+static int64_t row_of(row_order order, int64_t slot, int64_t rows, int64_t kept_before) {
+    return order == order_slot ? slot : order == order_reversed ? rows - 1 - slot : kept_before;
+}
 
 /* Selects the keys `first` to `end` - 1 alone, and writes those that its last query keeps to rows
  * from `row` on. */
@@ -44,12 +48,11 @@ static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row
         const int64_t j = n % (end - first), slot = int_at(alone.slot, b, g, j);
         if (j == 0)
             kept = 0;
-        const int64_t rows_before[] = {slot, rows - 1 - slot, kept};
         if (int_at(alone.expiry, b, g, j) < end - first)
             continue;
+        set_row(table, b, g, row + row_of(order, slot, rows, kept),
+                float_at(x->score, b, g, first + j), (int32_t)(first + j));
         kept++;
-        set_row(table, b, g, row + rows_before[order], float_at(x->score, b, g, first + j),
-                (int32_t)(first + j));
     }
 }
 
@@ -102,9 +105,9 @@ static void check_several(const stream_case *test, int64_t pieces, uint64_t seed
     fdma_select_args args = select_args(&x, kernel);
     one.in = args.table_in = table_of_rows(&x, one.rows);
     for (int64_t n = 0; n < pieces - 1; n++) { // pieces in some other order if the seed is odd
-        row_order order = n % 2 == 1 ? order_reversed : order_slot;
-        if (seed % 4 >= 2)
-            order = order_position;
+        const row_order order = seed % 4 >= 2 ? order_position
+                                : n % 2 == 1  ? order_reversed
+                                              : order_slot;
         leave_rows(&x, n * length, (n + 1) * length,
                    slots * (seed % 2 == 1 ? (n + 1) % (pieces - 1) : n), order, &one.in);
     }
@@ -124,9 +127,13 @@ static void check_several(const stream_case *test, int64_t pieces, uint64_t seed
 
 static void tables_hold_what_several_pieces_leave(void) {
     static const int64_t counts[] = {2, 3, 4, 7};
-    static const stream_case many[] = {
-        {1, 2, 6000, 900, 60, 3, 1000000, 0},  // 6720 rows, of which a table fills 750
-        {1, 2, 16000, 901, 60, 3, 1000000, 0}, // 6727 rows, all of them filled
+    static const struct {
+        stream_case test;
+        int64_t pieces;
+    } many[] = {
+        {{1, 2, 6000, 900, 60, 3, 1000000, 0}, 8},  // 7 tables of 960 rows, each with 750 keys
+        {{1, 2, 16000, 901, 60, 3, 1000000, 0}, 8}, // 7 tables of 961 rows without an empty one
+        {{1, 2, 2400, 4900, 60, 3, 1000000, 0}, 3}, // 2 tables of 4960 rows, each with 800 keys
     };
     const kernel_list kernels = kernels_of("select");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
@@ -137,9 +144,9 @@ static void tables_hold_what_several_pieces_leave(void) {
                           kernels.name[kernel]);
             test_free_all();
         }
-        for (uint64_t seed = 0; seed < 8; seed++) {
-            test_context("many rows, seed %d, %s", (int)seed, kernels.name[kernel]);
-            check_several(&many[seed / 4], 8, seed, kernels.name[kernel]);
+        for (int c = 0; c < TEST_COUNT(many) * 4; c++) {
+            test_context("many rows, case %d, %s", c, kernels.name[kernel]);
+            check_several(&many[c / 4].test, many[c / 4].pieces, (uint64_t)c, kernels.name[kernel]);
             test_free_all();
         }
     }

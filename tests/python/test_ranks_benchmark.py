@@ -120,11 +120,11 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 CHANGED = """
 import sys
 sys.path.insert(0, {folder!r})
-import flash_dmattn._context_autograd as context
+import flash_dmattn._context_autograd as context_autograd
 import ranks
 import ranks_common
 
-attend = context.attend
+attend = context_autograd.attend
 def wrong(*arguments):
     out, lse = attend(*arguments)
     return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
@@ -141,7 +141,7 @@ def run_changed(folder: Path, change: str, *options: str) -> Done:
 
 def test_wrong_results_are_found(tmp_path: Path) -> None:
     """Those of one rank; then all of them end."""
-    done = run_changed(tmp_path, "context.attend = wrong", "--only", "bytes")
+    done = run_changed(tmp_path, "context_autograd.attend = wrong", "--only", "bytes")
     assert done.returncode == 1
     assert "ranks.py: 3 ranks and one differ by" in done.stderr
     assert not (tmp_path / "ranks.json").exists()

@@ -14,8 +14,17 @@ static constexpr int stream_threads = 256;
 static constexpr int order_warps = stream_threads / 32;
 static constexpr int lane_rows = 2;                    // rows that a lane finds the places of
 static constexpr int ordered_rows = 32 * lane_rows;    // of a thread block
-static constexpr int counted_rows = 2048;              // at a time; a multiple of ordered_rows
+static constexpr int counted_rows = 2048;              // rows of a summary
 static constexpr int copied_keys = 4 * stream_threads; // of a thread block
+static_assert(counted_rows % ordered_rows == 0, "a thread block orders rows of one summary");
+static_assert(counted_rows % stream_threads == 0, "all threads summarize equally many rows");
+
+/* Summary of counted_rows successive rows of a head, fewer at its end. */
+struct alignas(16) row_summary {
+    int32_t lowest, highest; // of the positions; INT32_MAX and -1 if all rows are empty
+    int32_t empty;           // empty rows
+    int32_t is_ordered;      // 1: positions strictly ascend, and all empty rows come last; or 0
+};
 
 /* What the kernels of a select work from. A head is a (b, g). */
 struct stream_plan {
@@ -26,16 +35,17 @@ struct stream_plan {
     const uint8_t *key_valid; // NULL: all keys of the call are valid
     int64_t valid_batch;
     int32_t kv_heads, rows, new_len, kv_len;
-    int32_t partitions; // of counted_rows rows
-    int64_t slots;      // and rows of table_out
+    int32_t summaries; // of a head
+    int64_t slots;     // and rows of table_out
+    // in the workspace, of each head in the order of rows
+    row_summary *summary; // [heads][summaries]
     // in the workspace, of each head in the order of positions
-    float *sequence_score;           // [heads][kv_len]
-    uint8_t *sequence_valid;         // [heads][kv_len]
-    int32_t *sequence_expiry;        // [heads][kv_len]
-    int32_t *sequence_slot;          // [heads][kv_len]
-    struct row_partition *partition; // [heads][partitions]
-    int32_t *row;                    // [heads][rows]: the row of each carried key
-    int32_t *empty;                  // [heads]: empty rows, which stand first
+    float *sequence_score;    // [heads][kv_len]
+    uint8_t *sequence_valid;  // [heads][kv_len]
+    int32_t *sequence_expiry; // [heads][kv_len]
+    int32_t *sequence_slot;   // [heads][kv_len]
+    int32_t *row;             // [heads][rows]: the row of each carried key
+    int32_t *empty;           // [heads]: empty rows, which stand first
 };
 
 struct stream_element {
@@ -50,52 +60,69 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
-/* What is known of counted_rows successive carried keys of a head. */
-struct alignas(16) row_partition {
-    int32_t lowest, highest; // of the positions; INT32_MAX and -1 if all rows are empty
-    int32_t empty;           // empty rows
-    int32_t is_ordered;      // whether positions ascend and all empty rows come last
-};
-
-/* Writes the row_partition of a thread block's rows. */
-static __global__ void __launch_bounds__(stream_threads)
-    describe_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
-    __shared__ row_partition partition;
-    const stream_element at = element_of(plan);
+/* Writes the summary of rows `first` to `first` + counted_rows - 1. */
+__device__ static void summarize_rows(const stream_plan &plan, const stream_element &at,
+                                      int32_t first, row_summary *summary) {
+    __shared__ row_summary shared;
+    const int32_t *const position = plan.in_position.at(at.b, at.g);
+    row_summary own = {INT32_MAX, -1, 0, 1};
+#pragma unroll
+    for (int i = 0; i < counted_rows / stream_threads; i++) {
+        const int32_t row = first + i * stream_threads + (int32_t)threadIdx.x;
+        const bool is_row = row < plan.rows;
+        const int32_t p = is_row ? max(position[row], -1) : -1;
+        const int32_t before = is_row && row > first ? position[row - 1] : 0;
+        own.lowest = p >= 0 ? min(own.lowest, p) : own.lowest;
+        own.highest = max(own.highest, p);
+        own.empty += is_row && p < 0;
+        own.is_ordered &= p < 0 || row == first || (before >= 0 && before < p);
+    }
     if (threadIdx.x == 0)
-        partition = {INT32_MAX, -1, 0, true};
+        shared = {INT32_MAX, -1, 0, 1};
+    own.lowest = __reduce_min_sync(~0u, own.lowest);
+    own.highest = __reduce_max_sync(~0u, own.highest);
+    own.empty = __reduce_add_sync(~0u, own.empty);
+    own.is_ordered = __reduce_min_sync(~0u, own.is_ordered);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        atomicMin(&shared.lowest, own.lowest);
+        atomicMax(&shared.highest, own.highest);
+        atomicAdd(&shared.empty, own.empty);
+        atomicMin(&shared.is_ordered, own.is_ordered);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *summary = shared;
+}
+
+/* Copies some keys of the call behind the carried ones. */
+__device__ static void copy_keys(const stream_plan &plan, const stream_element &at, int32_t first) {
+    const int32_t end = min(plan.new_len, first + copied_keys);
+    const float *const score = plan.score.at(at.b, at.g);
+    const int64_t to = at.head * plan.kv_len + plan.rows;
+#pragma unroll 4
+    for (int32_t n = first + (int32_t)threadIdx.x; n < end; n += stream_threads) {
+        plan.sequence_score[to + n] = score[n];
+        plan.sequence_valid[to + n] =
+            plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + n] != 0;
+    }
+}
+
+/* The first `summaries` thread blocks of a head summarize its rows, the others copy its keys of the
+ * call. */
+static __global__ void __launch_bounds__(stream_threads)
+    begin_sequences(const __grid_constant__ stream_plan plan, const int64_t heads) {
+    const stream_element at = element_of(plan);
+    const int32_t block = blockIdx.x;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (at.head >= heads)
         return;
-    const int32_t *const position = plan.in_position.at(at.b, at.g);
-    const int32_t first = blockIdx.x * counted_rows;
-    int32_t lowest = INT32_MAX, highest = -1, empty = 0;
-    bool is_ordered = true;
-#pragma unroll
-    for (int i = 0; i < counted_rows / stream_threads; i++) {
-        const int32_t row = first + i * stream_threads + (int32_t)threadIdx.x;
-        const int32_t own = row < plan.rows ? max(position[row], -1) : -1;
-        const int32_t before = row > first && row < plan.rows ? position[row - 1] : 0;
-        lowest = own >= 0 ? min(lowest, own) : lowest;
-        highest = max(highest, own);
-        empty += own < 0 && row < plan.rows;
-        is_ordered &= own < 0 || row == first || (before >= 0 && before < own);
-    }
-    lowest = __reduce_min_sync(~0u, lowest);
-    highest = __reduce_max_sync(~0u, highest);
-    empty = __reduce_add_sync(~0u, empty);
-    is_ordered = __all_sync(~0u, is_ordered);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-        atomicMin(&partition.lowest, lowest);
-        atomicMax(&partition.highest, highest);
-        atomicAdd(&partition.empty, empty);
-        atomicMin(&partition.is_ordered, is_ordered);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0)
-        plan.partition[at.head * plan.partitions + blockIdx.x] = partition;
+    if (block < plan.summaries)
+        summarize_rows(plan, at, block * counted_rows,
+                       &plan.summary[at.head * plan.summaries + block]);
+    else
+        copy_keys(plan, at, (block - plan.summaries) * copied_keys);
 }
 
 /* The numbers of a thread block that orders rows: some of the positions, and what each warp has
@@ -109,7 +136,7 @@ struct order_memory {
  * to three that no row comes after. */
 __device__ static void load_positions(order_memory *shared, const int32_t *position, int32_t first,
                                       int32_t count) {
-    __syncthreads(); // no warp counts the ones before
+    __syncthreads(); // all warps have read the positions loaded before
 #pragma unroll 8
     for (int32_t n = threadIdx.x; n < (count + 3) / 4 * 4; n += stream_threads)
         shared->positions[n] = n < count ? max(position[first + n], -1) : INT32_MAX;
@@ -146,7 +173,7 @@ __device__ static void count_neighbours(const order_memory *shared, int32_t from
         }
 }
 
-/* The lowest and the highest position of a thread block's own rows, but for empty ones. */
+/* The lowest and the highest position of a thread block's own rows that are not empty. */
 struct position_range {
     int32_t lowest, highest;
 };
@@ -161,35 +188,37 @@ __device__ static position_range range_of(const int32_t (&own)[lane_rows]) {
     return {__reduce_min_sync(~0u, range.lowest), __reduce_max_sync(~0u, range.highest)};
 }
 
-/* Counts `count` other rows, if all their positions are below those of the own rows (are_below), or
- * all above. is_earlier: they are lower rows. */
-__device__ static void count_all(const row_partition &partition, int32_t count, bool are_below,
+/* Adds the rows of another summary that precede each of this lane's rows. There are `count`, and
+ * their positions are all below those of the thread block's own rows (are_below), or all above.
+ * is_earlier: their numbers are lower, which decides the order of empty rows. */
+__device__ static void count_all(const row_summary &summary, int32_t count, bool are_below,
                                  bool is_earlier, const int32_t (&own)[lane_rows],
                                  int32_t (&before)[lane_rows]) {
 #pragma unroll
     for (int i = 0; i < lane_rows; i++)
-        before[i] += own[i] >= 0 ? (are_below ? count : partition.empty)
-                                 : (is_earlier ? partition.empty : 0);
+        before[i] +=
+            own[i] >= 0 ? (are_below ? count : summary.empty) : (is_earlier ? summary.empty : 0);
 }
 
-/* Counts the `count` rows of the own partition, which is in order. Row `from` of it is the thread
- * block's first one. */
-__device__ static void count_in_order(const row_partition &partition, int32_t count, int32_t from,
+/* Adds the rows of the own summary that precede each of this lane's rows. There are `count` in
+ * order, and row `from` of them is the thread block's first one. */
+__device__ static void count_in_order(const row_summary &summary, int32_t count, int32_t from,
                                       const int32_t (&own)[lane_rows],
                                       int32_t (&before)[lane_rows]) {
-    const int32_t filled = count - partition.empty;
+    const int32_t filled = count - summary.empty;
 #pragma unroll
     for (int i = 0; i < lane_rows; i++) {
         const int32_t n = from + 32 * i + (int32_t)threadIdx.x % 32;
-        before[i] += own[i] >= 0 ? partition.empty + n : n - filled;
+        before[i] += own[i] >= 0 ? summary.empty + n : n - filled;
     }
 }
 
-/* Counts how many rows precede each of this lane's rows, of those that this warp looks at. Returns
- * how many rows are empty. Rows that come from several tables, one after the other in the order of
- * positions, need not be compared one by one with those of other tables, nor with each other if
- * their table is in order. */
-__device__ static int32_t count_before(order_memory *shared, const row_partition *partitions,
+/* Counts how many of the rows that this warp looks at precede each of this lane's rows. Returns how
+ * many rows of the head are empty. The rows of a summary are not compared one by one if their
+ * positions are all below or all above those of the thread block's own rows, nor are those of the
+ * own summary if they are in order. Tables that stand one after the other in the order of
+ * positions, and that are each in this order, need no comparison at all. */
+__device__ static int32_t count_before(order_memory *shared, const row_summary *summaries,
                                        const int32_t *position, int32_t rows, int32_t first_row,
                                        const int32_t (&own)[lane_rows],
                                        int32_t (&before)[lane_rows]) {
@@ -197,18 +226,18 @@ __device__ static int32_t count_before(order_memory *shared, const row_partition
     const bool is_first_warp = threadIdx.x / 32 == 0;
     int32_t empty = 0;
     for (int32_t first = 0; first < rows; first += counted_rows) {
-        const row_partition partition = *partitions++;
+        const row_summary summary = *summaries++;
         const int32_t count = min(counted_rows, rows - first), end = (count + 3) / 4 * 4;
         const int32_t from = min(max(first_row - first, 0), end);
         const int32_t behind = min(max(first_row + ordered_rows - first, 0), end);
-        const bool are_below = partition.highest < range.lowest, is_own = from < behind;
-        empty += partition.empty;
-        if (!is_own && (are_below || partition.lowest > range.highest)) {
+        const bool are_below = summary.highest < range.lowest, is_own = from < behind;
+        empty += summary.empty;
+        if (!is_own && (are_below || summary.lowest > range.highest)) {
             if (is_first_warp)
-                count_all(partition, count, are_below, behind == end, own, before);
-        } else if (is_own && partition.is_ordered) {
+                count_all(summary, count, are_below, behind == end, own, before);
+        } else if (is_own && summary.is_ordered) {
             if (is_first_warp)
-                count_in_order(partition, count, from, own, before);
+                count_in_order(summary, count, from, own, before);
         } else {
             load_positions(shared, position, first, count);
             count_positions<true>(shared, 0, from, own, before);
@@ -219,10 +248,16 @@ __device__ static int32_t count_before(order_memory *shared, const row_partition
     return empty;
 }
 
-/* Copies some carried keys in order of position: the number of rows that precede a key is its new
+/* Copies the carried keys in order of position: the number of rows that precede a key is its new
  * index. Each warp looks at some of the rows, for all rows of the thread block. */
-__device__ static void order_rows(const stream_plan &plan, const stream_element &at) {
+static __global__ void __launch_bounds__(stream_threads)
+    order_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
     __shared__ order_memory shared;
+    const stream_element at = element_of(plan);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (at.head >= heads)
+        return;
     const int32_t first_row = blockIdx.x * ordered_rows, warp = threadIdx.x / 32;
     const int32_t *const position = plan.in_position.at(at.b, at.g);
     int32_t own[lane_rows], before[lane_rows] = {};
@@ -231,9 +266,9 @@ __device__ static void order_rows(const stream_plan &plan, const stream_element 
         const int32_t row = first_row + 32 * i + threadIdx.x % 32;
         own[i] = row < plan.rows ? max(position[row], -1) : -1;
     }
-    const row_partition *const partitions = plan.partition + at.head * plan.partitions;
+    const row_summary *const summaries = plan.summary + at.head * plan.summaries;
     const int32_t empty =
-        count_before(&shared, partitions, position, plan.rows, first_row, own, before);
+        count_before(&shared, summaries, position, plan.rows, first_row, own, before);
 #pragma unroll
     for (int i = 0; i < lane_rows; i++)
         shared.before[warp][32 * i + threadIdx.x % 32] = before[i];
@@ -249,35 +284,6 @@ __device__ static void order_rows(const stream_plan &plan, const stream_element 
     plan.row[at.head * plan.rows + to] = row;
     plan.sequence_score[at.head * plan.kv_len + to] = plan.in_score.at(at.b, at.g)[row];
     plan.sequence_valid[at.head * plan.kv_len + to] = position[row] >= 0;
-}
-
-/* Copies some keys of the call behind the carried ones. */
-__device__ static void copy_keys(const stream_plan &plan, const stream_element &at, int32_t first) {
-    const int32_t end = min(plan.new_len, first + copied_keys);
-    const float *const score = plan.score.at(at.b, at.g);
-    const int64_t to = at.head * plan.kv_len + plan.rows;
-#pragma unroll 4
-    for (int32_t n = first + (int32_t)threadIdx.x; n < end; n += stream_threads) {
-        plan.sequence_score[to + n] = score[n];
-        plan.sequence_valid[to + n] =
-            plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + n] != 0;
-    }
-}
-
-/* Writes the sequences. The first `row_blocks` thread blocks of a head order its carried keys, the
- * others copy its keys of the call. */
-static __global__ void __launch_bounds__(stream_threads)
-    write_sequences(const __grid_constant__ stream_plan plan, const int64_t heads,
-                    const int32_t row_blocks) {
-    const stream_element at = element_of(plan);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (at.head >= heads)
-        return;
-    if ((int32_t)blockIdx.x < row_blocks)
-        order_rows(plan, at);
-    else
-        copy_keys(plan, at, ((int32_t)blockIdx.x - row_blocks) * copied_keys);
 }
 
 /* Writes the selection from those of the sequences. Slots of a sequence count its valid keys: with
@@ -371,9 +377,8 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
     plan.sequence_valid = take<uint8_t>(arena, keys);
     plan.sequence_expiry = take<int32_t>(arena, keys);
     plan.sequence_slot = take<int32_t>(arena, keys);
-    plan.partitions = (int32_t)divide_up(plan.rows, counted_rows);
-    plan.partition =
-        take<row_partition>(arena, problem->batch * problem->kv_heads * plan.partitions);
+    plan.summaries = (int32_t)divide_up(plan.rows, counted_rows);
+    plan.summary = take<row_summary>(arena, problem->batch * problem->kv_heads * plan.summaries);
     plan.row = take<int32_t>(arena, problem->batch * problem->kv_heads * problem->carried_len);
     plan.empty = take<int32_t>(arena, problem->batch * problem->kv_heads);
     return plan;
@@ -407,23 +412,21 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
     fdma_arena arena = fdma_arena_of(problem);
     const stream_plan plan = plan_select(problem, &arena);
     const int64_t heads = problem->batch * problem->kv_heads;
-    const auto over = [&](int64_t elements) {
-        return launch_shape{grid_of(divide_up(elements, stream_threads), heads),
-                            dim3(stream_threads), 0, start_early};
+    const auto blocks = [&](int64_t of_head) {
+        return launch_shape{grid_of(of_head, heads), dim3(stream_threads), 0, start_early};
     };
+    const auto over = [&](int64_t elements) { return blocks(divide_up(elements, stream_threads)); };
     if (plan.sequence_score == NULL) {
         FDMA_TRY(kernel->run(problem));
     } else {
         fdma_problem one = sequences_of(problem, plan);
         fdma_set_aside(&one.exec, &arena);
-        const int32_t row_blocks = (int32_t)divide_up(plan.rows, ordered_rows);
-        const launch_shape all = {grid_of(row_blocks + divide_up(plan.new_len, copied_keys), heads),
-                                  dim3(stream_threads), 0, start_early};
-        const launch_shape each = {grid_of(plan.partitions, heads), dim3(stream_threads), 0,
-                                   start_early};
-        if (plan.partitions > 0)
-            FDMA_TRY(launch("select", describe_rows, each, problem, plan, heads));
-        FDMA_TRY(launch("select", write_sequences, all, problem, plan, heads, row_blocks));
+        const int64_t copy_blocks = divide_up(plan.new_len, copied_keys);
+        FDMA_TRY(launch("select", begin_sequences, blocks(plan.summaries + copy_blocks), problem,
+                        plan, heads));
+        if (plan.rows > 0)
+            FDMA_TRY(launch("select", order_rows, blocks(divide_up(plan.rows, ordered_rows)),
+                            problem, plan, heads));
         FDMA_TRY(kernel->run(&one));
         FDMA_TRY(launch("select", write_selection, over(plan.kv_len), problem, plan, heads));
     }

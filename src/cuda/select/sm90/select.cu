@@ -319,6 +319,9 @@ static constexpr int most_blocks_of(int items) {
 
 template <int items, bool packed = false>
 using config_of = segment_config<items, most_blocks_of(items), packed>;
+template <int items> static constexpr size_t memory_of = sizeof(select_memory<config_of<items>>);
+static_assert(memory_of<8> < memory_of<most_items> && memory_of<10> < memory_of<most_items>,
+              "refuses() asks for the memory of most_items");
 
 template <class config>
 static fdma_status run_config(const fdma_problem *problem, const select_call &call,
@@ -385,7 +388,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (refused != NULL)
         return refused;
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    if (sizeof(select_memory<config_of<most_items>>) > (size_t)device->shared_bytes)
+    if (memory_of<most_items> > (size_t)device->shared_bytes)
         return "a device with less shared memory per block than this kernel needs";
     const segment_plan plan = plan_segments(problem);
     if (plan.run == NULL)
