@@ -110,8 +110,8 @@ class ReturnedGradient(NamedTuple):
     # [batch, room, kv_heads]: the row of each candidate in the gradient of the own keys, viewed as
     # [-1, head_dim], or [-1, 1] for bias; None: there is nothing to add
     index: MaybeTensor
-    # [batch, room, kv_heads]: the candidate whose sum is written for each one: itself or, if the
-    # own keys are fewer than room, another one; None: always itself
+    # [batch, room, kv_heads]: the candidate whose sum each row writes: its own or, if the row is
+    # empty, another one; None: no row is empty
     source: MaybeTensor
 
 
