@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _arguments
 from ._layer_ranks import LayerRanks
+from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
 
 if TYPE_CHECKING:
@@ -65,6 +67,13 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
     require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
 
 
+def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
+    fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
+    fits = fits and positions.shape[1] == x.shape[1]
+    shape = list(positions.shape)
+    require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
+
+
 def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
     """The width of the memory of a layer with these options."""
     if hidden is not None:
@@ -72,6 +81,27 @@ def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> i
         require(not causal, "memory_hidden: is given, want None for a causal layer")
         require(rope_base is None, "memory_hidden: is given, want None for a layer with rope_base")
     return hidden
+
+
+def check_memory_of_call(
+    hidden: int | None,
+    x: torch.Tensor,
+    memory: torch.Tensor | None,
+    cache: DynamicMaskCache | None,
+    starts: torch.Tensor | Sequence[int] | None,
+) -> None:
+    """Of a layer whose memory has this width."""
+    if hidden is None:
+        require(memory is None, "memory: is given, want None for a layer without memory_hidden")
+        return
+    require(memory is not None, "memory: is None, want hidden states, as memory_hidden is given")
+    check_hidden("memory", "kv_len", memory, hidden)
+    require(
+        memory.shape[0] == x.shape[0],
+        f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x",
+    )
+    require(cache is None, "cache: is given, want None with memory")
+    require(starts is None, "starts: is given, want None with memory")
 
 
 def check_ranks(

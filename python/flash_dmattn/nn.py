@@ -15,8 +15,10 @@ from ._inputs import check_dropout
 from ._layer_checks import (
     check_hidden,
     check_memory,
+    check_memory_of_call,
     check_nope,
     check_options,
+    check_positions,
     check_ranks,
     check_sizes,
     require,
@@ -294,7 +296,7 @@ class DynamicMaskAttention(nn.Module):
                 torch.nn.utils are taken.)
         """
         check_hidden("x", "len", x, self.hidden)
-        self._check_memory(x, memory, cache, starts)
+        check_memory_of_call(self.memory_hidden, x, memory, cache, starts)
         self._check_cache(cache, starts, index, n_tokens, draft, lengths)
         query, key, value = self._project(x, x if memory is None else memory)
         if self.rope_base is not None:
@@ -302,13 +304,7 @@ class DynamicMaskAttention(nn.Module):
                 positions = cache.positions(layer, x.shape[1], index)
             elif positions is None and self.ranks is not None:
                 positions = self.ranks.positions(x, starts, lengths)
-            elif positions is None:
-                positions = count_positions(x.shape[1], starts, x.device)
-            fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
-            fits = fits and positions.shape[1] == x.shape[1]
-            shape = list(positions.shape)
-            require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
-            query, key = (self.rotate_heads(one, positions) for one in (query, key))
+            query, key = self._rotate(x, query, key, positions, starts)
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
         else:
@@ -327,15 +323,24 @@ class DynamicMaskAttention(nn.Module):
         return self.o_proj(out.flatten(2))
 
     def score_target_loss(
-        self, x: torch.Tensor, heads: Sequence[int] | None = None
+        self,
+        x: torch.Tensor,
+        heads: Sequence[int] | None = None,
+        *,
+        key_valid: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """flash_dmattn.score_target_loss() of this layer: a loss that has a gradient for dt_proj
         alone, and trains scores to rank keys by the attention that later queries give them.
 
         Args:
-            x: what forward() gets: [batch, len, hidden], without padding, one sequence in each row.
-                One of the sequences of a step can be enough: the time grows with batch * len^2.
+            x: what forward() gets: [batch, len, hidden]. One of the sequences of a step can be
+                enough: the time grows with batch * len^2.
             heads: the kv heads whose scores learn, none of which slides; None: all that do not.
+            key_valid: as in forward(); padding counts neither as keys nor as queries.
+            starts: as in forward().
+            positions: as in forward().
 
         Returns:
             One number, in float32 (float64 if x is); 0 if all heads slide.
@@ -358,13 +363,14 @@ class DynamicMaskAttention(nn.Module):
         with torch.no_grad():
             query, key, value = self._project(x, x)
             if self.rope_base is not None:
-                positions = count_positions(x.shape[1], None, x.device)
-                query, key = (self.rotate_heads(one, positions) for one in (query, key))
+                query, key = self._rotate(x, query, key, positions, starts)
         return score_target_loss(
             *(query, key, value, self._score_weights()[0]),
             recent=self.recent,
             sinks=self.sinks,
             heads=heads,
+            key_valid=key_valid,
+            starts=starts,
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
         )
@@ -377,27 +383,6 @@ class DynamicMaskAttention(nn.Module):
         query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
         key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
         return query, key, self.v_proj(source).unflatten(2, kv_shape)
-
-    def _check_memory(
-        self,
-        x: torch.Tensor,
-        memory: torch.Tensor | None,
-        cache: DynamicMaskCache | None,
-        starts: torch.Tensor | None,
-    ) -> None:
-        if self.memory_hidden is None:
-            require(memory is None, "memory: is given, want None for a layer without memory_hidden")
-            return
-        require(
-            memory is not None, "memory: is None, want hidden states, as memory_hidden is given"
-        )
-        check_hidden("memory", "kv_len", memory, self.memory_hidden)
-        require(
-            memory.shape[0] == x.shape[0],
-            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x",
-        )
-        require(cache is None, "cache: is given, want None with memory")
-        require(starts is None, "starts: is given, want None with memory")
 
     def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """dt_proj's weight, A and dt_proj's bias: kernels compute the scores from these."""
@@ -442,6 +427,20 @@ class DynamicMaskAttention(nn.Module):
         have not."""
         count = self.nope_heads * x.shape[2] // self.kv_heads
         return rotate_heads(x, positions, self.rope_base, count, self.nope_rotary_dim)
+
+    def _rotate(
+        self,
+        x: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | None,
+        starts: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query and key with rotary embedding; positions as in forward()."""
+        if positions is None:
+            positions = count_positions(x.shape[1], starts, x.device)
+        check_positions(positions, x)
+        return self.rotate_heads(query, positions), self.rotate_heads(key, positions)
 
     def attend(
         self,

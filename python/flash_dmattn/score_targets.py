@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.functional import linear, log_softmax
 
 from . import _arguments
+from ._sequences import list_starts
 from .functional import attention
 from .probabilities import attention_probabilities
 
@@ -23,6 +24,8 @@ def score_target_loss(
     recent: int,
     sinks: int = 0,
     heads: Sequence[int] | None = None,
+    key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | Sequence[int] | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     backend: str | None = None,
@@ -43,30 +46,37 @@ def score_target_loss(
     let a_coef be a small positive constant for these heads, such as 0.005. Then scores choose keys
     and hardly change their weights. dt_bias and sink logits have no influence.
 
-    It computes all pairs of a query and a key, for one sequence after the other. Sequences have no
-    padding. Under autocast, call it where attention is called, as query and key have to be of a
-    dtype that attention() supports on their device.
+    It computes all pairs of a query and a key, for one sequence after the other. With key_valid or
+    starts the host waits for the device to know where the sequences are. Under autocast, call it
+    where attention is called, as query and key have to be of a dtype that attention() supports on
+    their device.
 
     Args:
         query: [batch, len, q_heads, head_dim], as attention() gets it (after rotary embedding).
         key: [batch, len, kv_heads, head_dim].
         value: [batch, len, kv_heads, head_dim].
         dt_proj: [kv_heads, kv_heads * head_dim], as in score().
-        recent: how many newest keys a query keeps whatever their scores are. len has to be greater
-            than recent + sinks.
+        recent: how many newest keys a query keeps whatever their scores are. Sequences of at most
+            recent + sinks tokens have no part in the loss, but len has to be greater.
         sinks: how many first keys all queries keep; they have no targets.
         heads: the kv heads whose scores learn; None: all. The others have no part in the loss.
+        key_valid: optional [batch, len] bool or uint8, false for padding, which counts neither as
+            keys nor as queries.
+        starts: optional [sequences + 1] int32 or a list, for packed sequences: batch is 1, and
+            sequence n has the tokens starts[n] to starts[n + 1] - 1.
         softmax_scale: as in attention().
         softcap: as there.
         backend: as in score().
 
     Returns:
-        One number, in float32 (float64 if query is): the mean over sequences and these heads.
+        One number, in float32 (float64 if query is): the mean over sequences and these heads; 0 if
+        no sequence is long enough.
 
     Raises:
         TypeError: a query, key, value or dt_proj that is not a tensor, or a number that is no int.
-        ValueError: shapes that are inconsistent, a negative number, a sequence that is not longer
-            than recent + sinks, no heads, or a head that is not there or is given twice.
+        ValueError: shapes that are inconsistent, a negative number, len that is not greater than
+            recent + sinks, no heads, a head that is not there or is given twice, or starts that
+            do not begin at 0, descend, or end after len.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
@@ -83,7 +93,7 @@ def score_target_loss(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: is a {type(tensor).__name__}, want a torch.Tensor")
-    _check_shapes(tensors)
+    _check_shapes({**tensors, "key_valid": key_valid})
     length, kv_heads = key.shape[1:3]
     for name, count in (("recent", recent), ("sinks", sinks)):
         if _arguments.check_int(name, count) < 0:
@@ -92,18 +102,45 @@ def score_target_loss(
         raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
     chosen = _chosen_heads(heads, kv_heads)
     losses = []
-    for q, k, v in zip(query.detach(), key.detach(), value.detach()):
+    for b, tokens in _sequences(*key.shape[:2], starts, key_valid):
+        q, k, v = (one.detach()[b, tokens] for one in (query, key, value))
+        if len(k) <= recent + sinks:
+            continue
         own = q.unflatten(1, (kv_heads, -1))[:, chosen].flatten(1, 2), k[:, chosen]
         with torch.no_grad():
             target = log_targets(*own, recent, softmax_scale, softcap, backend)[:, sinks:].softmax(
                 -1
             )
         dtype = target.dtype
-        states = v[sinks : length - recent].flatten(1).to(dtype)
+        states = v[sinks : len(k) - recent].flatten(1).to(dtype)
         with torch.autocast(query.device.type, enabled=False):
             dt = linear(states, dt_proj[chosen].to(dtype)).T
         losses.append(-(target * log_softmax(dt, -1)).sum(-1).mean())
+    if not losses:
+        return 0 * dt_proj.sum().to(_arguments.wide(query.dtype))
     return torch.stack(losses).mean()
+
+
+def _sequences(
+    batch: int,
+    length: int,
+    starts: torch.Tensor | Sequence[int] | None,
+    key_valid: torch.Tensor | None,
+) -> Iterator[tuple[int, slice | torch.Tensor]]:
+    """The batch entry and the valid tokens of each sequence."""
+    spans = [(b, 0, length) for b in range(batch)]
+    if starts is not None:
+        if batch != 1:
+            raise ValueError(f"query: batch is {batch}, want 1 with starts")
+        found = list_starts(starts.tolist() if isinstance(starts, torch.Tensor) else starts)
+        if found[-1] > length:
+            raise ValueError(f"starts: ends with {found[-1]}, want at most len, {length}")
+        spans = [(0, begin, end) for begin, end in zip(found, found[1:])]
+    for b, begin, end in spans:
+        if key_valid is None:
+            yield b, slice(begin, end)
+        else:
+            yield b, begin + key_valid[b, begin:end].nonzero()[:, 0]
 
 
 def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
@@ -119,7 +156,7 @@ def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
     return chosen
 
 
-def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
+def _check_shapes(tensors: dict[str, torch.Tensor | None]) -> None:
     sizes = _arguments.bind_sizes(tensors)
     _arguments.check_sizes(tensors, sizes)
     q_len, kv_len, q_heads, kv_heads = (

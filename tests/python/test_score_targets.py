@@ -91,6 +91,57 @@ def test_logits_are_those_of_attention(rules: dict[str, float], own: dict[str, f
     assert got.item() == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_packed_sequences(as_tensor: bool) -> None:
+    """The loss is the mean of those of the sequences, but for one that is empty and one that is too
+    short. The last tokens belong to none."""
+    tensors, starts = states(4, 2), [0, 12, 12, 20, 37]
+    spans = [slice(0, 12), slice(20, 37)]
+    want = [
+        loss_of_head(*(one[0, span] for one in tensors), weight(2), head, 5, 3)
+        for span in spans
+        for head in (0, 1)
+    ]
+    rules = {"recent": 5, "sinks": 3}
+    given = torch.tensor(starts, dtype=torch.int32) if as_tensor else starts
+    got = score_target_loss(*tensors, weight(2), starts=given, **rules)
+    assert got.item() == pytest.approx(sum(want) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_padding(dtype: torch.dtype) -> None:
+    """Sequences without their padding have the same loss, wherever the padding is. NaN in it has no
+    influence, and sequences that are too short without it have no part in the loss."""
+    tensors = states(4, 2, batch=4)
+    valid = torch.ones(4, LENGTH, dtype=torch.bool)
+    valid[0, :9], valid[1, [3, 20, 21, 39]], valid[2, 8:] = False, False, False
+    want = [
+        loss_of_head(*(one[b, valid[b]] for one in tensors), weight(2), head, 5, 3)
+        for b in (0, 1, 3)
+        for head in (0, 1)
+    ]
+    padded = [one.masked_fill(~valid[..., None, None], math.nan) for one in tensors]
+    got = score_target_loss(*padded, weight(2), recent=5, sinks=3, key_valid=valid.to(dtype))
+    assert got.item() == pytest.approx(sum(want) / 6, rel=1e-5)
+
+
+def test_packed_sequences_with_padding() -> None:
+    tensors, valid = states(2, 1), torch.ones(1, LENGTH, dtype=torch.bool)
+    valid[0, [0, 1, 19, 30]] = False
+    spans = [torch.arange(2, 19), torch.tensor([*range(20, 30), *range(31, LENGTH)])]
+    want = [loss_of_head(*(one[0, span] for one in tensors), weight(1), 0, 5) for span in spans]
+    starts = torch.tensor([0, 20, LENGTH], dtype=torch.int32)
+    got = score_target_loss(*tensors, weight(1), recent=5, starts=starts, key_valid=valid)
+    assert got.item() == pytest.approx(sum(want) / 2, rel=1e-5)
+
+
+def test_no_sequence_that_is_long_enough() -> None:
+    dt_proj = weight(2).requires_grad_()
+    loss = score_target_loss(*states(4, 2), dt_proj, recent=20, starts=[0, 20, LENGTH])
+    loss.backward()
+    assert loss.item() == 0 and loss.dtype == torch.float32 and (dt_proj.grad == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     tensors = [one.to(dtype) for one in states(4, 2)]
@@ -137,6 +188,26 @@ def test_loss_of_a_layer(rope_base: float | None) -> None:
     graded = [name for name, one in layer.named_parameters() if one.grad is not None]
     assert graded == ["dt_proj.weight"]
     assert (layer.dt_proj.weight.grad[0] == 0).all() and (layer.dt_proj.weight.grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("given", ["starts", "padding"])
+def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
+    """Packed or padded sequences have the loss of sequences alone, rotary embedding included."""
+    torch.manual_seed(3)
+    layer = DynamicMaskAttention(32, 4, 2, 8, recent=4, rope_base=100.0)
+    x = torch.randn(1, LENGTH, 32)
+    alone = [layer.score_target_loss(one) for one in (x[:, :15], x[:, 15:])]
+    if given == "starts":
+        starts = torch.tensor([0, 15, LENGTH], dtype=torch.int32)
+        got = layer.score_target_loss(x, starts=starts)
+    else:
+        rows = torch.full((2, 25, 32), 9.0)
+        rows[0, 10:], rows[1] = x[0, :15], x[0, 15:]
+        positions = torch.arange(25).repeat(2, 1)
+        positions[0] -= 10
+        valid = positions >= 0
+        got = layer.score_target_loss(rows, key_valid=valid, positions=positions.clamp(min=0))
+    torch.testing.assert_close(got, sum(alone) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -211,6 +282,13 @@ def test_targets_of_keys_that_hardly_get_attention() -> None:
         ({"recent": 30, "sinks": 10}, ValueError, "len: is 40, want more than recent + sinks, 40"),
         ({"heads": [2]}, ValueError, "heads: has 2, want 0 to 1"),
         ({"heads": []}, ValueError, "heads: is empty, want one or more"),
+        (
+            {"key_valid": torch.ones(1, 39)},
+            ValueError,
+            "key_valid: axis 1 has 39 elements, key has",
+        ),
+        ({"starts": [0, 41]}, ValueError, "starts: ends with 41, want at most len, 40"),
+        ({"starts": [1, 40]}, ValueError, "starts: is [1, 40], want 0 and then numbers that do"),
     ],
 )
 def test_bad_arguments(changed: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -219,6 +297,11 @@ def test_bad_arguments(changed: dict[str, Any], error: type[Exception], message:
     with pytest.raises(error) as caught:
         score_target_loss(**given)
     assert message in str(caught.value)
+
+
+def test_packed_sequences_of_a_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="query: batch is 2, want 1 with starts"):
+        score_target_loss(*states(4, 2, batch=2), weight(2), recent=5, starts=[0, LENGTH])
 
 
 def test_an_empty_batch_is_refused() -> None:
