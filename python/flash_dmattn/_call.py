@@ -74,11 +74,11 @@ def check(status: int, operation: Operation) -> None:
             raise type(error)(message) from None
 
 
-def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
-    """`tensor` as the C library sees it.
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a dtype that the C library does not take under this name.
 
     Raises:
-        NotImplementedError: its dtype is none of the C library's.
+        NotImplementedError: it is of such a dtype.
     """
     dtype = str(tensor.dtype).replace("torch.", "")
     shown = _arguments.SHOWN.get(name, name)
@@ -90,6 +90,15 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
         raise NotImplementedError(f"{shown}: dtype is {dtype}, supported: int32")
     if tensor.dtype not in DTYPES:
         raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")
+
+
+def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
+    """`tensor` as the C library sees it.
+
+    Raises:
+        NotImplementedError: its dtype is none of the C library's.
+    """
+    check_dtype(name, tensor)
     absent = (0,) * (4 - tensor.dim())
     return _library.Tensor(
         data=tensor.data_ptr(),

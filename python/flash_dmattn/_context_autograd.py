@@ -222,7 +222,7 @@ class ContextAttention(torch.autograd.Function):
             if table is not None:
                 bias_carried = None if bias is None else table.bias
                 carried = Carried(*take_rows(call, gathered), bias_carried)
-            # The own candidates are free before attention begins.
+            # The rows of the own candidates are free before attention begins.
             del found, numbers, rows, gathered
         outs, lses = [], []
         for segment in segments:

@@ -90,7 +90,7 @@ def check_memory_of_call(
     cache: DynamicMaskCache | None,
     starts: torch.Tensor | Sequence[int] | None,
 ) -> None:
-    """Of a layer whose memory has this width."""
+    """Check memory, cache and starts of a call; `hidden` is memory_hidden of the layer."""
     if hidden is None:
         require(memory is None, "memory: is given, want None for a layer without memory_hidden")
         return

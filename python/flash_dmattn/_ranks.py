@@ -136,9 +136,9 @@ class Ranks:
         received_counts: list[int],
         shape: tuple[int, ...],
     ) -> Transfer:
-        """Begin an all-to-all exchange. The rows of `sent` for rank 0 are the first ones, then come
-        those for rank 1, ...: sent_counts[n] for rank n. Rank n sends received_counts[n] rows. The
-        received ones are returned as a tensor of `shape`, those of rank 0 first.
+        """Begin an all-to-all exchange. `sent` has sent_counts[n] rows for each rank n, which sends
+        received_counts[n] rows, both in the order of ranks. The received rows are returned as a
+        tensor of `shape`.
         """
         device, sent = sent.device, self.on_transport(sent).contiguous()
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
@@ -157,7 +157,7 @@ class Ranks:
 
 
 class Transfer:
-    """A tensor that a collective operation, which has begun, receives from all ranks."""
+    """What this rank receives in a collective operation that has begun."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Transfer:
         self.received, self.device, self.shape = received, device, shape
 
     def wait(self) -> torch.Tensor:
-        """The tensor. On a device its stream waits, not the host."""
+        """The received tensor. With NCCL the current stream waits, with gloo the host."""
         self.work.wait()
         return self.received.view(self.shape).to(self.device)
 

@@ -336,18 +336,19 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             x: what forward() gets: [batch, len, hidden]. One of the sequences of a step can be
-                enough: the time grows with batch * len^2.
+                enough: the time grows with the squares of their lengths.
             heads: the kv heads whose scores learn, none of which slides; None: all that do not.
             key_valid: as in forward(); padding counts neither as keys nor as queries.
-            starts: as in forward().
+            starts: as in forward(), a tensor.
             positions: as in forward().
 
         Returns:
-            One number, in float32 (float64 if x is); 0 if all heads slide.
+            One number, in float32 (float64 if x is); 0 if all heads slide, or no sequence has more
+            than recent + sinks valid tokens.
 
         Raises:
-            TypeError, NotImplementedError: as there.
-            ValueError: as there; or a layer that is not causal, has no window, or has a
+            TypeError, NotImplementedError: as flash_dmattn.score_target_loss().
+            ValueError: as that; or a layer that is not causal, has no window, or has a
                 process_group; or a head that slides.
         """
         wanted = "score_target_loss: want a causal layer with a window, without process_group"
@@ -355,7 +356,7 @@ class DynamicMaskAttention(nn.Module):
         check_hidden("x", "len", x, self.hidden)
         if heads is None:
             if self.sliding_heads == self.kv_heads:
-                return x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+                return self.dt_proj.weight[:0].sum().to(_arguments.wide(x.dtype))
             heads = range(self.sliding_heads, self.kv_heads)
         for head in heads:
             slides = head in range(self.sliding_heads)

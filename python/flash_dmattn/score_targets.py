@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear, log_softmax
 
 from . import _arguments
+from ._call import check_dtype
 from ._sequences import list_starts
 from .functional import attention
 from .probabilities import attention_probabilities
@@ -35,10 +36,10 @@ def score_target_loss(
     Through the bias of attention a score learns only from queries that keep its key, and only as
     far as it lowers the loss of that step. This loss compares scores with what queries would attend
     to if they kept all keys. For each query head, take the largest probability that any query gives
-    to a key in causal attention to all keys; queries to which the key is one of the `recent` newest
-    do not count. The target of a key is the sum of the squares of these probabilities over the
-    query heads of its kv head. The loss is the cross-entropy of the softmax over keys of dt, the
-    scores before softplus, with the targets divided by their sum.
+    to a key in causal attention to all keys of its sequence; queries to which the key is one of the
+    `recent` newest do not count. The target of a key is the sum of the squares of these
+    probabilities over the query heads of its kv head. The loss is the cross-entropy of the softmax
+    over keys of dt, the scores before softplus, with the targets divided by their sum.
 
     Add it to the loss of a model, or give dt_proj an optimizer of its own, in every step or only in
     some. It has a gradient for dt_proj alone. Scores rank keys in the order of dt only if a_coef is
@@ -46,37 +47,40 @@ def score_target_loss(
     let a_coef be a small positive constant for these heads, such as 0.005. Then scores choose keys
     and hardly change their weights. dt_bias and sink logits have no influence.
 
-    It computes all pairs of a query and a key, for one sequence after the other. With key_valid or
-    starts the host waits for the device to know where the sequences are. Under autocast, call it
-    where attention is called, as query and key have to be of a dtype that attention() supports on
-    their device.
+    It computes all pairs of a query and a key, for one sequence after the other. The host reads
+    key_valid and starts: it waits for a device that has them, and no CUDA graph can capture the
+    call. Under autocast, call it where attention is called, as query and key have to be of a dtype
+    that attention() supports on their device.
 
     Args:
         query: [batch, len, q_heads, head_dim], as attention() gets it (after rotary embedding).
         key: [batch, len, kv_heads, head_dim].
         value: [batch, len, kv_heads, head_dim].
         dt_proj: [kv_heads, kv_heads * head_dim], as in score().
-        recent: how many newest keys a query keeps whatever their scores are. Sequences of at most
-            recent + sinks tokens have no part in the loss, but len has to be greater.
+        recent: how many newest keys a query keeps whatever their scores are. With key_valid or
+            starts a sequence of at most recent + sinks valid tokens has no part in the loss;
+            without them len has to be greater than that.
         sinks: how many first keys all queries keep; they have no targets.
         heads: the kv heads whose scores learn; None: all. The others have no part in the loss.
         key_valid: optional [batch, len] bool or uint8, false for padding, which counts neither as
             keys nor as queries.
         starts: optional [sequences + 1] int32 or a list, for packed sequences: batch is 1, and
-            sequence n has the tokens starts[n] to starts[n + 1] - 1.
+            sequence n has the tokens starts[n] to starts[n + 1] - 1. Tokens from starts[-1] on
+            belong to no sequence.
         softmax_scale: as in attention().
         softcap: as there.
         backend: as in score().
 
     Returns:
-        One number, in float32 (float64 if query is): the mean over sequences and these heads; 0 if
-        no sequence is long enough.
+        One number, in float32 (float64 if query is): the mean over these heads and over the
+        sequences that have a part in the loss, whatever their lengths; 0 if there are none.
 
     Raises:
-        TypeError: a query, key, value or dt_proj that is not a tensor, or a number that is no int.
+        TypeError: a query, key, value, dt_proj or key_valid that is not a tensor, or a number that
+            is no int.
         ValueError: shapes that are inconsistent, a negative number, len that is not greater than
             recent + sinks, no heads, a head that is not there or is given twice, or starts that
-            do not begin at 0, descend, or end after len.
+            do not begin at 0, descend, end after len, or are for more than a batch of 1.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
@@ -90,15 +94,21 @@ def score_target_loss(
     Source: docs/quality.md, where models were trained with it.
     """
     tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
+    if key_valid is not None:
+        tensors["key_valid"] = key_valid
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: is a {type(tensor).__name__}, want a torch.Tensor")
-    _check_shapes({**tensors, "key_valid": key_valid})
+    if isinstance(starts, torch.Tensor):
+        tensors["starts"] = starts
+    _check_shapes(tensors)
+    for name in tensors:
+        check_dtype(name, tensors[name])
     length, kv_heads = key.shape[1:3]
     for name, count in (("recent", recent), ("sinks", sinks)):
         if _arguments.check_int(name, count) < 0:
             raise ValueError(f"{name}: is {count}, want 0 or more")
-    if length <= recent + sinks:
+    if length <= recent + sinks and key_valid is None and starts is None:
         raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
     chosen = _chosen_heads(heads, kv_heads)
     losses = []
@@ -117,7 +127,7 @@ def score_target_loss(
             dt = linear(states, dt_proj[chosen].to(dtype)).T
         losses.append(-(target * log_softmax(dt, -1)).sum(-1).mean())
     if not losses:
-        return 0 * dt_proj.sum().to(_arguments.wide(query.dtype))
+        return dt_proj[:0].sum().to(_arguments.wide(query.dtype))
     return torch.stack(losses).mean()
 
 
@@ -136,11 +146,12 @@ def _sequences(
         if found[-1] > length:
             raise ValueError(f"starts: ends with {found[-1]}, want at most len, {length}")
         spans = [(0, begin, end) for begin, end in zip(found, found[1:])]
+    valid = None if key_valid is None else key_valid.cpu()
     for b, begin, end in spans:
-        if key_valid is None:
+        if valid is None:
             yield b, slice(begin, end)
         else:
-            yield b, begin + key_valid[b, begin:end].nonzero()[:, 0]
+            yield b, (begin + valid[b, begin:end].nonzero()[:, 0]).to(key_valid.device)
 
 
 def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
@@ -156,7 +167,7 @@ def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
     return chosen
 
 
-def _check_shapes(tensors: dict[str, torch.Tensor | None]) -> None:
+def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
     sizes = _arguments.bind_sizes(tensors)
     _arguments.check_sizes(tensors, sizes)
     q_len, kv_len, q_heads, kv_heads = (

@@ -93,8 +93,8 @@ def test_logits_are_those_of_attention(rules: dict[str, float], own: dict[str, f
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_packed_sequences(as_tensor: bool) -> None:
-    """The loss is the mean of those of the sequences, but for one that is empty and one that is too
-    short. The last tokens belong to none."""
+    """The loss is the mean over the sequences without the empty one and the one that is too short.
+    The last tokens belong to none."""
     tensors, starts = states(4, 2), [0, 12, 12, 20, 37]
     spans = [slice(0, 12), slice(20, 37)]
     want = [
@@ -110,8 +110,8 @@ def test_packed_sequences(as_tensor: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_padding(dtype: torch.dtype) -> None:
-    """Sequences without their padding have the same loss, wherever the padding is. NaN in it has no
-    influence, and sequences that are too short without it have no part in the loss."""
+    """Padding does not change the loss, wherever it is, even if it is NaN. A sequence with too few
+    valid tokens has no part in the loss."""
     tensors = states(4, 2, batch=4)
     valid = torch.ones(4, LENGTH, dtype=torch.bool)
     valid[0, :9], valid[1, [3, 20, 21, 39]], valid[2, 8:] = False, False, False
@@ -137,7 +137,7 @@ def test_packed_sequences_with_padding() -> None:
 
 def test_no_sequence_that_is_long_enough() -> None:
     dt_proj = weight(2).requires_grad_()
-    loss = score_target_loss(*states(4, 2), dt_proj, recent=20, starts=[0, 20, LENGTH])
+    loss = score_target_loss(*states(4, 2), dt_proj, recent=40, starts=[0, 20, LENGTH])
     loss.backward()
     assert loss.item() == 0 and loss.dtype == torch.float32 and (dt_proj.grad == 0).all()
 
@@ -192,7 +192,8 @@ def test_loss_of_a_layer(rope_base: float | None) -> None:
 
 @pytest.mark.parametrize("given", ["starts", "padding"])
 def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
-    """Packed or padded sequences have the loss of sequences alone, rotary embedding included."""
+    """The loss of packed or padded sequences is the mean of their losses one by one, with rotary
+    embedding."""
     torch.manual_seed(3)
     layer = DynamicMaskAttention(32, 4, 2, 8, recent=4, rope_base=100.0)
     x = torch.randn(1, LENGTH, 32)
@@ -214,7 +215,8 @@ def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
 def test_a_layer_in_which_all_heads_slide(dtype: torch.dtype) -> None:
     layer = DynamicMaskAttention(32, 4, 2, 8, sliding_heads=2, dtype=dtype)
     loss = layer.score_target_loss(torch.randn(1, LENGTH, 32, dtype=dtype))
-    assert loss.item() == 0
+    loss.backward()
+    assert loss.item() == 0 and (layer.dt_proj.weight.grad == 0).all()
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -282,10 +284,22 @@ def test_targets_of_keys_that_hardly_get_attention() -> None:
         ({"recent": 30, "sinks": 10}, ValueError, "len: is 40, want more than recent + sinks, 40"),
         ({"heads": [2]}, ValueError, "heads: has 2, want 0 to 1"),
         ({"heads": []}, ValueError, "heads: is empty, want one or more"),
+        ({"key_valid": [True] * 40}, TypeError, "key_valid: is a list, want a torch.Tensor"),
         (
-            {"key_valid": torch.ones(1, 39)},
-            ValueError,
-            "key_valid: axis 1 has 39 elements, key has",
+            {"key_valid": torch.ones(1, 39, dtype=torch.bool)},
+            *(ValueError, "key_valid: axis 1 has 39 elements, key has"),
+        ),
+        (
+            {"key_valid": torch.ones(1, 40)},
+            *(NotImplementedError, "key_valid: dtype is float32, supported: bool or uint8"),
+        ),
+        (
+            {"starts": torch.tensor([0, 40])},
+            *(NotImplementedError, "starts: dtype is int64, supported: int32"),
+        ),
+        (
+            {"starts": torch.zeros(1, 2, dtype=torch.int32)},
+            *(ValueError, "starts: rank is 2, want 1"),
         ),
         ({"starts": [0, 41]}, ValueError, "starts: ends with 41, want at most len, 40"),
         ({"starts": [1, 40]}, ValueError, "starts: is [1, 40], want 0 and then numbers that do"),
