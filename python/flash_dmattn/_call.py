@@ -75,10 +75,10 @@ def check(status: int, operation: Operation) -> None:
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor of a dtype that the C library does not take under this name.
+    """Check the dtype of the argument of this name.
 
     Raises:
-        NotImplementedError: it is of such a dtype.
+        NotImplementedError: the C library does not take it.
     """
     dtype = str(tensor.dtype).replace("torch.", "")
     shown = _arguments.SHOWN.get(name, name)

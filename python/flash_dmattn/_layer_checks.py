@@ -9,12 +9,13 @@ import torch
 
 from . import _arguments
 from ._layer_ranks import LayerRanks
-from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .cache import DynamicMaskCache
 
 HEAD_DIM_MAX = 256  # of the kernels
 
@@ -68,6 +69,7 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
 
 
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
+    """`x` is [batch, len, ...]."""
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
     fits = fits and positions.shape[1] == x.shape[1]
     shape = list(positions.shape)

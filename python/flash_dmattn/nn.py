@@ -26,7 +26,7 @@ from ._layer_checks import (
 from .cache import DynamicMaskCache
 from .options import DynamicMaskOptions
 from .rotary import count_positions, rotate_heads
-from .score_targets import score_target_loss
+from .score_targets import no_loss, score_target_loss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -304,7 +304,7 @@ class DynamicMaskAttention(nn.Module):
                 positions = cache.positions(layer, x.shape[1], index)
             elif positions is None and self.ranks is not None:
                 positions = self.ranks.positions(x, starts, lengths)
-            query, key = self._rotate(x, query, key, positions, starts)
+            query, key = self._rotate(query, key, positions, starts)
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
         else:
@@ -328,7 +328,7 @@ class DynamicMaskAttention(nn.Module):
         heads: Sequence[int] | None = None,
         *,
         key_valid: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """flash_dmattn.score_target_loss() of this layer: a loss that has a gradient for dt_proj
@@ -339,7 +339,7 @@ class DynamicMaskAttention(nn.Module):
                 enough: the time grows with the squares of their lengths.
             heads: the kv heads whose scores learn, none of which slides; None: all that do not.
             key_valid: as in forward(); padding counts neither as keys nor as queries.
-            starts: as in forward(), a tensor.
+            starts: as in forward(), or a list.
             positions: as in forward().
 
         Returns:
@@ -356,7 +356,7 @@ class DynamicMaskAttention(nn.Module):
         check_hidden("x", "len", x, self.hidden)
         if heads is None:
             if self.sliding_heads == self.kv_heads:
-                return self.dt_proj.weight[:0].sum().to(_arguments.wide(x.dtype))
+                return no_loss(self._score_weights()[0], x.dtype)
             heads = range(self.sliding_heads, self.kv_heads)
         for head in heads:
             slides = head in range(self.sliding_heads)
@@ -364,7 +364,7 @@ class DynamicMaskAttention(nn.Module):
         with torch.no_grad():
             query, key, value = self._project(x, x)
             if self.rope_base is not None:
-                query, key = self._rotate(x, query, key, positions, starts)
+                query, key = self._rotate(query, key, positions, starts)
         return score_target_loss(
             *(query, key, value, self._score_weights()[0]),
             recent=self.recent,
@@ -431,16 +431,15 @@ class DynamicMaskAttention(nn.Module):
 
     def _rotate(
         self,
-        x: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         positions: torch.Tensor | None,
-        starts: torch.Tensor | None,
+        starts: torch.Tensor | Sequence[int] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """query and key with rotary embedding; positions as in forward()."""
         if positions is None:
-            positions = count_positions(x.shape[1], starts, x.device)
-        check_positions(positions, x)
+            positions = count_positions(query.shape[1], starts, query.device)
+        check_positions(positions, query)
         return self.rotate_heads(query, positions), self.rotate_heads(key, positions)
 
     def attend(

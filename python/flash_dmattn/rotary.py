@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -28,10 +30,13 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def count_positions(length: int, starts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def count_positions(
+    length: int, starts: torch.Tensor | Sequence[int] | None, device: torch.device
+) -> torch.Tensor:
     """[1, length]: 0, 1, ..., beginning anew at each of `starts`."""
     positions = torch.arange(length, device=device, dtype=torch.int32)
     if starts is not None:
+        starts = torch.as_tensor(starts, device=device)
         positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
     return positions[None]
 

@@ -102,8 +102,8 @@ def score_target_loss(
     if isinstance(starts, torch.Tensor):
         tensors["starts"] = starts
     _check_shapes(tensors)
-    for name in tensors:
-        check_dtype(name, tensors[name])
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor)
     length, kv_heads = key.shape[1:3]
     for name, count in (("recent", recent), ("sinks", sinks)):
         if _arguments.check_int(name, count) < 0:
@@ -112,7 +112,7 @@ def score_target_loss(
         raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
     chosen = _chosen_heads(heads, kv_heads)
     losses = []
-    for b, tokens in _sequences(*key.shape[:2], starts, key_valid):
+    for b, tokens in _valid_tokens(*key.shape[:2], starts, key_valid):
         q, k, v = (one.detach()[b, tokens] for one in (query, key, value))
         if len(k) <= recent + sinks:
             continue
@@ -126,20 +126,24 @@ def score_target_loss(
         with torch.autocast(query.device.type, enabled=False):
             dt = linear(states, dt_proj[chosen].to(dtype)).T
         losses.append(-(target * log_softmax(dt, -1)).sum(-1).mean())
-    if not losses:
-        return dt_proj[:0].sum().to(_arguments.wide(query.dtype))
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean() if losses else no_loss(dt_proj, query.dtype)
 
 
-def _sequences(
+def no_loss(dt_proj: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0, with a gradient of zeros for dt_proj, for a query of this dtype."""
+    return dt_proj[:0].sum().to(_arguments.wide(dtype))
+
+
+def _valid_tokens(
     batch: int,
     length: int,
     starts: torch.Tensor | Sequence[int] | None,
     key_valid: torch.Tensor | None,
 ) -> Iterator[tuple[int, slice | torch.Tensor]]:
-    """The batch entry and the valid tokens of each sequence."""
-    spans = [(b, 0, length) for b in range(batch)]
-    if starts is not None:
+    """The batch entry of each sequence, and which of its tokens are valid."""
+    if starts is None:
+        spans = [(b, 0, length) for b in range(batch)]
+    else:
         if batch != 1:
             raise ValueError(f"query: batch is {batch}, want 1 with starts")
         found = list_starts(starts.tolist() if isinstance(starts, torch.Tensor) else starts)

@@ -190,7 +190,7 @@ def test_loss_of_a_layer(rope_base: float | None) -> None:
     assert (layer.dt_proj.weight.grad[0] == 0).all() and (layer.dt_proj.weight.grad[1] != 0).all()
 
 
-@pytest.mark.parametrize("given", ["starts", "padding"])
+@pytest.mark.parametrize("given", ["starts", "list", "padding"])
 def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
     """The loss of packed or padded sequences is the mean of their losses one by one, with rotary
     embedding."""
@@ -198,8 +198,9 @@ def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
     layer = DynamicMaskAttention(32, 4, 2, 8, recent=4, rope_base=100.0)
     x = torch.randn(1, LENGTH, 32)
     alone = [layer.score_target_loss(one) for one in (x[:, :15], x[:, 15:])]
-    if given == "starts":
-        starts = torch.tensor([0, 15, LENGTH], dtype=torch.int32)
+    if given != "padding":
+        starts = [0, 15, LENGTH]
+        starts = starts if given == "list" else torch.tensor(starts, dtype=torch.int32)
         got = layer.score_target_loss(x, starts=starts)
     else:
         rows = torch.full((2, 25, 32), 9.0)
