@@ -1,6 +1,7 @@
 /* test_cuda_kernels.c - what can be tested of CUDA kernels without a device. First, the workspace
  * that a backward or score_backward kernel asks for must not depend on the tensors' addresses,
- * because a caller may ask before it has allocated them. Second, which kernels take few queries. */
+ * because a caller may ask before it has allocated them. Second, which kernels take few queries.
+ * Third, when backward has a slot for every key. */
 #include "calls.h"
 
 #include "core/kernel.h"
@@ -99,10 +100,14 @@ static fdma_problem forward_problem(int64_t q_len) {
 }
 
 /* Whether a kernel refuses a problem for any reason but the device, which need not be there. */
+static bool refuses(const fdma_kernel *kernel, const fdma_problem *problem) {
+    const char *const reason = kernel->refuses(problem);
+    return reason != NULL && strstr(reason, "compute capability") == NULL;
+}
+
 static bool refuses_shape(const fdma_kernel *kernel, int64_t q_len) {
     const fdma_problem problem = forward_problem(q_len);
-    const char *const reason = kernel->refuses(&problem);
-    return reason != NULL && strstr(reason, "compute capability") == NULL;
+    return refuses(kernel, &problem);
 }
 
 /* Decode kernels are listed before tile kernels and take up to 16 queries. The tile kernels of sm80
@@ -133,7 +138,48 @@ static void decode_takes_few_queries(void) {
     CHECK(tile > 0);
 }
 
+/* Whether cuda/sm90/by_key refuses a causal call of 1024 keys, which may have its name. */
+static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t window,
+                           const char *name) {
+    static _Alignas(256) char line[512];
+    const shape n = {{.batch = batch,
+                      .q_len = 1024,
+                      .kv_len = 1024,
+                      .q_heads = 8,
+                      .kv_heads = 2,
+                      .head_dim = strstr(kernel->name, "d256") != NULL   ? 256
+                                  : strstr(kernel->name, "d128") != NULL ? 128
+                                                                         : 64},
+                     window};
+    fdma_problem problem = problem_at(operation_backward, &n, line, 0, 0);
+    problem.exec.kernel = name;
+    return refuses(kernel, &problem);
+}
+
+/* It visits all visible pairs, which is faster where most are kept; how many sequences there are
+ * must not matter, because the kernels differ by rounding. A caller may choose it by name. */
+static void by_key_takes_calls_that_keep_most_pairs(void) {
+    int found = 0;
+    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+        for (int32_t i = 0; i < (*table)->count; i++) {
+            const fdma_kernel *kernel = &(*table)->kernels[i];
+            if (strncmp(kernel->name, "cuda/sm90/by_key/", 17) != 0)
+                continue;
+            test_context("%s", kernel->name);
+            for (int64_t batch = 1; batch <= 64; batch *= 64) {
+                CHECK(!by_key_refuses(kernel, batch, 768, NULL));
+                CHECK(by_key_refuses(kernel, batch, 64, NULL));
+                CHECK(!by_key_refuses(kernel, batch, 64, "cuda/sm90/by_key"));
+                CHECK(by_key_refuses(kernel, batch, 64, "cuda/sm90"));
+                CHECK(by_key_refuses(kernel, batch, -1, NULL));
+            }
+            found++;
+        }
+    CHECK(found > 0);
+}
+
 static const test_entry tests[] = {TEST(workspaces_do_not_depend_on_addresses),
-                                   TEST(decode_takes_few_queries)};
+                                   TEST(decode_takes_few_queries),
+                                   TEST(by_key_takes_calls_that_keep_most_pairs)};
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -313,14 +313,18 @@ static int32_t choose_block_queries(const fdma_problem *problem, const backward_
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape) {
     backward_plan plan = {};
-    plan.forward = fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem, shape));
+    plan.slot_per_key = shape.slot_per_key && problem->causal && rolls_lists(problem);
+    plan.forward = plan.slot_per_key
+                       ? fdma_cuda_plan_records(problem, arena, list_queries)
+                       : fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem, shape));
     describe_gradients(problem, &plan);
     const forward_plan *const forward = &plan.forward;
     const int64_t heads = problem->batch * problem->q_heads;
     plan.is_rolling = forward->list_tile > 0;
     const bool is_listed = problem->selected && problem->slots < problem->kv_len;
     // a list that packed sequences share has the kept keys of all of them
-    const bool has_slots = is_listed && (plan.is_rolling || !is_present(&problem->starts));
+    const bool has_slots =
+        is_listed && !plan.slot_per_key && (plan.is_rolling || !is_present(&problem->starts));
     plan.slots =
         (int32_t)round_up(has_slots ? problem->slots : problem->kv_len, (int64_t)shape.block_slots);
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);

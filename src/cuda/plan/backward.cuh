@@ -13,6 +13,10 @@
  * entries from count.x to count.y. So a key gets at most one contribution from each pass. They are
  * added to what dk, dv and dbias hold, in the order of the launches.
  *
+ * Or there are no lists, every key has a slot of its own (slot_per_key), and the slot pass, which is
+ * the only one, visits all pairs of a query and a visible key, kept or not. That is faster where most
+ * of them are kept.
+ *
  * Where there are few slots, the slot pass runs once for each of several partitions: consecutive
  * query blocks that are worked on independently. A key that is live at a boundary (the first
  * position of a partition after the first) has sums in several partitions, which go to the boundary
@@ -28,6 +32,7 @@ struct backward_shape {
     int32_t block_slots; // slots of a slot block
     int32_t most_partitions;
     int32_t most_queries; // of a query block
+    bool slot_per_key;    // see backward_plan; only where lists would roll
 };
 
 /* Sums of the keys that are live at a boundary: [batch * kv_heads][partitions - 1][slots], all zero
@@ -81,6 +86,7 @@ struct backward_plan {
     int32_t partitions;
     int32_t partition_lists; // query blocks of a partition; the last may have fewer
     bool is_rolling;         // each query block has a list; otherwise a slot never changes its key
+    bool slot_per_key;       // a causal selection without lists: key j has slot j
     bool accumulate, deterministic;
 };
 

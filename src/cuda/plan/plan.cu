@@ -152,14 +152,18 @@ static int32_t choose_block_queries(const fdma_problem *problem) {
                                            : list_queries;
 }
 
+/* Whether every key is kept, as far as the host knows. */
+static bool is_plain(const fdma_problem *problem) {
+    return !problem->selected && !is_present(&problem->key_valid);
+}
+
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
     return fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem));
 }
 
-forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
-                                  int32_t block_queries) {
+forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
+                                    int32_t block_queries) {
     const int64_t heads = problem->batch * problem->kv_heads;
-    const bool plain = !problem->selected && !is_present(&problem->key_valid);
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);
     plan.block_queries = block_queries;
@@ -169,11 +173,19 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
         return plan;
     }
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
-    if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
+    if (!is_plain(problem) || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records = take<key_record>(arena, heads * problem->kv_len);
     plan.kept = kept_lists_of(problem, arena);
+    return plan;
+}
+
+forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
+                                  int32_t block_queries) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);
     // forward works from the lists of kept keys alone
-    if (plain || (is_present(&problem->attn_mask) && problem->operation == operation_forward))
+    if (is_present(&problem->last_keys.list) || is_plain(problem) ||
+        (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
     const bool is_rolling = rolls_lists(problem);
     const int64_t size = round_up(list_size(problem, block_queries), 4);

@@ -317,6 +317,10 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries);
 
+/* The same with records alone: entry j of its list is key j, whether it is kept or not. */
+forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
+                                    int32_t block_queries);
+
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
 

@@ -12,7 +12,8 @@ struct selection_view {
     int32_t slots;       // that the selection says it uses
     int32_t block_lists; // lists of a thread block
     bool is_global;
-    bool table_fits; // shared memory, for the live keys of a thread block
+    bool table_fits;   // shared memory, for the live keys of a thread block
+    bool checks_slots; // whether a kept key with a slot from `slots` on is a misfit
 };
 
 /* The selection of one (b, g). */

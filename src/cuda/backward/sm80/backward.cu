@@ -119,8 +119,8 @@ static pair_writing writing_of(const fdma_problem *problem, const backward_plan 
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    backward_plan plan =
-        fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions, list_queries});
+    backward_plan plan = fdma_cuda_plan_backward(
+        problem, arena, {block_slots, most_partitions, list_queries, false});
     plan.sharing_rows = rows_sharing_pairs(plan.dpairs.sharing, problem->group);
     fdma_cuda_plan_pairs(problem, writing_of(problem, plan), arena, &plan);
     if (is_listed_pass(problem))

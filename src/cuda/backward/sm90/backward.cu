@@ -7,6 +7,8 @@
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 
+#include <string.h>
+
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
 
@@ -42,6 +44,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         if (config::is_listed)
             memory->kept_list = kept_list_of(plan, memory->work);
     }
+    if (config::is_slot && plan.slot_per_key && threadIdx.x < 32)
+        end_work<config>(plan, pass, &memory->work);
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
     __syncthreads();
@@ -99,10 +103,10 @@ struct backward_task {
 };
 
 template <class config>
-static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
+static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, bool slot_per_key) {
     backward_task task = {};
-    task.plan = fdma_cuda_plan_backward(problem, arena,
-                                        {config::slots, most_partitions, config::most_queries});
+    task.plan = fdma_cuda_plan_backward(
+        problem, arena, {config::slots, most_partitions, config::most_queries, slot_per_key});
     task.pass.tiles = task.plan.rows / q_tile_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     const int64_t dq_floats = task.tiles * q_tile_rows * config::channels;
@@ -204,9 +208,10 @@ template <class config>
 using listed_config = backward_config<typename config::element, config::channels,
                                       config::has_softcap, config::drops, listed_pass>;
 
-template <class config> static fdma_status run_with(const fdma_problem *problem) {
+template <class config>
+static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     fdma_arena arena = fdma_arena_of(problem);
-    backward_task task = lay_out<config>(problem, &arena);
+    backward_task task = lay_out<config>(problem, &arena, slot_per_key);
     const backward_plan &plan = task.plan;
     backward_pass &pass = task.pass;
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
@@ -228,27 +233,82 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     return fdma_cuda_end_backward(problem, &plan);
 }
 
-template <typename element> static fdma_status run_elements(const fdma_problem *problem) {
+template <typename element>
+static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) {
     constexpr int d = FDMA_HEAD_DIM;
     if (problem->softcap != 0)
-        return run_with<backward_config<element, d, true, false, slot_pass>>(problem);
+        return run_with<backward_config<element, d, true, false, slot_pass>>(problem, slot_per_key);
     if (problem->dropout.threshold != 0)
-        return run_with<backward_config<element, d, false, true, slot_pass>>(problem);
-    return run_with<backward_config<element, d, false, false, slot_pass>>(problem);
+        return run_with<backward_config<element, d, false, true, slot_pass>>(problem, slot_per_key);
+    return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
 }
 
-static fdma_status run(const fdma_problem *problem) {
-    return problem->dtype == FDMA_FLOAT16 ? run_elements<float16>(problem)
-                                          : run_elements<__nv_bfloat16>(problem);
+/* The kernels: by lists, if there is a selection, or with a slot for every key. */
+enum backward_form { by_key, by_list };
+
+static constexpr const char *form_names[] = {
+    FDMA_POINT_NAME("cuda/sm90/by_key/d", FDMA_HEAD_DIM),
+    FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
+};
+
+template <backward_form form> static fdma_status run(const fdma_problem *problem) {
+    return problem->dtype == FDMA_FLOAT16 ? run_elements<float16>(problem, form == by_key)
+                                          : run_elements<__nv_bfloat16>(problem, form == by_key);
 }
 
 using any_config =
     backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>; // all take the same workspace
 
+template <backward_form form>
+static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
+    return lay_out<any_config>(problem, arena, form == by_key);
+}
+
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
-static const char *refuses(const fdma_problem *problem) {
+/* How many pairs of a query and a key by_key visits: all that are visible, in whole slot blocks. */
+static double count_visible_pairs(const fdma_problem *problem) {
+    const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
+    return queries * ((double)problem->kv_len - queries / 2 + any_config::slots / 2);
+}
+
+/* How many pairs are kept if every slot is used as soon as there are as many keys. */
+static double count_kept_pairs(const fdma_problem *problem) {
+    const double queries = (double)min(problem->q_len, problem->kv_len);
+    const double slots = (double)problem->slots;
+    const double partial = max(queries - ((double)problem->kv_len - slots), 0.0);
+    return queries * slots - partial * partial / 2;
+}
+
+/* Whether exec.kernel chooses by_key by its name. */
+static bool is_called_by_key(const fdma_problem *problem) {
+    const char *const kernel = problem->exec.kernel, *const name = form_names[by_key];
+    const size_t length = (size_t)(strrchr(name, '/') - name); // without head_dim
+    return kernel != NULL && strncmp(kernel, name, length) == 0;
+}
+
+/* Why by_list is to take a call, or NULL. There slots change their keys, and the diagonal pass takes
+ * the keys that arrive: a query takes as long as with so many further pairs. The numbers are fitted
+ * to an H200, see docs/experiments.md. The batch does not matter, so that results do not depend on
+ * it. */
+static const char *refuses_by_key(const fdma_problem *problem) {
+    const double pair = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // of by_list, if one of by_key takes 1
+    const double further = 100 + 500 / (double)problem->group;
+    if (is_present(&problem->starts) || is_present(&problem->attn_mask))
+        return "packed sequences or attn_mask";
+    if (is_called_by_key(problem))
+        return NULL;
+    if (!problem->causal || !rolls_lists(problem))
+        return "a call in which no slot changes its key";
+    const double by_list_pairs =
+        pair * count_kept_pairs(problem) + further * (double)problem->q_len;
+    return count_visible_pairs(problem) < by_list_pairs
+               ? NULL
+               : "few kept keys, for which there is a faster kernel";
+}
+
+template <backward_form form> static const char *refuses(const fdma_problem *problem) {
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
     const fdma_tensor *const tensors[] = {
         &problem->q,         &problem->k,          &problem->v,         &problem->dout,
@@ -276,9 +336,19 @@ static const char *refuses(const fdma_problem *problem) {
     const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";
-    return fdma_refuses_all_but_sm90a(problem);
+    const char *const by_form = form == by_key ? refuses_by_key(problem) : NULL;
+    return by_form != NULL ? by_form : fdma_refuses_all_but_sm90a(problem);
 }
 
-FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),
-                {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_backward,
-                 fdma_missing_sm90a, refuses, workspace_of<lay_out<any_config>>, run, true, false});
+template <backward_form form>
+static constexpr fdma_kernel kernel_of = {form_names[form],
+                                          operation_backward,
+                                          fdma_missing_sm90a,
+                                          refuses<form>,
+                                          workspace_of<lay_out_any<form>>,
+                                          run<form>,
+                                          true,
+                                          false};
+
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM), kernel_of<by_key>,
+                kernel_of<by_list>);

@@ -252,6 +252,11 @@ __device__ static tile_list kept_list_of(const backward_plan &plan, const backwa
     return tile_list_of(plan.forward, work.b, work.g, work.list * list_queries, 0);
 }
 
+/* The expiry in the record of key j. */
+__device__ static int32_t key_expiry(const forward_plan &plan, int32_t head, int32_t j) {
+    return plan.records[(int64_t)head * plan.kv_len + j].expiry;
+}
+
 /* The key that a slot has in a query block, or the slot-th key that arrives inside the block, or
  * that of the slot-th entry in a block of a list's; -1: none. */
 template <class config>
@@ -271,6 +276,9 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_mem
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
     if (slot >= shared_entries(forward, memory.work.b, head))
         return -1;
+    if (plan.slot_per_key &&
+        key_expiry(forward, head, slot) <= query_position(forward, memory.work.b, 0))
+        return -1; // no query keeps it
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
@@ -307,6 +315,29 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
             return base + __ffs(mask) - 1;
     }
     return work.end;
+}
+
+/* Where every key has a slot of its own, ends the work of a slot block with the last query block that
+ * has a query which keeps one of its keys; but not if slot blocks add to dq in a fixed order, see
+ * dq_order(). By the warp whose first thread has found the work. */
+template <class config>
+__device__ static void end_work(const backward_plan &plan, const backward_pass &pass,
+                                backward_work *work) {
+    const forward_plan &forward = plan.forward;
+    int32_t expiry = INT32_MIN;
+    __syncwarp();
+    if (pass.dq_semaphore != NULL)
+        return;
+    for (int32_t slot = threadIdx.x; slot < config::slots; slot += 32) {
+        const int32_t key = work->first_slot + slot;
+        if (key < forward.kv_len)
+            expiry = max(expiry, key_expiry(forward, work->head, key));
+    }
+    expiry = __reduce_max_sync(~0u, expiry);
+    const int64_t queries = (int64_t)expiry - query_position(forward, work->b, 0);
+    const int64_t blocks = (queries + forward.block_queries - 1) / forward.block_queries;
+    if (threadIdx.x == 0)
+        work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
 }
 
 /* Keys that arrive inside a query block. */
