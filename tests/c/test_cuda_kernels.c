@@ -138,7 +138,7 @@ static void decode_takes_few_queries(void) {
     CHECK(tile > 0);
 }
 
-/* Whether cuda/sm90/by_key refuses a causal call of 1024 keys, which may have its name. */
+/* Whether cuda/sm90/by_key refuses a causal call of 1024 keys. name: exec.kernel, or NULL. */
 static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t window,
                            const char *name) {
     static _Alignas(256) char line[512];
@@ -172,14 +172,44 @@ static void by_key_takes_calls_that_keep_most_pairs(void) {
                 CHECK(!by_key_refuses(kernel, batch, 64, "cuda/sm90/by_key"));
                 CHECK(by_key_refuses(kernel, batch, 64, "cuda/sm90"));
                 CHECK(by_key_refuses(kernel, batch, -1, NULL));
+                CHECK(by_key_refuses(kernel, batch, -1, "cuda/sm90/by_key"));
             }
             found++;
         }
     CHECK(found > 0);
 }
 
-static const test_entry tests[] = {TEST(workspaces_do_not_depend_on_addresses),
-                                   TEST(decode_takes_few_queries),
-                                   TEST(by_key_takes_calls_that_keep_most_pairs)};
+/* The kernels behind it take its calls if data turns out not to be aligned, or q to be shorter. */
+static void by_key_asks_for_what_the_others_need(void) {
+    static const shape kept[] = {
+        {{1, 1024, 1024, 8, 8, 128, 0, 0, 0, 0, 0, false}, 512},
+        {{1, 512, 1024, 8, 8, 128, 0, 0, 0, 0, 0, false}, 512},
+        {{1, 4096, 4096, 4, 4, 128, 0, 0, 0, 0, 0, false}, 2048},
+        {{1, 16384, 16384, 4, 4, 64, 0, 0, 0, 0, 0, false}, 12288},
+    };
+    for (int s = 0; s < TEST_COUNT(kept); s++) {
+        const fdma_problem problem = problem_at(operation_backward, &kept[s], NULL, 0, 0);
+        const char *const end = problem.head_dim == 64 ? "/d64" : "/d128";
+        size_t asked = 0, most = 0;
+        for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+            for (int32_t i = 0; i < (*table)->count; i++) {
+                const fdma_kernel *kernel = &(*table)->kernels[i];
+                const char *const found = strstr(kernel->name, end);
+                if (kernel->operation != operation_backward || found == NULL)
+                    continue;
+                const size_t needed = kernel->workspace(&problem);
+                most = needed > most ? needed : most;
+                if (strncmp(kernel->name, "cuda/sm90/by_key/", 17) == 0)
+                    asked = needed;
+            }
+        test_context("shape %d", s);
+        CHECK(asked > 0);
+        CHECK(asked >= most);
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(workspaces_do_not_depend_on_addresses), TEST(decode_takes_few_queries),
+    TEST(by_key_takes_calls_that_keep_most_pairs), TEST(by_key_asks_for_what_the_others_need)};
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

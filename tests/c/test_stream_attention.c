@@ -248,6 +248,8 @@ static gradients sum_pieces(const whole_call *x, const piece *pieces, int count,
     const gradients sum = new_sums();
     for (int n = 0; n < count; n++) {
         fdma_backward_args args = backward_args(x, &pieces[n], kernel);
+        if (!call_takes(operation_backward, &args)) // a piece that evicts no key
+            args.exec.kernel = NULL;
         CHECK_OK(run_backward(&args));
         add_piece(&pieces[n], &args, &sum);
     }

@@ -99,9 +99,7 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
 /* Why another form is faster, or NULL. Measured on an H200: clusters are the fastest up to half as
  * many heads as multiprocessors, one block on each up to as many, two blocks beyond. */
 template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
-    const char *const kernel = problem->exec.kernel;
-    const char *const end = strrchr(form_names[form], '/'); // of the name without head_dim
-    if (kernel != NULL && strncmp(kernel, form_names[form], (size_t)(end - form_names[form])) == 0)
+    if (forces_kernel(problem, form_names[form]))
         return NULL;
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;

@@ -8,6 +8,7 @@ extern "C" {
 }
 
 #include <cuda_runtime.h>
+#include <string.h>
 
 /* The shared memory that a block can have on the devices with the least: 8.6, 8.9 and 12.0. */
 static constexpr size_t least_shared_bytes = 99 * 1024;
@@ -28,6 +29,14 @@ static inline fdma_status check_cuda(const char *what, cudaError_t status) {
     FDMA_REQUIRE(status == cudaSuccess, FDMA_CUDA_ERROR, "%s: %s", what,
                  cudaGetErrorString(status));
     return FDMA_OK;
+}
+
+/* Whether exec.kernel names a kernel, with its head_dim or without. */
+static inline bool forces_kernel(const fdma_problem *problem, const char *name) {
+    const char *const forced = problem->exec.kernel;
+    const size_t length = (size_t)(strrchr(name, '/') - name);
+    return forced != NULL && strncmp(forced, name, length) == 0 &&
+           (forced[length] == '\0' || forced[length] == '/');
 }
 
 /* Takes an array of `count` elements from the arena. */

@@ -313,7 +313,7 @@ static int32_t choose_block_queries(const fdma_problem *problem, const backward_
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape) {
     backward_plan plan = {};
-    plan.slot_per_key = shape.slot_per_key && problem->causal && rolls_lists(problem);
+    plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
                        ? fdma_cuda_plan_records(problem, arena, list_queries)
                        : fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem, shape));

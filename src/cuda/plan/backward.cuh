@@ -13,16 +13,15 @@
  * entries from count.x to count.y. So a key gets at most one contribution from each pass. They are
  * added to what dk, dv and dbias hold, in the order of the launches.
  *
- * Or there are no lists, every key has a slot of its own (slot_per_key), and the slot pass, which is
- * the only one, visits all pairs of a query and a visible key, kept or not. That is faster where most
- * of them are kept.
- *
  * Where there are few slots, the slot pass runs once for each of several partitions: consecutive
  * query blocks that are worked on independently. A key that is live at a boundary (the first
  * position of a partition after the first) has sums in several partitions, which go to the boundary
  * sums of its slot. At most two partitions add to one boundary sum, and it begins at 0, so their
  * order does not matter; fdma_cuda_end_backward() adds a key's boundary sums in order. So results
- * are bit-equal from run to run. */
+ * are bit-equal from run to run.
+ *
+ * With slot_per_key there are no lists and one pass: key j has slot j, and pairs are masked by
+ * expiry. That is faster where most visible pairs are kept. */
 #pragma once
 
 #include "cuda/plan/plan.cuh"
@@ -32,7 +31,7 @@ struct backward_shape {
     int32_t block_slots; // slots of a slot block
     int32_t most_partitions;
     int32_t most_queries; // of a query block
-    bool slot_per_key;    // see backward_plan; only where lists would roll
+    bool slot_per_key;    // only for a causal selection whose lists would roll
 };
 
 /* Sums of the keys that are live at a boundary: [batch * kv_heads][partitions - 1][slots], all zero
@@ -86,7 +85,7 @@ struct backward_plan {
     int32_t partitions;
     int32_t partition_lists; // query blocks of a partition; the last may have fewer
     bool is_rolling;         // each query block has a list; otherwise a slot never changes its key
-    bool slot_per_key;       // a causal selection without lists: key j has slot j
+    bool slot_per_key;       // a causal selection is a mask by expiry, without lists
     bool accumulate, deterministic;
 };
 

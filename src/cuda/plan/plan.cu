@@ -161,20 +161,22 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     return fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem));
 }
 
-forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
-                                    int32_t block_queries) {
-    const int64_t heads = problem->batch * problem->kv_heads;
+/* A plan that takes nothing of the workspace yet. */
+static forward_plan begin_plan(const fdma_problem *problem, int32_t block_queries) {
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);
     plan.block_queries = block_queries;
     plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, block_queries) : 1;
-    if (is_present(&problem->last_keys.list)) {
-        take_last_keys(problem->last_keys, &plan);
-        return plan;
-    }
+    return plan;
+}
+
+forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
+                                    int32_t block_queries) {
+    forward_plan plan = begin_plan(problem, block_queries);
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
     if (!is_plain(problem) || is_present(&problem->bias) || is_present(&problem->starts))
-        plan.records = take<key_record>(arena, heads * problem->kv_len);
+        plan.records =
+            take<key_record>(arena, problem->batch * problem->kv_heads * problem->kv_len);
     plan.kept = kept_lists_of(problem, arena);
     return plan;
 }
@@ -182,9 +184,14 @@ forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries) {
     const int64_t heads = problem->batch * problem->kv_heads;
+    if (is_present(&problem->last_keys.list)) {
+        forward_plan plan = begin_plan(problem, block_queries);
+        take_last_keys(problem->last_keys, &plan);
+        return plan;
+    }
     forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);
     // forward works from the lists of kept keys alone
-    if (is_present(&problem->last_keys.list) || is_plain(problem) ||
+    if (is_plain(problem) ||
         (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
     const bool is_rolling = rolls_lists(problem);

@@ -317,7 +317,7 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries);
 
-/* The same with records alone: entry j of its list is key j, whether it is kept or not. */
+/* The same without lists: entry j is key j, kept or not. */
 forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
                                     int32_t block_queries);
 

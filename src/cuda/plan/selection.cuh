@@ -13,7 +13,7 @@ struct selection_view {
     int32_t block_lists; // lists of a thread block
     bool is_global;
     bool table_fits;   // shared memory, for the live keys of a thread block
-    bool checks_slots; // whether a kept key with a slot from `slots` on is a misfit
+    bool checks_slots; // whether a kept key whose slot is not below `slots` is a misfit
 };
 
 /* The selection of one (b, g). */

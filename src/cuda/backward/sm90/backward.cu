@@ -1,13 +1,11 @@
 /* Backward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
  * passes: the slot pass takes the keys that are live at the first position of a query block, the
- * diagonal pass those that arrive inside one. With attn_mask a single pass takes the lists of kept
- * keys: a thread block has a list, or a part of it, and goes through it 128 entries at a time. In a
- * thread block one warpgroup loads keys and queries (backward_producer) and two multiply
- * (backward_consumer). */
+ * diagonal pass those that arrive inside one. Where no slot changes its key, the slot pass takes
+ * all keys. With attn_mask a single pass takes the lists of kept keys: a thread block has a list,
+ * or a part of it, and goes through it 128 entries at a time. In a thread block one warpgroup loads
+ * keys and queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
-
-#include <string.h>
 
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
@@ -45,7 +43,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
             memory->kept_list = kept_list_of(plan, memory->work);
     }
     if (config::is_slot && plan.slot_per_key && threadIdx.x < 32)
-        end_work<config>(plan, pass, &memory->work);
+        shorten_work<config>(plan, pass, &memory->work);
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
     __syncthreads();
@@ -243,7 +241,7 @@ static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) 
     return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
 }
 
-/* The kernels: by lists, if there is a selection, or with a slot for every key. */
+/* What has a slot: every key, or, with a selection whose lists roll, an entry of a list. */
 enum backward_form { by_key, by_list };
 
 static constexpr const char *form_names[] = {
@@ -256,53 +254,46 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
                                           : run_elements<__nv_bfloat16>(problem, form == by_key);
 }
 
-using any_config =
-    backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>; // all take the same workspace
+/* All configurations take the same workspace, and by_key less than by_list. But by_key asks for as
+ * much, because by_list or cuda/sm80 may run a call whose workspace by_key was asked for: a query
+ * of workspace knows no addresses, and serves shorter calls, too. */
+using any_config = backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>;
 
-template <backward_form form>
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
-    return lay_out<any_config>(problem, arena, form == by_key);
+    return lay_out<any_config>(problem, arena, false);
 }
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
-/* How many pairs of a query and a key by_key visits: all that are visible, in whole slot blocks. */
+/* The most pairs that by_key visits: the visible ones, in whole slot blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
     return queries * ((double)problem->kv_len - queries / 2 + any_config::slots / 2);
 }
 
-/* How many pairs are kept if every slot is used as soon as there are as many keys. */
+/* The pairs that are kept if the query at position p keeps min(p + 1, slots) keys. */
 static double count_kept_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len);
     const double slots = (double)problem->slots;
-    const double partial = max(queries - ((double)problem->kv_len - slots), 0.0);
-    return queries * slots - partial * partial / 2;
+    const double early = max(queries - ((double)problem->kv_len - slots), 0.0); // positions < slots
+    return queries * slots - early * early / 2;
 }
 
-/* Whether exec.kernel chooses by_key by its name. */
-static bool is_called_by_key(const fdma_problem *problem) {
-    const char *const kernel = problem->exec.kernel, *const name = form_names[by_key];
-    const size_t length = (size_t)(strrchr(name, '/') - name); // without head_dim
-    return kernel != NULL && strncmp(kernel, name, length) == 0;
-}
-
-/* Why by_list is to take a call, or NULL. There slots change their keys, and the diagonal pass takes
- * the keys that arrive: a query takes as long as with so many further pairs. The numbers are fitted
- * to an H200, see docs/experiments.md. The batch does not matter, so that results do not depend on
- * it. */
+/* Why by_list is to take a call, or NULL. In by_list a query also pays for slots that change their
+ * keys and for the diagonal pass: as much as for `further` pairs. The numbers are fitted to an H200
+ * (docs/experiments.md). The batch does not matter, so that results do not depend on it. */
 static const char *refuses_by_key(const fdma_problem *problem) {
-    const double pair = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // of by_list, if one of by_key takes 1
+    const double pair_time = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // in by_list, over that in by_key
     const double further = 100 + 500 / (double)problem->group;
-    if (is_present(&problem->starts) || is_present(&problem->attn_mask))
-        return "packed sequences or attn_mask";
-    if (is_called_by_key(problem))
-        return NULL;
     if (!problem->causal || !rolls_lists(problem))
         return "a call in which no slot changes its key";
+    if (is_present(&problem->starts) || is_present(&problem->attn_mask))
+        return "packed sequences or attn_mask";
+    if (forces_kernel(problem, form_names[by_key]))
+        return NULL;
     const double by_list_pairs =
-        pair * count_kept_pairs(problem) + further * (double)problem->q_len;
+        pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
     return count_visible_pairs(problem) < by_list_pairs
                ? NULL
                : "few kept keys, for which there is a faster kernel";
@@ -345,7 +336,7 @@ static constexpr fdma_kernel kernel_of = {form_names[form],
                                           operation_backward,
                                           fdma_missing_sm90a,
                                           refuses<form>,
-                                          workspace_of<lay_out_any<form>>,
+                                          workspace_of<lay_out_any>,
                                           run<form>,
                                           true,
                                           false};

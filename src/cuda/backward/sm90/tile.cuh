@@ -317,12 +317,12 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     return work.end;
 }
 
-/* Where every key has a slot of its own, ends the work of a slot block with the last query block that
- * has a query which keeps one of its keys; but not if slot blocks add to dq in a fixed order, see
- * dq_order(). By the warp whose first thread has found the work. */
+/* With slot_per_key, leaves out the last query blocks, which keep none of a slot block's keys;
+ * unless slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread has
+ * found the work. */
 template <class config>
-__device__ static void end_work(const backward_plan &plan, const backward_pass &pass,
-                                backward_work *work) {
+__device__ static void shorten_work(const backward_plan &plan, const backward_pass &pass,
+                                    backward_work *work) {
     const forward_plan &forward = plan.forward;
     int32_t expiry = INT32_MIN;
     __syncwarp();
@@ -334,8 +334,8 @@ __device__ static void end_work(const backward_plan &plan, const backward_pass &
             expiry = max(expiry, key_expiry(forward, work->head, key));
     }
     expiry = __reduce_max_sync(~0u, expiry);
-    const int64_t queries = (int64_t)expiry - query_position(forward, work->b, 0);
-    const int64_t blocks = (queries + forward.block_queries - 1) / forward.block_queries;
+    const int64_t end_query = (int64_t)expiry - query_position(forward, work->b, 0);
+    const int64_t blocks = (end_query + forward.block_queries - 1) / forward.block_queries;
     if (threadIdx.x == 0)
         work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
 }
