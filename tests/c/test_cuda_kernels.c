@@ -1,7 +1,7 @@
 /* test_cuda_kernels.c - what can be tested of CUDA kernels without a device. First, the workspace
  * that a backward or score_backward kernel asks for must not depend on the tensors' addresses,
  * because a caller may ask before it has allocated them. Second, which kernels take few queries.
- * Third, when backward has a slot for every key. */
+ * Third, when backward has a slot for every key, and what workspace it then asks for. */
 #include "calls.h"
 
 #include "core/kernel.h"
@@ -138,6 +138,10 @@ static void decode_takes_few_queries(void) {
     CHECK(tile > 0);
 }
 
+static bool is_by_key(const fdma_kernel *kernel) {
+    return strncmp(kernel->name, "cuda/sm90/by_key/", 17) == 0;
+}
+
 /* Whether cuda/sm90/by_key refuses a causal call of 1024 keys. name: exec.kernel, or NULL. */
 static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t window,
                            const char *name) {
@@ -156,14 +160,14 @@ static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t win
     return refuses(kernel, &problem);
 }
 
-/* It visits all visible pairs, which is faster where most are kept; how many sequences there are
- * must not matter, because the kernels differ by rounding. A caller may choose it by name. */
+/* by_key visits all visible pairs, which is faster where most are kept. The choice must not depend
+ * on the batch, because the kernels differ by rounding. A caller may choose it by name. */
 static void by_key_takes_calls_that_keep_most_pairs(void) {
     int found = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
         for (int32_t i = 0; i < (*table)->count; i++) {
             const fdma_kernel *kernel = &(*table)->kernels[i];
-            if (strncmp(kernel->name, "cuda/sm90/by_key/", 17) != 0)
+            if (!is_by_key(kernel))
                 continue;
             test_context("%s", kernel->name);
             for (int64_t batch = 1; batch <= 64; batch *= 64) {
@@ -194,12 +198,11 @@ static void by_key_asks_for_what_the_others_need(void) {
         for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
             for (int32_t i = 0; i < (*table)->count; i++) {
                 const fdma_kernel *kernel = &(*table)->kernels[i];
-                const char *const found = strstr(kernel->name, end);
-                if (kernel->operation != operation_backward || found == NULL)
+                if (kernel->operation != operation_backward || strstr(kernel->name, end) == NULL)
                     continue;
                 const size_t needed = kernel->workspace(&problem);
                 most = needed > most ? needed : most;
-                if (strncmp(kernel->name, "cuda/sm90/by_key/", 17) == 0)
+                if (is_by_key(kernel))
                     asked = needed;
             }
         test_context("shape %d", s);

@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(record_threads)
     const bool exists = j < of.kv_len;
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
     const float bias = exists ? record_bias(plan, of, (int32_t)j) : 0;
-    // positions from the first query's on, or from j on, at which the key may be kept
+    // the first position at which a query may keep the key
     const int64_t first = max(j, (int64_t)list_position(plan, of, 0));
     const bool fits = !selection.checks_slots || !exists || of.expiry[j] <= first ||
                       table_entry(selection, of, (int32_t)j) < selection.slots;
@@ -213,7 +213,7 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.table_fits = room >= list_bytes;
     selection.block_lists = (int32_t)max(min(wanted, most), (int64_t)1);
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
-    // backward may have no lists, but takes the same selections without them
+    // in backward also where every key has a slot of its own, and there are no lists
     const bool is_backward = problem->operation == operation_backward;
     selection.checks_slots = plan->count != NULL || (is_backward && rolls_lists(problem));
     return selection;

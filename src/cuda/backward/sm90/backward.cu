@@ -280,9 +280,9 @@ static double count_kept_pairs(const fdma_problem *problem) {
     return queries * slots - early * early / 2;
 }
 
-/* Why by_list is to take a call, or NULL. In by_list a query also pays for slots that change their
- * keys and for the diagonal pass: as much as for `further` pairs. The numbers are fitted to an H200
- * (docs/experiments.md). The batch does not matter, so that results do not depend on it. */
+/* Why by_list is to take a call, or NULL. In by_list slots change their keys, and there is a
+ * diagonal pass, which costs a query as much time as `further` pairs. The numbers are fitted to an
+ * H200 (docs/experiments.md). The batch does not matter, so that results do not depend on it. */
 static const char *refuses_by_key(const fdma_problem *problem) {
     const double pair_time = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // in by_list, over that in by_key
     const double further = 100 + 500 / (double)problem->group;

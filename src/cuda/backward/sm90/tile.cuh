@@ -317,9 +317,9 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     return work.end;
 }
 
-/* With slot_per_key, leaves out the last query blocks, which keep none of a slot block's keys;
- * unless slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread has
- * found the work. */
+/* With slot_per_key, leaves out the last query blocks if they keep none of the slot block's keys;
+ * but not if slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread
+ * has found the work. */
 template <class config>
 __device__ static void shorten_work(const backward_plan &plan, const backward_pass &pass,
                                     backward_work *work) {
