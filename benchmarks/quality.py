@@ -22,6 +22,7 @@ Exit status: 0 done; 1 the loss is not a number; 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -49,6 +50,14 @@ PASSKEY_SEQUENCES = 4  # of each depth
 
 def read_bytes(path: Path) -> np.ndarray:
     return np.fromfile(path, np.uint8)
+
+
+def hashes_of(corpus: Path) -> dict[str, str]:
+    """SHA-256 of the two files of text."""
+    return {
+        name: hashlib.sha256(read_bytes(corpus / f"{name}.bin")).hexdigest()
+        for name in ("corpus", "held_out")
+    }
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -123,6 +132,7 @@ class Run:
             "model": config.metadata(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "machine": machine_of(self.device),
+            "sha256": hashes_of(options.corpus),
             "columns": ["step", "seconds", "text bits", "recall bits", "gradient norm"],
             "train": [],
             "held_out": [],
@@ -194,6 +204,8 @@ class Run:
         log = state["log"]
         require_same_kind(path, log["model"], self.model.config, is_same_model=True)
         if not self.options.evaluate:
+            if log.get("sha256", self.log["sha256"]) != self.log["sha256"]:
+                refuse(path, f"was trained on another text than that of {self.options.corpus}")
             for name in quality_options.SAME_TRAINING:
                 if (found := begun.get(name)) != getattr(self.options, name):
                     refuse(path, f"{name} is {found}, want {getattr(self.options, name)}")
@@ -350,6 +362,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
         **evaluation.losses(run.model),
         "recall": evaluation.recall(run.model, options.questions),
         "passkey": evaluation.passkey(run.model, PASSKEY_SEQUENCES),
+        "facts": evaluation.facts(run.model),
         "by_window": evaluation.by_window(run.model),
         "kept": evaluation.kept(run.model),
     }

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import quality_facts
 import quality_recall as recall
 import torch
 from flash_dmattn import select
@@ -23,7 +24,10 @@ from torch.nn.functional import cross_entropy
 BINS = 16  # of positions
 WINDOWS = (128, 256, 512, 1024, 2048)  # keys of a query, at test time
 KEPT_PAIRS = 16
+FACT_TEXTS = 32  # with facts, for each distance
 EVALUATION_SEED = 1234  # not among those of training
+REPEATED = 13  # bytes: the last of them ends a repetition if all of them stood in the text before
+REACHES = (256, 2304, 8192, 32768, 262144)  # bytes back: classes of repetitions
 
 
 def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -57,6 +61,34 @@ def pieces_of(source: np.ndarray, count: int, length: int) -> np.ndarray:
     return np.stack([source[start : start + length + 1] for start in starts])
 
 
+def repetitions(row: np.ndarray) -> np.ndarray:
+    """[length] int64 for a row of length + 1 bytes: how many bytes before each target byte the
+    REPEATED bytes that end with it stood last; 0 if they did not."""
+    words = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(row, 8)).view(np.uint64)
+    ends = len(row) - REPEATED + 1
+    first, last = words[:ends, 0], words[REPEATED - 8 :, 0]  # which overlap
+    order = np.lexsort((last, first))  # stable: equal strings stay in the order of positions
+    is_same = (np.diff(first[order]) == 0) & (np.diff(last[order]) == 0)
+    found = np.zeros(len(row) - 1, np.int64)
+    found[order[1:][is_same] + REPEATED - 2] = np.diff(order)[is_same]
+    return found
+
+
+def sums_by_repetition(bits: np.ndarray, back: np.ndarray) -> list[dict[str, Any]]:
+    """Mean losses of target bytes by how far back the text that they repeat is: more than the
+    reach of the row before, and at most `to` bytes; `to` is 0 for bytes that repeat nothing. Both
+    arguments are [sequences, length]. of_pieces: the bytes of each sequence and their sum."""
+    rows = []
+    for least, most in zip((-1, 0, *REACHES), (0, *REACHES)):
+        chosen = (back > least) & (back <= most)
+        if chosen.any():
+            counts, sums = chosen.sum(1), np.where(chosen, bits, 0).sum(1, dtype=np.float64)
+            row = {"to": most, "bytes": int(counts.sum()), "bits": float(sums.sum() / counts.sum())}
+            pairs = [[int(count), round(float(one), 2)] for count, one in zip(counts, sums)]
+            rows.append({**row, "of_pieces": pairs})
+    return rows
+
+
 class Evaluation:
     """Measures models on held-out text. `batch` sequences are evaluated at once."""
 
@@ -65,10 +97,11 @@ class Evaluation:
     ) -> None:
         self.source, self.length, self.batch, self.device = held_out, length, batch, device
         self.text = pieces_of(held_out, pieces, length)
+        self.back = np.stack([repetitions(row) for row in self.text])
 
     def losses(self, model: nn.Module) -> dict[str, Any]:
-        """The mean over all bytes, its standard error over pieces, and means by position and by
-        piece."""
+        """The mean over all bytes, its standard error over pieces, and means by position, by piece,
+        and by how far back the text is that they repeat."""
         bits = run(model, self.text, self.batch, self.device).bits
         of_pieces = bits.mean(1, dtype=np.float64)
         by_position = [own.mean(dtype=np.float64) for own in np.array_split(bits, BINS, 1)]
@@ -77,13 +110,17 @@ class Evaluation:
             "error": float(of_pieces.std(ddof=1) / math.sqrt(len(bits))) if len(bits) > 1 else 0.0,
             "by_position": [float(mean) for mean in by_position],
             "of_pieces": [round(float(mean), 5) for mean in of_pieces],
+            "by_repetition": sums_by_repetition(bits, self.back),
         }
 
     def _answers(self, model: nn.Module, episodes: recall.Episodes) -> dict[str, Any]:
+        return self._scored(run(model, episodes.text, self.batch, self.device), episodes)
+
+    @staticmethod
+    def _scored(results: Results, episodes: recall.Episodes) -> dict[str, Any]:
         """How many values have all bytes right, and bits per byte of values."""
-        results = run(model, episodes.text, self.batch, self.device)
         spans = [
-            (row, slice(question.asked - 1, question.asked - 1 + recall.VALUE))
+            (row, slice(question.asked - 1, question.asked - 1 + question.size))
             for row, questions in enumerate(episodes.questions)
             for question in questions
         ]
@@ -119,6 +156,21 @@ class Evaluation:
             rows.append({"depth": depth, **self._answers(model, episodes)})
         return rows
 
+    def facts(self, model: Model) -> list[dict[str, Any]]:
+        """A row for each distance that fits and each kind of fact that nothing marks."""
+        rows = []
+        for distance in quality_facts.distances_of(self.length):
+            given = (self.source, self.length, distance, FACT_TEXTS, EVALUATION_SEED)
+            kinds = quality_facts.facts(*given)
+            text = next(iter(kinds.values())).text  # the same for all kinds
+            results = run(model, text, self.batch, self.device)
+            expiries = self._expiries(model, text)
+            for kind, episodes in kinds.items():
+                row = {"kind": kind, "distance": distance, **self._scored(results, episodes)}
+                kept = kept_values(expiries, episodes)
+                rows.append({**row, "kept_by_any_head": kept["kept_by_any_head"]})
+        return rows
+
     def by_window(self, model: Model) -> list[dict[str, Any]]:
         """Losses with other windows than those of training: a query keeps `keys` keys in all. In
         layers with a window of their own their number is multiplied by the same factor."""
@@ -149,37 +201,39 @@ class Evaluation:
             if recall.fits(KEPT_PAIRS, distance, self.length):
                 row = {"pairs": KEPT_PAIRS, "distance": distance}
                 episodes = self._ask(row, 4 * KEPT_PAIRS)
-                found["values"].append({**row, **self._kept_values(model, episodes)})
+                expiries = self._expiries(model, episodes.text)
+                found["values"].append({**row, **kept_values(expiries, episodes)})
         return found
 
     def _expiries(self, model: Model, text: np.ndarray) -> list[np.ndarray]:
         """Of each layer [sequences, kv_heads, length]: the length for a key that the last query
         keeps."""
-        expiries: list[np.ndarray] = []
+        found: dict[Attention, list[np.ndarray]] = {layer: [] for layer in model.attentions()}
 
         def keep(layer: Attention, _: Any, __: Any, value: torch.Tensor) -> None:
-            expiries.append(expiry_of(layer, value))
+            found[layer].append(expiry_of(layer, value))
 
         with observing(model, keep):
-            run(model, text, len(text), self.device)
-        return expiries
+            run(model, text, self.batch, self.device)
+        return [np.concatenate(of_layer) for of_layer in found.values()]
 
-    def _kept_values(self, model: Model, episodes: recall.Episodes) -> dict[str, Any]:
-        """The fractions of value bytes that are kept until they are asked for."""
-        expiries = self._expiries(model, episodes.text)
-        kept = []
-        for row, questions in enumerate(episodes.questions):
-            for question in questions:
-                for byte in range(recall.VALUE):
-                    last = question.asked + byte - 1  # the query that predicts this byte
-                    key = question.stated + byte
-                    kept.append([layer[row, :, key] > last for layer in expiries])
-        table = np.array(kept)  # [bytes, layers, kv_heads]
-        return {
-            "kept": float(table.mean()),
-            "kept_by_any_head": float(table.any((1, 2)).mean()),
-            "by_head": table.mean(0).round(4).tolist(),
-        }
+
+def kept_values(expiries: list[np.ndarray], episodes: recall.Episodes) -> dict[str, Any]:
+    """The fractions of value bytes that are kept until they are asked for, of the expiries
+    [sequences, kv_heads, length] of each layer."""
+    kept = []
+    for row, questions in enumerate(episodes.questions):
+        for question in questions:
+            for byte in range(question.size):
+                last = question.asked + byte - 1  # the query that predicts this byte
+                key = question.stated + byte
+                kept.append([layer[row, :, key] > last for layer in expiries])
+    table = np.array(kept)  # [bytes, layers, kv_heads]
+    return {
+        "kept": float(table.mean()),
+        "kept_by_any_head": float(table.any((1, 2)).mean()),
+        "by_head": table.mean(0).round(4).tolist(),
+    }
 
 
 def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:

@@ -37,6 +37,7 @@ PASSKEY_DEPTHS = 32
 class Question(NamedTuple):
     stated: int  # position of the first byte of the value in the statement
     asked: int  # and in the question
+    size: int = VALUE  # bytes of the value
 
     @property
     def distance(self) -> int:

@@ -15,7 +15,7 @@ With --against, tables in Markdown are printed. The first has for each run its h
 far this is from the loss of run NAME, if both read the same text. All models read the same pieces
 of it, so that the standard error of a difference is that of the mean of differences of pieces. The
 second, if there are runs that differ in nothing but their seed, has mean and standard deviation
-over seeds.
+over seeds. The third has the losses of bytes by how far back the text is that they repeat.
 Exit status: 0 done; 1 a run has no evaluation, was on another machine, or is not there; 2 bad
 usage.
 """
@@ -46,7 +46,8 @@ SETTINGS = (
     *("optimizer", "hidden_rate", "qk_norm"),
 )
 SAME_TEXT = ("corpus", "length")  # settings of runs that can be compared
-MEASURES = ("parameters", "warm_up_seconds", "bytes_per_second", "peak_memory", "columns")
+OF_PIECES = ("by_position", "of_pieces", "by_repetition")  # of the end alone
+MEASURES = ("sha256", "parameters", "warm_up_seconds", "bytes_per_second", "peak_memory", "columns")
 DIGITS = 5
 
 
@@ -72,7 +73,7 @@ def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
     settings = {key: run["settings"][key] for key in SETTINGS if key in run["settings"]}
     settings["corpus"] = Path(run["settings"]["corpus"]).name
     held_out = [
-        {key: value for key, value in row.items() if key not in ("by_position", "of_pieces")}
+        {key: value for key, value in row.items() if key not in OF_PIECES}
         for row in run["held_out"]
     ]
     final = run["final"]
@@ -130,20 +131,47 @@ def paired(run: dict[str, Any], base: dict[str, Any]) -> tuple[float, float] | N
     return fmean(differences), stdev(differences) / math.sqrt(len(differences))
 
 
+def is_same_text(run: dict[str, Any], base: dict[str, Any]) -> bool:
+    """Older runs have no hashes of their text."""
+    hashes = {json.dumps(one["sha256"]) for one in (run, base) if "sha256" in one}
+    same = all(run["settings"][key] == base["settings"][key] for key in SAME_TEXT)
+    return same and len(hashes) < 2
+
+
 def compare(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
     """The table of all runs against the one of this name."""
     base, rows = runs[name], []
     for own, run in runs.items():
         bits, steps = run["final"]["bits"], run["settings"]["steps"]
         percent = difference = error = ""
-        is_same_text = all(run["settings"][key] == base["settings"][key] for key in SAME_TEXT)
-        if own != name and is_same_text:
+        if own != name and is_same_text(run, base):
             percent = f"{100 * (bits / base['final']['bits'] - 1):+.2f} %"
             if found := paired(run, base):
                 difference, error = f"{found[0]:+.4f}", f"{found[1]:.4f}"
         rows.append((own, str(steps), f"{bits:.4f}", percent, difference, error))
     against = f"against {name}"
     return table_of(("run", "steps", "loss", against, "paired difference", "its error"), rows)
+
+
+def by_repetition(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """Losses of bytes by how far back the text is that they repeat, and how far each is from that
+    of run NAME, of the runs that measured it."""
+    base, rows = runs[name], []
+    classes = [row["to"] for row in base["final"].get("by_repetition", [])]
+    if not classes:
+        return []
+    for own, run in runs.items():
+        found = {row["to"]: row for row in run["final"].get("by_repetition", [])}
+        if list(found) != classes or not is_same_text(run, base):
+            continue
+        cells = []
+        for of_base in base["final"]["by_repetition"]:
+            bits = found[of_base["to"]]["bits"]
+            percent = f" ({100 * (bits / of_base['bits'] - 1):+.1f} %)" if own != name else ""
+            cells.append(f"{bits:.4f}{percent}")
+        rows.append((own, *cells))
+    columns = [f"to {to:,} bytes back" if to else "repeat nothing" for to in classes]
+    return table_of(("run", *columns), rows)
 
 
 def recipe_of(settings: dict[str, Any]) -> str:
@@ -175,8 +203,9 @@ def print_tables(path: Path, name: str) -> None:
     if name not in runs:
         sys.exit(f"--against: {name} is not in {path}, want one of {', '.join(runs)}")
     print(*compare(runs, name), sep="\n")
-    if seeds := over_seeds(runs):
-        print("", *seeds, sep="\n")
+    for table in (over_seeds(runs), by_repetition(runs, name)):
+        if table:
+            print("", *table, sep="\n")
 
 
 def main() -> None:

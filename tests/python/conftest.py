@@ -102,8 +102,10 @@ def lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """quality.py measures less, and logs the losses of every step."""
     import quality
+    import quality_evaluate
     import quality_recall
 
     monkeypatch.setattr(quality, "READ_EVERY", 1)
     monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
+    monkeypatch.setattr(quality_evaluate, "FACT_TEXTS", 1)
     monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)
