@@ -163,7 +163,7 @@ class Run:
         if options.score_targets is None:
             return None
         rule = (options.target_start, options.target_every, options.target_rate)
-        return ScoreTargets(self.model, self.targeted_heads(), *rule)
+        return ScoreTargets(self.model, self.targeted_heads(), *rule, options.target_recent)
 
     def rates_of_scores(self) -> quality_optimizer.ScoreRates:
         """Those of heads whose scores have another learning rate than the rest."""

@@ -15,7 +15,7 @@ NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
 OF_NOPE = ("nope_layers", "nope_keys", "nope_a_rate", *NOPE)  # options that want NoPE heads
 # settings that a resumed run has to repeat
-SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS)
+SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS, "target_recent")
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
 
 
@@ -43,6 +43,8 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     every = "these scores learn in one of so many steps, from all pairs of one sequence (4)"
     add("--target-every", type=int, help=every)
     add("--target-rate", type=float, help="multiplies the learning rate of these scores (1)")
+    beyond = "these scores learn from queries that are further from a key than this (--recent)"
+    add("--target-recent", type=int, help=beyond)
 
 
 def parse(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -194,8 +196,9 @@ def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     which, every, rate = options.score_targets, options.target_every, options.target_rate
     start = options.target_start
+    recent = options.recent if options.target_recent is None else options.target_recent
     if which is None:
-        for name in TARGETS:
+        for name in (*TARGETS, "target_recent"):
             if getattr(options, name) is not None:
                 parser.error(f"{flag(name)}: is given without --score-targets")
         return
@@ -214,8 +217,11 @@ def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     for name in ("nope_rate", "nope_a_rate"):
         if getattr(options, name) is not None:
             parser.error(f"{flag(name)}: is given with --score-targets, which has a --target-rate")
-    if options.length <= options.recent + options.sinks:
-        parser.error(f"--length: is {options.length}, want more than --recent and --sinks")
+    if recent < 0:
+        parser.error(f"--target-recent: is {recent}, want 0 or more")
+    if options.length <= recent + options.sinks:
+        flags = "--recent" if options.target_recent is None else "--target-recent"
+        parser.error(f"--length: is {options.length}, want more than {flags} and --sinks")
     begins = options.start is None or options.new_scores
     nope_a = NOPE["nope_a"] if options.nope_a is None else options.nope_a
     used = [("nope_a", nope_a)] if options.nope_heads > 0 else []

@@ -42,6 +42,7 @@ SETTINGS = (
     *("nope_heads", "nope_layers", "nope_keys", "nope_rotary_dim"),
     *("nope_a", "nope_rate", "nope_a_rate"),
     *("start_step", "new_scores", "score_targets", "target_start", "target_every", "target_rate"),
+    "target_recent",
     *("rotary_base", "decay", "clip", "schedule_steps", "pieces", "questions"),
     *("optimizer", "hidden_rate", "qk_norm"),
 )

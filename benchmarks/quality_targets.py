@@ -29,12 +29,23 @@ class States(NamedTuple):
 
 
 class ScoreTargets:
-    """Trains the rows of dt_proj of the last heads[n] kv heads of layer n."""
+    """Trains the rows of dt_proj of the last heads[n] kv heads of layer n.
+
+    Targets are those of queries that no longer have a key among their `recent` newest ones; None:
+    those of the layer, beyond which a query has a key only by its score.
+    """
 
     def __init__(
-        self, model: Model, heads: Sequence[int], start: int, every: int, factor: float
+        self,
+        model: Model,
+        heads: Sequence[int],
+        start: int,
+        every: int,
+        factor: float,
+        recent: int | None = None,
     ) -> None:
         self.model, self.start, self.every, self.factor = model, start, every, factor
+        self.recent = recent
         layers = zip(model.attentions(), heads)
         self.layers = [(layer, count) for layer, count in layers if count > 0]
         weights = [layer.dt_proj.weight.detach()[-count:] for layer, count in self.layers]
@@ -50,7 +61,7 @@ class ScoreTargets:
         sequence = number // self.every % len(text)
         states = self.states_of(text[sequence : sequence + 1])
         losses = [
-            self.loss(layer, rows, states[layer])
+            self.loss(layer, rows, states[layer], self.recent)
             for (layer, _), rows in zip(self.layers, self.rows)
         ]
         for group in self.optimizer.param_groups:
@@ -79,13 +90,15 @@ class ScoreTargets:
         return states
 
     @staticmethod
-    def loss(layer: Attention, rows: torch.Tensor, states: States) -> torch.Tensor:
+    def loss(
+        layer: Attention, rows: torch.Tensor, states: States, recent: int | None = None
+    ) -> torch.Tensor:
         """That of the last heads of a layer, for these rows of its dt_proj."""
         others = layer.dt_proj.weight.detach()[: -len(rows)]
         return score_target_loss(
             *(one[None] for one in states),
             torch.cat((others, rows)),
-            recent=layer.recent,
+            recent=layer.recent if recent is None else recent,
             sinks=layer.sinks,
             heads=range(layer.kv_heads - len(rows), layer.kv_heads),
         )

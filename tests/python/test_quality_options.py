@@ -59,6 +59,9 @@ TAUGHT = "recent --score-targets=all"
         (f"{TAUGHT} --target-every=0", "--target-every: is 0, want 1 or more"),
         (f"{TAUGHT} --target-rate=-1", "--target-rate: is -1, want 0 or more"),
         (f"{TAUGHT} --keys=600 --recent=512", "--length: is 512, want more than --recent"),
+        (f"{TAUGHT} --target-recent=512", "--length: is 512, want more than --target-recent"),
+        (f"{TAUGHT} --target-recent=-1", "--target-recent: is -1, want 0 or more"),
+        ("recent --target-recent=8", "--target-recent: is given without --score-targets"),
     ],
 )
 def test_bad_usage(

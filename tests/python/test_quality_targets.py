@@ -23,6 +23,9 @@ def test_loss_of_the_last_heads() -> None:
     batch = [one[None] for one in tensors]
     want = score_target_loss(*batch, dt_proj, recent=RECENT, sinks=3, heads=[1, 2])
     torch.testing.assert_close(got, want)
+    got = quality_targets.ScoreTargets.loss(layer, rows, quality_targets.States(*tensors), 60)
+    want = score_target_loss(*batch, dt_proj, recent=60, sinks=3, heads=[1, 2])
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("which, taught", [("nope", (False, True)), ("all", (True, True))])
