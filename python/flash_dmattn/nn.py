@@ -48,6 +48,12 @@ class DynamicMaskAttention(nn.Module):
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
     `sinks` of which are instead the first of the sequence, and learns which keys to keep longer.
 
+    A language model whose layers all have these defaults (every head selects, A begins at 0) trains
+    worse than one with a sliding window (docs/quality.md, "With AdamW"). What trained well is a
+    small sliding window in most layers (sliding_heads=kv_heads) and, in one of the last ones, a
+    large window, where some heads slide and the others have no rotary embedding (nope_heads) and
+    select by scores that learn from score_target_loss(): docs/integration.md, "A language model".
+
     Args:
         hidden: width of the hidden states.
         heads: query heads.
