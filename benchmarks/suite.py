@@ -70,6 +70,7 @@ Columns, and fields of the lines of FILE.json:
                      matrices of this dtype (float16 on the CPU: of float32), which a CPU may
                      exceed, or --peak
   peak_bytes         the most memory that tensors took during a call, beside its inputs
+  mean_bytes         on the CPU: the mean of that memory over the time of a call
   times              the time over that of the setting's first peer
   times_dense        of fdma: how many times as fast it is as the fastest dense peer
   density            kept pairs of a query and a key over visible ones
@@ -152,9 +153,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 COLUMNS = {  # and their formats
     **{"ms": "10.3f", "spread": "7.3f", "tokens_per_second": "12.0f", "useful_gflops": "10.1f"},
-    **{"of_peak": "7.3f", "peak_bytes": "12.0f", "times": "7.2f", "times_dense": "7.2f"},
+    **{
+        "of_peak": "7.3f",
+        "peak_bytes": "12.0f",
+        "mean_bytes": "12.0f",
+        "times": "7.2f",
+        "times_dense": "7.2f",
+    },
 }
-TITLES = ("ms", "spread", "tokens/s", "GFLOP/s", "of peak", "bytes", "times", "dense")
+TITLES = (
+    "ms",
+    "spread",
+    "tokens/s",
+    "GFLOP/s",
+    "of peak",
+    "peak bytes",
+    "mean bytes",
+    "times",
+    "dense",
+)
 
 
 def width_of(form: str) -> int:

@@ -25,6 +25,7 @@ SEVERAL = Rounds(4, 100, 0)  # of which the first does not count
 LONG = Rounds(2, 2, 0)  # of calls that take longer than all rounds of others
 SHORT = 0.1  # of the longest time of a call
 BRIEF = 0.1  # seconds
+CALL = "call"  # the range of a call in a profiler's trace
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrices of machine_product()
 
 Row = dict[str, Any]
@@ -36,25 +37,39 @@ class Peer(NamedTuple):
     flop: int | None = None  # useful operations, where that is known
 
 
+class Memory(NamedTuple):
+    """Bytes beside those of a call's inputs."""
+
+    peak: int
+    mean: float | None  # over the time of the call, where that is known
+
+
 class Figures(NamedTuple):
     """What was measured of a peer, or why it was not."""
 
     times: list[float]  # ms, one for each round
-    peak: int  # bytes beside those of its inputs
+    memory: Memory
     not_run: str = ""
 
+
+NO_MEMORY = Memory(0, None)
 
 # ---- memory ----
 
 
-def replay_memory(events: list[dict[str, Any]]) -> int:
-    """The most bytes at once, from the allocations and releases of a profiler's trace."""
+def replay_memory(events: list[dict[str, Any]]) -> Memory:
+    """From the allocations and releases of a profiler's trace, and from the range CALL in it."""
+    (call,) = (event for event in events if event.get("name") == CALL)
     found = [event for event in events if event.get("name") == "[memory]"]
     held = most = 0
+    byte_time, last = 0.0, call["ts"]
     for event in sorted(found, key=lambda event: event["ts"]):
+        byte_time += held * (event["ts"] - last)
+        last = event["ts"]
         held += event["args"]["Bytes"]
         most = max(most, held)
-    return most
+    byte_time += held * max(0.0, call["ts"] + call["dur"] - last)
+    return Memory(most, byte_time / call["dur"])
 
 
 def profiler() -> torch.profiler.profile:
@@ -70,9 +85,9 @@ def begin_profiling() -> None:
         pass
 
 
-def profile_memory(call: Call, threads: int) -> int:
+def profile_memory(call: Call, threads: int) -> Memory:
     torch.set_num_threads(threads)
-    with profiler() as profile:
+    with profiler() as profile, torch.profiler.record_function(CALL):
         out = call()
     del out  # it lives until the trace has ended
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +96,7 @@ def profile_memory(call: Call, threads: int) -> int:
         return replay_memory(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
-def peak_on_cpu(call: Call) -> int:
+def memory_on_cpu(call: Call) -> Memory:
     """In a thread of its own: a thread's workspace stays for its later calls, which then seem not
     to need any."""
     begin_profiling()
@@ -89,7 +104,8 @@ def peak_on_cpu(call: Call) -> int:
         return pool.submit(profile_memory, call, torch.get_num_threads()).result()
 
 
-def peak_on_cuda(call: Call) -> int:
+def memory_on_cuda(call: Call) -> Memory:
+    """Without the mean: the host allocates while the device still computes what came before."""
     call()  # what only first calls allocate does not count
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -97,7 +113,7 @@ def peak_on_cuda(call: Call) -> int:
     out = call()
     torch.cuda.synchronize()
     del out
-    return torch.cuda.max_memory_allocated() - before
+    return Memory(torch.cuda.max_memory_allocated() - before, None)
 
 
 # ---- time ----
@@ -140,17 +156,17 @@ class Bench:
     def begin(self, setting: Setting, peer: Peer) -> tuple[Figures, float]:
         """The first call of a peer: its memory, and its time in seconds."""
         if reason := self.too_long(setting, peer):
-            return Figures([], 0, reason), 0.0
+            return Figures([], NO_MEMORY, reason), 0.0
         before = time.perf_counter()
         try:
-            peak = (peak_on_cuda if self.device == "cuda" else peak_on_cpu)(peer.call)
+            memory = (memory_on_cuda if self.device == "cuda" else memory_on_cpu)(peer.call)
         except (torch.cuda.OutOfMemoryError, NotImplementedError) as error:
-            return Figures([], 0, reason_of(error)), 0.0
+            return Figures([], NO_MEMORY, reason_of(error)), 0.0
         except RuntimeError as error:
             if not peer.name.startswith("dense"):
                 raise
-            return Figures([], 0, reason_of(error)), 0.0
-        return Figures([], peak), time.perf_counter() - before
+            return Figures([], NO_MEMORY, reason_of(error)), 0.0
+        return Figures([], memory), time.perf_counter() - before
 
     def measure(self, setting: Setting, peers: Sequence[Peer]) -> dict[str, Figures]:
         """Those of each peer, and of the machine's product. In each round all run once."""
@@ -166,7 +182,7 @@ class Bench:
         rounds = LONG if is_long else SEVERAL._replace(seconds=self.seconds)
         for name, times in alternate(timers, rounds).items():
             counted = times if is_long else times[1:]
-            found[name] = found.get(name, Figures([], 0))._replace(times=counted)
+            found[name] = found.get(name, Figures([], NO_MEMORY))._replace(times=counted)
         for peer in peers:
             if found[peer.name].times and peer.flop:
                 key = (setting.item, setting.kind, peer.name)
@@ -200,7 +216,10 @@ class Bench:
             return {**head, "not_run": figures.not_run}
         low, median, high = quantiles(figures.times)
         head.update(ms=median, spread=(high - low) / median, rounds=len(figures.times))
-        head.update(tokens_per_second=1e3 * setting.tokens / median, peak_bytes=figures.peak)
+        head.update(tokens_per_second=1e3 * setting.tokens / median)
+        head.update(peak_bytes=figures.memory.peak)
+        if figures.memory.mean is not None:
+            head.update(mean_bytes=round(figures.memory.mean))
         peak = self.peak_of(found.get("product"))
         head["peak_gflops"] = peak / 1e9
         if peer.flop:

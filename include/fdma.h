@@ -78,8 +78,8 @@
  * are indexed by positions in the packed tensors; with carried keys there are none. What attn_bias
  * holds for a query and a key that it does not keep does not matter, even if it is NaN. A mask is
  * read once for all query heads that share it, and a tile of queries works on the keys that some of
- * them keep. So on the CPU a mask that keeps few keys costs little more than attention to these. On
- * a device reading it may take longer than attention, and dk and dv visit all pairs.
+ * them keep. So a mask that keeps few keys costs little more than attention to these, and its own
+ * reading, only where neighbouring queries keep the same ones; else as much as one of most keys.
  *
  *     // [1, 1, q_len, kv_len]: shared by all sequences and heads
  *     args.attn_mask = fdma_tensor_4d(mask, FDMA_UINT8, 1, 1, q_len, kv_len);

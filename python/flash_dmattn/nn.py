@@ -47,6 +47,8 @@ class DynamicMaskAttention(nn.Module):
     A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
     `sinks` of which are instead the first of the sequence, and learns which keys to keep longer.
+    Language models with such layers train worse than with a sliding window. Let most layers slide
+    and a few NoPE heads select, taught by score_target_loss(): see docs/integration.md.
 
     Args:
         hidden: width of the hidden states.
@@ -66,8 +68,7 @@ class DynamicMaskAttention(nn.Module):
             it has to be if window is None or `causal` is False, leaves no key out. A layer with a
             gap has no cache.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
-            they keep the newest keys, window + recent of them. 0 if `causal` is False or window is
-            None. docs/quality.md compares models with and without them.
+            they keep the window + recent newest keys. 0 if `causal` is False or window is None.
         nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), and neither have
             their query heads: what they match does not depend on the distance. 0 if rope_base is
             None.

@@ -1,11 +1,13 @@
 """The README's examples are true: each ```c block compiles and runs, each ```python block runs, the
-lines that install the library and build with it work, and the documents' tables are current.
+lines that install the library and build with it work, README_zh.md has the same code, and the
+documents' tables are current.
 
 A ```text block that follows an example directly is what it prints.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -25,7 +27,7 @@ class Example(NamedTuple):
 
 def examples(language: str, document: str = "README.md") -> list[Example]:
     """The blocks of one language, each with the text block that it is followed by, if any."""
-    text = (ROOT / document).read_text()
+    text = (ROOT / document).read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     found = []
     for block, following in zip(blocks, [*blocks[1:], None]):
@@ -90,6 +92,29 @@ def test_installing(tmp_path: Path) -> None:
     output = output_of(run("sh", "-ec", lines[0], cwd=tmp_path, env=environment))
     printed = examples("c")[0].printed
     assert printed and output.endswith(printed)
+
+
+def commands(document: str) -> list[str]:
+    """The indented lines outside of fences, without their comments."""
+    text = FENCE.sub("", (ROOT / document).read_text(encoding="utf-8"))
+    return [line.split("  #")[0].rstrip() for line in re.findall(r"^    \S.*", text, re.M)]
+
+
+def test_the_chinese_readme_has_the_same_code() -> None:
+    for language in ("c", "python"):
+        known = examples(language)
+        assert all(example in known for example in examples(language, "README_zh.md"))
+    known = commands("README.md")
+    assert commands("README_zh.md") and set(commands("README_zh.md")) <= set(known)
+
+
+def test_goals_are_counted() -> None:
+    """Captions say how many goals of benchmarks/peers.py the results reach."""
+    lines = (ROOT / "benchmarks" / "results" / "peers-cuda.json").read_text().splitlines()
+    met = [row["met"] for row in map(json.loads, lines) if row.get("goal")]
+    for document in ("README.md", "docs/performance.md"):
+        text = " ".join((ROOT / document).read_text().split())
+        assert f"{sum(met)} of {len(met)} are reached" in text
 
 
 def test_tables_are_current() -> None:

@@ -299,6 +299,10 @@ form_and_cpus() {
     if command -v valgrind >/dev/null; then
         echo "      running C tests of the scalar and the AVX2 rows under valgrind"
         gate valgrind valgrind_tests
+        if [ "$(uname -m)" = x86_64 ]; then # its limits are for AVX2
+            gate instructions_find_plants "$python" tools/gates/check_instructions.py --self-test
+            gate instructions "$python" tools/gates/check_instructions.py
+        fi
     else
         echo "skip  valgrind: not installed, and tools/setup.sh could not install it"
     fi
