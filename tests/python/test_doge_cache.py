@@ -14,13 +14,14 @@ from doge_models import (  # noqa: E402
     CONFIGS,
     LENGTH,
     assert_near,
+    decided,
     make_models,
     make_tokens,
     registered,
-    ties_by_recency,
+    separate_scores,
 )
 
-__all__ = ["registered", "ties_by_recency"]  # fixtures
+__all__ = ["decided", "registered"]  # fixtures
 
 DOGE = ("doge", "doge with biases", "doge, all keys")
 
@@ -28,6 +29,7 @@ DOGE = ("doge", "doge with biases", "doge, all keys")
 def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
     eager, selected = make_models(name)
+    separate_scores(eager, selected)
     tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0
     given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
@@ -40,13 +42,13 @@ def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, 
 
 @pytest.mark.parametrize("name", DOGE)
 @pytest.mark.parametrize(
-    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]
+    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3, "max_new_tokens": 12}]
 )
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
     wanted, found, cache = generate_both(name, **given)
     assert torch.equal(found, wanted)
-    assert cache.get_seq_length() == 89
+    assert cache.get_seq_length() == wanted.shape[1] - 1
     rows = {layer.kept.keys.key.shape[1] for layer in cache.layers}
     assert rows == {CONFIGS[name].keep_window_size}  # whatever the length
 
@@ -246,10 +248,11 @@ def test_padding_among_single_tokens() -> None:
         assert_near(found[:1], selected(tokens[:1]).logits[:, 51:])
 
 
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_many_tokens() -> None:
     """500 tokens after a prompt of 200, with a window of 64."""
     eager, selected = make_models("doge", keep_window_size=64, max_position_embeddings=1024)
+    separate_scores(eager, selected)
     tokens = make_tokens(1, 200)
     given = {"max_new_tokens": 500, "min_new_tokens": 500, "do_sample": False, "pad_token_id": 0}
     wanted = eager.generate(tokens, **given)

@@ -22,6 +22,8 @@ from lm_cases import (
 from programs import run
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 HEADS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
     "none": {},
     "one of a layer": {"nope": (0, 1)},

@@ -24,6 +24,8 @@ from lm_cases import (
 from programs import run
 from quality_model import Attention, Model
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 KINDS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
     "some keys": {"window": 24},
     "all keys": {"window": None, "recent": 0},

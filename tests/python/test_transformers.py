@@ -18,14 +18,15 @@ from doge_models import (  # noqa: E402
     CONFIGS,
     LENGTH,
     assert_near,
+    decided,
     make_models,
     make_tokens,
     registered,
-    ties_by_recency,
+    separate_scores,
 )
 from transformers.models.doge import modeling_doge  # noqa: E402
 
-__all__ = ["registered", "ties_by_recency"]  # fixtures
+__all__ = ["decided", "registered"]  # fixtures
 
 every_model = pytest.mark.parametrize("name", CONFIGS)
 
@@ -87,9 +88,11 @@ def test_packed(name: str) -> None:
 
 @every_model
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_generated_tokens(name: str, cache: str | None) -> None:
     eager, selected = make_models(name)
+    if name.startswith("doge"):
+        separate_scores(eager, selected)
     given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0
