@@ -110,8 +110,9 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def lm(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """examples/lm/reference.py. Equal bytes have equal scores in the first layer."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "lm"))
-    import reference
     import sum_order
+
+    import reference
 
     monkeypatch.setattr(reference, "linear", sum_order.exact_linear)
     return reference

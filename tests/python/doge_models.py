@@ -86,6 +86,14 @@ def separate_scores(*models: Any) -> None:
                 attention.v_proj.bias.data.mul_(0.2)
 
 
+def make_separate(name: str, **changes: Any) -> tuple[Any, Any]:
+    """make_models(), with scores that differ where the model has some."""
+    models = make_models(name, **changes)
+    if name.startswith("doge"):
+        separate_scores(*models)
+    return models
+
+
 # In units of the last bit, relative to a score, or to the largest logit or sum of their logarithms:
 # several times the errors of the evaluations that are compared.
 MARGIN = 16

@@ -19,9 +19,9 @@ from doge_models import (  # noqa: E402
     assert_near,
     decided,
     make_models,
+    make_separate,
     make_tokens,
     registered,
-    separate_scores,
 )
 
 __all__ = ["decided", "registered"]  # fixtures
@@ -85,8 +85,7 @@ def test_logits_and_gradients(left: int, change: Any) -> None:
 @changed
 @pytest.mark.usefixtures("decided")
 def test_generated_tokens(change: Any) -> None:
-    models = make_models("doge")
-    separate_scores(*models)
+    models = make_separate("doge")
     change(*models)
     tokens = make_tokens(2, LENGTH)  # more than one piece
     given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
