@@ -65,9 +65,9 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5
 
 
 def separate_scores(*models: Any) -> None:
-    """Gives Doge models scores that differ by much more than rounding. The scores of equal tokens in
-    the first layer are else equal but for the last bits of matrix products: what enters it gets a
-    row for each position."""
+    """Gives Doge models scores that differ by much more than rounding. In the first layer those of
+    equal tokens would be equal but for the last bits of matrix products: to what enters it, a row
+    for each position is added."""
     random = torch.Generator().manual_seed(7)
     table = 0.02 * torch.randn(1024, 64, generator=random)
     weights = [torch.randn(2, 32, generator=random) for _ in models[0].model.layers]

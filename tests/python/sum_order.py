@@ -1,10 +1,10 @@
 """Matrix products of PyTorch on the CPU: with sums in another order, as on another CPU, and without
 an effect of that order.
 
-The last bits of a product depend on the machine and, on most, on the number of rows and on the place
-of a row among them. In tests whose results hang on them, by ties of scores or of logits, linear
-layers are exact_linear(). The environment variable FDMA_TEST_SUM_ORDER, a number, shows which tests
-these are: it is the seed of replace_products()."""
+The last bits of a product depend on the machine and, on most, on the number of rows and on the
+place of a row among them. Where equal tokens have equal scores, these bits would decide which keys
+are kept: there linear layers are exact_linear(). The environment variable FDMA_TEST_SUM_ORDER, the
+seed of replace_products(), shows which tests hang on such bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ plain_linear = torch.nn.functional.linear
 def exact_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums in float64, rounded once: the same bits on every CPU and, of equal rows, in every row."""
+    """Sums in float64, rounded once: the same bits on every CPU, and of equal rows."""
     wide = None if bias is None else bias.double()
     return plain_linear(x.double(), weight.double(), wide).to(x.dtype)
 
