@@ -43,8 +43,8 @@ def product(seed: int, plain: Any, *tensors: torch.Tensor, **factors: Any) -> to
     for first in range(min(rows, 2)):
         order = permutation(inner, seed, rows, first)
         mine = [x[..., first::2, :] for x in (*added, one[..., order])]
-        place = out[..., first::2, :]
-        place.copy_(plain(*mine, other[..., order, :], out=torch.empty_like(place), **factors))
+        target = out[..., first::2, :]
+        target.copy_(plain(*mine, other[..., order, :], out=torch.empty_like(target), **factors))
     return out
 
 
