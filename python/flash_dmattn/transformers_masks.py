@@ -1,0 +1,294 @@
+"""The masks of transformers, in forms from which the attention of a layer can be computed fast.
+
+transformers makes a mask for each kind of layer, once for all layers of a kind. make_mask() says
+the same in a tensor that the model hands to its layers, and read_mask() reads it there:
+
+    None                                all keys; if the layer is causal, those up to the query's
+    [batch, keys] bool                  causal; false for padding
+    [batch, window, keys] bool          causal in a sliding window; its `window` rows are one row
+    [sequences + 1] int32               causal in packed sequences, which begin there
+    [window, sequences + 1] int32       the same in a sliding window; its rows are one row
+    [batch, 1, 1, keys] bool            not causal; false for padding
+    [batch, heads or 1, q_len, keys]    any other mask: bool, or numbers added to the logits
+
+A static cache has room for more than the `keys` keys that are filled in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+import torch
+from transformers import DogeConfig, masking_utils
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from . import functional
+
+# The functions that transformers composes masks of are closures, known by their code.
+BOTH = masking_utils.and_masks(causal_mask_function).__code__
+WINDOW = masking_utils.sliding_window_overlay(1).__code__
+PACKED = masking_utils.packed_sequence_mask_function(None).__code__
+OWN_POSITIONS = masking_utils.remap_positions_for_packed_sequence(None, None).__code__
+
+
+class Rules(NamedTuple):
+    """What a mask function allows."""
+
+    causal: bool = False
+    window: int | None = None  # keys, the query's own included
+    packed: torch.Tensor | None = None  # [batch, q_len], the number of each token's sequence
+
+
+def rules_of(function: Callable[..., Any]) -> Rules | None:
+    """The rules of a mask function of transformers; None if Rules cannot express them."""
+    if function is causal_mask_function:
+        return Rules(causal=True)
+    if function is bidirectional_mask_function:
+        return Rules()
+    code = getattr(function, "__code__", None)
+    if code not in (BOTH, WINDOW, PACKED, OWN_POSITIONS) or torch.compiler.is_dynamo_compiling():
+        return None  # Dynamo cannot read closures
+    cells = (cell.cell_contents for cell in function.__closure__)
+    free = dict(zip(code.co_freevars, cells))
+    if code is WINDOW:
+        return Rules(window=free["sliding_window"])
+    if code is PACKED:
+        return Rules(packed=free["packed_sequence_mask"])
+    if code is OWN_POSITIONS:  # of tokens in their sequences: the distances are those of the row
+        return rules_of(free["mask_function"])
+    found = [rules_of(one) for one in free["mask_functions"]]
+    if any(one is None for one in found):
+        return None
+    windows = [one.window for one in found if one.window is not None]
+    packed = [one.packed for one in found if one.packed is not None]
+    if len(windows) > 1 or len(packed) > 1:
+        return None
+    return Rules(any(one.causal for one in found), *(windows or [None]), *(packed or [None]))
+
+
+def is_packed_form(function: Callable[..., Any], local_size: int | None) -> bool:
+    """Whether Dynamo traces the causal mask that transformers makes of position_ids. Without a
+    cache it has this form for every model; they are not looked at (see find_starts())."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and local_size is None
+        and getattr(function, "__code__", None) is BOTH
+    )
+
+
+def padding_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    attention_mask: torch.Tensor | None,
+    device: torch.device | None,
+) -> torch.Tensor | None:
+    """The padding of a causal mask: None, or [batch, keys] bool."""
+    if kv_length == q_length:  # the keys are those of the queries, the last ones
+        mask = None if attention_mask is None else attention_mask[:, -q_length:]
+    else:
+        filled = int(q_offset) + q_length - kv_offset
+        if attention_mask is not None:
+            mask = attention_mask[:, kv_offset : kv_offset + min(kv_length, filled)]
+        elif kv_length > filled:
+            return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+        else:
+            mask = None
+    if mask is None:
+        return None
+    if torch.compiler.is_compiling() or mask.shape[1] < kv_length or not mask.all():
+        return mask
+    return None
+
+
+def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of several queries that rules can express, all keys of which are filled in but for
+    the room behind the last query; `place` has the arguments of padding_of()."""
+    end = place["q_length"] + int(place["q_offset"]) - place["kv_offset"]
+    is_narrow = rules.window is not None and rules.window < end
+    if rules.packed is not None:
+        count = torch.unique_consecutive(rules.packed[0], return_counts=True)[1]
+        starts = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
+        return starts.expand(rules.window, -1) if is_narrow else starts
+    valid = padding_of(**place)
+    if not is_narrow:
+        return valid
+    if valid is None:
+        valid = torch.ones(place["batch_size"], end, dtype=torch.bool, device=place["device"])
+    return valid[:, None].expand(-1, rules.window, -1)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    config: Any = None,
+    **rest: Any,
+) -> torch.Tensor | None:
+    """The mask that transformers passes to the layers of a model: see the top of this module.
+
+    Args:
+        batch_size: sequences.
+        q_length: queries of each.
+        kv_length: keys of each, unused room of a static cache included.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        mask_function: which query sees which key, padding aside.
+        attention_mask: optional [batch, length] bool, false for padding; or a result of this
+            function, which is returned.
+        allow_is_causal_skip: false if the model itself looks at the mask, or if it is packed.
+        use_vmap: the model has a mask function of its own.
+        device: of the mask.
+        config: of the model.
+        rest: more arguments of transformers' sdpa_mask().
+    """
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return attention_mask
+    place = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    place.update(q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask)
+    place["device"] = device
+    given = {**rest, **place, "mask_function": mask_function, "use_vmap": use_vmap}
+    given["allow_is_causal_skip"] = False
+    is_own = isinstance(config, DogeConfig)  # its layers have their rules
+    if is_own or not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
+        return padding_of(**place)
+    rules = None if use_vmap else rules_of(mask_function)
+    if rules == Rules():
+        return sdpa_mask(**{**given, "q_length": 1, "q_offset": 0})
+    if q_length == 1:
+        mask = sdpa_mask(**given)
+        must_not_wait = torch.compiler.is_compiling() or isinstance(q_offset, torch.Tensor)
+        return mask if must_not_wait or not mask.all() else None
+    if not is_expressed(rules, place, allow_is_causal_skip):
+        return sdpa_mask(**given)
+    return in_window(rules, place)
+
+
+def is_expressed(rules: Rules | None, place: dict[str, Any], may_skip: bool) -> bool:
+    """Whether in_window() can say what the mask of several queries says."""
+    if rules is None or not rules.causal:
+        return False
+    if rules.packed is not None:
+        return rules.packed.shape[0] == 1
+    q_offset, mask = place["q_offset"], place["attention_mask"]
+    if not may_skip or isinstance(q_offset, torch.Tensor) and torch.compiler.is_compiling():
+        return False
+    end = int(q_offset) + place["q_length"] - place["kv_offset"]
+    has_mask_of_all = mask is None or mask.shape[1] >= place["kv_offset"] + end
+    return place["q_length"] <= end <= place["kv_length"] and has_mask_of_all
+
+
+# ---- in a layer ----
+
+
+def find_starts(
+    position_ids: torch.Tensor | None, q_len: int, kv_len: int, sizes: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
+
+    Args:
+        position_ids: [batch, q_len], which begin anew in each sequence.
+        q_len: number of queries.
+        kv_len: number of keys.
+        sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
+            which the host waits; not while a graph is traced.
+
+    Raises:
+        ValueError: packed sequences in several rows.
+    """
+    if sizes is not None:
+        return sizes.to(torch.int32)
+    if position_ids is None or q_len != kv_len or q_len < 2 or torch.compiler.is_compiling():
+        return None
+    begins = position_ids.diff(dim=-1) != 1
+    if not begins.any():
+        return None
+    if position_ids.shape[0] != 1:
+        raise ValueError(
+            f"position_ids: has packed sequences in {position_ids.shape[0]} rows, want 1 row"
+        )
+    ends = begins[0].nonzero()[:, 0] + 1
+    return torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), q_len))).to(torch.int32)
+
+
+def padding_and_packing(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_len: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    sizes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The keys and values [batch, kv_heads, kv_len, head_dim] that are filled in, and the arguments
+    key_valid and starts of attention(). With padding, position_ids do not tell sequences apart."""
+    if attention_mask is not None:
+        filled, position_ids = attention_mask.shape[1], None
+        key, value = key[:, :, :filled], value[:, :, :filled]
+    starts = find_starts(position_ids, q_len, key.shape[2], sizes)
+    return key, value, {"key_valid": attention_mask, "starts": starts}
+
+
+def keep_newest(
+    key: torch.Tensor, window: int, starts: torch.Tensor | None
+) -> functional.Selection:
+    """The selection of a sliding window over keys [batch, kv_heads, kv_len, head_dim]: of keys with
+    equal scores the newest rank first. Padding has its place in the window."""
+    score = key.new_zeros((), dtype=torch.float32).expand(key.shape[:3]).contiguous()
+    return functional.select(score, window, starts=starts)
+
+
+def read_mask(
+    mask: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_len: int,
+    sizes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """What a mask of make_mask(), or one of the model's own with four axes, means.
+
+    Args:
+        mask: not None.
+        key: [batch, kv_heads, kv_len, head_dim].
+        value: [batch, kv_heads, kv_len, head_dim].
+        q_len: number of queries.
+        sizes: cu_seq_lens_q, if the model was given it.
+
+    Returns:
+        The keys and values that are filled in, and arguments of attention().
+
+    Raises:
+        NotImplementedError: a mask of another rank.
+    """
+    if mask.dim() == 4:
+        mask = mask[..., : key.shape[2]]
+        if mask.dtype != torch.bool:
+            return key, value, {"attn_bias": mask}
+        if mask.shape[1:3] == (1, 1):
+            return key, value, {"key_valid": mask[:, 0, 0].expand(key.shape[0], -1)}
+        return key, value, {"attn_mask": mask}
+    is_packed = mask.dtype == torch.int32
+    rank = mask.dim() + is_packed
+    if rank not in (2, 3):
+        raise NotImplementedError(f"attention_mask: rank is {mask.dim()}, want 2 or 4")
+    window = None if rank == 2 else mask.shape[-2]
+    row = mask if rank == 2 else mask.select(-2, 0)
+    if is_packed:
+        options = {"starts": row}
+    else:
+        key, value, options = padding_and_packing(key, value, q_len, row, None, sizes)
+    if window is not None:
+        options["selection"] = keep_newest(key, window, options["starts"])
+    return key, value, {"causal": True, **options}
