@@ -21,12 +21,19 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.doge import modeling_doge
 
 from . import functional, fused
-from .doge_cache import NAME, DogeCache, has_plain_weights, score_by_module
-from .transformers_masks import find_starts, make_mask, padding_and_packing, read_mask
+from .doge_cache import NAME, DogeCache, KeptKeys, has_plain_weights, scores_of
+from .transformers_masks import (
+    best_in_window,
+    find_starts,
+    keep_newest,
+    make_mask,
+    padding_and_packing,
+    read_mask,
+)
 
 __all__ = ["DogeCache", "register"]
 
@@ -48,8 +55,12 @@ def check_version(version: str) -> tuple[int, ...]:
 # The argument of transformers' layers that takes the cache.
 CACHE = "cache" if check_version(transformers.__version__) >= (5, 24) else "past_key_values"
 StockDogeAttention = modeling_doge.DogeAttention
+stock_check = PreTrainedModel.get_correct_attn_implementation
+# Models some of whose layers add the mask to logits in code of their own, others do not.
+MIXED = ("bigbird_pegasus",)
 
 
+@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=None)
 def arguments_of(kind: type) -> frozenset[str]:
     """The names of what transformers' eager attention takes for layers of this class, beside what
@@ -125,9 +136,10 @@ def attend(
     check_others(module, rest)
     q_len = query.shape[2]
     if attention_mask is not None:
-        key, value, options = read_mask(attention_mask, key, value, q_len, cu_seq_lens_q)
+        places = (position_ids, cu_seq_lens_q)
+        key, value, options = read_mask(attention_mask, key, value, q_len, *places)
     else:
-        starts = find_starts(position_ids, q_len, key.shape[2], cu_seq_lens_q)
+        starts = find_starts(None, cu_seq_lens_q, q_len, key.shape[2])
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
         options = {"causal": causal, "starts": starts}
     if position_bias is not None:
@@ -176,9 +188,11 @@ class DogeAttention(StockDogeAttention):
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
         if isinstance(cache, DogeCache):
+            cache._check(self.config)
             kept = cache.layers[self.layer_idx]
-            out = kept.attend(self, query, key, value, attention_mask)
-            return self.o_proj(out.flatten(2)), None
+            if isinstance(kept, KeptKeys):
+                out = kept.attend(self, query, key, value, attention_mask)
+                return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         given = (attention_mask, position_ids, rest.get("cu_seq_lens_q"))
@@ -196,15 +210,45 @@ class DogeAttention(StockDogeAttention):
     ) -> torch.Tensor:
         """Attention to all keys [batch, kv_len, kv_heads, head_dim] without a DogeCache."""
         options = {"causal": True, "softmax_scale": self.scaling, **options}
-        if has_plain_weights(self):
-            weights = (self.dt_proj.weight, self.A, self.keep_window_size)
+        sliding, keep = self.config.sliding_window, self.keep_window_size
+        has_window = sliding is not None and sliding < key.shape[1]
+        if has_plain_weights(self) and not has_window:
+            weights = (self.dt_proj.weight, self.A, keep)
             given = {"dt_bias": self.dt_proj.bias, **options}
             return fused.flash_dma_attention(query, key, value, *weights, **given)
-        score = score_by_module(self, value)
+        score = scores_of(self, value)
         padding = {name: options[name] for name in ("key_valid", "starts")}
-        selection = functional.select(score.detach(), self.keep_window_size, **padding)
-        given = {"bias": score.exp(), "selection": selection, **options}
-        return functional.attention(query, key, value, **given)[0]
+        if not has_window:
+            options["selection"] = functional.select(score.detach(), keep, **padding)
+        elif sliding <= keep:
+            options["selection"] = keep_newest(
+                score.shape, score.device, sliding, options["starts"]
+            )
+        else:
+            rules = (query.shape[1], sliding, keep)
+            options["attn_mask"] = best_in_window(score.detach(), *rules, **padding)
+        return functional.attention(query, key, value, bias=score.exp(), **options)[0]
+
+
+def calls_interface(kind: type[PreTrainedModel]) -> bool:
+    """Whether models of this class leave their attention to a registered function."""
+    source = vars(sys.modules[kind.__module__])
+    has_classes = any(name.endswith("_ATTENTION_CLASSES") for name in source)
+    of_others = getattr(kind.config_class, "model_type", None) in MIXED
+    can = kind._supports_attention_backend or kind._can_set_attn_implementation()
+    return can and not has_classes and not of_others
+
+
+def check_model(
+    self: PreTrainedModel, requested_attention: str | None, *rest: Any, **more: Any
+) -> str:
+    """In place of transformers' method, which takes a name for every model that is made."""
+    if requested_attention == NAME and not calls_interface(type(self)):
+        raise ValueError(
+            f"attn_implementation: is {NAME!r} for {type(self).__name__}, which computes its "
+            "attention in its own code, want 'eager' or another one of its own"
+        )
+    return stock_check(self, requested_attention, *rest, **more)
 
 
 def register() -> None:
@@ -238,3 +282,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     modeling_doge.DogeAttention = DogeAttention
+    PreTrainedModel.get_correct_attn_implementation = check_model

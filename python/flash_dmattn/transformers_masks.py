@@ -3,7 +3,9 @@
 transformers makes a mask for each kind of layer, once for all layers of a kind. make_mask() says
 the same in a tensor that the model hands to its layers, and read_mask() reads it there:
 
-    None                                all keys; if the layer is causal, those up to the query's
+    None                                all keys; for several queries of a causal layer, those up to
+                                        the query's own
+    [0] int32                           causal
     [batch, keys] bool                  causal; false for padding
     [batch, window, keys] bool          causal in a sliding window; its `window` rows are one row
     [sequences + 1] int32               causal in packed sequences, which begin there
@@ -117,8 +119,9 @@ def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor | None:
         starts = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
         return starts.expand(rules.window, -1) if is_narrow else starts
     valid = padding_of(**place)
-    if not is_narrow:
-        return valid
+    if not is_narrow:  # a layer need not say that it is causal
+        causal = torch.empty(0, dtype=torch.int32, device=place["device"])
+        return causal if valid is None else valid
     if valid is None:
         valid = torch.ones(place["batch_size"], end, dtype=torch.bool, device=place["device"])
     return valid[:, None].expand(-1, rules.window, -1)
@@ -195,25 +198,27 @@ def is_expressed(rules: Rules | None, place: dict[str, Any], may_skip: bool) -> 
 
 
 def find_starts(
-    position_ids: torch.Tensor | None, q_len: int, kv_len: int, sizes: torch.Tensor | None
+    position_ids: torch.Tensor | None, sizes: torch.Tensor | None, q_len: int, kv_len: int
 ) -> torch.Tensor | None:
     """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
 
     Args:
-        position_ids: [batch, q_len], which begin anew in each sequence.
-        q_len: number of queries.
-        kv_len: number of keys.
+        position_ids: [batch, q_len], which begin at 0 in each sequence.
         sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
             which the host waits; not while a graph is traced.
+        q_len: number of queries.
+        kv_len: number of keys.
 
     Raises:
         ValueError: packed sequences in several rows.
     """
     if sizes is not None:
         return sizes.to(torch.int32)
-    if position_ids is None or q_len != kv_len or q_len < 2 or torch.compiler.is_compiling():
+    if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return None
-    begins = position_ids.diff(dim=-1) != 1
+    if q_len != kv_len or q_len < 2:
+        return None
+    begins = position_ids[..., 1:] == 0
     if not begins.any():
         return None
     if position_ids.shape[0] != 1:
@@ -237,17 +242,54 @@ def padding_and_packing(
     if attention_mask is not None:
         filled, position_ids = attention_mask.shape[1], None
         key, value = key[:, :, :filled], value[:, :, :filled]
-    starts = find_starts(position_ids, q_len, key.shape[2], sizes)
+    starts = find_starts(position_ids, sizes, q_len, key.shape[2])
     return key, value, {"key_valid": attention_mask, "starts": starts}
 
 
 def keep_newest(
-    key: torch.Tensor, window: int, starts: torch.Tensor | None
+    sizes: torch.Size, device: torch.device, window: int, starts: torch.Tensor | None
 ) -> functional.Selection:
-    """The selection of a sliding window over keys [batch, kv_heads, kv_len, head_dim]: of keys with
-    equal scores the newest rank first. Padding has its place in the window."""
-    score = key.new_zeros((), dtype=torch.float32).expand(key.shape[:3]).contiguous()
-    return functional.select(score, window, starts=starts)
+    """The selection of a sliding window over keys of these `sizes`, batch, kv_heads and kv_len: of
+    keys with equal scores the newest rank first. Padding has its place in the window."""
+    return functional.select(torch.zeros(sizes, device=device), window, starts=starts)
+
+
+def best_in_window(
+    score: torch.Tensor,
+    q_len: int,
+    window: int,
+    keep: int,
+    key_valid: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """The mask [batch, kv_heads, q_len, kv_len] of the `keep` keys of highest score among those in
+    the sliding window of each query. It is no Selection: a key that is not kept at first is kept
+    later, when better ones have left the window.
+
+    Args:
+        score: [batch, kv_heads, kv_len].
+        q_len: number of queries.
+        window: keys of the window, the query's own included; more than `keep`.
+        keep: as select()'s window.
+        key_valid: as there.
+        starts: as there.
+    """
+    batch, kv_heads, kv_len = score.shape
+    at = torch.arange(kv_len, device=score.device)
+    keys = at[kv_len - q_len :, None] - at[:window]  # of each query, the newest first
+    is_seen = keys >= 0
+    keys = keys.clamp(min=0)
+    if starts is not None:
+        number = torch.searchsorted(starts.to(at.dtype), at, right=True)
+        is_seen = is_seen & (number[keys] == number[kv_len - q_len :, None])
+    if key_valid is not None:
+        is_seen = is_seen & key_valid[:, None, keys]
+    ranked = score[:, :, keys].masked_fill(~is_seen | score[:, :, keys].isnan(), float("-inf"))
+    best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+    columns = keys.masked_fill(~is_seen, kv_len)  # a column that is cut off
+    columns = columns.expand(batch, kv_heads, -1, -1).gather(-1, best)
+    mask = score.new_zeros((batch, kv_heads, q_len, kv_len + 1), dtype=torch.bool)
+    return mask.scatter_(-1, columns, True)[..., :kv_len]
 
 
 def read_mask(
@@ -255,6 +297,7 @@ def read_mask(
     key: torch.Tensor,
     value: torch.Tensor,
     q_len: int,
+    position_ids: torch.Tensor | None,
     sizes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """What a mask of make_mask(), or one of the model's own with four axes, means.
@@ -264,7 +307,8 @@ def read_mask(
         key: [batch, kv_heads, kv_len, head_dim].
         value: [batch, kv_heads, kv_len, head_dim].
         q_len: number of queries.
-        sizes: cu_seq_lens_q, if the model was given it.
+        position_ids: [batch, q_len] or None, as in find_starts().
+        sizes: as in find_starts().
 
     Returns:
         The keys and values that are filled in, and arguments of attention().
@@ -283,6 +327,9 @@ def read_mask(
     rank = mask.dim() + is_packed
     if rank not in (2, 3):
         raise NotImplementedError(f"attention_mask: rank is {mask.dim()}, want 2 or 4")
+    if mask.numel() == 0:
+        starts = find_starts(position_ids, sizes, q_len, key.shape[2])
+        return key, value, {"causal": True, "starts": starts}
     window = None if rank == 2 else mask.shape[-2]
     row = mask if rank == 2 else mask.select(-2, 0)
     if is_packed:
@@ -290,5 +337,5 @@ def read_mask(
     else:
         key, value, options = padding_and_packing(key, value, q_len, row, None, sizes)
     if window is not None:
-        options["selection"] = keep_newest(key, window, options["starts"])
+        options["selection"] = keep_newest(key.shape[:3], key.device, window, options["starts"])
     return key, value, {"causal": True, **options}
