@@ -87,7 +87,7 @@ def test_bad_caches() -> None:
     eager_llama, llama = make_models("llama")
     tokens = make_tokens(1, 10)
     other = ours.DogeCache(CONFIGS["doge with biases"])
-    with pytest.raises(ValueError, match="cache: its window is 9, want the model's keep_window"):
+    with pytest.raises(ValueError, match="cache: its keep_window_size is 9, want the model.s"):
         selected(tokens, past_key_values=other)
     for model in (llama, eager_llama):
         with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
@@ -138,6 +138,43 @@ def test_assistant_models(name: str) -> None:
     found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
     assert torch.equal(found, wanted)
     assert 5 < calls < 50  # some candidates were accepted
+
+
+@pytest.mark.parametrize("length", [30, 100])
+def test_assisted_generation_after_padding(length: int) -> None:
+    """What comes behind the last padding can be removed, in prompts of fewer than 64 tokens too.
+    All keys are kept, as the scores of equal tokens tie up to rounding."""
+    _, selected = make_models("doge, all keys")
+    tokens, mask = make_tokens(1, length // 2).repeat(1, 2), torch.ones(1, length, dtype=torch.long)
+    mask[0, :3] = 0
+    given = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    given.update(prompt_lookup_num_tokens=5, max_matching_ngram_size=1, attention_mask=mask)
+    cache = ours.DogeCache(selected.config)
+    found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
+    assert 1 < calls < 30  # some candidates were accepted
+    mask = torch.cat((mask, torch.ones(1, 30, dtype=torch.long)), 1)
+    with torch.no_grad():
+        logits = selected(found, attention_mask=mask).logits[:, length - 1 : -1]
+    chosen = logits.gather(2, found[:, length:, None])[..., 0]
+    assert_near(chosen, logits.amax(2))
+
+
+def test_crop_behind_padding() -> None:
+    _, selected = make_models("doge")
+    tokens, others = make_tokens(1), make_tokens(2)[1:]
+    mask = torch.ones(1, LENGTH, dtype=torch.long)
+    mask[0, :5] = mask[0, 20:24] = 0
+    cache = ours.DogeCache(selected.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        wanted = selected(tokens, attention_mask=mask).logits[:, 24:]
+        given = {"past_key_values": cache, "attention_mask": mask[:, :50]}
+        selected(torch.cat((tokens[:, :24], others[:, :26]), 1), **given)
+        cache.crop(-26)
+        given["attention_mask"] = mask
+        assert_near(selected(tokens[:, 24:], **given).logits, wanted)
+        with pytest.raises(ValueError, match="want 0 to -64: a DogeCache can remove"):
+            cache.crop(-65)
 
 
 @pytest.mark.parametrize("pieces", [[70, 1, 1, 5, 13], [10, 40, 40], [90]])
