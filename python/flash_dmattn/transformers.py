@@ -81,6 +81,14 @@ def check_others(module: torch.nn.Module, rest: dict[str, Any]) -> None:
             )
 
 
+def same_sizes(*rows: torch.Tensor) -> list[torch.Tensor]:
+    """Rows whose last axes have the same length, a multiple of 8: zeros are added, which change
+    neither products nor the numbers that they stand beside."""
+    size = -8 * (-max(row.shape[3] for row in rows) // 8)
+    pad = torch.nn.functional.pad
+    return [row if row.shape[3] == size else pad(row, (0, size - row.shape[3])) for row in rows]
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -145,9 +153,10 @@ def attend(
     if position_bias is not None:
         added = position_bias[..., : key.shape[2]]
         options["attn_bias"] = added + options["attn_bias"] if "attn_bias" in options else added
+    size = value.shape[3]
     out, lse = functional.attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        softmax_scale=scaling,
+        *(x.transpose(1, 2) for x in same_sizes(query, key, value)),
+        softmax_scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         dropout_p=dropout,
         sink_logit=None if s_aux is None else s_aux.float(),
@@ -156,7 +165,7 @@ def attend(
     if sinks is not None:  # a key whose value is 0
         sinks = sinks.squeeze(-1).float().expand_as(lse).contiguous()
         out, _ = functional.merge(out, lse, torch.zeros_like(out), sinks)
-    return out, None
+    return out[..., :size], None
 
 
 class DogeAttention(StockDogeAttention):

@@ -65,7 +65,7 @@ def test_gradients(sliding: int) -> None:
     tokens = make_tokens()
     for model in pair:
         model(tokens, labels=tokens, use_cache=False).loss.backward()
-    for (name, found), wanted in zip(pair[1].named_parameters(), pair[0].parameters()):
+    for (_, found), wanted in zip(pair[1].named_parameters(), pair[0].parameters()):
         assert_near(found.grad, wanted.grad)
 
 
