@@ -57,7 +57,7 @@ CACHE = "cache" if check_version(transformers.__version__) >= (5, 24) else "past
 StockDogeAttention = modeling_doge.DogeAttention
 stock_check = PreTrainedModel.get_correct_attn_implementation
 # Models some of whose layers add the mask to logits in code of their own, others do not.
-MIXED = ("bigbird_pegasus",)
+MIXED = ("bigbird_pegasus", "informer")
 
 
 @torch.compiler.assume_constant_result

@@ -7,9 +7,9 @@ the same in a tensor that the model hands to its layers, and read_mask() reads i
                                         the query's own
     [0] int32                           causal
     [batch, keys] bool                  causal; false for padding
-    [batch, window, keys] bool          causal in a sliding window; its `window` rows are one row
     [sequences + 1] int32               causal in packed sequences, which begin there
-    [window, sequences + 1] int32       the same in a sliding window; its rows are one row
+    [window, 0], [batch, window, keys], [window, sequences + 1]
+                                        the same in a sliding window; all `window` rows are one row
     [batch, 1, 1, keys] bool            not causal; false for padding
     [batch, heads or 1, q_len, keys]    any other mask: bool, or numbers added to the logits
 
@@ -18,6 +18,8 @@ A static cache has room for more than the `keys` keys that are filled in.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from transformers import DogeConfig, masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
 )
 
@@ -72,6 +75,16 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
     return Rules(any(one.causal for one in found), *(windows or [None]), *(packed or [None]))
 
 
+@torch.compiler.assume_constant_result
+@functools.lru_cache(maxsize=None)
+def looks_at_masks(kind: type) -> bool:
+    """Whether models with this kind of configuration compute with the numbers of a mask before
+    their attention does: those that choose keys by an index of their own, or compress them."""
+    source = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+    names = () if source is None else vars(source)
+    return any(name.endswith(("Indexer", "Compressor")) for name in names)
+
+
 def is_packed_form(function: Callable[..., Any], local_size: int | None) -> bool:
     """Whether Dynamo traces the causal mask that transformers makes of position_ids. Without a
     cache it has this form for every model; they are not looked at (see find_starts())."""
@@ -116,15 +129,14 @@ def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor | None:
     is_narrow = rules.window is not None and rules.window < end
     if rules.packed is not None:
         count = torch.unique_consecutive(rules.packed[0], return_counts=True)[1]
-        starts = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
-        return starts.expand(rules.window, -1) if is_narrow else starts
-    valid = padding_of(**place)
-    if not is_narrow:  # a layer need not say that it is causal
-        causal = torch.empty(0, dtype=torch.int32, device=place["device"])
-        return causal if valid is None else valid
-    if valid is None:
-        valid = torch.ones(place["batch_size"], end, dtype=torch.bool, device=place["device"])
-    return valid[:, None].expand(-1, rules.window, -1)
+        row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
+    else:
+        row = padding_of(**place)
+    if row is None:  # a layer need not say that it is causal
+        row = torch.empty(0, dtype=torch.int32, device=place["device"])
+    if not is_narrow:
+        return row
+    return row.unsqueeze(-2).expand(*row.shape[:-1], rules.window, -1)
 
 
 def make_mask(
@@ -152,7 +164,8 @@ def make_mask(
         mask_function: which query sees which key, padding aside.
         attention_mask: optional [batch, length] bool, false for padding; or a result of this
             function, which is returned.
-        allow_is_causal_skip: false if the model itself looks at the mask, or if it is packed.
+        allow_is_causal_skip: false if the model itself looks at the mask, if it is packed, and
+            for a step of a static cache.
         use_vmap: the model has a mask function of its own.
         device: of the mask.
         config: of the model.
@@ -165,6 +178,8 @@ def make_mask(
     place["device"] = device
     given = {**rest, **place, "mask_function": mask_function, "use_vmap": use_vmap}
     given["allow_is_causal_skip"] = False
+    if looks_at_masks(type(config)):
+        return eager_mask(**given)
     is_own = isinstance(config, DogeConfig)  # its layers have their rules
     if is_own or not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
         return padding_of(**place)
@@ -173,8 +188,9 @@ def make_mask(
         return sdpa_mask(**{**given, "q_length": 1, "q_offset": 0})
     if q_length == 1:
         mask = sdpa_mask(**given)
-        must_not_wait = torch.compiler.is_compiling() or isinstance(q_offset, torch.Tensor)
-        return mask if must_not_wait or not mask.all() else None
+        is_static = isinstance(q_offset, torch.Tensor) or not allow_is_causal_skip
+        is_always = is_static or torch.compiler.is_compiling()
+        return mask if is_always or not mask.all() else None
     if not is_expressed(rules, place, allow_is_causal_skip):
         return sdpa_mask(**given)
     return in_window(rules, place)
@@ -323,17 +339,16 @@ def read_mask(
         if mask.shape[1:3] == (1, 1):
             return key, value, {"key_valid": mask[:, 0, 0].expand(key.shape[0], -1)}
         return key, value, {"attn_mask": mask}
-    is_packed = mask.dtype == torch.int32
-    rank = mask.dim() + is_packed
+    has_starts = mask.dtype == torch.int32
+    rank = mask.dim() + has_starts
     if rank not in (2, 3):
         raise NotImplementedError(f"attention_mask: rank is {mask.dim()}, want 2 or 4")
-    if mask.numel() == 0:
-        starts = find_starts(position_ids, sizes, q_len, key.shape[2])
-        return key, value, {"causal": True, "starts": starts}
     window = None if rank == 2 else mask.shape[-2]
     row = mask if rank == 2 else mask.select(-2, 0)
-    if is_packed:
-        options = {"starts": row}
+    if has_starts:
+        is_all = row.shape[0] == 0
+        starts = find_starts(position_ids, sizes, q_len, key.shape[2]) if is_all else row
+        options = {"starts": starts}
     else:
         key, value, options = padding_and_packing(key, value, q_len, row, None, sizes)
     if window is not None:

@@ -54,7 +54,7 @@ LEFT_OUT = ((), ("head_dim",), ("head_dim", "num_key_value_heads"))
 
 class Outcome(NamedTuple):
     """What came of a model type: "agrees", "differs", "refused", "error", or, if eager attention
-    does not get there either, "not made" or "not run"."""
+    does not get so far, "not made"."""
 
     kind: str
     name: str
@@ -102,26 +102,36 @@ def make_model(auto: Any, config: Any, implementation: str) -> Any:
     return auto.from_config(config, attn_implementation=implementation).eval()
 
 
-def make_eager(auto: Any, kind: type) -> tuple[Any, Any]:
-    """A small configuration, and its model with eager attention and weights that matter."""
-    for without in LEFT_OUT:
-        try:
-            config = make_config(kind, without)
-            with torch.device("meta"):
-                made = make_model(auto, config, "eager")
-            if sum(one.numel() for one in made.parameters()) > PARAMETERS_MAX:
-                raise ValueError("has too many parameters")
-            model = make_model(auto, config, "eager")
-            break
-        except Exception as error:  # of any kind: such a model is not made
-            if without == LEFT_OUT[-1]:
-                raise ValueError(f"{type(error).__name__}: {error}") from error
+def make_eager(auto: Any, config: Any) -> Any:
+    """A model with eager attention and weights that matter."""
+    with torch.device("meta"):
+        made = make_model(auto, config, "eager")
+    if sum(one.numel() for one in made.parameters()) > PARAMETERS_MAX:
+        raise ValueError("has too many parameters")
+    model = make_model(auto, config, "eager")
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15, generator=random)
-    return config, model
+    return model
+
+
+def make_cases(kind: type) -> tuple[Any, Any, list[Any]]:
+    """A small configuration, its model with eager attention, and what comes of each input.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    for without in LEFT_OUT:
+        try:
+            config = make_config(kind, without)
+            model = make_eager(AutoModel, config)
+            cases = [(given, rows, result_of(model, given)) for given, rows in inputs_of(model)]
+            return config, model, cases
+        except Exception as error:  # of any kind
+            last = f"{type(error).__name__}: {error}"
+    raise ValueError(last)
 
 
 def make_tokens(length: int) -> torch.Tensor:
@@ -186,9 +196,9 @@ def error_of_steps(found: Any, wanted: Any) -> float:
     return worst
 
 
-def compare_generated(kind: type) -> float | None:
+def compare_generated(kind: type, config: Any) -> float | None:
     """The error of generation, with caches; None if eager attention cannot generate."""
-    is_pair = kind().is_encoder_decoder
+    is_pair = config.is_encoder_decoder
     mapping = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING" if is_pair else "MODEL_FOR_CAUSAL_LM_MAPPING"
     if kind not in getattr(modeling_auto, mapping):
         return None
@@ -201,7 +211,7 @@ def compare_generated(kind: type) -> float | None:
     if is_pair:
         given["decoder_start_token_id"] = 1
     try:
-        config, eager = make_eager(auto, kind)
+        eager = make_eager(auto, config)
         wanted = eager.generate(make_tokens(length), **given)
     except Exception:  # of any kind: there is nothing to compare with
         return None
@@ -214,20 +224,16 @@ def try_type(name: str) -> Outcome:
     """Make models of a type, run them, and compare."""
     kind, worst = CONFIG_MAPPING[name], 0.0
     try:
-        config, eager = make_eager(AutoModel, kind)
-    except Exception as error:
+        config, eager, cases = make_cases(kind)
+    except ValueError as error:
         return Outcome("not made", name, str(error))
-    try:
-        cases = [(given, rows, result_of(eager, given)) for given, rows in inputs_of(eager)]
-    except Exception as error:
-        return Outcome("not run", name, f"{type(error).__name__}: {error}")
     try:
         model = make_model(AutoModel, config, NAME)
         model.load_state_dict(eager.state_dict())
         with counted() as calls:
             for given, rows, wanted in cases:
                 worst = max(worst, error_of(result_of(model, given), wanted, rows))
-        of_steps = compare_generated(kind)
+        of_steps = compare_generated(kind, config)
     except Exception as error:
         is_refusal = str(error).startswith(f"attn_implementation: is '{NAME}' for ")
         detail = f"{type(error).__name__}: {error}"
