@@ -3,8 +3,7 @@
 transformers makes a mask for each kind of layer, once for all layers of a kind. make_mask() says
 the same in a tensor that the model hands to its layers, and read_mask() reads it there:
 
-    None                                all keys; for several queries of a causal layer, those up to
-                                        the query's own
+    None                                all keys; made for one query only
     [0] int32                           causal
     [batch, keys] bool                  causal; false for padding
     [sequences + 1] int32               causal in packed sequences, which begin there
@@ -122,7 +121,7 @@ def padding_of(
     return None
 
 
-def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor | None:
+def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor:
     """The mask of several queries that rules can express, all keys of which are filled in but for
     the room behind the last query; `place` has the arguments of padding_of()."""
     end = place["q_length"] + int(place["q_offset"]) - place["kv_offset"]
@@ -132,7 +131,7 @@ def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor | None:
         row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
     else:
         row = padding_of(**place)
-    if row is None:  # a layer need not say that it is causal
+    if row is None:  # None would leave it to the layer to know that it is causal
         row = torch.empty(0, dtype=torch.int32, device=place["device"])
     if not is_narrow:
         return row
@@ -177,14 +176,15 @@ def make_mask(
     place.update(q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask)
     place["device"] = device
     given = {**rest, **place, "mask_function": mask_function, "use_vmap": use_vmap}
-    given["allow_is_causal_skip"] = False
+    given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     if looks_at_masks(type(config)):
         return eager_mask(**given)
-    is_own = isinstance(config, DogeConfig)  # its layers have their rules
-    if is_own or not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
+    if isinstance(config, DogeConfig):  # its layers have their rules
         return padding_of(**place)
+    if not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
+        return in_window(Rules(causal=True), place)
     rules = None if use_vmap else rules_of(mask_function)
-    if rules == Rules():
+    if rules == Rules():  # the same for all queries
         return sdpa_mask(**{**given, "q_length": 1, "q_offset": 0})
     if q_length == 1:
         mask = sdpa_mask(**given)
