@@ -6,9 +6,9 @@
 
 Doge selects keys by their scores, as everywhere in this package: in O(q_len * keep_window_size)
 time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. Other
-models compute the attention that they have, dense or in a sliding window.
+models compute the attention that their masks say (transformers_masks.py).
 
-Only this module imports transformers, of which it takes the versions 5.17 and later, below 6.
+Only this module and those of its name import transformers, 5.17 or later, below 6.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def attend(
     check_others(module, rest)
     q_len = query.shape[2]
     if attention_mask is not None:
-        places = (position_ids, cu_seq_lens_q)
-        key, value, options = read_mask(attention_mask, key, value, q_len, *places)
+        packing = (position_ids, cu_seq_lens_q)
+        key, value, options = read_mask(attention_mask, key, value, q_len, *packing)
     else:
         starts = find_starts(None, cu_seq_lens_q, q_len, key.shape[2])
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -251,7 +251,7 @@ def calls_interface(kind: type[PreTrainedModel]) -> bool:
 def check_model(
     self: PreTrainedModel, requested_attention: str | None, *rest: Any, **more: Any
 ) -> str:
-    """In place of transformers' method, which takes a name for every model that is made."""
+    """Instead of transformers' method, which takes a name for every model that is made."""
     if requested_attention == NAME and not calls_interface(type(self)):
         raise ValueError(
             f"attn_implementation: is {NAME!r} for {type(self).__name__}, which computes its "
@@ -267,7 +267,8 @@ def register() -> None:
     is replaced by a class with the same parameters, which runs transformers' own attention under
     any other implementation. Padding is given as the attention_mask [batch, length] of the model.
     Packed sequences are given as one row whose position_ids begin anew in each, or with
-    cu_seq_lens_q. Calling it again has no effect.
+    cu_seq_lens_q. Models that compute their attention in their own code are refused when they are
+    made, in PreTrainedModel.get_correct_attn_implementation. Calling it again has no effect.
 
     Returns:
         None.

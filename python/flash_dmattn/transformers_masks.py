@@ -121,18 +121,18 @@ def padding_of(
     return None
 
 
-def in_window(rules: Rules, place: dict[str, Any]) -> torch.Tensor:
+def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
     """The mask of several queries that rules can express, all keys of which are filled in but for
-    the room behind the last query; `place` has the arguments of padding_of()."""
-    end = place["q_length"] + int(place["q_offset"]) - place["kv_offset"]
+    the room behind the last query; `layout` has the arguments of padding_of()."""
+    end = layout["q_length"] + int(layout["q_offset"]) - layout["kv_offset"]
     is_narrow = rules.window is not None and rules.window < end
     if rules.packed is not None:
         count = torch.unique_consecutive(rules.packed[0], return_counts=True)[1]
         row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
     else:
-        row = padding_of(**place)
+        row = padding_of(**layout)
     if row is None:  # None would leave it to the layer to know that it is causal
-        row = torch.empty(0, dtype=torch.int32, device=place["device"])
+        row = torch.empty(0, dtype=torch.int32, device=layout["device"])
     if not is_narrow:
         return row
     return row.unsqueeze(-2).expand(*row.shape[:-1], rules.window, -1)
@@ -172,17 +172,17 @@ def make_mask(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask
-    place = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    place.update(q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask)
-    place["device"] = device
-    given = {**rest, **place, "mask_function": mask_function, "use_vmap": use_vmap}
+    layout = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    layout.update(q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask)
+    layout["device"] = device
+    given = {**rest, **layout, "mask_function": mask_function, "use_vmap": use_vmap}
     given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     if looks_at_masks(type(config)):
         return eager_mask(**given)
     if isinstance(config, DogeConfig):  # its layers have their rules
-        return padding_of(**place)
+        return padding_of(**layout)
     if not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
-        return in_window(Rules(causal=True), place)
+        return in_window(Rules(causal=True), layout)
     rules = None if use_vmap else rules_of(mask_function)
     if rules == Rules():  # the same for all queries
         return sdpa_mask(**{**given, "q_length": 1, "q_offset": 0})
@@ -191,23 +191,23 @@ def make_mask(
         is_static = isinstance(q_offset, torch.Tensor) or not allow_is_causal_skip
         is_always = is_static or torch.compiler.is_compiling()
         return mask if is_always or not mask.all() else None
-    if not is_expressed(rules, place, allow_is_causal_skip):
+    if not is_expressed(rules, layout, allow_is_causal_skip):
         return sdpa_mask(**given)
-    return in_window(rules, place)
+    return in_window(rules, layout)
 
 
-def is_expressed(rules: Rules | None, place: dict[str, Any], may_skip: bool) -> bool:
+def is_expressed(rules: Rules | None, layout: dict[str, Any], may_skip: bool) -> bool:
     """Whether in_window() can say what the mask of several queries says."""
     if rules is None or not rules.causal:
         return False
     if rules.packed is not None:
         return rules.packed.shape[0] == 1
-    q_offset, mask = place["q_offset"], place["attention_mask"]
+    q_offset, mask = layout["q_offset"], layout["attention_mask"]
     if not may_skip or isinstance(q_offset, torch.Tensor) and torch.compiler.is_compiling():
         return False
-    end = int(q_offset) + place["q_length"] - place["kv_offset"]
-    has_mask_of_all = mask is None or mask.shape[1] >= place["kv_offset"] + end
-    return place["q_length"] <= end <= place["kv_length"] and has_mask_of_all
+    end = int(q_offset) + layout["q_length"] - layout["kv_offset"]
+    has_mask_of_all = mask is None or mask.shape[1] >= layout["kv_offset"] + end
+    return layout["q_length"] <= end <= layout["kv_length"] and has_mask_of_all
 
 
 # ---- in a layer ----
@@ -266,7 +266,7 @@ def keep_newest(
     sizes: torch.Size, device: torch.device, window: int, starts: torch.Tensor | None
 ) -> functional.Selection:
     """The selection of a sliding window over keys of these `sizes`, batch, kv_heads and kv_len: of
-    keys with equal scores the newest rank first. Padding has its place in the window."""
+    keys with equal scores the newest rank first. Padding counts in the window."""
     return functional.select(torch.zeros(sizes, device=device), window, starts=starts)
 
 

@@ -47,7 +47,7 @@ FIELDS = {  # by the number that they get, where a configuration has them
 }
 VALUES = {name: number for number, names in FIELDS.items() for name in names.split()}
 VALUES = {**VALUES, "pad_token_id": 0, "use_sliding_window": True, "attn_logit_softcapping": 5.0}
-PARTS = ("text_config", "vision_config", "audio_config")  # of models that are made of several
+MEMBERS = ("text_config", "vision_config", "audio_config")  # of models that are made of several
 # Heads of some types follow from other sizes and have to be left to them, or to be as many as those
 # of the queries.
 CHANGES: tuple[dict[str, int | None], ...] = (
@@ -96,7 +96,7 @@ def names_of_types() -> list[str]:
 
 def make_config(kind: type, changes: dict[str, int | None]) -> Any:
     usual = kind()
-    if usual.model_type != "whisper" and any(hasattr(usual, part) for part in PARTS):
+    if usual.model_type != "whisper" and any(hasattr(usual, member) for member in MEMBERS):
         raise ValueError("is made of several models")
     values = {name: x for name, x in {**VALUES, **changes}.items() if x is not None}
     return kind(**{name: x for name, x in values.items() if hasattr(usual, name)})
@@ -202,8 +202,8 @@ def error_of_steps(found: Any, wanted: Any) -> float:
     worst = 0.0
     for step, (one, other) in enumerate(zip(found.logits, wanted.logits)):
         worst = max(worst, error_of(one.double(), other.double(), None))
-        place = step - len(wanted.logits)
-        if not torch.equal(found.sequences[:, place], wanted.sequences[:, place]):
+        at = step - len(wanted.logits)
+        if not torch.equal(found.sequences[:, at], wanted.sequences[:, at]):
             break
     return worst
 

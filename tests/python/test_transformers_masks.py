@@ -162,8 +162,7 @@ def test_heads_of_other_sizes() -> None:
     assert_near(found, wanted.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name, count", [("llama", 1), ("mistral", 2)])
-@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("name, count, left", [("llama", 1, 3), ("mistral", 2, 0)])
 def test_static_caches_compile_once(name: str, count: int, left: int) -> None:
     """generate() compiles one graph for single tokens, and none more as the length grows, but for a
     second one of transformers' cache of a sliding window."""
