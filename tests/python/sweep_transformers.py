@@ -99,7 +99,8 @@ def make_config(kind: type, changes: dict[str, int | None]) -> Any:
     if usual.model_type != "whisper" and any(hasattr(usual, member) for member in MEMBERS):
         raise ValueError("is made of several models")
     values = {name: x for name, x in {**VALUES, **changes}.items() if x is not None}
-    return kind(**{name: x for name, x in values.items() if hasattr(usual, name)})
+    names = [name for name in values if hasattr(usual, name)]
+    return kind(**{name: values[name] for name in names}, global_head_dim=16)
 
 
 def make_model(auto: Any, config: Any, implementation: str) -> Any:

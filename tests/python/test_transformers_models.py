@@ -22,10 +22,18 @@ from doge_models import registered  # noqa: E402
 
 __all__ = ["registered"]  # a fixture
 
+# They compute their attention in code of their own, or some of their layers do.
 REFUSED = """
+big_bird bigbird_pegasus bloom canine convbert cpmant data2vec-vision deberta deberta-v2 falcon
+fastspeech2_conformer flaubert fsmt gpt_neox_japanese ibert imagegpt led longformer
+megatron-bert mobilevit mpnet mpt mra mvp nystromformer openai-gpt rembert roformer rwkv
+sam_hq_vision_model sam_vision_model sew-d squeezebert swiftformer tapas visual_bert vitdet vits
+wavlm xglm xlm yoso
 """.split()
 # They have convolutions, recurrences or Fourier transforms in place of attention.
 WITHOUT_ATTENTION = """
+bit dinov3_convnext falcon_mamba fnet focalnet mamba mobilenet_v1 mobilenet_v2 poolformer regnet
+resnet textnet
 """.split()
 SAMPLE = """
 bart blenderbot blenderbot-small m2m_100 marian mbart nllb-moe pegasus pegasus_x plbart whisper
