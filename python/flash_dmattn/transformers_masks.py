@@ -32,11 +32,18 @@ from transformers.masking_utils import (
 
 from . import functional
 
+
+def code_of(name: str, *given: Any) -> Any:
+    """The code of the closures that a function of transformers makes; None before it had it."""
+    factory = getattr(masking_utils, name, None)
+    return None if factory is None else factory(*given).__code__
+
+
 # The functions that transformers composes masks of are closures, known by their code.
-BOTH = masking_utils.and_masks(causal_mask_function).__code__
-WINDOW = masking_utils.sliding_window_overlay(1).__code__
-PACKED = masking_utils.packed_sequence_mask_function(None).__code__
-OWN_POSITIONS = masking_utils.remap_positions_for_packed_sequence(None, None).__code__
+BOTH = code_of("and_masks", causal_mask_function)
+WINDOW = code_of("sliding_window_overlay", 1)
+PACKED = code_of("packed_sequence_mask_function", None)
+OWN_POSITIONS = code_of("remap_positions_for_packed_sequence", None, None)
 
 
 class Rules(NamedTuple):
@@ -54,7 +61,8 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
     if function is bidirectional_mask_function:
         return Rules()
     code = getattr(function, "__code__", None)
-    if code not in (BOTH, WINDOW, PACKED, OWN_POSITIONS) or torch.compiler.is_dynamo_compiling():
+    is_known = code is not None and code in (BOTH, WINDOW, PACKED, OWN_POSITIONS)
+    if not is_known or torch.compiler.is_dynamo_compiling():
         return None  # Dynamo cannot read closures
     cells = (cell.cell_contents for cell in function.__closure__)
     free = dict(zip(code.co_freevars, cells))
