@@ -61,19 +61,26 @@ def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[i
     return heads, rotary_dim
 
 
+# The text of a size makes a constant of it in a graph that is being traced. So what a message says
+# of the sizes of tensors is put into it where a check fails.
+
+
 def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
-    shape = f"{name} is [batch, {length}, {hidden}]"
-    require(x.dim() == 3, f"{name}: rank is {x.dim()}, want 3; {shape}")
-    found = x.shape[2]
-    require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
+    if x.dim() != 3:
+        found = f"rank is {x.dim()}, want 3"
+    elif x.shape[2] != hidden:
+        found = f"axis 2 has {x.shape[2]} elements, want {hidden}"
+    else:
+        return
+    raise ValueError(f"{name}: {found}; {name} is [batch, {length}, {hidden}]")
 
 
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     """`x` is [batch, len, ...]."""
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
-    fits = fits and positions.shape[1] == x.shape[1]
-    shape = list(positions.shape)
-    require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
+    if not fits or positions.shape[1] != x.shape[1]:
+        shape = list(positions.shape)
+        raise ValueError(f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
 
 
 def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
@@ -98,10 +105,10 @@ def check_memory_of_call(
         return
     require(memory is not None, "memory: is None, want hidden states, as memory_hidden is given")
     check_hidden("memory", "kv_len", memory, hidden)
-    require(
-        memory.shape[0] == x.shape[0],
-        f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x",
-    )
+    if memory.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x"
+        )
     require(cache is None, "cache: is given, want None with memory")
     require(starts is None, "starts: is given, want None with memory")
 

@@ -137,7 +137,10 @@ class DynamicMaskCache:
                 torch._dynamo.mark_static_address(tensor)
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._indices = numbers.view(layers, batch).unbind(0)
-        self._empty = [[True] * batch for _ in range(layers)]  # surely; known on the host
+        # What is known on the host. No list has an entry for each sequence: a compiled function
+        # would be one graph for each number of sequences.
+        self._empty = [True] * layers  # surely all sequences of a layer
+        self._dropped: list[tuple[int, ...]] = [()] * layers  # sequences, since tokens have entered
         self._drafts: list[Drafts | None] = [None] * layers
         self._lengths = [0] * layers  # tokens that have entered, kept on the host
 
@@ -228,7 +231,7 @@ class DynamicMaskCache:
         """Note that so many tokens have entered sequences of the layer, whichever these are."""
         if not self.static:
             self._lengths[layer] += length
-        self._empty[layer] = [False] * self.batch
+        self._empty[layer], self._dropped[layer] = False, ()
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= _arguments.check_int("layer", layer) < self.layers:
@@ -244,7 +247,7 @@ class DynamicMaskCache:
         """Tokens of any number enter the cache."""
         tensors, rules = self.keys[:6], streams.rules_of(self.keys)
         where = self._sequences(layer, tokens.index)
-        if all(self._empty[layer]):
+        if self._empty[layer]:
             return streams.prefill(self.keys, where, None, tokens)
         if tokens.index is None:
             first = layer * self.batch
@@ -270,7 +273,8 @@ class DynamicMaskCache:
         score, _ = ops.SCORE(value, *weights, None, None, "none", backend)
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
-        require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
+        if length > TOKENS_MAX:
+            raise ValueError(f"key: makes {length} drafts, want at most {TOKENS_MAX}")
         commit = streams.counts("commit", 0, key) if draft else None
         where = self._indices[layer]
         counts = (drafts.n_tokens, commit, tokens.sink_logit)
@@ -296,7 +300,8 @@ class DynamicMaskCache:
             TypeError: count is not an int.
             ValueError: it is negative.
         """
-        require(_arguments.check_int("count", count) >= 0, f"count: is {count}, want 0 or more")
+        if _arguments.check_int("count", count) < 0:
+            raise ValueError(f"count: is {count}, want 0 or more")
         for layer, one in enumerate(self._drafts):
             if one is None:
                 continue
@@ -320,23 +325,23 @@ class DynamicMaskCache:
         waiting = [one for one in self._drafts if one is not None]
         if not waiting:
             absent = count is None or (not isinstance(count, torch.Tensor) and count == 0)
-            require(absent, f"count: is {count}, but there are no drafts")
+            if not absent:
+                raise ValueError(f"count: is {count}, but there are no drafts")
             return
         lengths = [0 if one is None else one.key.shape[1] for one in self._drafts]
-        require(min(lengths) == max(lengths), f"count: the layers have {lengths} drafts")
+        if min(lengths) != max(lengths):
+            raise ValueError(f"count: the layers have {lengths} drafts")
         key, value, score = (torch.cat(same) for same in zip(*(one[:3] for one in waiting)))
         n_tokens = None
         if waiting[0].n_tokens is not None:
             n_tokens = torch.cat([one.n_tokens for one in waiting])
         commit = count
         if count is not None and not isinstance(count, torch.Tensor):
-            known = 0 <= _arguments.check_int("count", count) <= lengths[0]
-            require(known, f"count: is {count}, want 0 to the drafts, {lengths[0]}")
+            if not 0 <= _arguments.check_int("count", count) <= lengths[0]:
+                raise ValueError(f"count: is {count}, want 0 to the drafts, {lengths[0]}")
         if isinstance(count, torch.Tensor):
-            require(
-                list(count.shape) == [self.batch],
-                f"count: shape is {list(count.shape)}, want [{self.batch}]",
-            )
+            if list(count.shape) != [self.batch]:
+                raise ValueError(f"count: shape is {list(count.shape)}, want [{self.batch}]")
             commit = count.repeat(self.layers)
         streams.decode(
             key[:, :0],
@@ -376,14 +381,13 @@ class DynamicMaskCache:
         Raises:
             ValueError: it has another shape.
         """
-        shape = list(beam_idx.shape)
-        require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
+        if list(beam_idx.shape) != [self.batch]:
+            raise ValueError(f"beam_idx: shape is {list(beam_idx.shape)}, want [{self.batch}]")
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)
             ops.CACHE_COPY(*tensors, source, numbers, *rules, None)
-            if not all(self._empty[layer]):
-                self._empty[layer] = [False] * self.batch
+            self._dropped[layer] = ()
         for layer, one in enumerate(self._drafts):
             if one is not None:
                 moved = (None if x is None else x.index_select(0, beam_idx) for x in one)
@@ -396,14 +400,14 @@ class DynamicMaskCache:
             TypeError: b is not an int.
             ValueError: there is no such sequence, or there are drafts.
         """
-        require(
-            0 <= _arguments.check_int("b", b) < self.batch, f"b: is {b}, want 0 to {self.batch - 1}"
-        )
+        if not 0 <= _arguments.check_int("b", b) < self.batch:
+            raise ValueError(f"b: is {b}, want 0 to {self.batch - 1}")
         require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
         self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
         self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
-        for known in self._empty:
-            known[b] = True
+        for layer in range(self.layers):
+            self._dropped[layer] = tuple({*self._dropped[layer], b})
+            self._empty[layer] |= len(self._dropped[layer]) == self.batch
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""
@@ -411,7 +415,7 @@ class DynamicMaskCache:
         self.keys.seen.zero_()
         self._drafts = [None] * self.layers
         self._lengths = [0] * self.layers
-        self._empty = [[True] * self.batch for _ in range(self.layers)]
+        self._empty, self._dropped = [True] * self.layers, [()] * self.layers
 
     def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
         """Tokens that have entered, and drafts: a number kept on the host, where those that

@@ -336,9 +336,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_widths(self, *rows: torch.Tensor) -> None:
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, row, width in zip(("query", "key", "value"), rows, widths):
-            found = row.shape[-1]
-            message = f"{name}: its last axis has {found} elements, want {width}"
-            require(found == width, message, AssertionError)
+            if row.shape[-1] != width:
+                raise AssertionError(
+                    f"{name}: its last axis has {row.shape[-1]} elements, want {width}"
+                )
         found, want = (list(row.shape[:-1]) for row in (rows[2], rows[1]))
         check_equal("value: shape without its last axis", found, want, AssertionError)
 

@@ -421,7 +421,8 @@ class DynamicMaskAttention(nn.Module):
         )
         for name in ("window", "recent", "sinks"):
             found, want = getattr(cache.keys, name), getattr(self, name)
-            require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+            if found != want:
+                raise ValueError(f"cache: its {name} is {found}, want the layer's, {want}")
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads
