@@ -17,7 +17,7 @@ import torch
 
 from . import _arguments, _library
 from ._arguments import MaybeTensor, Options, Sizes
-from ._device import allocator, device_function, stream_function, thread_count
+from ._device import allocator, device_function, is_same_device, stream_function, thread_count
 
 if TYPE_CHECKING:
     from .ops import Operator
@@ -345,7 +345,7 @@ def check_same_device(tensors: dict[str, MaybeTensor]) -> tuple[str, torch.devic
     devices = [(name, x.device) for name, x in tensors.items() if x is not None]
     first, device = devices[0]
     for name, other in devices:
-        if other != device:
+        if not is_same_device(other, device):
             shown = _arguments.SHOWN.get(name, name)
             raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
     return first, device

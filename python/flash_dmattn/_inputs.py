@@ -9,6 +9,7 @@ from typing import Any, Callable
 import torch
 from torch.autograd import forward_ad
 
+from ._device import is_same_device
 from .ops import NO_TANGENTS
 
 
@@ -39,7 +40,7 @@ def draw_state(
     if generator is not None:
         if not isinstance(generator, torch.Generator):
             raise TypeError(f"generator: is a {type(generator).__name__}, want a torch.Generator")
-        if generator.device != query.device:
+        if not is_same_device(generator.device, query.device):
             raise ValueError(
                 f"generator: is on {generator.device}, want {query.device}, where query is"
             )

@@ -50,7 +50,7 @@ class DynamicMaskOptions:
             would compute the logits of keys that the query does not keep, and drop them.
         mixed_processing: process a call densely if its density has reached the threshold: its keys
             are neither selected nor gathered. If False, every call selects and gathers keys. The
-            results are equal up to rounding.
+            results are equal up to rounding. torch.compile makes a graph for each of the two.
         block_size: queries that share a list of keys. None for what the kernel has. On a CUDA
             device that is 128 in every kernel. Other numbers raise NotImplementedError at the call,
             and so do all numbers on the CPU, where the width of vectors decides. `backend` chooses
