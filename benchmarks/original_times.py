@@ -160,12 +160,12 @@ def compare(
     are ratios to SDPA under a mask."""
     row["goal"] = published.times
     if masked_ms is None:
-        row["note"] = f"SDPA with a mask of every pair {NO_MEMORY}"
+        row["reason"] = f"SDPA with a mask of every pair {NO_MEMORY}"
         return
     row["ratio"], row["met"] = ratio, ratio >= published.times
     if not row["met"]:
         base, own = published.sdpa_ms / masked_ms, published.fdma_ms / row["ms"]
-        row["note"] = f"times as fast as the original's: SDPA {base:.2g}, ours {own:.2g}"
+        row["reason"] = f"times as fast as the original's: SDPA {base:.2g}, ours {own:.2g}"
 
 
 def measure(
@@ -189,7 +189,7 @@ def measure(
     for name in (FUSED, GIVEN, MASKED, DENSE):
         row: dict[str, Any] = {"case": case.name, "peer": name}
         if name not in times:
-            yield {**row, "note": NO_MEMORY}
+            yield {**row, "reason": NO_MEMORY}
             continue
         low, row["ms"], high = medians[name]
         row["spread"] = (high - low) / row["ms"]
@@ -217,6 +217,6 @@ def describe(rows: list[dict[str, Any]]) -> str:
     met = {True: "yes", False: "no", None: "unknown"}
     words = []
     for row in (fused, given):
-        note = f" ({row['note']})" if "note" in row else ""
-        words.append(f"{row['peer']}: {met[row.get('met')]}{note}")
+        reason = f" ({row['reason']})" if "reason" in row else ""
+        words.append(f"{row['peer']}: {met[row.get('met')]}{reason}")
     return " ".join([f"{fused['case']:42}", *numbers, f"{fused['goal']:8.2f} ", "; ".join(words)])

@@ -135,7 +135,7 @@ def test_original(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert group[0]["times"] == 1 and all(row["ms"] > 0 for row in group)
         for row in group[:2]:
             assert row["goal"] == one.times
-            assert row["met"] == (row["ratio"] >= one.times) != ("note" in row)
+            assert row["met"] == (row["ratio"] >= one.times) != ("reason" in row)
             assert f"{row['peer']}: {'yes' if row['met'] else 'no'}" in line
 
 
@@ -153,7 +153,7 @@ def test_masks_that_do_not_fit(
     for row in rows:
         if row["case"] in absent:
             assert ("ms" in row) == (row["peer"] in ("fused", "sdpa"))
-            assert row["peer"] == "sdpa" or "does not fit into memory" in row["note"]
+            assert row["peer"] == "sdpa" or "does not fit into memory" in row["reason"]
     assert "unknown (SDPA with a mask of every pair does not fit" in capsys.readouterr().out
 
 
