@@ -142,7 +142,8 @@ class DynamicMaskCache:
         self._empty = [True] * layers  # surely all sequences of a layer
         self._dropped: list[tuple[int, ...]] = [()] * layers  # sequences, since tokens have entered
         self._drafts: list[Drafts | None] = [None] * layers
-        self._lengths = [0] * layers  # tokens that have entered, kept on the host
+        # Tokens that have entered; None: not known on the host.
+        self._lengths: list[int | None] = [0] * layers
 
     # ---- attention ----
 
@@ -230,7 +231,9 @@ class DynamicMaskCache:
     def _count(self, layer: int, length: int) -> None:
         """Note that so many tokens have entered sequences of the layer, whichever these are."""
         if not self.static:
-            self._lengths[layer] += length
+            # Compiled code that read the number would be one graph for each number.
+            known = None if torch.compiler.is_compiling() else self._lengths[layer]
+            self._lengths[layer] = None if known is None else known + length
         self._empty[layer], self._dropped[layer] = False, ()
 
     def _check_layer(self, layer: int) -> None:
@@ -420,12 +423,25 @@ class DynamicMaskCache:
     def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
         """Tokens that have entered, and drafts: a number kept on the host, where those that
         n_tokens, `index` or a tensor in commit() left out count as well. `keys.seen` has the exact
-        numbers, without drafts. Of a static cache it is the largest of those, a tensor []."""
+        numbers, without drafts, and the largest of those takes the place of that number
+
+        - of a static cache, as a tensor [] without drafts;
+        - in compiled code, as a tensor [];
+        - after a call in compiled code, read back from the device once.
+        """
         self._check_layer(layer)
         waiting = self._drafts[layer]
-        if self.static:
-            return self.keys.seen[layer * self.batch : (layer + 1) * self.batch].max()
-        return self._lengths[layer] + (0 if waiting is None else waiting.key.shape[1])
+        drafts = 0 if waiting is None else waiting.key.shape[1]
+        is_compiling = torch.compiler.is_compiling()
+        known = None if self.static or is_compiling else self._lengths[layer]
+        if known is None:
+            exact = self.keys.seen[layer * self.batch : (layer + 1) * self.batch].max()
+            if self.static:
+                return exact
+            if is_compiling:
+                return exact + drafts
+            known = self._lengths[layer] = int(exact)
+        return known + drafts
 
     @property
     def memory_bytes(self) -> int:

@@ -290,7 +290,8 @@ class KeptKeys(CacheLayerMixin):
         self.kept = self._make(*sizes, dtype=rows.dtype, device=rows.device)
         for to, source in zip(self.kept.keys[:6], before.keys[:6]):
             to.copy_(source.index_select(0, indices.to(rows.device)))
-        self.kept._count(0, before._lengths[0])
+        self.kept._count(0, 0)
+        self.kept._lengths = before._lengths[:]
 
 
 class DogeCache(Cache):

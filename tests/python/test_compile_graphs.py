@@ -171,6 +171,45 @@ def test_tokens(dynamic: bool | None) -> None:
     assert [cache.get_seq_length(1) for cache in caches] == [50, 51, 52]
 
 
+class Holder(torch.nn.Module):
+    """A module that has a cache as an attribute: PyTorch takes numbers there for constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = flash_dmattn.DynamicMaskAttention(**SIZES), make_cache(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, cache=self.cache, layer=1)
+
+
+@torch.no_grad()
+def test_tokens_of_a_module_with_a_cache() -> None:
+    """One graph, also when calls that are not compiled come between; the length is known again."""
+    model = Holder().eval()
+    compiled, counter = compile_counted(model, None)
+    model(torch.randn(3, 70, 32))
+    for n in range(20):
+        compiled(torch.randn(3, 1, 32))
+        if n % 5 == 0:
+            assert model.cache.get_seq_length(1) == 71 + n + n // 5
+            model(torch.randn(3, 1, 32))
+    assert model.cache.get_seq_length(1) == 94 and model.cache.get_seq_length(0) == 0
+    assert counter.graphs == 1
+
+
+@torch.no_grad()
+def test_length_in_compiled_code() -> None:
+    model = Holder().eval()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model(x)
+        return model.cache.get_seq_length(1)
+
+    compiled, counter = compile_counted(step, None)
+    found = [int(compiled(torch.randn(3, 1, 32))) for _ in range(12)]
+    assert found == list(range(1, 13)) and counter.graphs == 1
+
+
 @pytest.mark.parametrize("longer", [0, 60], ids=["decode", "prefill"])
 @DYNAMIC
 @torch.no_grad()
