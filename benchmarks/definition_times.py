@@ -43,7 +43,7 @@ def best_keys(score: torch.Tensor, window: int, q_len: int | None = None) -> tor
         if window < kv_len:
             best = rank.where(visible, -1).topk(window, sorted=False).indices
             rows = torch.zeros_like(visible).scatter(-1, best, True) & visible
-        kept[:, :, query] = rows
+        kept[:, :, begin : begin + step] = rows
     return kept
 
 
