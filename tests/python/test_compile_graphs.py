@@ -99,6 +99,19 @@ def test_layers(name: str, dynamic: bool | None) -> None:
     assert 0 < counter.graphs <= MOST
 
 
+@torch.no_grad()
+def test_sizes_that_are_marked() -> None:
+    """PyTorch refuses a graph that makes a constant of a size marked as dynamic."""
+    layer = flash_dmattn.DynamicMaskAttention(**SIZES).eval()
+    compiled, counter = compile_counted(layer, None)
+    for batch, length in shapes():
+        x = torch.randn(batch, length, 32)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+        compiled(x)
+    assert counter.graphs == 1
+
+
 @DYNAMIC
 @torch.no_grad()
 def test_packed_sequences(dynamic: bool | None) -> None:
