@@ -198,6 +198,12 @@ void abandon_output(output_file *output) {
     errno = reason;
 }
 
+bool is_same_file(const char *path, const char *other) {
+    struct stat one, two;
+    return stat(path, &one) == 0 && stat(other, &two) == 0 && one.st_dev == two.st_dev &&
+           one.st_ino == two.st_ino;
+}
+
 bool is_standard_output(const char *path) {
     struct stat named, standard;
     return stat(path, &named) == 0 && fstat(STDOUT_FILENO, &standard) == 0 &&

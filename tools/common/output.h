@@ -24,5 +24,8 @@ int commit_output(output_file *output);
 /*! abandon_output() - removes the temporary file. Keeps errno. */
 void abandon_output(output_file *output);
 
+/*! is_same_file() - whether both names are those of one file that exists, also through links. */
+bool is_same_file(const char *path, const char *other);
+
 /*! is_standard_output() - whether `path` names the file or pipe that standard output goes to. */
 bool is_standard_output(const char *path);
