@@ -2,10 +2,10 @@
 
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-# The CUDA backend: AUTO (where nvcc is found), ON or OFF.
+# The CUDA backend: AUTO (where nvcc and an NVIDIA driver are found), ON or OFF.
 CUDA ?= AUTO
 # Compute capabilities to build CUDA code for. By default those of the GPUs here or, without a GPU,
-# 9.0, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
+# 9.0, which takes little time (with CUDA=ON). ARCHITECTURES= builds for all.
 ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
 	tr -d . | sort -nu | paste -sd ';'),90)
 # Warnings as errors, as in .ci/run: the gates then do not compile again what is in build.
