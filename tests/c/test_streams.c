@@ -310,7 +310,7 @@ static void backward_by_every_kernel(void) {
     for_each_kernel("backward", backward_counts_carried_keys);
 }
 
-/* Tensors without elements have no memory. A piece without keys leaves a stream's keys as they are. */
+/* Tensors without elements have no memory. A piece without keys leaves a stream as it is. */
 static void a_piece_may_have_no_keys(void) {
     static int32_t seen[] = {3}, position[] = {2, 0, -1}, expiry[3], slot[3];
     static float score[] = {1, 2, 0};
