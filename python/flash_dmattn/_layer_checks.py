@@ -33,7 +33,9 @@ def check_options(
     return options
 
 
-def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+def check_sizes(
+    hidden: int, heads: int, kv_heads: int, head_dim: int | None, rope_base: float | None
+) -> int:
     """The head_dim of a layer of these sizes, of which head_dim may be None."""
     for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
         require(size >= 1, f"{name}: is {size}, want 1 or more")
@@ -43,8 +45,9 @@ def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) ->
     )
     require(heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}")
     dim = hidden // heads if head_dim is None else head_dim
-    takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
-    require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+    require(1 <= dim <= HEAD_DIM_MAX, f"head_dim: is {dim}, want 1 to {HEAD_DIM_MAX}")
+    takes_dim = dim % 2 == 0 or rope_base is None
+    require(takes_dim, f"head_dim: is {dim}, want an even number with rope_base")
     return dim
 
 

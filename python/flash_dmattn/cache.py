@@ -11,6 +11,7 @@ import torch
 
 from . import _arguments, ops, streams
 from ._arguments import MaybeTensor
+from ._inputs import finish, pad_head_dim
 from .functional import _autocast, _scale
 from .streams import TOKENS_MAX, KeyCache, Tokens
 
@@ -61,7 +62,7 @@ class DynamicMaskCache:
         layers: of the model. Layers with another window, recent or sinks need a cache of their own.
         batch: sequences.
         kv_heads: key and value heads of a layer.
-        head_dim: channels of a head, a multiple of 8 up to 256.
+        head_dim: channels of a head, 256 at most; rows have them rounded up to a multiple of 8.
         window: keys that a query keeps, 1 or more.
         recent: keys that it keeps beside these because they are the newest.
         sinks: first keys of a sequence that outrank all others, 0 to window.
@@ -110,8 +111,9 @@ class DynamicMaskCache:
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
         for name, size in sizes.items():
             require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")
-        takes_dim = _arguments.check_int("head_dim", head_dim) % 8 == 0 and 8 <= head_dim <= 256
-        require(takes_dim, f"head_dim: is {head_dim}, want a multiple of 8 from 8 to 256")
+        takes_dim = 1 <= _arguments.check_int("head_dim", head_dim) <= 256
+        require(takes_dim, f"head_dim: is {head_dim}, want 1 to 256")
+        head_dim += -head_dim % 8
         rules = _arguments.check_rules(window, recent, sinks)
         _arguments.choose("bias_form", bias_form)
         self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
@@ -197,11 +199,13 @@ class DynamicMaskCache:
             NotImplementedError: a dtype, device or backend that no kernel supports.
         """
         self._check_layer(layer)
-        query, key, value, *weights = _autocast(
+        query, key, value, dt_proj, *weights = _autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
+        rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
+        query, key, value, weights = *rows, (dt_proj, *weights)
         count = streams.counts("n_tokens", n_tokens, key)
-        options = (self.bias_form, _scale(softmax_scale), softcap, backend)
+        options = (self.bias_form, _scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
         if index is None and batch != self.batch:
             raise ValueError(f"key: axis 0 has {batch} elements, want the batch, {self.batch}")
@@ -214,15 +218,13 @@ class DynamicMaskCache:
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
             )
             self._count(layer, length)
-            return out
-        tokens = Tokens(
-            query, key, value, tuple(weights), index, key_valid, count, sink_logit, options
-        )
+            return finish(out, head_dim)
+        tokens = Tokens(query, key, value, weights, index, key_valid, count, sink_logit, options)
         if follows_drafts:
-            return self._follow_drafts(layer, tokens, draft)
+            return finish(self._follow_drafts(layer, tokens, draft), head_dim)
         out = self._prefill(layer, tokens)
         self._count(layer, length)
-        return out
+        return finish(out, head_dim)
 
     def _count(self, layer: int, length: int) -> None:
         """Note that so many tokens have entered sequences of the layer, whichever these are."""

@@ -15,14 +15,16 @@ from . import _library
 from ._inputs import (
     as_bool_mask,
     call_renamed,
+    check_no_bool,
     check_probabilities_fit,
     choose_scale,
     draw_state,
+    either,
 )
 from .functional import attention
 from .probabilities import attention_probabilities
 
-NAMES = {"query": "q", "key": "k", "value": "v", "causal": "is_causal"}
+NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
 
 
@@ -70,20 +72,40 @@ def attend(
     return out, lse, probability, rng_state
 
 
+def name_rows(
+    rows: tuple[Any, ...], others: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, str]]:
+    """q, k and v, which callers give under these names or as query, key and value, and the names
+    that messages give them."""
+    names = {long: short for (long, short), other in zip(NAMES.items(), others) if other is None}
+    pairs = zip(NAMES.items(), rows, others)
+    return tuple(either(short, one, long, other) for (long, short), one, other in pairs), names
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A bool that may be None. A call with another order of arguments has a number there."""
+    if isinstance(value, float) or value not in (None, 0, 1):
+        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want a bool or None")
+    return bool(value)
+
+
 def flash_dmattn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
-    dropout_p: float | None = None,
-    softmax_scale: float | None = None,
+    scale: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
     return_attn_probs: bool | None = None,
     *,
-    scale: float | None = None,
+    query: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    dropout_p: float | None = None,
     generator: torch.Generator | None = None,
     mask_lists: torch.Tensor | None = None,
     backend: str | None = None,
@@ -102,16 +124,20 @@ def flash_dmattn_func(
             uint8, false where a query does not attend to a key; or floating-point numbers, 1.0
             where it does and 0.0 where it does not. The latter count as true where they are above
             0, and are converted: one byte for each of them. Numbers that are to be added to logits
-            are an attn_bias.
+            are an attn_bias: on the CPU a number below 0 is refused; on a CUDA device, where
+            nothing is read back, it counts as 0.0.
         attn_bias: optional, with axes as attn_mask, of q's dtype or float32: added to the logits of
             kept keys, elsewhere not looked at. It has a gradient.
-        dropout_p: as in attention(); None for 0.
-        softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
+        scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         is_causal: a query sees only keys at positions up to its own; None for False.
         softcap: as in attention(); None for 0.
         deterministic: as in attention(); None for False.
         return_attn_probs: also return lse and the probabilities, to debug; None for False.
-        scale: another name of softmax_scale.
+        query: another name of q.
+        key: another name of k.
+        value: another name of v.
+        softmax_scale: another name of scale.
+        dropout_p: as in attention(); None for 0.
         generator: as in attention(), on q's device.
         mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.
         backend: as in score().
@@ -122,9 +148,10 @@ def flash_dmattn_func(
         probabilities [batch, q_heads, q_len, kv_len], with dropout and without gradients.
 
     Raises:
-        TypeError: a q or a mask that is not a tensor, or a generator that is none.
+        TypeError: a q or a mask that is not a tensor, a generator that is none, two names of one
+            argument, a number as is_causal, or a bool as scale or softcap.
         ValueError: shapes, devices or options that are inconsistent; scale and softmax_scale that
-            differ.
+            differ; on the CPU a mask with a number below 0.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
         MemoryError: probabilities that take more memory than the device has.
 
@@ -137,30 +164,36 @@ def flash_dmattn_func(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
+    rows, names = name_rows((q, k, v), (query, key, value))
+    if scale is not None:
+        names["softmax_scale"] = "scale"
+    check_no_bool("softcap", softcap)
     out, lse, probability, _ = call_renamed(
-        NAMES,
+        {**names, "causal": "is_causal"},
         attend,
-        *(q, k, v, as_bool_mask(attn_mask), attn_bias),
-        causal=bool(is_causal),
+        *(*rows, as_bool_mask(attn_mask), attn_bias),
+        causal=check_flag("is_causal", is_causal),
         softmax_scale=choose_scale(softmax_scale, scale),
         softcap=0.0 if softcap is None else softcap,
         dropout_p=0.0 if dropout_p is None else dropout_p,
         generator=generator,
         mask_lists=mask_lists,
         backend=backend,
-        deterministic=bool(deterministic),
+        deterministic=check_flag("deterministic", deterministic),
         probabilities_name="return_attn_probs" if return_attn_probs else None,
     )
     return out if probability is None else (out, lse, probability)
 
 
-def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
+def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
     """flash_dmattn_func() with its backend chosen.
 
     Args:
         backend: one of get_available_backends() or a kernel's name; None for the fastest kernels of
             the device that the tensors are on. "cuda" on a machine without a CUDA device is as
             None, with a RuntimeWarning, so that programs for a GPU run on CPU tensors.
+        kwargs: arguments of the function. They have no effect here, as in flash-dmattn: give them
+            to the function.
 
     Returns:
         The function.

@@ -48,7 +48,7 @@ from . import (
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
-from ._inputs import draw_state, refuse_tangents
+from ._inputs import draw_state, finish, kernel_dropout, pad_head_dim, refuse_tangents
 
 Tensors = Tuple[torch.Tensor, ...]
 MaybeTensors = Tuple[_arguments.MaybeTensor, ...]
@@ -97,10 +97,11 @@ def get_available_backends() -> list[str]:
     return _library.backends()
 
 
-def _scale(softmax_scale: float | None) -> float:
-    """softmax_scale as fdma.h has it, in which 0 means the default."""
+def _scale(softmax_scale: float | None, head_dim: int | None = None) -> float:
+    """softmax_scale as fdma.h has it, in which 0 means the default; `head_dim` is that of
+    pad_head_dim()."""
     if softmax_scale is None:
-        return 0.0
+        return 0.0 if head_dim is None else head_dim**-0.5
     # PyTorch refuses what is not a number, with a message of its own
     if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
         raise ValueError(
@@ -185,7 +186,9 @@ def score(
     Source: arXiv:2508.02124, section 3.
     """
     refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
-    tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
+    value, dt_proj, *rest = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
+    (value,), dt_proj, _ = pad_head_dim((value,), dt_proj)
+    tensors = (value, dt_proj, *rest)
     scores, bias = ops.SCORE(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
@@ -281,8 +284,8 @@ def attention(
     """Attention of each query over the keys of `selection`, or over all visible keys without one.
 
     Args:
-        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
-            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim 256 at
+            most. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         bias: optional [batch, kv_heads, kv_len] float32 (float64 if query is), added to the logits.
@@ -302,7 +305,8 @@ def attention(
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
         dropout_p: probability with which each of the probabilities becomes 0; the others are
-            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16; 1 drops all. lse is
+            without dropout.
         generator: on query's device: dropout draws two numbers from it. None for the default one,
             which torch.manual_seed() sets.
         rng_state: optional [2] int64 on query's device, in place of the numbers that dropout draws:
@@ -332,20 +336,22 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     refuse_tangents("attention", query, key, value, bias, sink_logit, attn_bias)
-    rows = _autocast("query", (query, key, value))
+    rows, _, head_dim = pad_head_dim(_autocast("query", (query, key, value)))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
-    return ops.ATTENTION(
+    kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
+    out, lse = ops.ATTENTION(
         *rows,
         *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),
         mask_lists,
         *_rules_of(selection),
         causal,
-        _scale(softmax_scale),
+        _scale(softmax_scale, head_dim),
         softcap,
-        dropout_p,
+        kernel_p,
         deterministic,
         backend,
     )
+    return finish(out, head_dim, dropout_p), lse
 
 
 def merge(
@@ -385,4 +391,6 @@ def merge(
     Source: arXiv:2205.14135, section 3.1.
     """
     refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
-    return ops.MERGE(out_a, lse_a, out_b, lse_b, backend)
+    (out_a, out_b), _, head_dim = pad_head_dim((out_a, out_b))
+    out, lse = ops.MERGE(out_a, lse_a, out_b, lse_b, backend)
+    return finish(out, head_dim), lse

@@ -7,9 +7,16 @@ from typing import Any
 import torch
 
 from . import _arguments, _direct, ops
-from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
+from ._inputs import (
+    check_probabilities_fit,
+    draw_state,
+    finish,
+    kernel_dropout,
+    pad_head_dim,
+    refuse_tangents,
+)
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
-from .options import WINDOW, DynamicMaskOptions
+from .options import WINDOW, DynamicMaskOptions, options_of
 
 TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
 
@@ -135,12 +142,13 @@ def flash_dma_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     options: DynamicMaskOptions | None = None,
+    **fields: Any,
 ) -> torch.Tensor | Tensors:
     """Dynamic mask attention in one call: score(), select() and attention().
 
     Args:
-        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
-            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim 256 at
+            most. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
@@ -175,6 +183,9 @@ def flash_dma_attention(
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
         options: limits of the call, and how keys are processed; its keep_window_size is the call's.
+        fields: those of DynamicMaskOptions by name, in place of options: selection_method,
+            min_density_threshold, mixed_processing, block_size, use_reordering and the limits. As
+            there, a value that no kernel has is refused.
 
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype. With return_lse or
@@ -185,7 +196,7 @@ def flash_dma_attention(
 
     Raises:
         TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
-            int, or a generator that is none.
+            int, a generator that is none, or an argument of an unknown name.
         ValueError: shapes, devices or options that are inconsistent, or a call beyond the limits of
             `options`.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -203,6 +214,8 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
+    if fields:
+        options = options_of(keep_window_size, options, fields)
     returns_more, known_as = return_lse or return_attn_probs, None
     is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
     if is_usual and not torch.compiler.is_compiling():
@@ -216,21 +229,29 @@ def flash_dma_attention(
         if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
-    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
+    *rows, dt_proj, a_coef, dt_bias = _autocast(
+        "query", (query, key, value), (dt_proj, a_coef, dt_bias)
+    )
+    rows, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
+    tensors = (*rows, dt_proj, a_coef, dt_bias)
+    known_as = known_as if head_dim is None else None
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
     _check_limits(query, key, starts, rules, options, return_attn_probs)
-    given = (key_valid, starts, kv_used, sink_logit, draw_state(query, dropout_p, generator))
-    numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
+    kernel_p, rng_state = kernel_dropout(dropout_p, draw_state(query, dropout_p, generator))
+    given = (key_valid, starts, kv_used, sink_logit, rng_state)
+    numbers = (causal, _scale(softmax_scale, head_dim), softcap, kernel_p)
     settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not returns_more:
-        return _attend_alone(known_as, (*tensors, *given), settings)
+        out = _attend_alone(known_as, (*tensors, *given), settings)
+        return finish(out, head_dim, dropout_p)
     else:
         found = ops.FUSED(*tensors, *given, *settings)
-    results = found[:2] if return_lse else found[:1]
+    results = (finish(found[0], head_dim, dropout_p), *(found[1:2] if return_lse else ()))
     if return_attn_probs:
         options_of_call = (*rules, scope, *numbers, backend)
-        results += (_probabilities_of(found, tensors, given, bias_form, options_of_call),)
+        probability = _probabilities_of(found, tensors, given, bias_form, options_of_call)
+        results += (finish(probability, None, dropout_p),)
     return results if len(results) > 1 else results[0]

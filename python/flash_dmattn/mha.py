@@ -119,8 +119,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim: width of queries and results, num_heads * head_dim; head_dim is at most 256.
         num_heads: heads of queries, keys and values.
-        dropout: probability, 0 or more and below 1, with which each attention probability becomes 0
-            in training mode; the others are divided by 1 - dropout.
+        dropout: probability with which each attention probability becomes 0 in training mode; the
+            others are divided by 1 - dropout.
         bias: whether the projections have a bias.
         add_bias_kv: whether each sequence gets one more key, which is learned and which every query
             sees; False with a window, which may drop it.
@@ -431,12 +431,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, rows: Rows, masks: MaskArguments, need_weights: bool
     ) -> tuple[torch.Tensor, MaybeTensor]:
         """out [batch, q_len, heads, head_dim] and the weights of all heads, if they are needed."""
-        added = (0, -self.head_dim % 8)
-        query, key, value = (F.pad(row, added) for row in rows) if added[1] else rows
+        query, key, value = rows
         if need_weights:
             check_probabilities_fit(query, key, "need_weights")
         options = {"key_valid": masks.key_valid, "causal": masks.causal}
-        options["softmax_scale"] = self.head_dim**-0.5
         options["dropout_p"] = dropout_p = self.dropout if self.training else 0.0
         if self.window is not None and masks[1:4] == (None, None, None):
             result = self._attend_fused((query, key, value), options, need_weights)
@@ -447,19 +445,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             options = {**options, "attn_mask": masks.attn_mask, "attn_bias": masks.attn_bias}
             out, lse = attention(query, key, value, **options)
             weights = attention_probabilities(query, key, lse, **options) if need_weights else None
-        return out[..., : self.head_dim], weights
-
-    def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dt_proj and A for values whose head_dim is padded to a multiple of 8."""
-        weight, added = self.dt_proj.weight, (0, -self.head_dim % 8)
-        if added[1]:
-            weight = F.pad(weight.unflatten(1, (self.num_heads, -1)), added).flatten(1)
-        return weight, self.A
+        return out, weights
 
     def _attend_fused(self, rows: Rows, options: dict[str, Any], need_weights: bool) -> Any:
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         rules = {**rules, "bias_form": self.bias_form, "return_attn_probs": need_weights}
-        call = (*rows, *self._score_weights(), self.window)
+        call = (*rows, self.dt_proj.weight, self.A, self.window)
         return flash_dma_attention(*call, **options, **rules)
 
     def _select(self, value: torch.Tensor, masks: MaskArguments) -> tuple[MaybeTensor, Any]:
@@ -467,7 +458,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.window is None:
             return masks.bias, None
         options = {"key_valid": masks.key_valid}
-        weights = self._score_weights()
+        weights = (self.dt_proj.weight, self.A)
         scores, bias = score(value, *weights, bias_form=self.bias_form, **options)
         options = {**options, "recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         options["scope"] = "causal" if masks.causal else "global"

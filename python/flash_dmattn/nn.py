@@ -74,7 +74,7 @@ class DynamicMaskAttention(nn.Module):
         nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, as
             those of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.
-        head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
+        head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
@@ -156,7 +156,7 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dim = check_sizes(hidden, heads, kv_heads, head_dim)
+        dim = check_sizes(hidden, heads, kv_heads, head_dim, rope_base)
         if recent is None:
             recent = window if causal and window is not None else 0
         no_recent = None if causal else "if causal is False"

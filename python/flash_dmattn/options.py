@@ -182,3 +182,16 @@ class DynamicMaskOptions:
     def _is_dense(self, kept: int, key: torch.Tensor) -> bool:
         """Whether a call whose queries keep up to `kept` keys is processed densely."""
         return self.mixed_processing and key.dim() == 4 and kept >= key.shape[1]
+
+
+def options_of(
+    keep_window_size: int, options: DynamicMaskOptions | None, fields: dict[str, Any]
+) -> DynamicMaskOptions:
+    """The options of a call that has `fields` of them as arguments."""
+    known = [field.name for field in dataclasses.fields(DynamicMaskOptions)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(f"flash_dma_attention() has no argument {name!r}")
+        if options is not None:
+            raise ValueError(f"{name}: is given, want it in options, which are given too")
+    return DynamicMaskOptions(keep_window_size=keep_window_size, **fields)

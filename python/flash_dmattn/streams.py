@@ -12,7 +12,7 @@ import torch
 
 from . import _arguments, ops
 from ._arguments import MaybeTensor
-from ._inputs import refuse_tangents
+from ._inputs import finish, pad_head_dim, refuse_tangents
 from .functional import _autocast, _scale
 
 TOKENS_MAX = 64  # new tokens of a decode()
@@ -26,8 +26,9 @@ class KeyCache(NamedTuple):
     matter. DynamicMaskCache makes one for all layers of a model.
 
     Args:
-        key: [sequences, rows, kv_heads, head_dim], where rows = window + recent; any strides, but
-            the rows of a head are read fastest if they are adjacent.
+        key: [sequences, rows, kv_heads, head_dim], where rows = window + recent, and head_dim is
+            that of the calls, rounded up to a multiple of 8; any strides, but the rows of a head
+            are read fastest if they are adjacent.
         value: like key.
         bias: [sequences, kv_heads, rows] float32.
         score: [sequences, kv_heads, rows] float32.
@@ -166,8 +167,19 @@ def decode(
     if not isinstance(cache, KeyCache):
         raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
     refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
+    query, key, value, dt_proj, *rest = _autocast(
+        "query", (query, key, value), (dt_proj, a_coef, dt_bias)
+    )
+    rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
+    if head_dim is not None and cache.key.shape[-1] == head_dim:
+        raise ValueError(
+            f"cache.key: axis 3 has {head_dim} elements, want {rows[0].shape[-1]}: head_dim is "
+            "padded to a multiple of 8"
+        )
     out, lse = ops.DECODE(
-        *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
+        *rows,
+        dt_proj,
+        *rest,
         score,
         index,
         counts("n_tokens", n_tokens, key),
@@ -176,10 +188,11 @@ def decode(
         *tensors_of(cache),
         *rules_of(cache),
         bias_form,
-        _scale(softmax_scale),
+        _scale(softmax_scale, head_dim),
         softcap,
         backend,
     )
+    out = finish(out, head_dim)
     return (out, lse) if return_lse else out
 
 

@@ -1,15 +1,70 @@
-"""Packed sequences, with the arguments that flash-attn's functions have."""
+"""Packed sequences, with the arguments that the functions of flash-attn and flash-dmattn have."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any, Callable
 
 import torch
 
 from . import dmattn
-from ._inputs import as_bool_mask, choose_scale
+from ._inputs import as_bool_mask, check_no_bool, choose_scale
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
 WINDOW = 2048  # keep_window_size, where it is not given
+
+# Positional arguments: those of flash-attn's function, and those of flash-dmattn's, which had a
+# mask and a bias in front of the positions up to version 1.0.6.
+ROWS = ("q", "k", "v")
+POSITIONS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FLASH_ATTN = (*ROWS, *POSITIONS, "dropout_p", "softmax_scale", "causal")
+OPTIONS = ("scale", "is_causal", "softcap", "deterministic", "return_attn_probs", "block_table")
+DMATTN = (*ROWS, *POSITIONS, *OPTIONS)
+DMATTN_MASKED = (*ROWS, "attn_mask", "attn_bias", *POSITIONS, *OPTIONS)
+
+
+def _has_scale(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether the 8th positional argument is flash-dmattn's scale, not flash-attn's dropout_p. The
+    one that follows is a bool there, and a number here; a scale is never 0."""
+    eighth, ninth, tenth, *_ = (*args[7:], None, None, None)
+    if eighth is None or isinstance(ninth, bool) or "dropout_p" in named:
+        return True
+    if eighth == 0 or ninth is not None or isinstance(tenth, bool):
+        return False
+    return not any(name in named for name in ("softmax_scale", "scale", "causal"))
+
+
+def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
+    """The names of positional arguments."""
+    if len(args) <= 3:
+        return FLASH_ATTN
+    is_pairs = isinstance(args[3], torch.Tensor) and args[3].dim() > 1
+    if args[3] is None or is_pairs:
+        return DMATTN_MASKED
+    return DMATTN if len(args) > 7 and _has_scale(args, named) else FLASH_ATTN
+
+
+def _in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the positional arguments of flash-attn or of flash-dmattn."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        order = _order_of(args, named)
+        if len(args) > len(order):
+            raise TypeError(
+                f"flash_dmattn_varlen_func: has {len(args)} positional arguments, want at most "
+                f"{len(order)}: {', '.join(order)}"
+            )
+        for name in order[: len(args)]:
+            if name in named:
+                raise TypeError(f"{name}: is given by position and by name, want it once")
+        given = {**dict(zip(order, args)), **named}
+        if order is not FLASH_ATTN and given.get("return_attn_probs"):
+            given["return_lse"] = True  # as there
+        return function(**given)
+
+    return call
 
 
 def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
@@ -25,7 +80,29 @@ def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.
     return cu_seqlens_q.int() if cu_seqlens_q.dtype == torch.int64 else cu_seqlens_q
 
 
+def _pairs_of_total(
+    pairs: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor | None:
+    """A mask or a bias [heads, total, total]. That of flash-dmattn is [total, heads, max_seqlen_k]:
+    number j of a row belongs to key j of the row's sequence."""
+    if pairs is None or not isinstance(pairs, torch.Tensor) or pairs.dim() != 3:
+        return pairs  # the call refuses others than None
+    total, heads = q.shape[0], (q.shape[1], k.shape[1], 1)
+    rows, columns = pairs.shape[1:]
+    if pairs.shape[0] in heads and rows in (1, total) and columns in (1, total):
+        return pairs
+    if pairs.shape[0] != total or rows not in heads:
+        return pairs
+    at = torch.arange(total, dtype=starts.dtype, device=starts.device)
+    begin = starts[torch.searchsorted(starts, at, right=True) - 1]
+    column = (at - begin[:, None]).clamp(0, columns - 1).long()
+    return pairs.transpose(0, 1).gather(2, column.expand(rows, -1, -1))
+
+
 def _is_causal(causal: bool, is_causal: bool | None) -> bool:
+    causal = dmattn.check_flag("causal", causal)
+    if is_causal is not None:
+        dmattn.check_flag("is_causal", is_causal)
     if is_causal is not None and causal and not is_causal:
         raise ValueError("is_causal: is False, want None or True, as causal is True")
     return bool(causal or is_causal)
@@ -60,18 +137,22 @@ def _check_weights(
         raise ValueError("options: is given, want None without dt_proj and a_coef")
 
 
+@_in_any_order
 def flash_dmattn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float | None = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    query: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
@@ -86,15 +167,21 @@ def flash_dmattn_varlen_func(
     gap: float | None = None,
     scope: str | None = None,
     bias_form: str = "exp",
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     generator: torch.Generator | None = None,
     backend: str | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    deterministic: bool | None = False,
+    return_attn_probs: bool | None = False,
     return_lse: bool = False,
     options: DynamicMaskOptions | None = None,
+    block_table: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is.
+    """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is, or
+    as flash-dmattn's function.
+
+    Positional arguments may also be in the orders of flash-dmattn: attn_mask and attn_bias in front
+    of cu_seqlens_q (0.1 to 1.0.6), and scale, is_causal, softcap, deterministic, return_attn_probs
+    behind max_seqlen_k. docs/integration.md says how they are told apart.
 
     It is flash_dma_attention() with `starts`; without dt_proj and a_coef it is attention() without
     a selection: every query attends to all keys of its sequence that it can see.
@@ -109,12 +196,16 @@ def flash_dmattn_varlen_func(
             tensor.
         max_seqlen_q: not needed; taken so that calls of flash_attn_varlen_func() need no change.
         max_seqlen_k: not needed either.
-        dropout_p: as in flash_dma_attention().
+        dropout_p: as in flash_dma_attention(); None for 0.
         softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         causal: a query sees only keys at positions up to its own.
+        query: another name of q.
+        key: another name of k.
+        value: another name of v.
         attn_mask: optional [q_heads or kv_heads or 1, total or 1, total or 1], as in
-            flash_dmattn_func(): which queries attend to which keys of their sequences. Not with
-            dt_proj.
+            flash_dmattn_func(): which queries attend to which keys of their sequences. Or, as in
+            flash-dmattn, [total, q_heads or kv_heads or 1, max_seqlen_k], where number j of a row
+            is for key j of its sequence; it is spread to total * total numbers. Not with dt_proj.
         attn_bias: optional, with axes as attn_mask, as in flash_dmattn_func(). Not with dt_proj.
         is_causal: another name of causal.
         scale: another name of softmax_scale.
@@ -136,17 +227,20 @@ def flash_dmattn_varlen_func(
         return_lse: also return lse.
         options: as in flash_dma_attention(), with dt_proj. Its keep_window_size is the call's, and
             its limits count all sequences together: total and the number of sequences.
+        block_table: None; an argument of flash-dmattn's function.
 
     Returns:
         out [total, q_heads, head_dim]. With return_lse or return_attn_probs a tuple of out, lse
         [q_heads, total] and probabilities [q_heads, total, total], without what is not asked for;
-        probabilities are 0 for queries and keys of different sequences, and have no gradient.
+        probabilities are 0 for queries and keys of different sequences, and have no gradient. In an
+        order of flash-dmattn return_attn_probs asks for lse too.
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
             other, dt_bias, a gap or options without them, a mask or a bias beside them, two names
             of an option that differ, or what flash_dma_attention() raises it for.
-        NotImplementedError: as flash_dma_attention().
+        NotImplementedError: as flash_dma_attention(), or a block_table.
+        TypeError: an argument that is given twice, or has another type.
         MemoryError: probabilities that take more memory than the device has.
 
     Example:
@@ -157,16 +251,26 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
+    (q, k, v), names = dmattn.name_rows((q, k, v), (query, key, value))
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    for name, one in zip((*dmattn.NAMES, *POSITIONS[:2]), tensors):
+        if not isinstance(one, torch.Tensor):
+            name, kind = names.get(name, name), type(one).__name__
+            raise TypeError(f"{name}: is a {kind}, want a torch.Tensor")
+    if block_table is not None:
+        raise NotImplementedError("block_table: is given, want None: keys are in one tensor")
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
+    check_no_bool("softcap", softcap)
     rows = q[None], k[None], v[None]
     given = {
         **{"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend},
-        **{"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap},
-        **{"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit},
-        "deterministic": deterministic,
+        **{"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap or 0.0},
+        **{"dropout_p": dropout_p or 0.0, "generator": generator, "sink_logit": sink_logit},
+        "deterministic": dmattn.check_flag("deterministic", deterministic),
     }
     if dt_proj is None or a_coef is None:
+        attn_mask, attn_bias = (_pairs_of_total(x, q, k, starts) for x in (attn_mask, attn_bias))
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
         out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **given, probabilities_name=name)

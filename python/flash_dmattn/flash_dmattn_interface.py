@@ -1,0 +1,158 @@
+"""flash-dmattn's module of this name: its functions, with query, key and value apart or packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dmattn import flash_dmattn_func
+from .varlen import flash_dmattn_varlen_func
+
+__all__ = [
+    "flash_dmattn_func",
+    "flash_dmattn_kvpacked_func",
+    "flash_dmattn_qkvpacked_func",
+    "flash_dmattn_varlen_func",
+    "flash_dmattn_varlen_kvpacked_func",
+    "flash_dmattn_varlen_qkvpacked_func",
+]
+
+
+def _unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The tensors that stand one beside the other in the axis before heads and head_dim."""
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name}: is a {type(packed).__name__}, want a torch.Tensor")
+    if packed.dim() < 4 or packed.shape[-3] != count:
+        raise ValueError(
+            f"{name}: shape is {list(packed.shape)}, want [..., {count}, heads, head_dim]"
+        )
+    return packed.unbind(-3)
+
+
+def flash_dmattn_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+) -> Any:
+    """flash_dmattn_func() of `qkv` [batch, len, 3, heads, head_dim].
+
+    Args:
+        qkv: query, key and value.
+        attn_mask: as in flash_dmattn_func().
+        attn_bias: as there.
+        is_causal: as there. It stands in front of scale, as in flash-dmattn.
+        scale: as there.
+        softcap: as there.
+        deterministic: as there.
+        return_attn_probs: as there.
+
+    Returns:
+        As flash_dmattn_func().
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as flash_dmattn_func(), or another shape of qkv.
+    """
+    options = (scale, is_causal, softcap, deterministic, return_attn_probs)
+    return flash_dmattn_func(*_unpack("qkv", qkv, 3), attn_mask, attn_bias, *options)
+
+
+def flash_dmattn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+) -> Any:
+    """flash_dmattn_func() of `q` and `kv` [batch, len, 2, kv_heads, head_dim].
+
+    Args:
+        q: as in flash_dmattn_func().
+        kv: key and value.
+        attn_mask: as in flash_dmattn_func().
+        attn_bias: as there.
+        scale: as there.
+        is_causal: as there.
+        softcap: as there.
+        deterministic: as there.
+        return_attn_probs: as there.
+
+    Returns:
+        As flash_dmattn_func().
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as flash_dmattn_func(), or another shape of kv.
+    """
+    options = (scale, is_causal, softcap, deterministic, return_attn_probs)
+    return flash_dmattn_func(q, *_unpack("kv", kv, 2), attn_mask, attn_bias, *options)
+
+
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    *options: Any,
+    **named: Any,
+) -> Any:
+    """flash_dmattn_varlen_func() of `qkv` [total, 3, heads, head_dim].
+
+    Args:
+        qkv: query, key and value.
+        attn_mask: as in flash_dmattn_varlen_func().
+        attn_bias: as there.
+        cu_seqlens: as cu_seqlens_q there.
+        max_seqlen: as max_seqlen_q there.
+        options: scale, is_causal, softcap, deterministic and return_attn_probs, as there.
+        named: the same by name.
+
+    Returns:
+        As flash_dmattn_varlen_func().
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as flash_dmattn_varlen_func(), or another shape
+            of qkv.
+    """
+    rows = (*_unpack("qkv", qkv, 3), attn_mask, attn_bias)
+    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_dmattn_varlen_func(*rows, *sizes, *options, **named)
+
+
+def flash_dmattn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    *options: Any,
+    **named: Any,
+) -> Any:
+    """flash_dmattn_varlen_func() of `q` and `kv` [total, 2, kv_heads, head_dim].
+
+    Args:
+        q: as in flash_dmattn_varlen_func().
+        kv: key and value.
+        attn_mask: as there.
+        attn_bias: as there.
+        options: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, softcap,
+            deterministic and return_attn_probs, as there.
+        named: the same by name.
+
+    Returns:
+        As flash_dmattn_varlen_func().
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as flash_dmattn_varlen_func(), or another shape
+            of kv.
+    """
+    rows = (q, *_unpack("kv", kv, 2), attn_mask, attn_bias)
+    return flash_dmattn_varlen_func(*rows, *options, **named)
