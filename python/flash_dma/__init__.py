@@ -4,7 +4,7 @@ interface. flash_dmattn.flash_dmattn_func() computes the same."""
 from __future__ import annotations
 
 import torch
-from flash_dmattn import _arguments
+from flash_dmattn import _arguments, _call
 from flash_dmattn._inputs import as_bool_mask, call_renamed
 from flash_dmattn.dmattn import attend
 
@@ -22,6 +22,14 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         if found != want:
             found, want = (list(x) if name == "shape" else x for x in (found, want))
             raise ValueError(f"out: {name} is {found}, want that of q, {want}")
+
+
+def _check_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse a mask that does not count where a call in which it counts would refuse it."""
+    if mask is not None and isinstance(q, torch.Tensor):
+        tensors = {"query": q, "key": k, "attn_mask": mask}
+        _call.check_dtype("attn_mask", mask)
+        _arguments.check_sizes(tensors, _arguments.bind_sizes(tensors))
 
 
 def fwd(
@@ -99,6 +107,7 @@ def fwd(
         raise ValueError(f"keep_window_size: is {keep_window_size}, want 1 or more")
     active_mask = as_bool_mask(active_mask, "active_mask", "zoh")
     if isinstance(k, torch.Tensor) and k.dim() == 4 and k.shape[1] <= keep_window_size:
+        call_renamed(NAMES, _check_mask, q, k, active_mask)
         active_mask = None
     found, lse, probability, rng_state = call_renamed(
         NAMES,

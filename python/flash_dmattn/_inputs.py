@@ -24,6 +24,9 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
             raise NotImplementedError(NO_TANGENTS.format(name))
 
 
+DROPS_ALL = 1 - 2**-17  # the least dropout_p that is rounded to 1, as a multiple of 2^-16
+
+
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{name}: is {dropout_p}, want a number from 0 to 1")
@@ -32,9 +35,9 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
 def kernel_dropout(
     dropout_p: float, rng_state: torch.Tensor | None
 ) -> tuple[float, torch.Tensor | None]:
-    """dropout_p and rng_state as kernels get them. They take numbers below 1: with 1 they compute
-    without dropout, and finish() drops what they return."""
-    return (0.0, None) if dropout_p == 1 else (dropout_p, rng_state)
+    """dropout_p and rng_state as kernels get them. They take numbers that are rounded to less than
+    1: with others they compute without dropout, and finish() drops what they return."""
+    return (0.0, None) if dropout_p >= DROPS_ALL else (dropout_p, rng_state)
 
 
 def drop_all(results: torch.Tensor) -> torch.Tensor:
@@ -67,7 +70,7 @@ def pad_head_dim(
 def finish(out: torch.Tensor, head_dim: int | None, dropout_p: float = 0.0) -> torch.Tensor:
     """out of a call with pad_head_dim() and kernel_dropout()."""
     out = out if head_dim is None else out[..., :head_dim].contiguous()
-    return drop_all(out) if dropout_p == 1 else out
+    return drop_all(out) if dropout_p >= DROPS_ALL else out
 
 
 def draw_state(
