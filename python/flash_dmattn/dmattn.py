@@ -21,11 +21,23 @@ from ._inputs import (
     draw_state,
     either,
 )
+from ._orders import has_scale, in_any_order
 from .functional import attention
 from .probabilities import attention_probabilities
 
 NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
+# Positional arguments: those of flash-dmattn 0.1 to 1.2, and those that it had before these versions.
+PAIRS = (*NAMES.values(), "attn_mask", "attn_bias")
+REST = ("is_causal", "softcap", "deterministic", "return_attn_probs")
+ORDER = (*PAIRS, "scale", *REST)
+EARLIER = (*PAIRS, "dropout_p", "softmax_scale", *REST)
+
+
+def order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
+    """The names of flash_dmattn_func()'s positional arguments."""
+    is_usual = len(args) <= len(PAIRS) or has_scale(args[len(PAIRS) :], named)
+    return ORDER if is_usual and len(args) <= len(ORDER) else EARLIER
 
 
 def attend(
@@ -89,6 +101,7 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+@in_any_order(order_of, ORDER)
 def flash_dmattn_func(
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,
@@ -111,6 +124,9 @@ def flash_dmattn_func(
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention under a mask and a bias, with the arguments of flash-dmattn's function.
+
+    Positional arguments may also stand in an earlier order of it, with dropout_p and softmax_scale
+    in the place of scale; docs/integration.md says how the two are told apart.
 
     It is attention() with attn_mask and attn_bias, where a mask may also be of floating-point
     numbers. Where the keys are ranked by a score of their own, flash_dma_attention() does the same

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from . import dmattn
 from ._inputs import as_bool_mask, check_no_bool, choose_scale
+from ._orders import has_scale, in_any_order
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
@@ -24,17 +24,6 @@ DMATTN = (*ROWS, *POSITIONS, *OPTIONS)
 DMATTN_MASKED = (*ROWS, "attn_mask", "attn_bias", *POSITIONS, *OPTIONS)
 
 
-def _has_scale(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether the 8th positional argument is flash-dmattn's scale, not flash-attn's dropout_p. The
-    one that follows is a bool there, and a number here; a scale is never 0."""
-    eighth, ninth, tenth, *_ = (*args[7:], None, None, None)
-    if eighth is None or isinstance(ninth, bool) or "dropout_p" in named:
-        return True
-    if eighth == 0 or ninth is not None or isinstance(tenth, bool):
-        return False
-    return not any(name in named for name in ("softmax_scale", "scale", "causal"))
-
-
 def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
     """The names of positional arguments."""
     if len(args) <= 3:
@@ -42,29 +31,13 @@ def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
     is_pairs = isinstance(args[3], torch.Tensor) and args[3].dim() > 1
     if args[3] is None or is_pairs:
         return DMATTN_MASKED
-    return DMATTN if len(args) > 7 and _has_scale(args, named) else FLASH_ATTN
+    return DMATTN if len(args) > 7 and has_scale(args[7:], named) else FLASH_ATTN
 
 
-def _in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the positional arguments of flash-attn or of flash-dmattn."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        order = _order_of(args, named)
-        if len(args) > len(order):
-            raise TypeError(
-                f"flash_dmattn_varlen_func: has {len(args)} positional arguments, want at most "
-                f"{len(order)}: {', '.join(order)}"
-            )
-        for name in order[: len(args)]:
-            if name in named:
-                raise TypeError(f"{name}: is given by position and by name, want it once")
-        given = {**dict(zip(order, args)), **named}
-        if order is not FLASH_ATTN and given.get("return_attn_probs"):
-            given["return_lse"] = True  # as there
-        return function(**given)
-
-    return call
+def _return_lse(given: dict[str, Any]) -> None:
+    """flash-dmattn's function returns it beside the probabilities."""
+    if given.get("return_attn_probs"):
+        given["return_lse"] = True
 
 
 def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
@@ -137,7 +110,7 @@ def _check_weights(
         raise ValueError("options: is given, want None without dt_proj and a_coef")
 
 
-@_in_any_order
+@in_any_order(_order_of, FLASH_ATTN, _return_lse)
 def flash_dmattn_varlen_func(
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,

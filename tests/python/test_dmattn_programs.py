@@ -80,10 +80,48 @@ def test_order() -> None:
         assert torch.equal(found, one)
     by_name = flash_dmattn_func(query=query, key=key, value=value, **named, softcap=2.0)
     assert torch.equal(by_name, want[0])
+
+
+BEHIND_BIAS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
+    # behind attn_bias: by position, by name, and what they mean
+    "scale": ((0.25,), {}, {"scale": 0.25}),
+    "scale, causal": ((0.25, True), {}, {"scale": 0.25, "is_causal": True}),
+    "scale, not causal": ((0.25, None, 2.0), {}, {"scale": 0.25, "softcap": 2.0}),
+    "no scale": ((None, True), {}, {"is_causal": True}),
+    "scale, named": ((0.25,), {"is_causal": True}, {"scale": 0.25, "is_causal": True}),
+    "scale, dropout": ((0.25,), {"dropout_p": 0.5}, {"scale": 0.25, "dropout_p": 0.5}),
+    "earlier, no dropout": ((0.0, None, True), {}, {"is_causal": True}),
+    "earlier, 0": ((0.0,), {}, {}),
+    "earlier, scale": ((0.25, 0.5), {}, {"dropout_p": 0.25, "scale": 0.5}),
+    "earlier, scale named": ((0.25,), {"scale": 0.5}, {"dropout_p": 0.25, "scale": 0.5}),
+    "earlier, all": (
+        (0.25, 0.5, True, 2.0, True, False),
+        {},
+        {"dropout_p": 0.25, "scale": 0.5, "is_causal": True, "softcap": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEHIND_BIAS)
+def test_what_follows_the_bias(case: str) -> None:
+    """The order of 0.1 to 1.2; the earlier one where a call can mean nothing else."""
+    positional, named, meaning = BEHIND_BIAS[case]
+    rows = make_rows()[:3]
+    torch.manual_seed(7)
+    want = flash_dmattn_func(*rows, **meaning)
+    torch.manual_seed(7)
+    assert torch.equal(flash_dmattn_func(*rows, None, None, *positional, **named), want)
+    assert not torch.equal(want, flash_dmattn_func(*rows, scale=0.9))
+
+
+def test_a_call_in_no_order() -> None:
+    rows = make_rows()[:3]
+    with pytest.raises(TypeError, match="^is_causal: is 0.5, a float, want a bool"):
+        flash_dmattn_func(*rows, None, None, None, 0.5)
     with pytest.raises(TypeError, match="^softcap: is True, a bool, want a number"):
-        flash_dmattn_func(query, key, value, mask, attn_bias, 0.0, None, True)
-    with pytest.raises(ValueError, match="^scale: is 0, want a positive number"):
-        flash_dmattn_func(query, key, value, mask, attn_bias, 0.0)
+        flash_dmattn_func(*rows, None, None, None, None, True)
+    with pytest.raises(TypeError, match="^scale: is given by position and by name"):
+        flash_dmattn_func(*rows, None, None, None, scale=0.5)
 
 
 def test_messages_have_the_names_of_the_call() -> None:
