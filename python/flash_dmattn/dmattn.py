@@ -27,7 +27,7 @@ from .probabilities import attention_probabilities
 
 NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
-# Positional arguments: those of flash-dmattn 0.1 to 1.2, and those that it had before these versions.
+# Positional arguments: those of flash-dmattn 0.1 to 1.2, and those that it had before.
 PAIRS = (*NAMES.values(), "attn_mask", "attn_bias")
 REST = ("is_causal", "softcap", "deterministic", "return_attn_probs")
 ORDER = (*PAIRS, "scale", *REST)

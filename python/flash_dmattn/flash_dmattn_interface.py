@@ -57,6 +57,13 @@ def flash_dmattn_qkvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_dmattn_func(), or another shape of qkv.
+
+    Example:
+        >>> qkv = torch.randn(1, 6, 3, 2, 8)
+        >>> flash_dmattn.flash_dmattn_qkvpacked_func(qkv, is_causal=True).shape
+        torch.Size([1, 6, 2, 8])
+
+    Source: arXiv:2508.02124.
     """
     options = (scale, is_causal, softcap, deterministic, return_attn_probs)
     return flash_dmattn_func(*_unpack("qkv", qkv, 3), attn_mask, attn_bias, *options)
@@ -91,6 +98,13 @@ def flash_dmattn_kvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_dmattn_func(), or another shape of kv.
+
+    Example:
+        >>> q, kv = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 2, 8)
+        >>> flash_dmattn.flash_dmattn_kvpacked_func(q, kv, is_causal=True).shape
+        torch.Size([1, 6, 4, 8])
+
+    Source: arXiv:2508.02124.
     """
     options = (scale, is_causal, softcap, deterministic, return_attn_probs)
     return flash_dmattn_func(q, *_unpack("kv", kv, 2), attn_mask, attn_bias, *options)
@@ -122,6 +136,14 @@ def flash_dmattn_varlen_qkvpacked_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_dmattn_varlen_func(), or another shape
             of qkv.
+
+    Example:
+        >>> qkv, starts = torch.randn(10, 3, 2, 8), torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> call = flash_dmattn.flash_dmattn_varlen_qkvpacked_func
+        >>> call(qkv, cu_seqlens=starts, max_seqlen=6, is_causal=True).shape
+        torch.Size([10, 2, 8])
+
+    Source: arXiv:2508.02124.
     """
     rows = (*_unpack("qkv", qkv, 3), attn_mask, attn_bias)
     sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -153,6 +175,15 @@ def flash_dmattn_varlen_kvpacked_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_dmattn_varlen_func(), or another shape
             of kv.
+
+    Example:
+        >>> q, kv = torch.randn(10, 4, 8), torch.randn(10, 2, 2, 8)
+        >>> starts = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> call = flash_dmattn.flash_dmattn_varlen_kvpacked_func
+        >>> call(q, kv, None, None, starts, starts, 6, 6, is_causal=True).shape
+        torch.Size([10, 4, 8])
+
+    Source: arXiv:2508.02124.
     """
     rows = (q, *_unpack("kv", kv, 2), attn_mask, attn_bias)
     return flash_dmattn_varlen_func(*rows, *options, **named)
