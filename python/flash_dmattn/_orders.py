@@ -11,8 +11,8 @@ Named = Dict[str, Any]
 
 def has_scale(args: tuple[Any, ...], named: Named) -> bool:
     """Whether `args` begin with scale, is_causal and softcap, as in flash-dmattn, not with
-    dropout_p, softmax_scale and a bool, as in flash-attn. A scale is never 0. Where the first can be
-    both, it is a scale."""
+    dropout_p, softmax_scale and a bool, as in flash-attn. A scale is never 0. A first one that can
+    be both is a scale."""
     first, second, third, *_ = (*args, None, None, None)
     if first is None or isinstance(second, bool) or "dropout_p" in named:
         return True

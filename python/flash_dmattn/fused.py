@@ -60,6 +60,13 @@ def _check_limits(
         check_probabilities_fit(query, key, "return_attn_probs")
 
 
+def _padded(tensors: MaybeTensors) -> tuple[MaybeTensors, int | None]:
+    """query to dt_bias of a call with pad_head_dim(), and its head_dim."""
+    *rows, dt_proj, a_coef, dt_bias = tensors
+    rows, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
+    return (*rows, dt_proj, a_coef, dt_bias), head_dim
+
+
 def _attend_to_all(
     tensors: Tensors,
     given: MaybeTensors,
@@ -95,11 +102,33 @@ def _probabilities_of(
     return ops.PROBABILITIES.without_gradients(*tensors[:2], bias, *masks, *selected, lse, *options)
 
 
+def _results_of(
+    found: MaybeTensors,
+    call: tuple[Any, ...],
+    wanted: tuple[bool, bool],
+    head_dim: int | None,
+    dropout_p: float,
+) -> torch.Tensor | Tensors:
+    """out, beside lse and the probabilities if these are wanted; `call` has the arguments of
+    _probabilities_of()."""
+    results = (finish(found[0], head_dim, dropout_p),)
+    if wanted[0]:
+        results += (found[1],)
+    if wanted[1]:
+        results += (finish(_probabilities_of(found, *call), None, dropout_p),)
+    return results if len(results) > 1 else results[0]
+
+
 def _attend_alone(
-    known_as: tuple[Any, ...] | None, tensors: MaybeTensors, settings: tuple[Any, ...]
+    known_as: tuple[Any, ...] | None,
+    tensors: MaybeTensors,
+    settings: tuple[Any, ...],
+    head_dim: int | None,
 ) -> torch.Tensor:
     """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the arguments `known_as` of flash_dma_attention, too."""
+    call is remembered by the arguments `known_as` of flash_dma_attention, too, unless `tensors` are
+    padded: `head_dim` is that of pad_head_dim()."""
+    known_as = known_as if head_dim is None else None
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
         out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
@@ -214,8 +243,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    if fields:
-        options = options_of(keep_window_size, options, fields)
+    options = options_of(keep_window_size, options, fields) if fields else options
     returns_more, known_as = return_lse or return_attn_probs, None
     is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
     if is_usual and not torch.compiler.is_compiling():
@@ -229,12 +257,7 @@ def flash_dma_attention(
         if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
-    *rows, dt_proj, a_coef, dt_bias = _autocast(
-        "query", (query, key, value), (dt_proj, a_coef, dt_bias)
-    )
-    rows, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
-    tensors = (*rows, dt_proj, a_coef, dt_bias)
-    known_as = known_as if head_dim is None else None
+    tensors, head_dim = _padded(_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
     _check_limits(query, key, starts, rules, options, return_attn_probs)
     kernel_p, rng_state = kernel_dropout(dropout_p, draw_state(query, dropout_p, generator))
@@ -245,13 +268,8 @@ def flash_dma_attention(
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not returns_more:
-        out = _attend_alone(known_as, (*tensors, *given), settings)
-        return finish(out, head_dim, dropout_p)
+        found = (_attend_alone(known_as, (*tensors, *given), settings, head_dim),)
     else:
         found = ops.FUSED(*tensors, *given, *settings)
-    results = (finish(found[0], head_dim, dropout_p), *(found[1:2] if return_lse else ()))
-    if return_attn_probs:
-        options_of_call = (*rules, scope, *numbers, backend)
-        probability = _probabilities_of(found, tensors, given, bias_form, options_of_call)
-        results += (finish(probability, None, dropout_p),)
-    return results if len(results) > 1 else results[0]
+    call = (tensors, given, bias_form, (*rules, scope, *numbers, backend))
+    return _results_of(found, call, (return_lse, return_attn_probs), head_dim, dropout_p)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import dmattn
-from ._inputs import as_bool_mask, check_no_bool, choose_scale
+from ._inputs import as_bool_mask, choose_scale
 from ._orders import has_scale, in_any_order
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
@@ -89,6 +89,47 @@ def _refuse_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None
 
 def _with_batch(pairs: torch.Tensor | None) -> torch.Tensor | None:
     return None if pairs is None else pairs[None]
+
+
+def _attend_under(
+    rows: tuple[torch.Tensor, ...],
+    pairs: tuple[torch.Tensor | None, ...],
+    given: dict[str, Any],
+    return_attn_probs: bool,
+) -> tuple[torch.Tensor, ...]:
+    """out, lse, and the probabilities if they are wanted, under a mask and a bias."""
+    mask, bias = (_pairs_of_total(x, rows[0][0], rows[1][0], given["starts"]) for x in pairs)
+    pairs = _with_batch(as_bool_mask(mask)), _with_batch(bias)
+    name = "return_attn_probs" if return_attn_probs else None
+    out, lse, probability, _ = dmattn.attend(*rows, *pairs, **given, probabilities_name=name)
+    return (out, lse) if probability is None else (out, lse, probability)
+
+
+def _rows_of(
+    rows: tuple[Any, ...], others: tuple[Any, ...], positions: tuple[Any, ...]
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v [1, total, heads, head_dim], which callers give under either name."""
+    rows, names = dmattn.name_rows(rows, others)
+    for name, one in zip((*dmattn.NAMES, *POSITIONS), (*rows, *positions)):
+        if not isinstance(one, torch.Tensor):
+            name, kind = names.get(name, name), type(one).__name__
+            raise TypeError(f"{name}: is a {kind}, want a torch.Tensor")
+    return tuple(row[None] for row in rows)
+
+
+def _check_numbers(softcap: float | None, block_table: Any) -> None:
+    check_no_bool("softcap", softcap)
+    if block_table is not None:
+        raise NotImplementedError("block_table: is given, want None: keys are in one tensor")
+
+
+def _window_of(options: DynamicMaskOptions | None, keep_window_size: int) -> int:
+    return keep_window_size if options is None else options._window_of(keep_window_size, WINDOW)
+
+
+def _without_batch(results: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
+    return results if len(results) > 1 else results[0]
 
 
 def _check_weights(
@@ -224,18 +265,10 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
-    (q, k, v), names = dmattn.name_rows((q, k, v), (query, key, value))
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    for name, one in zip((*dmattn.NAMES, *POSITIONS[:2]), tensors):
-        if not isinstance(one, torch.Tensor):
-            name, kind = names.get(name, name), type(one).__name__
-            raise TypeError(f"{name}: is a {kind}, want a torch.Tensor")
-    if block_table is not None:
-        raise NotImplementedError("block_table: is given, want None: keys are in one tensor")
+    rows = _rows_of((q, k, v), (query, key, value), (cu_seqlens_q, cu_seqlens_k))
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
-    check_no_bool("softcap", softcap)
-    rows = q[None], k[None], v[None]
+    _check_numbers(softcap, block_table)
     given = {
         **{"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend},
         **{"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap or 0.0},
@@ -243,20 +276,12 @@ def flash_dmattn_varlen_func(
         "deterministic": dmattn.check_flag("deterministic", deterministic),
     }
     if dt_proj is None or a_coef is None:
-        attn_mask, attn_bias = (_pairs_of_total(x, q, k, starts) for x in (attn_mask, attn_bias))
-        pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
-        name = "return_attn_probs" if return_attn_probs else None
-        out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **given, probabilities_name=name)
-        probability = probability if return_attn_probs else []
+        results = _attend_under(rows, (attn_mask, attn_bias), given, return_attn_probs)
     else:
         _refuse_pairs(attn_mask, attn_bias)
         rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
         scores = {"bias_form": bias_form, "dt_bias": dt_bias, "options": options}
         wanted = {"return_attn_probs": return_attn_probs, "return_lse": True}
-        if options is not None:
-            keep_window_size = options._window_of(keep_window_size, WINDOW)
-        rows += (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = flash_dma_attention(*rows, **rules, **scores, **wanted, **given)
-    results = (out, lse, *probability) if return_lse else (out, *probability)
-    results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
-    return results if len(results) > 1 else results[0]
+        rows += (dt_proj, a_coef, _window_of(options, keep_window_size))
+        results = flash_dma_attention(*rows, **rules, **scores, **wanted, **given)
+    return _without_batch(results if return_lse else (results[0], *results[2:]))

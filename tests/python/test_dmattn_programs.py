@@ -256,8 +256,8 @@ def test_order_with_a_mask(heads: int) -> None:
     wanted = torch.autograd.grad(same.cos().sum(), attn_bias)[0]
     (gradient,) = torch.autograd.grad(found.cos().sum(), bias)
     for begin, end in ((0, 7), (7, 20)):
-        part = gradient[begin:end, :, : end - begin].transpose(0, 1)
-        torch.testing.assert_close(part, wanted[:, begin:end, begin:end], atol=1e-6, rtol=1e-5)
+        own = gradient[begin:end, :, : end - begin].transpose(0, 1)
+        torch.testing.assert_close(own, wanted[:, begin:end, begin:end], atol=1e-6, rtol=1e-5)
 
 
 def test_what_an_order_returns() -> None:
