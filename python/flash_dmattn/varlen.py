@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import dmattn
-from ._inputs import as_bool_mask, choose_scale
+from ._inputs import as_bool_mask, check_no_bool, choose_scale
 from ._orders import has_scale, in_any_order
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
