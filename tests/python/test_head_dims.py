@@ -3,6 +3,7 @@ every function, layer and cache. Kernels get zeros in the place of the missing c
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import flash_dmattn
@@ -200,3 +201,36 @@ def test_compiled_and_workspace() -> None:
     torch.testing.assert_close(compiled(*leaves), call(*leaves), **EXACT)
     options = flash_dmattn.DynamicMaskOptions(7, max_sequence_length=64, max_batch_size=1)
     assert flash_dmattn.workspace_bytes(options, *leaves, causal=True) > 0
+
+
+def test_a_layer_over_ranks(tmp_path: Path) -> None:
+    """With one rank it is the layer without a process group."""
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for window in (6, None):
+            torch.manual_seed(3)
+            layer = DynamicMaskAttention(48, HEADS, KV_HEADS, window, recent=0)
+            spread = DynamicMaskAttention(
+                48, HEADS, KV_HEADS, window, recent=0, process_group=distributed.group.WORLD
+            )
+            spread.load_state_dict(layer.state_dict())
+            x = torch.randn(1, 20, 48)
+            torch.testing.assert_close(spread(x), layer(x), atol=1e-5, rtol=1e-4)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_cached_layer_of_onnx() -> None:
+    """As a function of the tensors of its cache, before it is exported."""
+    onnx = pytest.importorskip("flash_dmattn.onnx")
+    torch.manual_seed(3)
+    layer = DynamicMaskAttention(48, HEADS, KV_HEADS, 6, recent=2).eval()
+    x = torch.randn(1, 20, 48)
+    cache = tuple(onnx.empty_cache(layer).values())
+    with torch.no_grad():
+        first, *cache = onnx.CachedLayer(layer)(x[:, :15], *cache)
+        second, *_ = onnx.CachedLayer(layer)(x[:, 15:], *cache)
+        want = layer(x)
+    torch.testing.assert_close(torch.cat((first, second), 1), want, atol=1e-5, rtol=1e-4)
