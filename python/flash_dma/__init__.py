@@ -4,7 +4,7 @@ interface. flash_dmattn.flash_dmattn_func() computes the same."""
 from __future__ import annotations
 
 import torch
-from flash_dmattn import _arguments
+from flash_dmattn import _arguments, _types
 from flash_dmattn._inputs import as_bool_mask, call_renamed
 from flash_dmattn.dmattn import attend
 
@@ -17,6 +17,7 @@ NAMES = {
 
 
 def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    _types.check_tensor("out", out)
     for name in ("shape", "dtype", "device"):
         found, want = getattr(out, name), getattr(q, name)
         if found != want:
@@ -92,6 +93,8 @@ def fwd(
     """
     if _arguments.check_int("keep_window_size", keep_window_size) < 1:
         raise ValueError(f"keep_window_size: is {keep_window_size}, want 1 or more")
+    for name, flag in (("is_causal", is_causal), ("return_softmax", return_softmax)):
+        _types.check_flag(name, flag)
     found, lse, probability, rng_state = call_renamed(
         NAMES,
         attend,

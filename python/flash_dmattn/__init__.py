@@ -6,6 +6,7 @@ from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
+from .layer_caches import LayerCaches
 from .lists import mask_lists
 from .mha import MultiheadAttention
 from .nn import DynamicMaskAttention
@@ -24,6 +25,7 @@ __all__ = [
     "DynamicMaskCache",
     "DynamicMaskOptions",
     "KeyCache",
+    "LayerCaches",
     "MultiheadAttention",
     "Selection",
     "TuningShape",
@@ -45,3 +47,7 @@ __all__ = [
     "tune",
     "workspace_bytes",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "distributed", "onnx", "transformers"])

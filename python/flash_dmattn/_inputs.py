@@ -9,6 +9,7 @@ from typing import Any, Callable
 import torch
 from torch.autograd import forward_ad
 
+from . import _types
 from .ops import NO_TANGENTS
 
 
@@ -18,11 +19,14 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
     for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        is_tensor = isinstance(tensor, torch.Tensor)  # the call refuses others
+        if is_tensor and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(NO_TANGENTS.format(name))
 
 
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
+    if not _types.is_number(dropout_p):
+        raise _types.refusal(name, dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{name}: is {dropout_p}, want a number in [0, 1)")
 
@@ -38,7 +42,7 @@ def draw_state(
     check_dropout(dropout_p)
     if generator is not None:
         if not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator: is a {type(generator).__name__}, want a torch.Generator")
+            raise _types.refusal("generator", generator, "a torch.Generator")
         if generator.device != query.device:
             raise ValueError(
                 f"generator: is on {generator.device}, want {query.device}, where query is"
@@ -54,6 +58,9 @@ def choose_scale(softmax_scale: float | None, scale: float | None) -> float | No
     """The factor of logits, which callers give under one of two names."""
     if scale is None or softmax_scale is None:
         return softmax_scale if scale is None else scale
+    for name, value in (("scale", scale), ("softmax_scale", softmax_scale)):
+        if not _types.is_number(value):
+            raise _types.refusal(name, value, "a number or None")
     if scale != softmax_scale:
         raise ValueError(f"scale: is {scale}, want None, or softmax_scale, {softmax_scale}")
     return scale
@@ -65,8 +72,7 @@ def as_bool_mask(mask: torch.Tensor | None, name: str = "attn_mask") -> torch.Te
     a number for each number in memory."""
     if mask is None:
         return None
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name}: is a {type(mask).__name__}, want a torch.Tensor")
+    _types.check_tensor(name, mask)
     if not mask.dtype.is_floating_point:
         return mask
     for axis, stride in enumerate(mask.stride()):
@@ -102,7 +108,9 @@ def check_probabilities_fit(query: torch.Tensor, key: torch.Tensor, name: str) -
 
 
 # Where a message has the name of an argument.
-NAMED = re.compile(r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)")
+NAMED = re.compile(
+    r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)|\b\w+(?='s is )"
+)
 
 
 def call_renamed(names: dict[str, str], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:

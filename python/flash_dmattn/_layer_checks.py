@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _arguments
+from . import _arguments, _types
 from ._layer_ranks import LayerRanks
+from .cache import DynamicMaskCache
+from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .cache import DynamicMaskCache
+    from .nn import DynamicMaskAttention
 
 HEAD_DIM_MAX = 256  # of the kernels
 
@@ -62,6 +64,7 @@ def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[i
 
 
 def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
+    _types.check_tensor(name, x)
     shape = f"{name} is [batch, {length}, {hidden}]"
     require(x.dim() == 3, f"{name}: rank is {x.dim()}, want 3; {shape}")
     found = x.shape[2]
@@ -70,6 +73,7 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
 
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     """`x` is [batch, len, ...]."""
+    _types.check_tensor("positions", positions)
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
     fits = fits and positions.shape[1] == x.shape[1]
     shape = list(positions.shape)
@@ -112,7 +116,62 @@ def check_ranks(
     """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
     if group is None:
         return None
+    if not hasattr(group, "size"):  # one of torch.distributed, which may be absent
+        raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     for name, given in zip(("gap", "memory_hidden", "options"), absent):
         require(given is None, f"{name}: is given, want None with process_group")
     require(dropout == 0, f"dropout: is {dropout}, want 0 with process_group")
     return LayerRanks(group)
+
+
+def check_cache(
+    module: DynamicMaskAttention,
+    x: torch.Tensor,
+    cache: DynamicMaskCache | LayerCaches | None,
+    layer: int,
+    index: torch.Tensor | None,
+) -> tuple[DynamicMaskCache | None, int]:
+    """The cache that has the keys of the layer for the tokens x, and the layer's number in it."""
+    if cache is None:
+        return None, 0
+    if isinstance(cache, LayerCaches):
+        cache, layer = cache.of_layer(layer)
+    if not isinstance(cache, DynamicMaskCache):
+        raise _types.refusal("cache", cache, "a DynamicMaskCache")
+    check_selects(module)
+    require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
+    for name in ("window", "recent", "sinks"):
+        found, want = getattr(cache.keys, name), getattr(module, name)
+        require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+    if index is not None:
+        _types.check_tensor("index", index)
+    elif cache.batch != x.shape[0]:
+        raise ValueError(f"cache: has {cache.batch} sequences, x has {x.shape[0]}")
+    return cache, layer
+
+
+def check_selects(module: DynamicMaskAttention) -> None:
+    """Refuse a cache for a layer that does not select keys, or not by the rules of a cache."""
+    selects = module.causal and module.window is not None
+    require(selects, "cache: is given, want None unless the layer is causal and has a window")
+    require(module.gap is None, f"cache: is given, want None for a layer of gap {module.gap}")
+    require(module.options is None, "cache: is given, want None for a layer with options")
+
+
+def check_without_cache(
+    cache: DynamicMaskCache | LayerCaches | None,
+    starts: torch.Tensor | Sequence[int] | None,
+    index: torch.Tensor | None,
+    n_tokens: torch.Tensor | int | None,
+    draft: bool,
+    lengths: Sequence[int] | None,
+) -> None:
+    """Refuse what only calls with a cache have, and what only calls without one have."""
+    _types.check_flag("draft", draft)
+    if cache is None:
+        require(index is None, "index: is given, want None without a cache")
+        require(n_tokens is None, "n_tokens: is given, want None without a cache")
+        require(not draft, "draft: is True, want False without a cache")
+    else:
+        require(starts is None, "starts: is given, want None with a cache")
+        require(lengths is None, "lengths: is given, want None with a cache")

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ._arguments import wide
 from ._ranks import Ranks
+from ._types import is_list_of_ints, refusal
 
 STARTS_SHOWN = 16  # in messages
 TENSORS_KEPT = 256  # tensors that int32_on() keeps
@@ -39,6 +40,8 @@ def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None
         return None
     if isinstance(starts, torch.Tensor) and starts.device.type != "cpu":
         raise ValueError(f"starts: is on {starts.device}, want a list, or a tensor on the CPU")
+    if not isinstance(starts, torch.Tensor) and not is_list_of_ints(starts):
+        raise refusal("starts", starts, "a torch.Tensor or a list of ints")
     found = starts.tolist() if isinstance(starts, torch.Tensor) else [int(x) for x in starts]
     ascends = all(x <= y for x, y in zip(found, found[1:]))
     if len(found) < 2 or found[0] != 0 or not ascends:

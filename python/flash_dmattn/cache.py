@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import _arguments, ops, streams
+from . import _arguments, _dtypes, _types, ops, streams
 from ._arguments import MaybeTensor
+from ._inputs import call_renamed
 from .functional import _autocast, _scale
 from .streams import TOKENS_MAX, KeyCache, Tokens
 
@@ -63,7 +64,8 @@ class DynamicMaskCache:
         kv_heads: key and value heads of a layer.
         head_dim: channels of a head, a multiple of 8 up to 256.
         window: keys that a query keeps, 1 or more.
-        recent: keys that it keeps beside these because they are the newest.
+        recent: keys that it keeps beside these because they are the newest; None for `window`, as
+            in DynamicMaskAttention.
         sinks: first keys of a sequence that outrank all others, 0 to window.
         bias_form: as in score().
         dtype: of keys and values; None for torch's default dtype.
@@ -100,22 +102,25 @@ class DynamicMaskCache:
         head_dim: int,
         window: int,
         *,
-        recent: int = 0,
+        recent: int | None = None,
         sinks: int = 0,
         bias_form: str = "exp",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         static: bool = False,
     ) -> None:
+        if not torch.compiler.is_compiling():
+            _types.check_call(DynamicMaskCache, locals())
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
         for name, size in sizes.items():
             require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")
         takes_dim = _arguments.check_int("head_dim", head_dim) % 8 == 0 and 8 <= head_dim <= 256
         require(takes_dim, f"head_dim: is {head_dim}, want a multiple of 8 from 8 to 256")
-        rules = _arguments.check_rules(window, recent, sinks)
+        rules = _arguments.check_rules(window, window if recent is None else recent, sinks)
         _arguments.choose("bias_form", bias_form)
         self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        _dtypes.check_float("dtype", dtype)
         sequences, rows = layers * batch, rules[0] + rules[1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -197,6 +202,10 @@ class DynamicMaskCache:
             NotImplementedError: a dtype, device or backend that no kernel supports.
         """
         self._check_layer(layer)
+        _types.check_flag("draft", draft)
+        _types.check_tensor("dt_proj", dt_proj)
+        _types.check_tensor("a_coef", a_coef)
+        _types.check_tensors({"index": index, "key_valid": key_valid})
         query, key, value, *weights = _autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
@@ -317,6 +326,8 @@ class DynamicMaskCache:
             ValueError: layers have different numbers of drafts; on the CPU also a count that is
                 negative or above that number.
         """
+        if count is not None and not isinstance(count, torch.Tensor):
+            _arguments.check_int("count", count)
         waiting = [one for one in self._drafts if one is not None]
         if not waiting:
             absent = count is None or (not isinstance(count, torch.Tensor) and count == 0)
@@ -338,7 +349,9 @@ class DynamicMaskCache:
                 f"count: shape is {list(count.shape)}, want [{self.batch}]",
             )
             commit = count.repeat(self.layers)
-        streams.decode(
+        call_renamed(
+            {"commit": "count"},
+            streams.decode,
             key[:, :0],
             key,
             value,
@@ -357,6 +370,8 @@ class DynamicMaskCache:
 
     def positions(self, layer: int, length: int, index: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, length] int32: the positions of the next `length` tokens of a layer."""
+        self._check_layer(layer)
+        _arguments.check_int("length", length)
         first = layer * self.batch
         if index is None:
             seen = self.keys.seen[first : first + self.batch]
@@ -374,8 +389,17 @@ class DynamicMaskCache:
             beam_idx: [batch] integers.
 
         Raises:
-            ValueError: it has another shape.
+            TypeError: it is not a tensor.
+            ValueError: it has another shape or device.
+            NotImplementedError: it has another dtype.
         """
+        _types.check_tensor("beam_idx", beam_idx)
+        if beam_idx.dtype not in (torch.int32, torch.int64):
+            dtype = _dtypes.name_of(beam_idx.dtype)
+            raise NotImplementedError(f"beam_idx: dtype is {dtype}, want int32 or int64")
+        if beam_idx.device != self.keys.seen.device:
+            where = f"want {self.keys.seen.device}, where the cache is"
+            raise ValueError(f"beam_idx: is on {beam_idx.device}, {where}")
         shape = list(beam_idx.shape)
         require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
@@ -427,3 +451,14 @@ class DynamicMaskCache:
     def memory_bytes(self) -> int:
         """The bytes of all tensors of the cache, which never change. Drafts are not counted."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.keys[:6])
+
+    def __repr__(self) -> str:
+        heads, keys = self.keys.key.shape[2:], self.keys
+        static = ", static=True" if self.static else ""
+        return (
+            f"DynamicMaskCache(layers={self.layers}, batch={self.batch}, kv_heads={heads[0]}, "
+            f"head_dim={heads[1]}, window={keys.window}, recent={keys.recent}, "
+            f"sinks={keys.sinks}, bias_form={self.bias_form!r}, dtype={keys.key.dtype}, "
+            f"device={keys.key.device}{static}): {int(self.get_seq_length())} tokens, "
+            f"{self.memory_bytes} bytes"
+        )

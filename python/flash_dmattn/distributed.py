@@ -32,7 +32,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _context, _context_autograd, _ring, ops
+from . import _arguments, _context, _context_autograd, _ring, _types, ops
 from ._arguments import MaybeTensor
 from ._call import check_same_device
 from ._inputs import refuse_tangents
@@ -59,8 +59,8 @@ def _settings_of(function: str, tensors: dict[str, MaybeTensor], **options: Any)
     Raises:
         ValueError: the shapes or devices of tensors contradict each other.
     """
-    check_same_device(tensors)
     sizes = _arguments.bind_sizes(tensors)
+    check_same_device(tensors)
     _arguments.check_sizes(tensors, sizes)
     if sizes["q_len"] != sizes["kv_len"]:
         raise ValueError(
@@ -98,6 +98,8 @@ def _agree(
 
 
 def _check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
+    if not _types.is_list_of_ints(lengths):
+        raise _types.refusal("lengths", lengths, "a list of ints or None")
     found = [int(length) for length in lengths]
     if len(found) != ranks.size or min(found) < 0:
         raise ValueError(f"lengths: are {found}, want {ranks.size} numbers of 0 or more")
@@ -357,12 +359,9 @@ def split_lengths(total: int, ranks: int, multiple: int = 1) -> list[int]:
 
     Source: docs/integration.md.
     """
-    for name, number, least in (
-        ("total", total, 0),
-        ("ranks", ranks, 1),
-        ("multiple", multiple, 1),
-    ):
-        if number < least:
+    for name, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
+        least = 0 if name == "total" else 1
+        if _arguments.check_int(name, number) < least:
             raise ValueError(f"{name}: is {number}, want {least} or more")
     blocks = -(-total // multiple)
     counts = [blocks // ranks + (rank < blocks % ranks) for rank in range(ranks)]
@@ -401,7 +400,7 @@ def split_sequence(
 
     Source: docs/integration.md.
     """
-    ranks, total = ranks_of(group), tensor.shape[dim]
+    ranks, total = ranks_of(group), _types.length_of("tensor", tensor, "dim", dim)
     found = _check_lengths(ranks, split_lengths(total, ranks.size) if lengths is None else lengths)
     if sum(found) != total:
         raise ValueError(f"lengths: their sum is {sum(found)}, want {total}, as tensor has tokens")
@@ -448,8 +447,9 @@ def gather_sequence(
     ranks = ranks_of(group)
 
     def prepare() -> dict[str, Any]:
+        length = _types.length_of("tensor", tensor, "dim", dim)
         shape = list(tensor.shape)
-        length = shape.pop(dim)
+        del shape[dim]
         return {
             **{"function": "gather_sequence", "shape of tensor without dim": str(shape)},
             **{"dim": dim % tensor.dim(), "dtype": str(tensor.dtype)},
@@ -494,7 +494,7 @@ def sequence_positions(
     Source: docs/integration.md.
     """
     ranks = ranks_of(group)
-    settings = {"function": "sequence_positions", LENGTH: length}
+    settings = {"function": "sequence_positions", LENGTH: _arguments.check_int("length", length)}
     lengths = _agree(ranks, lengths, lambda: settings)
     begin = offsets_of(lengths)[ranks.rank]
     return torch.arange(begin, begin + length, device=device)[None]

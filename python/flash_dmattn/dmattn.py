@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _library
+from . import _call, _library, _types
 from ._inputs import (
     as_bool_mask,
     call_renamed,
@@ -47,8 +47,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
     the rng_state of dropout, if there is any."""
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"query: is a {type(q).__name__}, want a torch.Tensor")
+    _types.check_tensor("query", q)
+    _types.check_tensor("key", k)
     if probabilities_name is not None:
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)
@@ -137,6 +137,10 @@ def flash_dmattn_func(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
+    flags = {"is_causal": is_causal, "deterministic": deterministic}
+    for name, flag in {**flags, "return_attn_probs": return_attn_probs}.items():
+        if flag is not None:
+            _types.check_flag(name, flag)
     out, lse, probability, _ = call_renamed(
         NAMES,
         attend,
@@ -166,8 +170,9 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
         The function.
 
     Raises:
-        NotImplementedError: "triton" or "flex", which are backends of flash-dmattn alone. The
-            function refuses other unknown names.
+        TypeError: a backend that is neither a str nor None.
+        NotImplementedError: "triton" or "flex", which are backends of flash-dmattn alone, or
+            another unknown name.
 
     Example:
         >>> flash_dmattn_func = flash_dmattn.flash_dmattn_func_auto(backend="cpu")
@@ -178,13 +183,13 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     Source: arXiv:2508.02124.
     """
     usable = _library.backends()
-    if backend in OTHER_BACKENDS:
+    if isinstance(backend, str) and backend in OTHER_BACKENDS:
         names = ", ".join(map(repr, usable))
         raise NotImplementedError(
             f"backend: is {backend!r}, which this library does not have, want one of {names}, or "
             "None for the fastest"
         )
-    if backend == "cuda" and "cuda" not in usable:
+    if isinstance(backend, str) and backend == "cuda" and "cuda" not in usable:
         warnings.warn(
             "backend: is 'cuda', but there is no CUDA device, or no CUDA kernel in this build: the "
             "function takes CPU tensors",
@@ -192,4 +197,5 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
             stacklevel=2,
         )
         backend = None
+    _call.check_backend(backend)
     return functools.partial(flash_dmattn_func, backend=backend)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from . import functional, streams
+from . import _types, functional, streams
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
 
@@ -75,7 +75,7 @@ class KeptKeys(CacheLayerMixin):
         self.is_initialized = True
 
     def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
-        rules = {"window": self.window, "static": self.is_compileable}
+        rules = {"window": self.window, "recent": 0, "static": self.is_compileable}
         return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
 
     # ---- attention ----
@@ -330,6 +330,7 @@ class DogeCache(Cache):
 
     def __init__(self, config: transformers.DogeConfig, static: bool = False) -> None:
         if not isinstance(config, transformers.DogeConfig):
-            raise TypeError(f"config: is a {type(config).__name__}, want a DogeConfig")
+            raise _types.refusal("config", config, "a DogeConfig")
+        _types.check_flag("static", static)
         layers = range(config.num_hidden_layers)
         super().__init__(layers=[KeptKeys(config.keep_window_size, static) for _ in layers])

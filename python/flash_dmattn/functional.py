@@ -45,11 +45,13 @@ from . import (
     _direct,
     _flops,  # noqa: F401 (registers what FlopCounterMode counts)
     _library,
+    _types,
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
 from ._inputs import draw_state, refuse_tangents
 
+ROWS = ("query", "key", "value")
 Tensors = Tuple[torch.Tensor, ...]
 MaybeTensors = Tuple[_arguments.MaybeTensor, ...]
 
@@ -101,7 +103,8 @@ def _scale(softmax_scale: float | None) -> float:
     """softmax_scale as fdma.h has it, in which 0 means the default."""
     if softmax_scale is None:
         return 0.0
-    # PyTorch refuses what is not a number, with a message of its own
+    if not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
     if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
         raise ValueError(
             f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
@@ -113,8 +116,9 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
     autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
     others. `name` is that of rows[0]."""
-    if not isinstance(rows[0], torch.Tensor):
-        raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
+    for at, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor):
+            _types.check_tensor(ROWS[ROWS.index(name) + at], row)
     device = rows[0].device.type
     if device not in _direct.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
@@ -123,7 +127,7 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     floats = (torch.float32, *narrow)  # float64 is not cast
     return (
         *(row.to(dtype) if row.dtype in floats else row for row in rows),
-        *(one.to(dtype) if one is not None and one.dtype in narrow else one for one in weights),
+        *(one.to(dtype) if getattr(one, "dtype", None) in narrow else one for one in weights),
     )
 
 
@@ -132,9 +136,9 @@ def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
     if selection is None:
         return None, None, 0, 0, 0, "causal"
     if not isinstance(selection, Selection):
-        raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
+        raise _types.refusal("selection", selection, "select()'s result")
     expiry, slot, window, scope, recent, sinks, _ = selection
-    if scope not in _library.SCOPES:
+    if not isinstance(scope, str) or scope not in _library.SCOPES:
         raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return expiry, slot, window, recent, sinks, scope
 
@@ -248,6 +252,7 @@ def select(
 
     Source: arXiv:2508.02124, section 3.
     """
+    _arguments.choose("scope", scope)
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
     options = (*rules, scope, _arguments.check_gap(gap, no_recent), backend)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _arguments, _direct, ops
+from . import _arguments, _direct, _types, ops
 from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
@@ -24,6 +24,11 @@ def _rules_of_call(
     options: DynamicMaskOptions | None,
 ) -> tuple[tuple[int, int, int], float, str]:
     """How many keys a query keeps, the gap, 0 for none, and the scope."""
+    _types.check_flag("causal", causal)
+    if options is not None and not isinstance(options, DynamicMaskOptions):
+        raise _types.refusal("options", options, "a DynamicMaskOptions or None")
+    if scope is not None:
+        _arguments.choose("scope", scope)
     if scope is None:
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
@@ -97,6 +102,7 @@ def _attend_alone(
         arguments = (*tensors, *settings)
         out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
         if out is NotImplemented:
+            ops.FUSED.check_types(arguments)
             known = None if known_as is None else (flash_dma_attention, known_as, TENSORS)
             out = _direct.begin(ops.FUSED, arguments, 1, known)
         if out is not NotImplemented:
@@ -203,8 +209,9 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    returns_more, known_as = return_lse or return_attn_probs, None
-    is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
+    returns_out = return_lse is False and return_attn_probs is False
+    has_dropout, known_as = not isinstance(dropout_p, (int, float)) or dropout_p != 0, None
+    is_usual = returns_out and not has_dropout and generator is None and options is None
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
         known_as = (
@@ -215,6 +222,8 @@ def flash_dma_attention(
         out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
         if out is not NotImplemented:
             return out
+    for name, flag in (("return_lse", return_lse), ("return_attn_probs", return_attn_probs)):
+        _types.check_flag(name, flag)
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
@@ -225,7 +234,7 @@ def flash_dma_attention(
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
-    elif not returns_more:
+    elif not (return_lse or return_attn_probs):
         return _attend_alone(known_as, (*tensors, *given), settings)
     else:
         found = ops.FUSED(*tensors, *given, *settings)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import _arguments
+from . import _arguments, _dtypes, _types
 from ._inputs import check_dropout, check_probabilities_fit, draw_state
 from ._layer_checks import HEAD_DIM_MAX, require
 from .functional import attention, score, select
@@ -192,6 +192,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         gap: float | None = None,
         bias_form: str = "exp",
     ) -> None:
+        _types.check_call(MultiheadAttention, locals())
+        if dtype is not None:
+            _dtypes.check_float("dtype", dtype)
         check_dropout(dropout, "dropout")
         rules = _arguments.check_rules(ALL_KEYS if window is None else window, recent, sinks)
         _arguments.check_gap(gap)
@@ -282,6 +285,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             NotImplementedError: a dtype that no kernel of the device supports.
             MemoryError: weights that take more memory than the device has.
         """
+        for name, row in (("query", query), ("key", key), ("value", value)):
+            _types.check_tensor(name, row)
+        _types.check_tensors({"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
         if query.is_nested and query.dim() == 3:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             rest = (need_weights, average_attn_weights, is_causal)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Sequence
 import torch
 from torch import nn
 
-from . import _arguments, functional, fused
+from . import _arguments, _dtypes, _types, functional, fused
 from ._inputs import check_dropout
 from ._layer_checks import (
+    check_cache,
     check_hidden,
     check_memory,
     check_memory_of_call,
@@ -20,10 +21,13 @@ from ._layer_checks import (
     check_options,
     check_positions,
     check_ranks,
+    check_selects,
     check_sizes,
+    check_without_cache,
     require,
 )
 from .cache import DynamicMaskCache
+from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
 from .rotary import count_positions, rotate_heads
 from .score_targets import no_loss, score_target_loss
@@ -155,6 +159,9 @@ class DynamicMaskAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _types.check_call(DynamicMaskAttention, locals())
+        if dtype is not None:
+            _dtypes.check_float("dtype", dtype)
         super().__init__()
         dim = check_sizes(hidden, heads, kv_heads, head_dim)
         if recent is None:
@@ -250,7 +257,7 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None = None,
         starts: torch.Tensor | Sequence[int] | None = None,
         positions: torch.Tensor | None = None,
-        cache: DynamicMaskCache | None = None,
+        cache: DynamicMaskCache | LayerCaches | None = None,
         layer: int = 0,
         index: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
@@ -297,7 +304,8 @@ class DynamicMaskAttention(nn.Module):
         """
         check_hidden("x", "len", x, self.hidden)
         check_memory_of_call(self.memory_hidden, x, memory, cache, starts)
-        self._check_cache(cache, starts, index, n_tokens, draft, lengths)
+        check_without_cache(cache, starts, index, n_tokens, draft, lengths)
+        cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
         if self.rope_base is not None:
             if positions is None and cache is not None:
@@ -395,33 +403,17 @@ class DynamicMaskAttention(nn.Module):
         )
         return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
-    def _check_cache(
-        self,
-        cache: DynamicMaskCache | None,
-        starts: torch.Tensor | None,
-        index: torch.Tensor | None,
-        n_tokens: torch.Tensor | int | None,
-        draft: bool,
-        lengths: Sequence[int] | None,
-    ) -> None:
-        require(cache is None or lengths is None, "lengths: is given, want None with a cache")
-        if cache is None:
-            require(index is None, "index: is given, want None without a cache")
-            require(n_tokens is None, "n_tokens: is given, want None without a cache")
-            require(not draft, "draft: is True, want False without a cache")
-            return
-        require(starts is None, "starts: is given, want None with a cache")
-        selects = self.causal and self.window is not None
-        require(selects, "cache: is given, want None unless the layer is causal and has a window")
-        require(self.gap is None, f"cache: is given, want None for a layer of gap {self.gap}")
-        has_options = self.options is not None
-        require(not has_options, "cache: is given, want None for a layer with options")
-        require(
-            cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
-        )
-        for name in ("window", "recent", "sinks"):
-            found, want = getattr(cache.keys, name), getattr(self, name)
-            require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+    def new_cache(self, batch: int, *, layers: int = 1, static: bool = False) -> DynamicMaskCache:
+        """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers that
+        have the same; LayerCaches is for those that have not. static as in DynamicMaskCache.
+
+        Raises:
+            TypeError, ValueError: as DynamicMaskCache; a layer that cannot have a cache.
+        """
+        check_selects(self)
+        rules = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
+        kind = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
+        return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads

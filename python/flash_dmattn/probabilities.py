@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
+from . import _types, ops
 from ._inputs import check_dropout, check_probabilities_fit
 from .functional import Selection, _autocast, _rules_of, _scale
 
@@ -73,9 +73,11 @@ def attention_probabilities(
 
     Source: arXiv:2205.14135.
     """
+    if not torch.compiler.is_compiling():
+        _types.check_call(attention_probabilities, locals())
+    check_dropout(dropout_p)
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: is None, want that of attention() with dropout")
-    check_dropout(dropout_p)
     query, key = _autocast("query", (query, key))
     check_probabilities_fit(query, key, "attention_probabilities")
     expiry, slot, *rules = _rules_of(selection)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _arguments, ops
+from . import _arguments, _types, ops
 from ._arguments import MaybeTensor
 from ._inputs import refuse_tangents
 from .functional import _autocast, _scale
@@ -164,7 +164,12 @@ def decode(
     Source: docs/algorithm.md, streams.
     """
     if not isinstance(cache, KeyCache):
-        raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
+        raise _types.refusal("cache", cache, "a KeyCache")
+    _types.check_tensor("key", key)
+    if score is None:
+        for name, weight in (("dt_proj", dt_proj), ("a_coef", a_coef)):
+            if weight is None:
+                raise ValueError(f"{name}: is None, want a torch.Tensor, or else a score")
     refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
     out, lse = ops.DECODE(
         *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from . import dmattn
-from ._inputs import as_bool_mask, choose_scale
+from . import _dtypes, _types, dmattn
+from ._inputs import as_bool_mask, call_renamed, choose_scale
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
+NAMES = {"query": "q", "key": "k", "value": "v", "starts": "cu_seqlens_q"}
 WINDOW = 2048  # keep_window_size, where it is not given
 
 
 def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
     """`starts` of attention(); cumsum() makes int64 of the int32 lengths that it sums up."""
+    for name, one in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _types.check_tensor(name, one)
+        if one.dtype not in (torch.int32, torch.int64):
+            dtype = _dtypes.name_of(one.dtype)
+            raise NotImplementedError(f"{name}: dtype is {dtype}, want int32 or int64")
+    if cu_seqlens_k.device != cu_seqlens_q.device:
+        where = f"want {cu_seqlens_q.device}, where cu_seqlens_q is"
+        raise ValueError(f"cu_seqlens_k: is on {cu_seqlens_k.device}, {where}")
     same = cu_seqlens_q is cu_seqlens_k or (
         cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
     )
@@ -26,6 +35,9 @@ def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.
 
 
 def _is_causal(causal: bool, is_causal: bool | None) -> bool:
+    _types.check_flag("causal", causal)
+    if is_causal is not None:
+        _types.check_flag("is_causal", is_causal)
     if is_causal is not None and causal and not is_causal:
         raise ValueError("is_causal: is False, want None or True, as causal is True")
     return bool(causal or is_causal)
@@ -39,6 +51,15 @@ def _refuse_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None
 
 def _with_batch(pairs: torch.Tensor | None) -> torch.Tensor | None:
     return None if pairs is None else pairs[None]
+
+
+def _with_batch_axis(name: str, row: torch.Tensor) -> torch.Tensor:
+    """A query, key or value as a batch of 1."""
+    _types.check_tensor(name, row)
+    if row.dim() != 3:
+        shape = f"{name} is [total, heads, head_dim]"
+        raise ValueError(f"{name}: rank is {row.dim()}, want 3; {shape}")
+    return row[None]
 
 
 def _check_weights(
@@ -55,6 +76,8 @@ def _check_weights(
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
     if gap is not None and dt_proj is None:
+        if not _types.is_number(gap):
+            raise _types.refusal("gap", gap, "a number or None")
         raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
     if options is not None and dt_proj is None:
         raise ValueError("options: is given, want None without dt_proj and a_coef")
@@ -159,7 +182,7 @@ def flash_dmattn_varlen_func(
     """
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
-    rows = q[None], k[None], v[None]
+    rows = tuple(map(_with_batch_axis, ("q", "k", "v"), (q, k, v)))
     given = {
         **{"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend},
         **{"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap},
@@ -169,7 +192,9 @@ def flash_dmattn_varlen_func(
     if dt_proj is None or a_coef is None:
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
-        out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **given, probabilities_name=name)
+        out, lse, *probability, _ = call_renamed(
+            NAMES, dmattn.attend, *rows, *pairs, **given, probabilities_name=name
+        )
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
@@ -179,7 +204,9 @@ def flash_dmattn_varlen_func(
         if options is not None:
             keep_window_size = options._window_of(keep_window_size, WINDOW)
         rows += (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = flash_dma_attention(*rows, **rules, **scores, **wanted, **given)
+        out, lse, *probability = call_renamed(
+            NAMES, flash_dma_attention, *rows, **rules, **scores, **wanted, **given
+        )
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]
