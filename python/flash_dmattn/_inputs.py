@@ -56,11 +56,16 @@ def draw_state(
 
 def choose_scale(softmax_scale: float | None, scale: float | None) -> float | None:
     """The factor of logits, which callers give under one of two names."""
-    if scale is None or softmax_scale is None:
-        return softmax_scale if scale is None else scale
-    for name, value in (("scale", scale), ("softmax_scale", softmax_scale)):
-        if not _types.is_number(value):
-            raise _types.refusal(name, value, "a number or None")
+    if scale is None:
+        return softmax_scale
+    if not _types.is_number(scale):
+        raise _types.refusal("scale", scale, "a number or None")
+    if not scale > 0:
+        raise ValueError(f"scale: is {scale:g}, want a positive number, or None for the default")
+    if softmax_scale is None:
+        return scale
+    if not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
     if scale != softmax_scale:
         raise ValueError(f"scale: is {scale}, want None, or softmax_scale, {softmax_scale}")
     return scale

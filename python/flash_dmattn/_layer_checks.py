@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from . import _arguments, _types
+from . import _arguments, _dtypes, _types
 from ._layer_ranks import LayerRanks
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
@@ -71,9 +72,34 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
     require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
 
 
+def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> None:
+    """Check that states can be multiplied by a weight of the layer: PyTorch's own message names
+    neither."""
+    if x.device != weight.device:
+        raise ValueError(f"{name}: is on {x.device}, want {weight.device}, where {layer} is")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        found, want = _dtypes.name_of(x.dtype), _dtypes.name_of(weight.dtype)
+        raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
+
+
+def check_input(name: str, x: torch.Tensor | None, linear: nn.Module) -> None:
+    """check_like() of what a projection gets, unless that may be more than its weight: it has been
+    replaced or has hooks, such as those that bring a weight from another device."""
+    if x is None or torch.compiler.is_compiling():
+        return
+    is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
+    if is_plain and not linear._forward_pre_hooks:
+        check_like(name, x, "the layer", linear.weight)
+
+
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
-    """`x` is [batch, len, ...]."""
+    """`x` is [batch, len, heads, head_dim]."""
+    _types.check_tensor("x", x)
     _types.check_tensor("positions", positions)
+    if x.dim() != 4:
+        raise ValueError(f"x: rank is {x.dim()}, want 4; x is [batch, len, heads, head_dim]")
+    if positions.device != x.device:
+        raise ValueError(f"positions: is on {positions.device}, want {x.device}, where x is")
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
     fits = fits and positions.shape[1] == x.shape[1]
     shape = list(positions.shape)
@@ -116,7 +142,7 @@ def check_ranks(
     """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
     if group is None:
         return None
-    if not hasattr(group, "size"):  # one of torch.distributed, which may be absent
+    if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group
         raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     for name, given in zip(("gap", "memory_hidden", "options"), absent):
         require(given is None, f"{name}: is given, want None with process_group")
@@ -132,33 +158,50 @@ def check_cache(
     index: torch.Tensor | None,
 ) -> tuple[DynamicMaskCache | None, int]:
     """The cache that has the keys of the layer for the tokens x, and the layer's number in it."""
+    _arguments.check_int("layer", layer)
     if cache is None:
         return None, 0
     if isinstance(cache, LayerCaches):
         cache, layer = cache.of_layer(layer)
     if not isinstance(cache, DynamicMaskCache):
         raise _types.refusal("cache", cache, "a DynamicMaskCache")
-    check_selects(module)
-    require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
-    for name in ("window", "recent", "sinks"):
-        found, want = getattr(cache.keys, name), getattr(module, name)
-        require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
-    if index is not None:
-        _types.check_tensor("index", index)
-    elif cache.batch != x.shape[0]:
-        raise ValueError(f"cache: has {cache.batch} sequences, x has {x.shape[0]}")
-    return cache, layer
-
-
-def check_selects(module: DynamicMaskAttention) -> None:
-    """Refuse a cache for a layer that does not select keys, or not by the rules of a cache."""
     selects = module.causal and module.window is not None
     require(selects, "cache: is given, want None unless the layer is causal and has a window")
     require(module.gap is None, f"cache: is given, want None for a layer of gap {module.gap}")
     require(module.options is None, "cache: is given, want None for a layer with options")
+    require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
+    for name in ("window", "recent", "sinks"):
+        found, want = getattr(cache.keys, name), getattr(module, name)
+        require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+    if index is None and cache.batch != x.shape[0]:
+        count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
+        raise ValueError(f"cache: has {count}, x has {x.shape[0]}")
+    return cache, layer
 
 
-def check_without_cache(
+def check_takes_cache(module: DynamicMaskAttention) -> None:
+    selects = module.causal and module.window is not None
+    wanted = "new_cache: want a causal layer with a window, without a gap and options"
+    require(selects and module.gap is None and module.options is None, wanted)
+
+
+def check_starts(starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor) -> None:
+    if starts is None:
+        return
+    if not isinstance(starts, torch.Tensor):
+        if not _types.is_list_of_ints(starts):
+            raise _types.refusal("starts", starts, "a torch.Tensor, a list of ints or None")
+        return
+    if starts.dim() != 1:
+        shape = "starts is [sequences + 1]"
+        raise ValueError(f"starts: rank is {starts.dim()}, want 1; {shape}")
+    if starts.device.type not in ("cpu", x.device.type):
+        raise ValueError(f"starts: is on {starts.device}, want {x.device}, where x is")
+
+
+def check_options_of_call(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
     cache: DynamicMaskCache | LayerCaches | None,
     starts: torch.Tensor | Sequence[int] | None,
     index: torch.Tensor | None,
@@ -166,8 +209,11 @@ def check_without_cache(
     draft: bool,
     lengths: Sequence[int] | None,
 ) -> None:
-    """Refuse what only calls with a cache have, and what only calls without one have."""
+    """Check types, and refuse what only calls with a cache have, or only those without one."""
     _types.check_flag("draft", draft)
+    check_starts(starts, x)
+    if positions is not None:
+        _types.check_tensor("positions", positions)
     if cache is None:
         require(index is None, "index: is given, want None without a cache")
         require(n_tokens is None, "n_tokens: is given, want None without a cache")

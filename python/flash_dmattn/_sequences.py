@@ -35,6 +35,16 @@ class Layout(NamedTuple):
     starts: list[int] | None  # of the sequences behind `head`, counted from there; None: it is one
 
 
+def check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
+    """The lengths that a caller gives, one for each rank."""
+    if not is_list_of_ints(lengths):
+        raise refusal("lengths", lengths, "a list of ints or None")
+    found = [int(length) for length in lengths]
+    if len(found) != ranks.size or min(found) < 0:
+        raise ValueError(f"lengths: are {found}, want {ranks.size} numbers of 0 or more")
+    return found
+
+
 def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None:
     if starts is None:
         return None

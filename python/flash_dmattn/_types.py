@@ -32,7 +32,7 @@ Kinds = Tuple[Tuple[str, Kind], ...]  # of arguments, by name
 def describe(value: Any) -> str:
     """What a message calls a value: "None", "'8', a str", "an ndarray"."""
     name = type(value).__name__
-    kind = f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    kind = f"{'an' if name[0] in 'aeiouAEIOU' or name == 'ndarray' else 'a'} {name}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return "None" if value is None else f"{value!r}, {kind}"
     return kind
@@ -149,7 +149,7 @@ def kind_of(annotation: str, names: Mapping[str, Any]) -> Kind | None:
         words.remove("str")  # the name of a device
     for word in words:
         kind = KINDS.get(word)
-        if kind is None and isinstance(names.get(word), type):
+        if kind is None and word != "Any" and isinstance(names.get(word), type):
             kind = of_types(f"a {word}", names[word])
         if kind is None:
             return None

@@ -15,6 +15,8 @@ from ._inputs import call_renamed
 from .functional import _autocast, _scale
 from .streams import TOKENS_MAX, KeyCache, Tokens
 
+INDEX_DTYPES = (torch.int32, torch.int64)
+
 
 def require(holds: bool, message: str) -> None:
     if not holds:
@@ -243,10 +245,23 @@ class DynamicMaskCache:
         if not 0 <= _arguments.check_int("layer", layer) < self.layers:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
 
+    def _check_numbers(self, name: str, numbers: torch.Tensor) -> None:
+        """Check a tensor of numbers of sequences."""
+        _types.check_tensor(name, numbers)
+        if numbers.dtype not in INDEX_DTYPES:
+            dtype = _dtypes.name_of(numbers.dtype)
+            raise NotImplementedError(f"{name}: dtype is {dtype}, want int32 or int64")
+        if numbers.device != self.keys.seen.device:
+            where = f"want {self.keys.seen.device}, where the cache is"
+            raise ValueError(f"{name}: is on {numbers.device}, {where}")
+
     def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
         """The numbers in `keys` of the sequences `index` of the batch; -1 stays."""
         if index is None:
             return self._indices[layer]
+        self._check_numbers("index", index)
+        if index.dim() != 1:
+            raise ValueError(f"index: rank is {index.dim()}, want 1; index is [streams]")
         return torch.where(index < 0, -1, index + layer * self.batch).to(torch.int32)
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
@@ -393,13 +408,7 @@ class DynamicMaskCache:
             ValueError: it has another shape or device.
             NotImplementedError: it has another dtype.
         """
-        _types.check_tensor("beam_idx", beam_idx)
-        if beam_idx.dtype not in (torch.int32, torch.int64):
-            dtype = _dtypes.name_of(beam_idx.dtype)
-            raise NotImplementedError(f"beam_idx: dtype is {dtype}, want int32 or int64")
-        if beam_idx.device != self.keys.seen.device:
-            where = f"want {self.keys.seen.device}, where the cache is"
-            raise ValueError(f"beam_idx: is on {beam_idx.device}, {where}")
+        self._check_numbers("beam_idx", beam_idx)
         shape = list(beam_idx.shape)
         require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)

@@ -138,6 +138,8 @@ def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
     if not isinstance(selection, Selection):
         raise _types.refusal("selection", selection, "select()'s result")
     expiry, slot, window, scope, recent, sinks, _ = selection
+    if expiry is None or slot is None:
+        raise ValueError("selection: its expiry or slot is None, want select()'s result")
     if not isinstance(scope, str) or scope not in _library.SCOPES:
         raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return expiry, slot, window, recent, sinks, scope

@@ -56,7 +56,7 @@ class LayerCaches:
         for number, layer in enumerate(layers):
             if not hasattr(layer, "new_cache"):
                 found = _types.describe(layer)
-                raise TypeError(f"layers: has {found}, want objects of DynamicMaskAttention")
+                raise TypeError(f"layers: has {found}, want DynamicMaskAttention layers")
             own = (layer.kv_heads, layer.head_dim, layer.window, layer.recent, layer.sinks)
             like = layer.A if layer.window is not None else layer.k_proj.weight
             kinds.setdefault((*own, like.dtype, like.device), []).append(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import _types, ops
+from ._call import check_same_device
 from ._inputs import as_bool_mask
 from .functional import Selection, _rules_of
 
@@ -65,7 +66,10 @@ def mask_lists(
     Source: docs/algorithm.md, masks.
     """
     if not torch.compiler.is_compiling():
-        _types.check_call(mask_lists, locals())
+        given = locals()
+        _types.check_call(mask_lists, given)
+        names = ops.MASK_LISTS.operation.tensors
+        check_same_device({name: given[name] for name in names if name in given})
     mask = as_bool_mask(attn_mask)
     return ops.MASK_LISTS.op(
         *(query.detach(), key.detach(), key_valid, starts, kv_used, mask),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from . import _arguments, _dtypes, _types
 from ._inputs import check_dropout, check_probabilities_fit, draw_state
-from ._layer_checks import HEAD_DIM_MAX, require
+from ._layer_checks import HEAD_DIM_MAX, check_like, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
@@ -287,7 +287,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         for name, row in (("query", query), ("key", key), ("value", value)):
             _types.check_tensor(name, row)
+            check_like(name, row, "the layer", self.out_proj.weight)
         _types.check_tensors({"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
+        flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        for name, flag in {**flags, "is_causal": is_causal}.items():
+            if flag is not None:
+                _types.check_flag(name, flag)
         if query.is_nested and query.dim() == 3:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             rest = (need_weights, average_attn_weights, is_causal)
@@ -351,8 +356,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_masks(self, rows: Rows, padding: MaybeTensor, attn_mask: MaybeTensor) -> None:
         (batch, q_len), (key_batch, kv_len) = rows[0].shape[:2], rows[1].shape[:2]
         check_equal("key: batch", key_batch, batch, AssertionError)
-        check_dtype("key_padding_mask", padding)
-        check_dtype("attn_mask", attn_mask)
+        for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+            check_dtype(name, mask)
+            if mask is not None and mask.device != rows[0].device:
+                where = f"want {rows[0].device}, where query is"
+                raise ValueError(f"{name}: is on {mask.device}, {where}")
         if padding is not None:
             found = list(padding.shape)
             check_equal("key_padding_mask: shape", found, [batch, kv_len], AssertionError)

@@ -15,15 +15,17 @@ from ._inputs import check_dropout
 from ._layer_checks import (
     check_cache,
     check_hidden,
+    check_input,
     check_memory,
     check_memory_of_call,
     check_nope,
     check_options,
+    check_options_of_call,
     check_positions,
     check_ranks,
-    check_selects,
     check_sizes,
-    check_without_cache,
+    check_starts,
+    check_takes_cache,
     require,
 )
 from .cache import DynamicMaskCache
@@ -303,8 +305,10 @@ class DynamicMaskAttention(nn.Module):
                 torch.nn.utils are taken.)
         """
         check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
         check_memory_of_call(self.memory_hidden, x, memory, cache, starts)
-        check_without_cache(cache, starts, index, n_tokens, draft, lengths)
+        check_input("memory", memory, self.k_proj)
+        check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
         if self.rope_base is not None:
@@ -361,7 +365,10 @@ class DynamicMaskAttention(nn.Module):
         """
         wanted = "score_target_loss: want a causal layer with a window, without process_group"
         require(self.causal and self.window is not None and self.ranks is None, wanted)
+        _types.check_call(DynamicMaskAttention.score_target_loss, locals())
         check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
+        check_starts(starts, x)
         if heads is None:
             if self.sliding_heads == self.kv_heads:
                 return no_loss(self._score_weights()[0], x.dtype)
@@ -410,7 +417,7 @@ class DynamicMaskAttention(nn.Module):
         Raises:
             TypeError, ValueError: as DynamicMaskCache; a layer that cannot have a cache.
         """
-        check_selects(self)
+        check_takes_cache(self)
         rules = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
         kind = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
         return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
@@ -418,6 +425,7 @@ class DynamicMaskAttention(nn.Module):
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads
         have not."""
+        check_positions(positions, x)
         count = self.nope_heads * x.shape[2] // self.kv_heads
         return rotate_heads(x, positions, self.rope_base, count, self.nope_rotary_dim)
 
@@ -431,7 +439,6 @@ class DynamicMaskAttention(nn.Module):
         """query and key with rotary embedding; positions as in forward()."""
         if positions is None:
             positions = count_positions(query.shape[1], starts, query.device)
-        check_positions(positions, query)
         return self.rotate_heads(query, positions), self.rotate_heads(key, positions)
 
     def attend(

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear, log_softmax
 
 from . import _arguments, _types
+from ._call import check_same_device
 from ._dtypes import check_dtype
 from ._sequences import list_starts
 from .functional import attention
@@ -97,6 +98,7 @@ def score_target_loss(
     tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
     if key_valid is not None:
         tensors["key_valid"] = key_valid
+    check_same_device(tensors)
     if isinstance(starts, torch.Tensor):
         tensors["starts"] = starts
     _check_shapes(tensors)

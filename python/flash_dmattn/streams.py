@@ -166,6 +166,7 @@ def decode(
     if not isinstance(cache, KeyCache):
         raise _types.refusal("cache", cache, "a KeyCache")
     _types.check_tensor("key", key)
+    _types.check_flag("return_lse", return_lse)
     if score is None:
         for name, weight in (("dt_proj", dt_proj), ("a_coef", a_coef)):
             if weight is None:

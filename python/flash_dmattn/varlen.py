@@ -49,8 +49,11 @@ def _refuse_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None
             raise ValueError(f"{name}: is given, want None with dt_proj, which selects the keys")
 
 
-def _with_batch(pairs: torch.Tensor | None) -> torch.Tensor | None:
-    return None if pairs is None else pairs[None]
+def _with_batch(name: str, pairs: torch.Tensor | None) -> torch.Tensor | None:
+    if pairs is None:
+        return None
+    _types.check_tensor(name, pairs)
+    return pairs[None]
 
 
 def _with_batch_axis(name: str, row: torch.Tensor) -> torch.Tensor:
@@ -79,6 +82,8 @@ def _check_weights(
         if not _types.is_number(gap):
             raise _types.refusal("gap", gap, "a number or None")
         raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
+    if options is not None and not isinstance(options, DynamicMaskOptions):
+        raise _types.refusal("options", options, "a DynamicMaskOptions or None")
     if options is not None and dt_proj is None:
         raise ValueError("options: is given, want None without dt_proj and a_coef")
 
@@ -180,6 +185,8 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
+    for name, flag in (("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
+        _types.check_flag(name, flag)
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
     rows = tuple(map(_with_batch_axis, ("q", "k", "v"), (q, k, v)))
@@ -190,7 +197,10 @@ def flash_dmattn_varlen_func(
         "deterministic": deterministic,
     }
     if dt_proj is None or a_coef is None:
-        pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
+        pairs = (
+            _with_batch("attn_mask", as_bool_mask(attn_mask)),
+            _with_batch("attn_bias", attn_bias),
+        )
         name = "return_attn_probs" if return_attn_probs else None
         out, lse, *probability, _ = call_renamed(
             NAMES, dmattn.attend, *rows, *pairs, **given, probabilities_name=name
