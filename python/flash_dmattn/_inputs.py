@@ -25,7 +25,7 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
-    if not _types.is_number(dropout_p):
+    if type(dropout_p) is not float and not _types.is_number(dropout_p):
         raise _types.refusal(name, dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{name}: is {dropout_p}, want a number in [0, 1)")
@@ -77,7 +77,8 @@ def as_bool_mask(mask: torch.Tensor | None, name: str = "attn_mask") -> torch.Te
     a number for each number in memory."""
     if mask is None:
         return None
-    _types.check_tensor(name, mask)
+    if not isinstance(mask, torch.Tensor):
+        _types.check_tensor(name, mask)
     if not mask.dtype.is_floating_point:
         return mask
     for axis, stride in enumerate(mask.stride()):

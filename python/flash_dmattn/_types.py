@@ -215,3 +215,10 @@ def check_flag(name: str, value: Any) -> None:
     """
     if type(value) is not bool and not is_flag(value):
         raise refusal(name, value, "a bool")
+
+
+def check_flags(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    """check_flag() of those that are not None."""
+    for name, value in zip(names, values):
+        if value is not None and type(value) is not bool:
+            check_flag(name, value)

@@ -207,7 +207,8 @@ class DynamicMaskCache:
         _types.check_flag("draft", draft)
         _types.check_tensor("dt_proj", dt_proj)
         _types.check_tensor("a_coef", a_coef)
-        _types.check_tensors({"index": index, "key_valid": key_valid})
+        if key_valid is not None:
+            _types.check_tensor("key_valid", key_valid)
         query, key, value, *weights = _autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )

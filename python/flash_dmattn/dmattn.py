@@ -48,8 +48,8 @@ def attend(
     """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
     the rng_state of dropout, if there is any."""
     _types.check_tensor("query", q)
-    _types.check_tensor("key", k)
     if probabilities_name is not None:
+        _types.check_tensor("key", k)
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)
     options = {
@@ -137,10 +137,10 @@ def flash_dmattn_func(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    flags = {"is_causal": is_causal, "deterministic": deterministic}
-    for name, flag in {**flags, "return_attn_probs": return_attn_probs}.items():
-        if flag is not None:
-            _types.check_flag(name, flag)
+    _types.check_flags(
+        ("is_causal", "deterministic", "return_attn_probs"),
+        (is_causal, deterministic, return_attn_probs),
+    )
     out, lse, probability, _ = call_renamed(
         NAMES,
         attend,

@@ -103,7 +103,7 @@ def _scale(softmax_scale: float | None) -> float:
     """softmax_scale as fdma.h has it, in which 0 means the default."""
     if softmax_scale is None:
         return 0.0
-    if not _types.is_number(softmax_scale):
+    if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
         raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
     if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
         raise ValueError(
@@ -116,9 +116,10 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
     autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
     others. `name` is that of rows[0]."""
-    for at, row in enumerate(rows):
+    for row in rows:
         if not isinstance(row, torch.Tensor):
-            _types.check_tensor(ROWS[ROWS.index(name) + at], row)
+            at = [isinstance(x, torch.Tensor) for x in rows].index(False)
+            _types.check_tensor(ROWS[at] if at > 0 else name, row)
     device = rows[0].device.type
     if device not in _direct.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)

@@ -24,7 +24,8 @@ def _rules_of_call(
     options: DynamicMaskOptions | None,
 ) -> tuple[tuple[int, int, int], float, str]:
     """How many keys a query keeps, the gap, 0 for none, and the scope."""
-    _types.check_flag("causal", causal)
+    if type(causal) is not bool:
+        _types.check_flag("causal", causal)
     if options is not None and not isinstance(options, DynamicMaskOptions):
         raise _types.refusal("options", options, "a DynamicMaskOptions or None")
     if scope is not None:
@@ -222,8 +223,9 @@ def flash_dma_attention(
         out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
         if out is not NotImplemented:
             return out
-    for name, flag in (("return_lse", return_lse), ("return_attn_probs", return_attn_probs)):
-        _types.check_flag(name, flag)
+    if not returns_out:
+        _types.check_flag("return_lse", return_lse)
+        _types.check_flag("return_attn_probs", return_attn_probs)
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)

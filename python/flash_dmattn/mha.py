@@ -289,10 +289,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             _types.check_tensor(name, row)
             check_like(name, row, "the layer", self.out_proj.weight)
         _types.check_tensors({"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
-        flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-        for name, flag in {**flags, "is_causal": is_causal}.items():
-            if flag is not None:
-                _types.check_flag(name, flag)
+        _types.check_flags(
+            ("need_weights", "average_attn_weights", "is_causal"),
+            (need_weights, average_attn_weights, is_causal),
+        )
         if query.is_nested and query.dim() == 3:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             rest = (need_weights, average_attn_weights, is_causal)
