@@ -98,7 +98,7 @@ class Inputs:
 def make_decode(inputs: Inputs) -> Peers:
     query, key, value, *weights = inputs.fdma
     cache = flash_dmattn.DynamicMaskCache(
-        1, 1, KV_HEADS, HEAD_DIM, WINDOW, dtype=key.dtype, device=key.device
+        1, 1, KV_HEADS, HEAD_DIM, WINDOW, recent=0, dtype=key.dtype, device=key.device
     )
     token = [x[:, :1] for x in (query, key, value)]
     dense = [x[:, :, :length] for x, length in zip(inputs.sdpa, (1, WINDOW, WINDOW))]

@@ -59,9 +59,7 @@ class Operation(NamedTuple):
         return self._replace(name=name, results=results, bundled=bundled)
 
 
-def check(
-    status: int, operation: Operation, tensors: dict[str, MaybeTensor] | None = None
-) -> None:
+def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | None = None) -> None:
     """_library.check(), with Python's names of the arguments in the message. Among `tensors` are
     perhaps such that have their axes in another order."""
     if status != _library.OK:

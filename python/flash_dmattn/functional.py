@@ -179,7 +179,7 @@ def score(
         nats, is added to logits; it is None if bias_form is "none".
 
     Raises:
-        TypeError: a value that is not a tensor.
+        TypeError: an argument of another type.
         ValueError: shapes or devices that are inconsistent, or an unknown bias_form.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
@@ -231,15 +231,17 @@ def select(
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
         backend: as in score().
 
     Returns:
         A Selection.
 
     Raises:
-        TypeError: a window, recent or sinks that is not an int.
+        TypeError: an argument of another type.
         ValueError: shapes or devices that are inconsistent, a window, recent, sinks or gap out of
             its range, or an unknown scope.
         NotImplementedError: a dtype or backend that no kernel on this machine supports.
@@ -296,8 +298,10 @@ def attention(
         bias: optional [batch, kv_heads, kv_len] float32 (float64 if query is), added to the logits.
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
         sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
             the sum of each row of a head, which has no value. lse counts it.
         attn_mask: optional bool or uint8, false where a query does not attend to a key:
@@ -324,8 +328,7 @@ def attention(
         lse = -inf or its sink_logit.
 
     Raises:
-        TypeError: a query that is not a tensor, a selection that select() did not make, or a
-            generator that is none.
+        TypeError: an argument of another type.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -380,7 +383,8 @@ def merge(
         out and lse, shaped as out_a and lse_a.
 
     Raises:
-        ValueError: shapes or devices that are inconsistent.
+        TypeError: an argument of another type.
+        ValueError: shapes, dtypes or devices that are inconsistent.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:

@@ -154,31 +154,39 @@ def flash_dma_attention(
         a_coef: [kv_heads], of query's dtype or float32.
         keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
             all of them.
-        dropout_p: as in attention().
+        dropout_p: probability with which each of the probabilities becomes 0; the others are
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: also return the probabilities, as attention_probabilities() does, but
             with dropout: q_len * kv_len numbers for each query head, to debug and to draw pictures.
-        dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
+        dt_bias: optional [kv_heads], of query's dtype or float32, added before softplus; None for
+            0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
-        sink_logit: optional [q_heads] float32, as in attention().
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
+        sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
+            the sum of each row of a head, which has no value. lse counts it.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
             and a query keeps keep_window_size + recent keys. A language model needs the tokens just
             before a query, which scores alone may not keep.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
-        gap: as in select().
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. A finite
+            number above 0; None, as it has to be in global scope, leaves no key out.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
             nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
-        generator: as in attention().
-        backend: as in score().
+        generator: on query's device: dropout draws two numbers from it. None for the default one,
+            which torch.manual_seed() sets.
+        backend: one of get_available_backends() or a kernel's name; None for the fastest.
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
         options: limits of the call, and how keys are processed; its keep_window_size is the call's.
@@ -191,8 +199,7 @@ def flash_dma_attention(
         that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
 
     Raises:
-        TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
-            int, or a generator that is none.
+        TypeError: an argument of another type.
         ValueError: shapes, devices or options that are inconsistent, or a call beyond the limits of
             `options`.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.

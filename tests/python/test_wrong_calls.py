@@ -1,5 +1,5 @@
-"""Every argument of every public callable, given something else: each call is refused, with the name
-of the argument and what is wanted, or is legal."""
+"""Every argument of every public callable, given something else: each call is refused, with the
+name of the argument and what is wanted, or is legal."""
 
 from __future__ import annotations
 
@@ -100,8 +100,14 @@ def fault_of(name: str, argument: str, value: object, may_pass: bool) -> str | N
     return None if may_pass else "is not refused"
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_wrong_arguments(name: str) -> None:
+@pytest.mark.parametrize("name", [*CALLS, "DogeCache"])
+def test_wrong_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "DogeCache":
+        transformers = pytest.importorskip("transformers")
+        from flash_dmattn.transformers import DogeCache
+
+        given = {"config": transformers.DogeConfig(num_hidden_layers=1)}
+        monkeypatch.setitem(CALLS, name, Call(DogeCache, given))
     call = CALLS[name]
     call.function(**call.given)
     faults = {}
