@@ -163,7 +163,7 @@ def check_cache(
         return None, 0
     if isinstance(cache, LayerCaches):
         cache, layer = cache.of_layer(layer)
-    if not isinstance(cache, DynamicMaskCache):
+    if not hasattr(cache, "attend"):
         raise _types.refusal("cache", cache, "a DynamicMaskCache")
     selects = module.causal and module.window is not None
     require(selects, "cache: is given, want None unless the layer is causal and has a window")
@@ -173,7 +173,7 @@ def check_cache(
     for name in ("window", "recent", "sinks"):
         found, want = getattr(cache.keys, name), getattr(module, name)
         require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
-    if index is None and cache.batch != x.shape[0]:
+    if index is None and isinstance(cache, DynamicMaskCache) and cache.batch != x.shape[0]:
         count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
         raise ValueError(f"cache: has {count}, x has {x.shape[0]}")
     return cache, layer

@@ -197,5 +197,6 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
             stacklevel=2,
         )
         backend = None
-    _call.check_backend(backend)
+    if not isinstance(backend, str) or backend not in usable:
+        _call.check_backend(backend)
     return functools.partial(flash_dmattn_func, backend=backend)
