@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _arguments, _dtypes, _types
+from ._inputs import check_dropout
 from ._layer_ranks import LayerRanks
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
@@ -26,6 +27,13 @@ HEAD_DIM_MAX = 256  # of the kernels
 def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
     if not holds:
         raise error(message)
+
+
+def check_types(layer: type, given: dict[str, Any]) -> None:
+    """Check what the constructor of a layer is given."""
+    _types.check_call(layer, given)
+    if given["dtype"] is not None:
+        _dtypes.check_float("dtype", given["dtype"])
 
 
 def check_options(
@@ -140,6 +148,7 @@ def check_ranks(
     group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
 ) -> LayerRanks | None:
     """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
+    check_dropout(dropout, "dropout")
     if group is None:
         return None
     if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group

@@ -217,8 +217,8 @@ def check_flag(name: str, value: Any) -> None:
         raise refusal(name, value, "a bool")
 
 
-def check_flags(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
-    """check_flag() of those that are not None."""
+def check_flags(names: tuple[str, ...], values: tuple[Any, ...], none: bool = False) -> None:
+    """check_flag() of several; `none`: they may be None."""
     for name, value in zip(names, values):
-        if value is not None and type(value) is not bool:
+        if type(value) is not bool and not (none and value is None):
             check_flag(name, value)

@@ -140,6 +140,7 @@ def flash_dmattn_func(
     _types.check_flags(
         ("is_causal", "deterministic", "return_attn_probs"),
         (is_causal, deterministic, return_attn_probs),
+        none=True,
     )
     out, lse, probability, _ = call_renamed(
         NAMES,

@@ -11,6 +11,7 @@ from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
 
+NUMBERS = (int, float)
 TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
 
 
@@ -50,9 +51,11 @@ def _check_limits(
     starts: torch.Tensor | None,
     rules: tuple[int, int, int],
     options: DynamicMaskOptions | None,
+    return_lse: bool,
     return_attn_probs: bool,
 ) -> None:
     """Refuse a call beyond the limits of `options`, and probabilities beyond those of memory."""
+    _types.check_flags(("return_lse", "return_attn_probs"), (return_lse, return_attn_probs))
     if options is not None:
         options._check_call(query, key, starts, rules[0] + rules[1])
     if return_attn_probs:
@@ -217,9 +220,8 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    returns_out = return_lse is False and return_attn_probs is False
-    has_dropout, known_as = not isinstance(dropout_p, (int, float)) or dropout_p != 0, None
-    is_usual = returns_out and not has_dropout and generator is None and options is None
+    known_as, is_usual = None, generator is options is None and isinstance(dropout_p, NUMBERS)
+    is_usual = is_usual and dropout_p == 0 and return_lse is return_attn_probs is False
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
         known_as = (
@@ -230,13 +232,10 @@ def flash_dma_attention(
         out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
         if out is not NotImplemented:
             return out
-    if not returns_out:
-        _types.check_flag("return_lse", return_lse)
-        _types.check_flag("return_attn_probs", return_attn_probs)
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
-    _check_limits(query, key, starts, rules, options, return_attn_probs)
+    _check_limits(query, key, starts, rules, options, return_lse, return_attn_probs)
     given = (key_valid, starts, kv_used, sink_logit, draw_state(query, dropout_p, generator))
     numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
     settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)

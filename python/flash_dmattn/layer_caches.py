@@ -63,20 +63,20 @@ class LayerCaches:
         if not layers:
             raise ValueError("layers: is empty, want one or more")
         self.caches: list[DynamicMaskCache] = []
-        places: dict[int, tuple[DynamicMaskCache, int]] = {}
+        by_layer: dict[int, tuple[DynamicMaskCache, int]] = {}
         for numbers in kinds.values():
             first = layers[numbers[0]]
             cache = first.new_cache(batch, layers=len(numbers), static=static)
             self.caches.append(cache)
-            places.update((number, (cache, at)) for at, number in enumerate(numbers))
-        self._places = [places[number] for number in range(len(layers))]
+            by_layer.update((number, (cache, at)) for at, number in enumerate(numbers))
+        self._by_layer = [by_layer[number] for number in range(len(layers))]
         self.layers, self.batch, self.static = len(layers), self.caches[0].batch, static
 
     def of_layer(self, layer: int) -> tuple[DynamicMaskCache, int]:
         """The cache of a layer, and the layer's number in it."""
         if not 0 <= _arguments.check_int("layer", layer) < self.layers:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
-        return self._places[layer]
+        return self._by_layer[layer]
 
     def attend(self, layer: int, *arguments: Any, **options: Any) -> torch.Tensor:
         """As DynamicMaskCache.attend()."""

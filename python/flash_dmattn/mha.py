@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import _arguments, _dtypes, _types
+from . import _arguments, _types
 from ._inputs import check_dropout, check_probabilities_fit, draw_state
-from ._layer_checks import HEAD_DIM_MAX, check_like, require
+from ._layer_checks import HEAD_DIM_MAX, check_like, check_types, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
@@ -192,9 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         gap: float | None = None,
         bias_form: str = "exp",
     ) -> None:
-        _types.check_call(MultiheadAttention, locals())
-        if dtype is not None:
-            _dtypes.check_float("dtype", dtype)
+        check_types(MultiheadAttention, locals())
         check_dropout(dropout, "dropout")
         rules = _arguments.check_rules(ALL_KEYS if window is None else window, recent, sinks)
         _arguments.check_gap(gap)
@@ -292,6 +290,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         _types.check_flags(
             ("need_weights", "average_attn_weights", "is_causal"),
             (need_weights, average_attn_weights, is_causal),
+            none=True,
         )
         if query.is_nested and query.dim() == 3:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Sequence
 import torch
 from torch import nn
 
-from . import _arguments, _dtypes, _types, functional, fused
-from ._inputs import check_dropout
+from . import _arguments, _types, functional, fused
 from ._layer_checks import (
     check_cache,
     check_hidden,
@@ -26,6 +25,7 @@ from ._layer_checks import (
     check_sizes,
     check_starts,
     check_takes_cache,
+    check_types,
     require,
 )
 from .cache import DynamicMaskCache
@@ -161,9 +161,7 @@ class DynamicMaskAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _types.check_call(DynamicMaskAttention, locals())
-        if dtype is not None:
-            _dtypes.check_float("dtype", dtype)
+        check_types(DynamicMaskAttention, locals())
         super().__init__()
         dim = check_sizes(hidden, heads, kv_heads, head_dim)
         if recent is None:
@@ -179,7 +177,6 @@ class DynamicMaskAttention(nn.Module):
         self.gap, self.initial_a = gap, initial_a
         self._set_kinds(sliding_heads, nope_heads, nope_rotary_dim, causal, rope_base)
         self.options = check_options(options, self.window)
-        check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
         self.memory_hidden = check_memory(memory_hidden, causal, rope_base)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, Callable
+
 import torch
 
 from . import _dtypes, _types, dmattn
+from ._arguments import MaybeTensor
 from ._inputs import as_bool_mask, call_renamed, choose_scale
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
@@ -49,11 +52,15 @@ def _refuse_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None
             raise ValueError(f"{name}: is given, want None with dt_proj, which selects the keys")
 
 
-def _with_batch(name: str, pairs: torch.Tensor | None) -> torch.Tensor | None:
-    if pairs is None:
-        return None
-    _types.check_tensor(name, pairs)
-    return pairs[None]
+def _call(function: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
+    """Call a function; in what it refuses, its arguments have the names that they have here."""
+    return call_renamed(NAMES, function, *arguments, **given)
+
+
+def _pairs_with_batch(attn_mask: MaybeTensor, attn_bias: MaybeTensor) -> tuple[MaybeTensor, ...]:
+    pairs = as_bool_mask(attn_mask), attn_bias
+    _types.check_tensors(dict(zip(("attn_mask", "attn_bias"), pairs)))
+    return tuple(None if one is None else one[None] for one in pairs)
 
 
 def _with_batch_axis(name: str, row: torch.Tensor) -> torch.Tensor:
@@ -185,8 +192,7 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
-    for name, flag in (("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
-        _types.check_flag(name, flag)
+    _types.check_flags(("return_attn_probs", "return_lse"), (return_attn_probs, return_lse))
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
     rows = tuple(map(_with_batch_axis, ("q", "k", "v"), (q, k, v)))
@@ -197,26 +203,18 @@ def flash_dmattn_varlen_func(
         "deterministic": deterministic,
     }
     if dt_proj is None or a_coef is None:
-        pairs = (
-            _with_batch("attn_mask", as_bool_mask(attn_mask)),
-            _with_batch("attn_bias", attn_bias),
-        )
-        name = "return_attn_probs" if return_attn_probs else None
-        out, lse, *probability, _ = call_renamed(
-            NAMES, dmattn.attend, *rows, *pairs, **given, probabilities_name=name
-        )
+        pairs = _pairs_with_batch(attn_mask, attn_bias)
+        given["probabilities_name"] = "return_attn_probs" if return_attn_probs else None
+        out, lse, *probability, _ = _call(dmattn.attend, *rows, *pairs, **given)
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
-        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
-        scores = {"bias_form": bias_form, "dt_bias": dt_bias, "options": options}
-        wanted = {"return_attn_probs": return_attn_probs, "return_lse": True}
+        given.update(recent=recent, sinks=sinks, gap=gap, scope=scope, bias_form=bias_form)
+        given.update(dt_bias=dt_bias, options=options, return_attn_probs=return_attn_probs)
         if options is not None:
             keep_window_size = options._window_of(keep_window_size, WINDOW)
         rows += (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = call_renamed(
-            NAMES, flash_dma_attention, *rows, **rules, **scores, **wanted, **given
-        )
+        out, lse, *probability = _call(flash_dma_attention, *rows, **given, return_lse=True)
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]
