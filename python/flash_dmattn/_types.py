@@ -26,16 +26,18 @@ class Kind(NamedTuple):
 
 
 MISSING = object()
+SHOWN_MAX = 40  # characters of a list in a message
 Kinds = Tuple[Tuple[str, Kind], ...]  # of arguments, by name
 
 
 def describe(value: Any) -> str:
-    """What a message calls a value: "None", "'8', a str", "an ndarray"."""
+    """What a message calls a value: "None", "'8', a str", "[1.5], a list", "an ndarray"."""
     name = type(value).__name__
     kind = f"{'an' if name[0] in 'aeiouAEIOU' or name == 'ndarray' else 'a'} {name}"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return "None" if value is None else f"{value!r}, {kind}"
-    return kind
+    if value is None:
+        return "None"
+    is_short = type(value) in (list, tuple) and len(repr(value)) <= SHOWN_MAX
+    return f"{value!r}, {kind}" if is_short or isinstance(value, (int, float, str)) else kind
 
 
 def refusal(name: str, value: Any, wanted: str) -> TypeError:

@@ -25,7 +25,7 @@ import torch
 from onnx import defs
 from torch import nn
 
-from . import _arguments, _library, ops, streams
+from . import _arguments, _library, _types, ops, streams
 from .functional import _scale
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
@@ -261,7 +261,7 @@ class CachedLayer(nn.Module):
 
 def check_layer(layer: DynamicMaskAttention) -> None:
     if not isinstance(layer, DynamicMaskAttention):
-        raise TypeError(f"layer: is a {type(layer).__name__}, want a DynamicMaskAttention")
+        raise _types.refusal("layer", layer, "a DynamicMaskAttention")
 
 
 def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.Tensor]:

@@ -110,7 +110,7 @@ def test_bad_input() -> None:
     query, key, _ = rows
     with pytest.raises(TypeError, match="attn_mask: is None, want a torch.Tensor"):
         flash_dmattn.mask_lists(query, key, None)
-    with pytest.raises(TypeError, match="query: is a str"):
+    with pytest.raises(TypeError, match="query: is 'query', a str, want"):
         flash_dmattn.mask_lists("query", key, mask)
     with pytest.raises(ValueError, match="attn_mask: axis 3 has 169 elements"):
         flash_dmattn.mask_lists(query, key, mask[..., 1:])
