@@ -45,12 +45,13 @@ static bool is_there(const input_file *input, attend_tensor which) {
     return safetensors_find(&input->file, name_in_file(input, which)) != NULL;
 }
 
-/* Appends the names of the file's tensors, or the first of them, to the message. */
-static int refuse_absent(input_file *input, const char *name) {
+/* `instead` says what else would do. The message ends with the names that the file has, or the
+ * first of them. */
+static int refuse_absent(input_file *input, const char *name, const char *instead) {
     enum { MOST_NAMES = 12 };
     const safetensors *file = &input->file;
     nearest_name nearest = {.typed = name};
-    size_t used = (size_t)snprintf(input->message, MESSAGE, "no tensor '%.200s'", name);
+    size_t used = (size_t)snprintf(input->message, MESSAGE, "no tensor '%.200s'%s", name, instead);
     for (size_t e = 0; e < file->entry_count; e++)
         offer_name(&nearest, file->entries[e].name, false);
     if (nearest.name != NULL)
@@ -108,7 +109,7 @@ static int read_tensor(input_file *input, attend_tensor which, int64_t rank, fdm
     const char *name = name_in_file(input, which);
     const safetensors_entry *entry = safetensors_find(&input->file, name);
     if (entry == NULL)
-        return refuse_absent(input, name);
+        return refuse_absent(input, name, "");
     if (check_entry(input, entry, rank) != 0)
         return -1;
     *tensor = allocate_array(dtype_of(entry), (int32_t)rank, entry->shape);
@@ -184,12 +185,9 @@ static int read_scores(input_file *input) {
         inputs->leaves_projection = projected;
         return read_tensor(input, ATTEND_SCORE, 3, FDMA_FLOAT32, &inputs->score);
     }
-    if (!projected && !wanted) {
-        refuse_absent(input, name_in_file(input, ATTEND_SCORE));
-        const size_t used = strlen(input->message);
-        return snprintf(input->message + used, MESSAGE - used,
-                        ", want it or both 'dt_proj' and 'a'");
-    }
+    if (!projected && !wanted)
+        return refuse_absent(input, name_in_file(input, ATTEND_SCORE),
+                             ", want it or both 'dt_proj' and 'a'");
     return read_tensor(input, ATTEND_DT_PROJ, 2, FDMA_FLOAT32, &inputs->dt_proj) != 0 ||
            read_tensor(input, ATTEND_A, 1, FDMA_FLOAT32, &inputs->a) != 0;
 }
