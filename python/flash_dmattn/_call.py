@@ -377,7 +377,7 @@ def check_backend(backend: str | None) -> None:
         usable = ", ".join(map(repr, _library.backends()))
         raise NotImplementedError(
             f"backend: no kernel is named {backend!r}, want one of {usable}, "
-            "or the name of a kernel that `fdma info` lists"
+            "or the name of a kernel that `python -m flash_dmattn info` lists"
         )
 
 

@@ -146,7 +146,7 @@ static int check_cases(const check_options *options, int32_t device, check_tally
     int code = EXIT_DONE;
     heed_interrupts();
     if (options->filter == NULL && options->kernel == NULL && !options->one_dtype)
-        check_say("All cases take some minutes: FILTER, --one-dtype and --kernel check less.\n");
+        check_say("All cases take 3 to 10 minutes: FILTER, --one-dtype and --kernel check less.\n");
     for (int i = 0; i < check_case_count() && code == EXIT_DONE && !interrupted(); i++)
         if (is_first_of_family(i))
             code = check_family(options, device, i, tallies, count, &coverage);
@@ -210,8 +210,8 @@ static const command_line command = {
     .about = "Checks every kernel of this machine against the reference, over many cases.",
     .more = "FILTER selects the cases whose names contain it, such as padding or head-dim/64.\n"
             "A line says how each family of cases, such as padding, went and how long it took;\n"
-            "then there is a line for each kernel. All cases take MINUTES; with\n"
-            "--one-dtype a third of it. Ctrl-C ends with the results so far.\n"
+            "then there is a line for each kernel. All cases take 3 to 10 minutes,\n"
+            "with --one-dtype a third of it. Ctrl-C ends with the results so far.\n"
             "The reference computes in float64. A kernel passes if its error is at most twice\n"
             "that of a plain evaluation in the same dtype, plus one rounding step; selections\n"
             "and lists must be equal. Exit status: 0 if all passed, else 1.\n",
