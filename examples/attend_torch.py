@@ -4,6 +4,20 @@ Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONP
 environment.
 """
 
+from __future__ import annotations
+
+import argparse
+
+import program
+
+
+def parse() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import flash_dmattn
 import torch
 
