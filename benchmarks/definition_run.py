@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
+from arguments import Parser, output
 from definition import Comparison
 from definition_cases import CASES, DTYPES, QUICK_KEYS, Case, Inputs, default_device, has_kernels
-from peers import Parser, output
 from peers_common import find_machine, write_whole
 
 try:

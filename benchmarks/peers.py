@@ -22,14 +22,14 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Callable, NamedTuple, NoReturn
+from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import peers_cuda
 import peers_cuda_cases
 import peers_training
 import torch
+from arguments import Parser, output, picture, whole_number, whole_numbers
 from peers_common import (
     QUICK,
     USUAL,
@@ -323,36 +323,6 @@ def print_head() -> None:
         f"{'case':40} {'peer':12} {'threads':>7} {'ms':>10} {'spread':>8} {'GFLOP/s':>10}"
         f" {'times as fast':>13}"
     )
-
-
-def whole_number(text: str) -> int:
-    # 2**24 and more would not be exact as float32 scores, see Inputs
-    if not text.isdecimal() or not 1 <= int(text) < 2**24:
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
-    return int(text)
-
-
-def whole_numbers(text: str) -> list[int]:
-    return [whole_number(word) for word in text.split(",")]
-
-
-def output(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a file in a folder that exists")
-    return path
-
-
-def picture(text: str) -> Path:
-    path = output(text)
-    if path.suffix not in (".svg", ".png"):
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a name that ends in .svg or .png")
-    return path
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def make_parser() -> Parser:

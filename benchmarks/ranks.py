@@ -26,8 +26,8 @@ from typing import Any, Callable
 import flash_dmattn
 import torch
 import torch.distributed as dist
+from arguments import Parser, folder, whole_number
 from flash_dmattn.distributed import ring_attention, split_lengths
-from peers import Parser, whole_number
 from peers_common import Disagreement, Rounds, find_machine, quantiles, write_whole
 from ranks_common import (
     DTYPES,
@@ -42,7 +42,6 @@ from ranks_common import (
     slowest,
     time_calls,
 )
-from script import folder
 from streams_inputs import visible_pairs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

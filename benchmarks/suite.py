@@ -28,9 +28,9 @@ from typing import Any
 
 import suite_compare
 import torch
+from arguments import Parser, output, whole_number
 from definition_cases import DTYPES, choose_dtype, default_device, has_kernels
 from definition_run import Progress
-from peers import Parser, output, whole_number
 from peers_common import Disagreement, find_machine, write_whole
 from suite_calls import Setting
 from suite_items import ITEMS, QUICK_LONGEST, SHORTEST, Plan
