@@ -57,3 +57,11 @@ def make_parser(script: str, document: str | None, more: str) -> Parser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few rounds")
     return parser
+
+
+def drawing_parser(program: str, document: str | None) -> argparse.ArgumentParser:
+    """The arguments of a script that draws what `program` wrote."""
+    parser = argparse.ArgumentParser(description=(document or "").split("\n")[0])
+    parser.add_argument("json", type=Path, help=f"a file that {program}.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
