@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Attention over 64 of 1024 keys in PyTorch: how much of the dense attention do they carry?
 
 Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Decodes with a layer whose heads are divided over processes: tensor parallelism.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that every #include goes the way the architecture allows.
 
 A zone is a part of the tree; a file belongs to the first zone whose prefix its path begins with.

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that words which docs/glossary.md replaces are not used.
 
 Some words are banned everywhere; others, which plain English needs, only as parts of names in
