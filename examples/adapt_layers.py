@@ -26,7 +26,7 @@ from typing import NamedTuple
 import program
 
 if __name__ == "__main__":
-    program.part_of("adapt.py")
+    program.belongs_to("adapt.py")
 
 import flash_dmattn
 import torch

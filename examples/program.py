@@ -75,9 +75,9 @@ def doing(words: str) -> None:
         say(words)
 
 
-def part_of(user: str) -> None:
+def belongs_to(user: str) -> None:
     """What a module that is no program does if it is started as one."""
-    say(f"is a part of {user}, and no program")
+    say(f"is a module of {user}, and no program")
     raise SystemExit(2)
 
 

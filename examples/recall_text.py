@@ -19,7 +19,7 @@ from typing import NamedTuple
 import program
 
 if __name__ == "__main__":
-    program.part_of("adapt.py")
+    program.belongs_to("adapt.py")
 
 import torch
 import train_text

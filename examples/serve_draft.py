@@ -13,7 +13,7 @@ import argparse
 import program
 
 if __name__ == "__main__":
-    program.part_of("serve.py")
+    program.belongs_to("serve.py")
 
 import torch
 from serve_loop import Graphs, Pieces, Server

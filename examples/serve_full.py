@@ -14,7 +14,7 @@ from typing import Callable
 import program
 
 if __name__ == "__main__":
-    program.part_of("serve.py")
+    program.belongs_to("serve.py")
 
 import torch
 from flash_dmattn import DynamicMaskAttention

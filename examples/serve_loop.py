@@ -16,7 +16,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple, Union
 import program
 
 if __name__ == "__main__":
-    program.part_of("serve.py")
+    program.belongs_to("serve.py")
 
 import torch
 from serve_full import FullPool

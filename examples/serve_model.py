@@ -15,7 +15,7 @@ from typing import Callable, NamedTuple
 import program
 
 if __name__ == "__main__":
-    program.part_of("serve.py")
+    program.belongs_to("serve.py")
 
 import torch
 from flash_dmattn import DynamicMaskAttention, DynamicMaskCache

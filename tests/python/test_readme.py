@@ -124,8 +124,8 @@ C_EXAMPLES = {  # what each prints
 @pytest.mark.parametrize("name", C_EXAMPLES)
 def test_examples_in_c(name: str, tmp_path: Path) -> None:
     """The first commands in the head of the file compile it and run it, as they stand."""
-    for part in ("include", "examples"):
-        (tmp_path / part).symlink_to(ROOT / part)
+    for folder in ("include", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "build").symlink_to(LIBRARY.parent)
     head = (ROOT / "examples" / f"{name}.c").read_text().split("*/")[0]
     lines = re.search(r"^ \*     cc (?:.*\n)+?(?= \*\n)", head, re.M)

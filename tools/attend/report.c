@@ -68,7 +68,8 @@ kept_keys count_kept_keys(const attend_options *options, const attend_results *r
 }
 
 /* What a reader may not expect: dtypes that differ, NaN, scores that are not taken. */
-static void print_notes(FILE *stream, const attend_options *options, const attend_inputs *inputs) {
+static void print_surprises(FILE *stream, const attend_options *options,
+                            const attend_inputs *inputs) {
     const char *const *dtypes = inputs->dtypes;
     if (strcmp(dtypes[ATTEND_Q], dtypes[ATTEND_K]) != 0 ||
         strcmp(dtypes[ATTEND_Q], dtypes[ATTEND_V]) != 0)
@@ -93,7 +94,7 @@ static void print_input(FILE *stream, const attend_options *options, const atten
             "\n             q [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
             "], k and v [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], %s\n",
             q[0], q[1], q[2], q[3], k[0], k[1], k[2], k[3], dtype_name(inputs->q.dtype));
-    print_notes(stream, options, inputs);
+    print_surprises(stream, options, inputs);
     fprintf(stream, "  attention  window %" PRId64, options->window);
     if (options->recent > 0)
         fprintf(stream, ", recent %" PRId64, options->recent);

@@ -8,7 +8,7 @@
 
 static volatile sig_atomic_t received; // the signal's number
 
-static void note(int number) { received = number; }
+static void remember(int number) { received = number; }
 
 void heed_interrupts(void) {
     static const int heeded[] = {SIGINT, SIGTERM};
@@ -17,7 +17,7 @@ void heed_interrupts(void) {
         sigaction(heeded[s], NULL, &action);
         if (action.sa_handler == SIG_IGN) // as a shell sets it for what runs in the background
             continue;
-        action = (struct sigaction){.sa_handler = note, .sa_flags = (int)SA_RESETHAND};
+        action = (struct sigaction){.sa_handler = remember, .sa_flags = (int)SA_RESETHAND};
         sigemptyset(&action.sa_mask);
         sigaction(heeded[s], &action, NULL);
     }
