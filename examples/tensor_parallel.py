@@ -112,6 +112,7 @@ def main() -> None:
 
     steps = [*range(0, given.prompt, PIECE), *range(given.prompt, states.shape[1])]
     outs = []
+    program.doing(f"decodes {states.shape[1]} tokens")
     with torch.no_grad():
         for begin, end in zip(steps, [*steps[1:], states.shape[1]]):
             outs.append(divided(states[:, begin:end], cache.keys, begin))

@@ -188,3 +188,23 @@ def test_a_benchmark_keeps_its_rows(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), script.kept(path, {"machine": "one"}):
         raise KeyboardInterrupt
     assert not path.exists()
+
+
+def test_a_comparison_keeps_whole_rounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import compare
+
+    times = iter([2.0, 3.0, 2.0])  # of the first round, and of one command in the second
+
+    def bench(*_: object) -> dict[str, float]:
+        if (ms := next(times, None)) is None:
+            raise KeyboardInterrupt
+        return {"select/x": ms}
+
+    monkeypatch.setattr(compare, "run_bench", bench)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "old", "new", "--tolerance", "1"])
+    with pytest.raises(KeyboardInterrupt):
+        compare.main()
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert line == ["select/x", "2", "3", "1.500", "1.500"]
