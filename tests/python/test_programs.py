@@ -99,6 +99,36 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, wanted)
 
 
+def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsers repeat names and numbers of modules that import PyTorch."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import adapt
+    import adapt_layers
+    import definition_cases
+    import definition_options
+    import ranks
+    import ranks_common
+    import ranks_options
+    import serve
+    import serve_loop
+    import suite_items
+    import suite_options
+    import train_long
+    import train_text
+    import workloads
+    import workloads_model
+
+    assert tuple(adapt_layers.TARGETS) == adapt.TARGETS
+    assert tuple(definition_cases.DTYPES) == definition_options.DTYPE_NAMES
+    assert list(ranks.ITEMS) == ranks_options.ITEM_NAMES
+    choices = {one.dest: one.choices for one in ranks_options.make_parser("")._actions}
+    assert list(ranks_common.DTYPES) == list(choices["dtype"])
+    assert serve_loop.Server.rides == serve.RIDES
+    assert list(suite_items.ITEMS) == suite_options.ITEM_NAMES
+    assert train_text.HEAD_DIM == train_long.HEAD_DIM
+    assert (*workloads.TASKS,) == workloads.NAMES and workloads_model.FORMS == workloads.FORMS
+
+
 # ---- program.py ----
 
 WAITS = """
