@@ -2,10 +2,10 @@
 
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-# The CUDA backend: AUTO (where nvcc is found), ON or OFF.
+# The CUDA backend: AUTO (where nvcc and an NVIDIA driver are found), ON or OFF.
 CUDA ?= AUTO
 # Compute capabilities to build CUDA code for. By default those of the GPUs here or, without a GPU,
-# 9.0, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
+# 9.0, which takes little time (with CUDA=ON). ARCHITECTURES= builds for all.
 ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
 	tr -d . | sort -nu | paste -sd ';'),90)
 # Warnings as errors, as in .ci/run: the gates then do not compile again what is in build.
@@ -15,7 +15,7 @@ ORT_HEADER := build/onnxruntime/include/onnxruntime_c_api.h
 EXAMPLE := examples/data/minilm.safetensors
 LM_MODEL := examples/lm/model.safetensors
 
-.PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
+.PHONY: build setup setup-tests setup-gates demo test gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
@@ -63,6 +63,10 @@ test: setup-tests build ## run every test, those in C and those in Python
 
 gates: setup-gates build ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
 	@tools/gates/run.sh
+
+full: ## run every test and the gates, with what takes long: all model types of transformers (FDMA_FULL=1)
+	@FDMA_FULL=1 $(MAKE) --no-print-directory test
+	@FDMA_FULL=1 $(MAKE) --no-print-directory gates
 
 format: setup-tests ## format all C and Python
 	@tools/gates/format.sh --fix

@@ -26,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import program
+
 
 def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, float]:
     """Milliseconds of every case that `command` times for `pattern`, whatever kernel runs it."""
@@ -45,27 +47,42 @@ def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, f
     }
 
 
+Pairs = dict[str, list[tuple[float, float]]]
+
+
+class Rounds(NamedTuple):
+    times: Pairs  # (old, new) of each round, by case
+    unmatched: set[str]  # cases that only one command has
+    is_whole: bool  # False: Ctrl-C has ended them
+
+
 def compare(
-    old: str,
-    new: str,
+    commands: tuple[str, str],
     pattern: str,
     rounds: int,
     options: Sequence[str],
     rename: Sequence[str],
-) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
-    """The (old, new) times of each round by case, and the cases that only one command has. `rename`
-    is a part of the old command's case names, and what it is called in the new one's."""
-    times: dict[str, list[tuple[float, float]]] = {}
+) -> Rounds:
+    """Rounds of the old and the new command. `rename` is a piece of the old command's case names,
+    and what it is called in the new one's."""
+    old, new = commands
+    times: Pairs = {}
     unmatched: set[str] = set()
     for index in range(rounds):
+        program.doing(f"round {index + 1} of {rounds}")
         order = (old, new) if index % 2 == 0 else (new, old)
         patterns = {old: pattern.replace(rename[1], rename[0]), new: pattern}
-        figures = {command: run_bench(command, patterns[command], options) for command in order}
+        try:
+            figures = {one: run_bench(one, patterns[one], options) for one in order}
+        except KeyboardInterrupt:
+            if not times:
+                raise
+            return Rounds(times, unmatched, False)
         figures[old] = {case.replace(rename[0], rename[1]): ms for case, ms in figures[old].items()}
         unmatched |= figures[old].keys() ^ figures[new].keys()
         for case in figures[old].keys() & figures[new].keys():
             times.setdefault(case, []).append((figures[old][case], figures[new][case]))
-    return times, unmatched
+    return Rounds(times, unmatched, True)
 
 
 def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -131,9 +148,8 @@ def main() -> int:
         if (value := getattr(args, name)) is not None
         for word in (f"--{name}", value)
     ]
-    times, unmatched = compare(
-        str(Path(args.old).resolve()),
-        str(Path(args.new).resolve()),
+    times, unmatched, is_whole = compare(
+        (str(Path(args.old).resolve()), str(Path(args.new).resolve())),
         args.filter,
         args.rounds,
         passed_on,
@@ -160,8 +176,11 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(times)} cases, {slower} slower by more than {args.tolerance:.0%}")
+    if not is_whole:
+        raise KeyboardInterrupt
     return 1 if slower or unmatched or not times else 0
 
 
 if __name__ == "__main__":
+    program.begin(parse)
     sys.exit(main())

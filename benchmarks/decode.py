@@ -21,17 +21,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import flash_dmattn
-import torch
-from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
-from peers_cuda import ratio
-from script import alternate, make_parser, parse
-from torch.nn.functional import scaled_dot_product_attention
-
-DENSE_KEYS = 131072  # of the peer sdpa
-WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a graph
-CPU_CACHE = 64 << 20  # bytes, where the machine does not say
-TIMES_CACHE = 3  # the caches of a pass are this many times the processor's own
+import program
+from arguments import Parser, make_parser
 
 MORE = """
 Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
@@ -46,6 +37,26 @@ Columns:
   of read        the time of read over that of fdma
   times as fast  the peer's time over fdma's
 """
+
+
+def own_parser() -> Parser:
+    return make_parser("decode.py", __doc__, MORE)
+
+
+if __name__ == "__main__":
+    program.begin(own_parser().parse_args)
+
+import flash_dmattn
+import torch
+from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles
+from peers_cuda import ratio
+from script import alternate, kept, parse
+from torch.nn.functional import scaled_dot_product_attention
+
+DENSE_KEYS = 131072  # of the peer sdpa
+WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a graph
+CPU_CACHE = 64 << 20  # bytes, where the machine does not say
+TIMES_CACHE = 3  # the caches of a pass are this many times the processor's own
 
 
 class Case(NamedTuple):
@@ -208,15 +219,16 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(make_parser("decode.py", __doc__, MORE), arguments)
-    lines = [find_machine(args.device)]
+    args = parse(own_parser(), arguments)
+    path = args.out / f"decode-{args.device}.json"
     print(f"{'case':48} {'peer':5} {'us':>10} {'spread':>7} {'of read':>8} {'times as fast':>14}")
     try:
-        for case in all_cases(args.device):
-            for row in measure(Inputs(case, args.device), QUICK if args.quick else USUAL):
-                lines.append(row)
-                print_row(row)
-        write_whole(args.out / f"decode-{args.device}.json", lines)
+        with kept(path, find_machine(args.device)) as lines:
+            for case in all_cases(args.device):
+                program.doing(case.name())
+                for row in measure(Inputs(case, args.device), QUICK if args.quick else USUAL):
+                    lines.append(row)
+                    print_row(row)
     except (Disagreement, OSError) as error:
         print(f"decode.py: {error}", file=sys.stderr)
         return 1

@@ -125,7 +125,6 @@ CASES = (
     Case("attn-bias/mask", attn_bias="bgij", attn_mask="ij", batch=2, **GLOBAL),
     Case("attn-bias/padding", attn_bias="hij", padding="left", batch=2, bias_form="none"),
 )
-QUICK_KEYS = 150  # --quick leaves longer cases out
 
 
 def make_key_valid(case: Case, device: str) -> torch.Tensor | None:

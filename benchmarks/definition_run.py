@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
+import program as progress_lines
+from arguments import Parser
 from definition import Comparison
-from definition_cases import CASES, DTYPES, QUICK_KEYS, Case, Inputs, default_device, has_kernels
-from peers import Parser, output
+from definition_cases import CASES, DTYPES, Case, Inputs, default_device, has_kernels
+from definition_options import QUICK_KEYS, equivalence_parser
+from definition_options import make_parser as make_parser  # for definition_times.py
 from peers_common import find_machine, write_whole
 
 try:
@@ -21,25 +24,6 @@ except ImportError:
     tqdm = None
 
 Compare = Callable[[Inputs], Iterator[Comparison]]
-
-MORE = """
-Errors are differences from an evaluation in float64. The largest of a tensor may be twice that of
-the worst of several plain evaluations in PyTorch, and one step of rounding of the largest number;
-"of allowed" is the error divided by this. (Those of scores and lse may be four times that of the
-worst one on a CUDA device, whose tensor cores truncate sums.) Plain evaluations are in the tensors'
-dtype; those of scores, biases, probabilities and lse, which are float32 in every dtype, are in
-float32. They add in different orders; one in float32 has a single accumulator for each sum.
-
-Errors of kept keys, slots and zeros are numbers of keys, conflicts and elements: none is allowed.
-Zeros are probabilities of keys that are not kept, out of empty rows, and gradients of keys that no
-query keeps.
-
-Each stage is evaluated from the package's own result of the stage before. A case that the device
-has no kernel for is skipped, with a line.
-
-Exit status: 0 equal but for rounding; 1 not, or nothing was compared, or the file could not be
-written; 2 bad usage.
-"""
 
 
 class Row(NamedTuple):
@@ -68,36 +52,18 @@ class Row(NamedTuple):
 HEADER = f"{'case':60} {'dtype':9} {'tensor':36} {'error':>9} {'plain':>9} {'allowed':>9}"
 
 
-def make_parser(program: str, document: str | None) -> Parser:
-    parser = Parser(
-        prog=program,
-        description=(document or "").split("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default_device())
-    parser.add_argument("--dtype", choices=DTYPES, help="of query, key, value and mask")
-    return parser
-
-
 def parse(parser: Parser, arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and default_device() != "cuda":
         parser.error("there is no CUDA device, or no CUDA backend in this build")
+    args.device = args.device or default_device()
     return args
 
 
 def parse_equivalence(
     program: str, document: str | None, arguments: list[str] | None
 ) -> argparse.Namespace:
-    parser = make_parser(program, document)
-    parser.epilog = MORE
-    add = parser.add_argument
-    add("--cases", default="", metavar="WORD", help="only cases that have WORD in their name")
-    add("--quick", action="store_true", help=f"only cases of at most {QUICK_KEYS} keys")
-    add("--verbose", action="store_true", help="a line for each case and tensor")
-    add("--json", type=output, metavar="FILE", help="also write every comparison, one a line")
-    add("--no-progress", action="store_true", help="no progress bar on a terminal")
+    parser = equivalence_parser(program, document)
     args = parse(parser, arguments)
     names = [name for name, dtype in DTYPES.items() if has_kernels(args.device, dtype)]
     if args.dtype and args.dtype not in names:
@@ -112,14 +78,20 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
 
 
 class Progress:
-    """A bar on stderr if that is a terminal and tqdm is installed; above it rows on stdout."""
+    """A bar on stderr if that is a terminal and tqdm is installed, else the lines of program.py;
+    above it rows on stdout."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         shown = wanted and tqdm is not None and sys.stderr.isatty()
         self.bar = tqdm(total=total, unit="case", file=sys.stderr) if shown else None
+        self.total, self.begun = total, 0
         self.has_rows = False
+        if self.bar is not None:
+            progress_lines.quiet()
 
     def begin(self, what: str) -> None:
+        self.begun += 1
+        progress_lines.doing(f"{self.begun} of {self.total}: {what}")
         if self.bar is not None:
             self.bar.set_postfix_str(what)
 
@@ -146,9 +118,8 @@ class Progress:
 
 def compare_cases(
     args: argparse.Namespace, compare: Compare, rows: list[Row], progress: Progress
-) -> list[str]:
+) -> Iterator[str]:
     """Append a row for each comparison; lines for the cases that have no kernel."""
-    skipped = []
     for case in choose_cases(args):
         for dtype in args.dtypes:
             progress.begin(f"{case.name} {dtype}")
@@ -158,9 +129,8 @@ def compare_cases(
                     if args.verbose or not one.fits:
                         progress.show(rows[-1])
             except NotImplementedError as error:
-                skipped.append(f"skipped: {case.name} {dtype}: {error}")
+                yield f"skipped: {case.name} {dtype}: {error}"
             progress.end()
-    return skipped
 
 
 def summarize(rows: Sequence[Row]) -> list[str]:
@@ -192,10 +162,15 @@ def run_equivalence(
     """Compare on every case. Exit status: 0 equal but for rounding; 1 not; 2 bad usage."""
     args = parse_equivalence(program, document, arguments)
     rows: list[Row] = []
+    skipped: list[str] = []
+    stopped = False
     progress = Progress(len(choose_cases(args)) * len(args.dtypes), not args.no_progress)
     begin = time.monotonic()
     try:
-        skipped = compare_cases(args, compare, rows, progress)
+        for line in compare_cases(args, compare, rows, progress):
+            skipped.append(line)
+    except KeyboardInterrupt:  # what was compared is reported
+        stopped = True
     finally:
         progress.close()
     if progress.has_rows:
@@ -210,6 +185,8 @@ def run_equivalence(
     except OSError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
+    if stopped:
+        raise KeyboardInterrupt
     if not rows:
         print(f"{program}: nothing was compared", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@ that could not be written; 2 bad usage.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import sys
@@ -20,18 +21,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import flash_dmattn.transformers
-import torch
-from peers_common import (
-    QUICK,
-    Disagreement,
-    Rounds,
-    find_machine,
-    require_close,
-    write_whole,
-)
-from script import alternate, make_parser, make_rows, parse
-from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, StaticCache
+import program
+from arguments import Parser, make_parser
 
 MORE = """
 Cases: KIND/DTYPE/LAYERS/nTOKENS/wWINDOW, of a model with 8 heads on 4, head_dim 128, random weights
@@ -50,6 +41,29 @@ Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10t
 median; times, the median of the rounds' ratios to fdma; GiB, the most memory above the weights (on
 a CUDA device, but not of generate).
 """
+
+
+def own_parser() -> Parser:
+    parser = make_parser("doge.py", __doc__, MORE)
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    return parser
+
+
+if __name__ == "__main__":
+    program.begin(own_parser().parse_args)
+
+import flash_dmattn.transformers
+import torch
+from peers_common import (
+    QUICK,
+    Disagreement,
+    Rounds,
+    find_machine,
+    require_close,
+)
+from script import alternate, kept, make_rows, parse
+from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, StaticCache
+
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
 SHAPE = {**SHAPE, "num_key_value_heads": 4, "vocab_size": 32768}
 
@@ -218,28 +232,32 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
         yield {**row, "GiB": memory_of(runs[row["peer"]])} if has_memory else row
 
 
+def run(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Add the rows of all cases, and print them."""
+    for case in CASES[args.device]:
+        small = case._replace(
+            tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
+        )
+        program.doing(f"{small.kind}, {small.tokens} tokens")
+        for row in measure(small, args.device, QUICK if args.quick else ROUNDS):
+            lines.append(row)
+            line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
+            print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser("doge.py", __doc__, MORE)
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    args = parse(parser, arguments)
+    args = parse(own_parser(), arguments)
     flash_dmattn.transformers.register()
     if args.device == "cpu":
         torch.set_num_threads(2)
-    lines = [find_machine(args.device)]
+    path = args.out / f"doge-{args.device}.json"
     print(f"{'case':36} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7} {'GiB':>7}")
     try:
-        for case in CASES[args.device]:
-            small = case._replace(
-                tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
-            )
-            for row in measure(small, args.device, QUICK if args.quick else ROUNDS):
-                lines.append(row)
-                line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
-                print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
-            gc.collect()
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-        write_whole(args.out / f"doge-{args.device}.json", lines)
+        with kept(path, find_machine(args.device)) as lines:
+            run(args, lines)
     except (Disagreement, OSError) as error:
         print(f"doge.py: {error}", file=sys.stderr)
         return 1

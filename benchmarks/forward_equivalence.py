@@ -13,6 +13,12 @@ from __future__ import annotations
 
 import sys
 
+import program
+from definition_options import equivalence_parser
+
+if __name__ == "__main__":
+    program.begin(equivalence_parser("forward_equivalence.py", __doc__).parse_args)
+
 from definition_run import run_equivalence
 from definition_stages import forward_comparisons
 

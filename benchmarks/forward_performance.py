@@ -2,18 +2,20 @@
 """Time a forward call of dynamic mask attention, beside SDPA, for several lengths.
 
     python benchmarks/forward_performance.py [--device cpu] [--quick] [--lengths N ...]
+    python benchmarks/forward_performance.py --original [--quick] [--out FOLDER]
 
 Peers: flash_dma_attention() with scores and selection, and without their bias; flash_dmattn_func()
 and SDPA with a mask of the same keys, which is made beforehand; SDPA over all keys. Columns: ms,
 the median of the rounds; spread, (90th - 10th percentile) / median; times, the median of the ratios
-to flash_dma_attention(). Exit status: 0 done; 1 wrong outputs; 2 bad usage.
+to flash_dma_attention(). --original has the rows and columns of the original's tables; --help
+says what these are, and the exit status.
 """
 
 from __future__ import annotations
 
 import sys
 
-from definition_times import run_performance
+from performance_run import run_performance
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,12 @@ from __future__ import annotations
 
 import sys
 
+import program
+from definition_options import equivalence_parser
+
+if __name__ == "__main__":
+    program.begin(equivalence_parser("grad_equivalence.py", __doc__).parse_args)
+
 from definition_run import run_equivalence
 from definition_stages import grad_comparisons
 

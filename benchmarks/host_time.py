@@ -20,32 +20,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
-import flash_dmattn
-import torch
-from peers_common import (
-    QUICK,
-    Disagreement,
-    Rounds,
-    find_machine,
-    quantiles,
-    require_close,
-    write_whole,
-)
-from peers_cuda_inputs import Goal
-from script import alternate, make_parser, make_rows, parse
-from torch.nn.functional import scaled_dot_product_attention
+import program
+from arguments import Parser, make_parser
 
-CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 KEYS, WINDOW = 8, 4
-HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
-# Of fdma on a CUDA device. On the CPU a call computes, too, and so there are none.
-GOALS = {
-    "no-gradients": Goal("of_sdpa", 0.8),
-    "recording": Goal("of_sdpa", 1.2),
-    "backward": Goal("of_sdpa", 1.2),
-}
-
 MORE = f"""
 All: batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM}, {KEYS} keys, causal
 Cases:
@@ -63,6 +42,36 @@ times, the median of the rounds' ratios to fdma; of sdpa, that of fdma's ratios 
 goals on a CUDA device.
 """
 
+
+def own_parser() -> Parser:
+    return make_parser("host_time.py", __doc__, MORE)
+
+
+if __name__ == "__main__":
+    program.begin(own_parser().parse_args)
+
+import flash_dmattn
+import torch
+from peers_common import (
+    QUICK,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+)
+from peers_cuda_inputs import Goal
+from script import alternate, kept, make_rows, parse
+from torch.nn.functional import scaled_dot_product_attention
+
+CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
+HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
+# Of fdma on a CUDA device. On the CPU a call computes, too, and so there are none.
+GOALS = {
+    "no-gradients": Goal("of_sdpa", 0.8),
+    "recording": Goal("of_sdpa", 1.2),
+    "backward": Goal("of_sdpa", 1.2),
+}
 Peers = dict[str, Callable[[], Any]]
 
 
@@ -98,7 +107,7 @@ class Inputs:
 def make_decode(inputs: Inputs) -> Peers:
     query, key, value, *weights = inputs.fdma
     cache = flash_dmattn.DynamicMaskCache(
-        1, 1, KV_HEADS, HEAD_DIM, WINDOW, dtype=key.dtype, device=key.device
+        1, 1, KV_HEADS, HEAD_DIM, WINDOW, recent=0, dtype=key.dtype, device=key.device
     )
     token = [x[:, :1] for x in (query, key, value)]
     dense = [x[:, :, :length] for x, length in zip(inputs.sdpa, (1, WINDOW, WINDOW))]
@@ -191,6 +200,7 @@ def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
         "sdpa": lambda: time_backward(learned.padded, learned.sdpa, device),
     }
     for case, own in timers.items():
+        program.doing(case)
         for timer in own.values():  # the first calls do more
             timer()
         times = alternate(own, rounds)
@@ -200,20 +210,20 @@ def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(make_parser("host_time.py", __doc__, MORE), arguments)
+    args = parse(own_parser(), arguments)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    lines = [find_machine(args.device)]
+    path = args.out / f"host_time-{args.device}.json"
     print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7} {'of sdpa':>8}")
     try:
         check(args.device)
-        for row in measure(args.device, QUICK if args.quick else HOST_ROUNDS):
-            lines.append(row)
-            print_row(row)
-        held = [row["met"] for row in lines[1:] if row["met"] is not None]
-        if held:
-            print(f"{sum(held)} of {len(held)} goals reached")
-        write_whole(args.out / f"host_time-{args.device}.json", lines)
+        with kept(path, find_machine(args.device)) as lines:
+            for row in measure(args.device, QUICK if args.quick else HOST_ROUNDS):
+                lines.append(row)
+                print_row(row)
+            held = [row["met"] for row in lines[1:] if row["met"] is not None]
+            if held:
+                print(f"{sum(held)} of {len(held)} goals reached")
     except (Disagreement, OSError) as error:
         print(f"host_time.py: {error}", file=sys.stderr)
         return 1

@@ -13,27 +13,13 @@ done; 1 wrong outputs or a file that could not be written; 2 bad usage.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import flash_dmattn
-import torch
-from decode import time_pass
-from peers_common import (
-    QUICK,
-    USUAL,
-    Disagreement,
-    Rounds,
-    find_machine,
-    require_close,
-    write_whole,
-)
-from script import alternate, make_parser, make_rows, parse
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
-
-BLOCK = 128  # queries and keys of a block of the case `blocks`
+import program
+from arguments import Parser, make_parser
 
 MORE = """
 Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
@@ -54,6 +40,33 @@ Peers:
 Columns: ms, the median of the rounds; spread, (90th - 10th percentile) / median; times, the median
 of the rounds' ratios to fdma.
 """
+
+
+def own_parser() -> Parser:
+    parser = make_parser("options.py", __doc__, MORE)
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    return parser
+
+
+if __name__ == "__main__":
+    program.begin(own_parser().parse_args)
+
+import flash_dmattn
+import torch
+from decode import time_pass
+from peers_common import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    find_machine,
+    require_close,
+)
+from script import alternate, kept, make_rows, parse
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK = 128  # queries and keys of a block of the case `blocks`
 
 
 class Case(NamedTuple):
@@ -205,26 +218,29 @@ def measure(inputs: Inputs, device: str, rounds: Rounds) -> Iterator[dict[str, A
     yield from make_rows(inputs.case.name(inputs.dtype), alternate(timers, rounds))
 
 
+def run(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Add the rows of all cases, and print them."""
+    for case in CASES[args.device]:
+        small = case._replace(keys=case.keys // args.divide, window=case.window // args.divide)
+        inputs = Inputs(small, args.device)
+        program.doing(small.name(inputs.dtype))
+        for row in measure(inputs, args.device, QUICK if args.quick else USUAL):
+            lines.append(row)
+            print(
+                "{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row),
+                flush=True,
+            )
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser("options.py", __doc__, MORE)
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    args = parse(parser, arguments)
+    args = parse(own_parser(), arguments)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    lines = [find_machine(args.device)]
+    path = args.out / f"options-{args.device}.json"
     print(f"{'case':52} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7}")
     try:
-        for case in CASES[args.device]:
-            small = case._replace(keys=case.keys // args.divide, window=case.window // args.divide)
-            for row in measure(
-                Inputs(small, args.device), args.device, QUICK if args.quick else USUAL
-            ):
-                lines.append(row)
-                print(
-                    "{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row),
-                    flush=True,
-                )
-        write_whole(args.out / f"options-{args.device}.json", lines)
+        with kept(path, find_machine(args.device)) as lines:
+            run(args, lines)
     except (Disagreement, OSError) as error:
         print(f"options.py: {error}", file=sys.stderr)
         return 1

@@ -22,8 +22,13 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Callable, NamedTuple, NoReturn
+from typing import Any, Callable, NamedTuple
+
+import program
+from peers_options import make_parser
+
+if __name__ == "__main__":
+    program.begin(make_parser(__doc__).parse_args)
 
 import flash_dmattn
 import peers_cuda
@@ -45,29 +50,8 @@ from torch.nn.functional import scaled_dot_product_attention
 HEAD_DIM = 128
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
-WINDOW = 2048
 BLOCK = 256  # queries with one tolerance
 SAMPLES = 16  # queries of a block from which its tolerance is computed
-
-MORE = """
-Cases: forward/dense (causal, all keys), forward/selected (the window best keys of each query) and
-training/selected (forward and the gradients of q, k and v).
-Peers:
-  fdma         flash_dmattn; the time of a selected case includes its selection
-  sdpa         scaled_dot_product_attention(is_causal=True): all keys, in selected cases too
-  sdpa-masked  scaled_dot_product_attention under the boolean mask of the selection, built before
-  mask         building that mask from flash_dmattn's selection; the time includes selecting
-Columns:
-  ms             median of the rounds
-  spread         (90th percentile - 10th percentile) / median
-  GFLOP/s        useful operations: 4 * head_dim (training: 3.5 times that) for each pair of a
-                 query and a key that it keeps; of all keys for sdpa
-  times as fast  the peer's time over fdma's time in the same round, median of the rounds
-{cuda}
-FILTER is a substring of cases' names or, if it has * or ?, a pattern for whole names.
-"""
-
-
 QUICK_LENGTHS = [1024, 2048, 4096]
 TRAINING_LENGTHS = [8192]
 QUICK_TRAINING_LENGTHS = [4096]
@@ -156,8 +140,6 @@ PEERS = {
         ),
     },
 }
-
-
 DEVICES = ("cpu", "cuda")
 
 
@@ -325,57 +307,6 @@ def print_head() -> None:
     )
 
 
-def whole_number(text: str) -> int:
-    # 2**24 and more would not be exact as float32 scores, see Inputs
-    if not text.isdecimal() or not 1 <= int(text) < 2**24:
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
-    return int(text)
-
-
-def whole_numbers(text: str) -> list[int]:
-    return [whole_number(word) for word in text.split(",")]
-
-
-def output(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a file in a folder that exists")
-    return path
-
-
-def picture(text: str) -> Path:
-    path = output(text)
-    if path.suffix not in (".svg", ".png"):
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a name that ends in .svg or .png")
-    return path
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="peers.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.format(cuda=peers_cuda.MORE.strip()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("filter", nargs="?", metavar="FILTER", help="which cases (default: all)")
-    add("--device", default="cpu", help="where to run: cpu or cuda (default: cpu)")
-    add("--json", type=output, metavar="FILE", help="also write the figures, one object per line")
-    add("--picture", type=picture, metavar="FILE", help="draw time against length (.svg, .png)")
-    add("--threads", type=whole_number, nargs="+", metavar="N", help="default: 1 2")
-    add("--lengths", type=whole_numbers, metavar="N,...", help="default: 1024 to 16384, doubling")
-    add("--window", type=whole_number, default=WINDOW, metavar="N", help="default: %(default)s")
-    add("--rounds", type=whole_number, metavar="N", help="exactly N rounds per case")
-    add("--quick", action="store_true", help="few rounds, lengths up to 4096 (cuda: 32768)")
-    return parser
-
-
 def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]:
     if args.device == "cuda":
         return named(peers_cuda_cases.all_cases(args.quick), args.filter)
@@ -400,7 +331,7 @@ def named(cases: list[Any], wanted: str | None) -> list[Any]:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
-    parser = make_parser()
+    parser = make_parser(__doc__)
     args = parser.parse_args(argv)
     if args.device not in flash_dmattn.get_available_backends():
         parser.error(

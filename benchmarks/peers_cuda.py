@@ -39,36 +39,6 @@ WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
 ROUNDS = Rounds(5, 100, 2.0)  # of each case
 CALLS = 50  # timed together by the host: fewer than fill the queue of a stream
 
-MORE = """
-With --device cuda (--threads, --lengths and --window do not apply) cases are
-  attention  score, selection, lists and attention in one call, against dense attention
-  selected   selection and attention, of given scores in several orders
-  dense      all keys through the kernels of flash_dmattn
-  select, score   one operation alone
-  one-query  attention of one query: with a window as attention, without one as dense
-  launch     the host's time for a call
-  backward   the gradients of attention; training: forward and backward
-  selected-backward, dense-backward   the gradients of selected and dense
-and peers
-  fdma       flash_dmattn; the time includes scores and selection unless they are given.
-             fdma-rising, ...: with scores in that order
-  fdma-deterministic   gradients that are bit-equal from run to run
-  fdma-sm80  attention by the kernels for any device of compute capability 8.0 or later
-  cudnn, flash   SDPA over all keys, by the back ends of cuDNN and of FlashAttention
-  flash4     flash_attn_func() of the package flash-attn-4 over all keys, if it is installed: in
-             attention, dense and their gradients. A case in which it fails is measured without it,
-             after a line that says why
-  masked, mask   SDPA under the boolean mask of the selection; building that mask
-  read       a plain read of the case's keys: half the time of a copy
-  graph      the same call in a CUDA graph
-A case without bBATCH in its name has batch 1.
-Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's), of flash4
-relative to flash4's; of read is the time of a plain read over that of the case; of iid is the time
-over that with random scores, of fast over that with gradients summed in any order, and of shorter
-over that of a quarter of the length; times cudnn is the time of cudnn over that of the row's peer,
-and as fast is the time of the row's peer over that of fdma.
-"""
-
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """The fused call: out, lse, score, bias, expiry, slot."""

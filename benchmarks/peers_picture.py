@@ -10,12 +10,17 @@ peers.py --picture draws what it has measured; this script draws a file of peers
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
+
+import program
+from arguments import drawing_parser
+
+if __name__ == "__main__":
+    program.begin(drawing_parser("peers", __doc__).parse_args)
 
 import matplotlib
 from matplotlib import pyplot
@@ -189,10 +194,7 @@ Draw = Callable[[dict[str, Any], list[dict[str, Any]], Path], None]
 def draw_file(program: str, document: str | None, draw: Draw, argv: list[str] | None) -> int:
     """The program that draws FILE.json, the machine's line and others, to --out. The exit status is
     1 if draw() raises ValueError."""
-    parser = argparse.ArgumentParser(description=(document or "").split("\n")[0])
-    parser.add_argument("json", type=Path, help=f"a file that {program}.py wrote")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(argv)
+    args = drawing_parser(program, document).parse_args(argv)
     matplotlib.use("svg" if args.out.suffix == ".svg" else "agg")
     matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]

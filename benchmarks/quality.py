@@ -362,7 +362,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
         **evaluation.losses(run.model),
         "recall": evaluation.recall(run.model, options.questions),
         "passkey": evaluation.passkey(run.model, PASSKEY_SEQUENCES),
-        "facts": evaluation.facts(run.model),
+        "needles": evaluation.needles(run.model),
         "by_window": evaluation.by_window(run.model),
         "kept": evaluation.kept(run.model),
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import quality_facts
+import quality_needles
 import quality_recall as recall
 import torch
 from flash_dmattn import select
@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 BINS = 16  # of positions
 WINDOWS = (128, 256, 512, 1024, 2048)  # keys of a query, at test time
 KEPT_PAIRS = 16
-FACT_TEXTS = 32  # with facts, for each distance
+NEEDLE_TEXTS = 32  # with needles, for each distance
 EVALUATION_SEED = 1234  # not among those of training
 REPEATED = 13  # bytes: the last of them ends a repetition if all of them stood in the text before
 REACHES = (256, 2304, 8192, 32768, 262144)  # bytes back: classes of repetitions
@@ -156,12 +156,12 @@ class Evaluation:
             rows.append({"depth": depth, **self._answers(model, episodes)})
         return rows
 
-    def facts(self, model: Model) -> list[dict[str, Any]]:
-        """A row for each distance that fits and each kind of fact that nothing marks."""
+    def needles(self, model: Model) -> list[dict[str, Any]]:
+        """A row for each distance that fits and each kind of needle that nothing marks."""
         rows = []
-        for distance in quality_facts.distances_of(self.length):
-            given = (self.source, self.length, distance, FACT_TEXTS, EVALUATION_SEED)
-            kinds = quality_facts.facts(*given)
+        for distance in quality_needles.distances_of(self.length):
+            given = (self.source, self.length, distance, NEEDLE_TEXTS, EVALUATION_SEED)
+            kinds = quality_needles.needles(*given)
             text = next(iter(kinds.values())).text  # the same for all kinds
             results = run(model, text, self.batch, self.device)
             expiries = self._expiries(model, text)

@@ -21,6 +21,36 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import program
+
+
+def head_of(word: str) -> Head:
+    layer, dot, kv_head = word.partition(".")
+    if not (dot and layer.isdecimal() and kv_head.isdecimal()):
+        raise argparse.ArgumentTypeError(f"is {word}, want LAYER.HEAD")
+    return Head(int(layer), int(kv_head))
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
+    parser.add_argument("files", type=Path, nargs="+", help="that quality.py wrote")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE.svg")
+    parser.add_argument("--run", metavar="NAME", help="of several runs, the one to draw")
+    parser.add_argument("--heads", type=head_of, nargs="+", default=[], metavar="LAYER.HEAD")
+    parser.add_argument("--begin", type=int, metavar="BYTE", help="first byte of the excerpt")
+    options = parser.parse_args()
+    if options.begin is not None and options.begin < 0:
+        parser.error(f"--begin: is {options.begin}, want 0 or more")
+    for path in options.files:
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import matplotlib
 import numpy as np
 from matplotlib import pyplot
@@ -32,7 +62,6 @@ COLOUR, GREY = "#0072B2", "#595959"
 BIN = 32  # bytes of a cell on the left
 COLUMNS, LINES = 122, 7  # of an excerpt
 SIGNS = {"\n": "\u21b5", "\t": "\u21e5"}  # what is drawn for bytes that are no letters
-
 # in points, of which a figure has 72 an inch
 WIDTH, SIDE = 792.0, 8.0
 HEAD_HEIGHT = 8.0  # of a line of the upper panels
@@ -95,13 +124,6 @@ class Kept:
             return 0
         sums = np.concatenate([[0], np.cumsum(by_score)])
         return int((sums[size:] - sums[:-size]).argmax())
-
-
-def head_of(word: str) -> Head:
-    layer, dot, kv_head = word.partition(".")
-    if not (dot and layer.isdecimal() and kv_head.isdecimal()):
-        raise argparse.ArgumentTypeError(f"is {word}, want LAYER.HEAD")
-    return Head(int(layer), int(kv_head))
 
 
 def add_panel(figure: pyplot.Figure, left: float, top: float, size: tuple[float, float]) -> Any:
@@ -219,19 +241,11 @@ def draw(name: str, run: dict[str, Any], heads: list[Head], begin: int | None) -
 
 
 def main() -> None:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    parser.add_argument("files", type=Path, nargs="+", help="that quality.py wrote")
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE.svg")
-    parser.add_argument("--run", metavar="NAME", help="of several runs, the one to draw")
-    parser.add_argument("--heads", type=head_of, nargs="+", default=[], metavar="LAYER.HEAD")
-    parser.add_argument("--begin", type=int, metavar="BYTE", help="first byte of the excerpt")
-    options = parser.parse_args()
-    if options.begin is not None and options.begin < 0:
-        parser.error(f"--begin: is {options.begin}, want 0 or more")
+    options = parse()
     runs = read(options.files)
     if options.run is None and len(runs) > 1:
-        parser.error(f"--run: is not given, want one of {', '.join(runs)}")
+        print(f"--run: is not given, want one of {', '.join(runs)}", file=sys.stderr)
+        sys.exit(2)
     name = options.run or next(iter(runs))
     if name not in runs:
         sys.exit(f"--run: {name} is not in the files, want one of {', '.join(runs)}")

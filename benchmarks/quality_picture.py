@@ -25,6 +25,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import program
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument("files", type=Path, nargs="+", help="of quality.py or quality_results.py")
+    parser.add_argument("--to", type=Path, metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, metavar="FILE.svg", help="one small picture")
+    parser.add_argument("--runs", nargs="+", metavar="NAME[=LABEL]", help="in this order (all)")
+    parser.add_argument("--pairs", type=int, default=8, help="of the recall that is drawn (8)")
+    options = parser.parse_args()
+    if options.to is None and options.readme is None:
+        parser.error("give --to or --readme")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import matplotlib
 from matplotlib import pyplot
 from peers_picture import save
@@ -235,16 +255,7 @@ def named(runs: Runs, words: list[str]) -> Runs:
 
 
 def main() -> None:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head)
-    parser.add_argument("files", type=Path, nargs="+", help="of quality.py or quality_results.py")
-    parser.add_argument("--to", type=Path, metavar="FOLDER")
-    parser.add_argument("--readme", type=Path, metavar="FILE.svg", help="one small picture")
-    parser.add_argument("--runs", nargs="+", metavar="NAME[=LABEL]", help="in this order (all)")
-    parser.add_argument("--pairs", type=int, default=8, help="of the recall that is drawn (8)")
-    options = parser.parse_args()
-    if options.to is None and options.readme is None:
-        parser.error("give --to or --readme")
+    options = parse()
     runs = read(options.files)
     try:
         runs = named(runs, options.runs or list(runs))

@@ -35,6 +35,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import program
+
 LONGEST = 1 << 18  # bytes of a document
 SHORTEST = 200  # of a file: shorter ones are redirections and empty modules
 HELD_OUT = 100  # one document of so many is held out
@@ -282,7 +284,7 @@ def compress(out: Path) -> None:
         print(f"{name}.bz3 {len(packed) / 1e6:.1f} MB", flush=True)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("out", type=Path)
@@ -294,7 +296,11 @@ def main() -> None:
     parser.add_argument(
         "--compress", action="store_true", help="write corpus-N.bz3 and held_out.bz3 too"
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     options.cache.mkdir(parents=True, exist_ok=True)
     try:
         sources = permissive_sources() if options.permissive else SOURCES
@@ -309,4 +315,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    program.begin(parse)
+    program.doing("downloads and joins texts")
     main()

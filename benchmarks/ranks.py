@@ -15,7 +15,6 @@ which everything that is compared runs once. Results are checked before they are
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -23,14 +22,18 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
+import program
+from ranks_options import make_parser, parse
+
+if __name__ == "__main__":
+    program.begin(lambda: parse(__doc__))
+
 import flash_dmattn
 import torch
 import torch.distributed as dist
 from flash_dmattn.distributed import ring_attention, split_lengths
-from peers import Parser, whole_number
 from peers_common import Disagreement, Rounds, find_machine, quantiles, write_whole
 from ranks_common import (
-    DTYPES,
     WARM_UP,
     Job,
     Recording,
@@ -42,38 +45,11 @@ from ranks_common import (
     slowest,
     time_calls,
 )
-from script import folder
 from streams_inputs import visible_pairs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 CHECKED_KEYS = 4096  # of each rank, at most
-
-MORE = """
-Items, each of which is one or more lines of ranks.json:
-  weak           --keys tokens on each of 1, 2, 4, ... ranks. efficiency: the time of one device
-                 alone with as many tokens, by flash_dma_attention(), over that of the team; of both
-                 the slowest rank counts. work: pairs of a query and a kept key of the rank that has
-                 most, over those of one device alone, whose first queries see fewer keys
-  strong         --total tokens over 2, 4, ... ranks. efficiency: the time of one device over the
-                 number of ranks, over the time of the team. ideal_from says whether one device was
-                 measured, before the teams, with all tokens, or with --keys tokens and multiplied
-  bytes          what each rank receives from others and sends to others, counted in the collective
-                 operations of a call, for two lengths; table_bytes: of window + recent keys
-  communication  exchange_ms: the collective operations of a call alone, with the same tensors.
-                 of_time: the fraction of the call's time that goes if they are replaced by copies
-                 of what they returned
-  memory         the peak of a call over that of one device alone with the same tokens: what a rank
-                 has beside its own tensors
-  host           milliseconds until forward returns to the host, if the ranks compare their
-                 arguments, and if `lengths` is given
-  ring           ring_attention(), dense, of --ring-keys tokens over all ranks, and cuDNN's SDPA of
-                 --dense-keys on one device, multiplied by the pairs and divided by the ranks
-  longest        --longest tokens over all ranks: time and memory
-A line with not_run says why. Times are medians of the rounds in milliseconds, spread is (90th
-percentile - 10th percentile) / median, and ratios are medians of the rounds' ratios.
-"""
-
 Row = dict[str, Any]
 
 
@@ -125,9 +101,6 @@ def on_teams(
         rows = list(item(job, team)) if job.rank < team.size else []
         job.wait()
         yield from ({"ranks": team.size, **row} for row in rows)
-
-
-# ---- items ----
 
 
 def weak(job: Job, team: Team) -> Iterator[Row]:
@@ -355,9 +328,6 @@ ITEMS: dict[str, Callable[[Job], Iterator[Row]]] = {
 }
 
 
-# ---- the program ----
-
-
 def find_bytes_per_key(job: Job) -> None:
     """Of a call on --keys tokens, on a device that PyTorch counts the memory of."""
     if job.device.type == "cuda":
@@ -389,6 +359,7 @@ def run(job: Job) -> None:
     settings = {"ranks": job.size, **{name: getattr(args, name) for name in names}}
     lines = [{**find_machine(args.device), **settings}]
     for name in args.only:
+        program.doing(name)
         for row in ITEMS[name](job):
             lines.append({"item": name, **row})
             if job.rank == 0:
@@ -397,39 +368,9 @@ def run(job: Job) -> None:
             write_whole(args.out / "ranks.json", lines)
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="ranks.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("out", type=folder, metavar="FOLDER")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--only", nargs="+", choices=ITEMS, default=[*ITEMS], metavar="ITEM", help="default: all")
-    add("--dtype", choices=DTYPES, default="bf16")
-    numbers = {
-        **{"q-heads": 32, "kv-heads": 8, "head-dim": 128, "window": 2048},
-        **{"keys": 65536, "total": 1 << 20, "ring-keys": 1 << 18, "dense-keys": 32768},
-        **{"longest": 1 << 22, "rounds": 9, "calls": 3, "timeout": 300},
-    }
-    for name, number in numbers.items():
-        add(
-            f"--{name}", type=whole_number, default=number, metavar="N", help="default: %(default)s"
-        )
-    add("--recent", type=int, default=0, metavar="N", help="default: %(default)s")
-    seconds = "no more rounds of a comparison after these, default: %(default)s"
-    add("--seconds", type=float, default=20.0, help=seconds)
-    return parser
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    if "RANK" not in os.environ:
-        parser.error("is not a rank, want it started by torchrun")
+    parser = make_parser(__doc__)
+    args = parse(__doc__, arguments)
     if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
         parser.error("there is no CUDA device, or no CUDA backend in this build")
     if args.keys < 4 or min(args.total, args.ring_keys, args.longest) < int(

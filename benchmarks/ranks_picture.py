@@ -13,6 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import program
+from arguments import drawing_parser
+
+if __name__ == "__main__":
+    program.begin(drawing_parser("ranks", __doc__).parse_args)
+
 from matplotlib import pyplot
 from peers_picture import draw_file, save
 

@@ -1,38 +1,17 @@
-"""What scripts share that write the times of their cases to a folder: arguments, rounds, rows."""
+"""What scripts share that write the times of their cases to a folder: rounds and rows."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
 import flash_dmattn
-from peers import Parser
-from peers_common import Rounds, quantiles
-
-
-def folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a folder that exists")
-    return Path(text)
-
-
-def make_parser(script: str, document: str | None, more: str) -> Parser:
-    """The arguments --out, --device and --quick. `document` is the script's docstring, of which
-    the help shows the first line, and then `more`."""
-    parser = Parser(
-        prog=script,
-        description=(document or "").split("\n")[0],
-        epilog=more.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    return parser
+from arguments import Parser
+from peers_common import Rounds, quantiles, write_whole
 
 
 def parse(parser: Parser, arguments: list[str] | None) -> argparse.Namespace:
@@ -40,6 +19,19 @@ def parse(parser: Parser, arguments: list[str] | None) -> argparse.Namespace:
     if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
         parser.error("there is no CUDA device, or no CUDA backend in this build")
     return args
+
+
+@contextlib.contextmanager
+def kept(path: Path, machine: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """The lines of a file, which is written at the end, or on Ctrl-C if there are rows."""
+    lines = [machine]
+    try:
+        yield lines
+    except KeyboardInterrupt:
+        if len(lines) > 1:
+            write_whole(path, lines)
+        raise
+    write_whole(path, lines)
 
 
 def alternate(timers: dict[str, Callable[[], float]], rounds: Rounds) -> dict[str, list[float]]:

@@ -24,17 +24,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Callable
 
-import flash_dmattn
-import torch
-from decode import time_pass
-from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
-from peers_cuda import ratio
-from script import make_parser, parse
-from streams_inputs import Case, Inputs, Peer, all_cases, check
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-
-WARM_UP = 3  # rounds that do not count
+import program
+from arguments import Parser, make_parser
 
 MORE = """
 Cases: KIND/bf16/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS[/sSEQUENCES][/wWINDOW[rRECENT]][/pPIECE]
@@ -69,7 +60,24 @@ of other and times as fast are medians of the rounds' ratios.
 """
 
 
-# ---- peers ----
+def own_parser() -> Parser:
+    return make_parser("streams.py", __doc__, MORE)
+
+
+if __name__ == "__main__":
+    program.begin(own_parser().parse_args)
+
+import flash_dmattn
+import torch
+from decode import time_pass
+from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
+from peers_cuda import ratio
+from script import parse
+from streams_inputs import Case, Inputs, Peer, all_cases, check
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+WARM_UP = 3  # rounds that do not count
 
 
 def varlen_arguments(inputs: Inputs, expanded: bool = False) -> list[Any]:
@@ -227,9 +235,6 @@ def checked_peers(inputs: Inputs) -> list[Peer]:
     return found
 
 
-# ---- time ----
-
-
 def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> dict[str, list[float]]:
     """The milliseconds of each peer in each round that counts."""
     times: dict[str, list[float]] = {peer.name: [] for peer in peers}
@@ -305,6 +310,7 @@ def run(args: argparse.Namespace) -> bool:
     print("{:56} {:15} {:>10} {:>7} {:>9} {:>9} {:>9}".format("case", "peer", *heads))
     try:
         for case in all_cases(args.device):
+            program.doing(case.name())
             try:
                 for row in measure(case, args.device, QUICK if args.quick else USUAL):
                     lines.append(row)
@@ -319,7 +325,7 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(make_parser("streams.py", __doc__, MORE), arguments)
+    args = parse(own_parser(), arguments)
     try:
         return 0 if run(args) else 1
     except OSError as error:

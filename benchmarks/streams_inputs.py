@@ -160,7 +160,7 @@ class Inputs:
                 )
         if case.kind == "prefill":
             self.cache = flash_dmattn.DynamicMaskCache(
-                1, 1, heads, dim, case.window, dtype=torch.bfloat16, device=device
+                1, 1, heads, dim, case.window, recent=0, dtype=torch.bfloat16, device=device
             )
 
 

@@ -26,9 +26,9 @@ from suite_calls import (
 )
 from suite_energy import measure_energy
 from suite_measure import Bench, Peer, Row, reason_of
+from suite_options import LONGEST, QUICK_LONGEST, SHORTEST
 
 PASSES = (False, True)  # forward, training
-SHORTEST, LONGEST, QUICK_LONGEST = 128, 131072, 4096
 FRACTIONS = (64, 32, 16, 8, 4, 2, 1)  # keys of a sequence for each key that is kept
 QUICK_FRACTIONS = (64, 8, 1)
 DENSITIES = (0.5, 0.75, 0.875, 0.9375, 1.0)  # window over length

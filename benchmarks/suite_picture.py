@@ -14,6 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import program
+from arguments import drawing_parser
+
+if __name__ == "__main__":
+    program.begin(drawing_parser("suite", __doc__).parse_args)
+
 import matplotlib.ticker
 from matplotlib import pyplot
 from peers_picture import draw_file, save

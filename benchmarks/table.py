@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Makes Markdown tables of what `fdma bench --json` and, in this folder, peers.py --json,
 decode.py and streams.py write.
 

@@ -30,6 +30,62 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
+import program
+
+NAMES = ("language", "image", "multimodal", "series")
+FORMS = ("dense", "selected")  # of workloads_model.py
+QUICK_KEYS, QUICK_RECENT, QUICK_HELD_OUT = 64, 16, 4
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
+    add = parser.add_argument
+    add("out", type=Path, help="a folder; with --join, the file to write")
+    add("--join", type=Path, nargs="+", metavar="FILE", help="join files of other calls")
+    add("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    add("--forms", nargs="+", choices=FORMS, default=FORMS, metavar="FORM", help=", ".join(FORMS))
+    add("--corpus", type=Path, help="folder of corpus.bin and held_out.bin (Python's library)")
+    add("--quick", action="store_true", help="tiny models and data, a few steps")
+    add("--steps", type=int, help="of training (by workload)")
+    add("--batch", type=int, help="sequences in a step (by workload)")
+    add("--side", type=int, help="pixels of a side of an image (1024)")
+    add("--length", type=int, help="tokens of a text or a series (8192)")
+    add("--keys", type=int, help="keys that a query keeps in all, if they are selected (512)")
+    add("--recent", type=int, help="of which the newest ones, where attention is causal (64)")
+    add("--rate", type=float, default=1.5e-3, help="peak learning rate (0.0015)")
+    add("--seed", type=int, default=0, help="of weights and of data (0)")
+    add("--compile", action="store_true", help="torch.compile the models")
+    add("--device", help="cuda or cpu; by default cuda where there is one")
+    options = parser.parse_args(arguments)
+    usual = (QUICK_KEYS, QUICK_RECENT) if options.quick else (512, 64)
+    options.keys = usual[0] if options.keys is None else options.keys
+    options.recent = usual[1] if options.recent is None else options.recent
+    check(parser, options)
+    options.device = options.device or program.default_device()
+    return options
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name in ("steps", "batch", "length", "keys"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name}: is {value}, want 1 or more")
+    if not 0 <= options.recent < options.keys:
+        parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
+    if options.side is not None and (options.side < 256 or options.side % 256):
+        parser.error(f"--side: is {options.side}, want a multiple of 256")
+    if options.corpus is not None:
+        for name in ("corpus.bin", "held_out.bin"):
+            if not (options.corpus / name).is_file():
+                parser.error(f"--corpus: {options.corpus / name} is not a file")
+    for path in options.join or ():
+        if not path.is_file():
+            parser.error(f"--join: {path} is not a file")
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import quality_model
 import quality_optimizer
 import torch
@@ -41,7 +97,7 @@ import workloads_series
 from peers_common import find_machine, write_whole
 from quality_results import thinned
 from torch import nn
-from workloads_model import FORMS, Batch, Sums, Workload, narrow
+from workloads_model import Batch, Sums, Workload, narrow
 
 TASKS = {
     "language": (workloads_language, workloads_language.Language),
@@ -49,13 +105,11 @@ TASKS = {
     "multimodal": (workloads_multimodal, workloads_multimodal.Multimodal),
     "series": (workloads_series, workloads_series.Series),
 }
-NAMES = tuple(TASKS)
 WARM_UP = 100  # steps until the learning rate has its peak, or a tenth of fewer than 1,000
 DECAY, CLIP = 0.1, 1.0  # weight decay of matrices, and the largest norm of a gradient
 HELD_OUT = 16  # batches
 GENERATED = 5  # batches that are timed alone
 GROUP = 16  # steps whose batches are made before the clock of these steps starts
-QUICK_KEYS, QUICK_RECENT, QUICK_HELD_OUT = 64, 16, 4
 
 
 def make_workload(name: str, options: argparse.Namespace) -> Workload:
@@ -210,51 +264,6 @@ def require_finite(row: dict[str, Any]) -> None:
             sys.exit(f"{row['workload']}-{row['form']}: the {name} loss is not a number")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    add = parser.add_argument
-    add("out", type=Path, help="a folder; with --join, the file to write")
-    add("--join", type=Path, nargs="+", metavar="FILE", help="join files of other calls")
-    add("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
-    add("--forms", nargs="+", choices=FORMS, default=FORMS, metavar="FORM", help=", ".join(FORMS))
-    add("--corpus", type=Path, help="folder of corpus.bin and held_out.bin (Python's library)")
-    add("--quick", action="store_true", help="tiny models and data, a few steps")
-    add("--steps", type=int, help="of training (by workload)")
-    add("--batch", type=int, help="sequences in a step (by workload)")
-    add("--side", type=int, help="pixels of a side of an image (1024)")
-    add("--length", type=int, help="tokens of a text or a series (8192)")
-    add("--keys", type=int, help="keys that a query keeps in all, if they are selected (512)")
-    add("--recent", type=int, help="of which the newest ones, where attention is causal (64)")
-    add("--rate", type=float, default=1.5e-3, help="peak learning rate (0.0015)")
-    add("--seed", type=int, default=0, help="of weights and of data (0)")
-    add("--compile", action="store_true", help="torch.compile the models")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
-    usual = (QUICK_KEYS, QUICK_RECENT) if options.quick else (512, 64)
-    options.keys = usual[0] if options.keys is None else options.keys
-    options.recent = usual[1] if options.recent is None else options.recent
-    check(parser, options)
-    return options
-
-
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "length", "keys"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name}: is {value}, want 1 or more")
-    if not 0 <= options.recent < options.keys:
-        parser.error(f"--recent: is {options.recent}, want 0 to {options.keys - 1}, below --keys")
-    if options.side is not None and (options.side < 256 or options.side % 256):
-        parser.error(f"--side: is {options.side}, want a multiple of 256")
-    if options.corpus is not None:
-        for name in ("corpus.bin", "held_out.bin"):
-            if not (options.corpus / name).is_file():
-                parser.error(f"--corpus: {options.corpus / name} is not a file")
-    for path in options.join or ():
-        if not path.is_file():
-            parser.error(f"--join: {path} is not a file")
-
-
 def join(options: argparse.Namespace) -> None:
     try:
         machine, *rows = workloads_results.join(options.join)
@@ -279,6 +288,7 @@ def main() -> None:
                 print(f"workloads.py: {error}", file=sys.stderr)
                 sys.exit(2)
             for form in options.forms:
+                program.doing(f"{name}-{form}")
                 row = run_form(workload, form, options)
                 require_finite(row)
                 workloads_results.write_run(options.out / f"{name}-{form}.json", machine, row)

@@ -1,4 +1,4 @@
-# The CUDA backend, built where nvcc is found unless FDMA_CUDA says otherwise. Each source of
+# The CUDA backend, built where nvcc and a driver are found unless FDMA_CUDA says otherwise. Each source of
 # src/cuda is compiled once, or once for each head_dim, into an object with code for every
 # architecture.
 
@@ -6,19 +6,19 @@ include(fdma_architectures)
 
 # The ptxas of CUDA 12.8 still serialises the wgmma of backward/sm90, which nvcc_strict.sh refuses.
 set(fdma_least_cuda 12.9)
-set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found, and in pip builds a driver too), ON, OFF, or EMULATED: for the emulator of tests/emulator, which needs CUDA's headers")
+set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc and a driver are found, unless as a subproject), ON, OFF, or EMULATED: for the emulator of tests/emulator, which needs CUDA's headers")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
     "compute capabilities to include code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
 set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF EMULATED)
 
 set(fdma_has_cuda OFF)
 set(fdma_private_libs "")
-if(FDMA_CUDA STREQUAL "AUTO" AND NOT CMAKE_CROSSCOMPILING)
+if(FDMA_CUDA STREQUAL "AUTO" AND NOT CMAKE_CROSSCOMPILING AND PROJECT_IS_TOP_LEVEL)
   include(CheckLanguage)
   set(CMAKE_CUDA_ARCHITECTURES OFF)
   check_language(CUDA)
   find_library(fdma_driver libcuda.so.1 PATHS /usr/lib/wsl/lib)
-  if(CMAKE_CUDA_COMPILER AND SKBUILD AND NOT fdma_driver) # would compile for minutes although there is no device
+  if(CMAKE_CUDA_COMPILER AND NOT fdma_driver) # would compile for minutes although there is no device
     message(NOTICE "nvcc is found, but no NVIDIA driver: building without CUDA kernels; "
                    "set FDMA_CUDA=ON to build them all the same")
   elseif(CMAKE_CUDA_COMPILER)

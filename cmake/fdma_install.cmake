@@ -29,8 +29,12 @@ set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/fdma")
 install(EXPORT fdma NAMESPACE fdma:: FILE fdma-targets.cmake DESTINATION "${package_dir}")
 file(WRITE "${PROJECT_BINARY_DIR}/fdma-config.cmake"
      "include(\"\${CMAKE_CURRENT_LIST_DIR}/fdma-targets.cmake\")\n")
+set(compatibility SameMajorVersion)
+if(PROJECT_VERSION_MAJOR EQUAL 0)
+  set(compatibility SameMinorVersion)
+endif()
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/fdma-config-version.cmake"
-                                 COMPATIBILITY SameMajorVersion)
+                                 COMPATIBILITY ${compatibility})
 install(FILES "${PROJECT_BINARY_DIR}/fdma-config.cmake"
               "${PROJECT_BINARY_DIR}/fdma-config-version.cmake"
         DESTINATION "${package_dir}")

@@ -26,3 +26,6 @@ set_target_properties(fdma_ort PROPERTIES
 target_include_directories(fdma_ort PRIVATE src)
 target_include_directories(fdma_ort SYSTEM PRIVATE "${FDMA_ORT_INCLUDE_DIR}")
 target_link_libraries(fdma_ort PRIVATE fdma_shared fdma_flags)
+if(FDMA_LINKS_nodelete) # as libfdma itself
+  target_link_options(fdma_ort PRIVATE "-Wl,-z,nodelete")
+endif()

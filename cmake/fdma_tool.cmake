@@ -1,6 +1,7 @@
 # The fdma command: one folder per subcommand, and common/, which they share.
 
 file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
+list(FILTER tool_sources EXCLUDE REGEX "/tools/gates/")
 if(NOT tool_sources)
   return()
 endif()

@@ -16,7 +16,7 @@ Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONP
     python examples/adapt.py --lora 4 --out adapted
 
 The table is in bits per byte of held-out text: of all bytes, and of the recalled ones. With --out
-it is written to FOLDER/adapt.json too. Exit status: 0 done; 2 bad usage.
+it is written to FOLDER/adapt.json too. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,6 +31,63 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterable, List, Tuple
 
+import program
+
+HEAD_DIM = 32
+GROUP = 2  # query heads of a kv head
+MAY_BE_ZERO = ("recent", "gap", "lora", "seed")  # options
+TARGETS = ("largest", "mean", "outputs")  # of adapt_layers.py
+COUNTS = {  # options: default and help
+    "length": (256, "bytes that the model reads at once"),
+    "labels": (4, "labels of a piece of text, at most 9"),
+    "gap": (96, "bytes between labels and their repetition, at least"),
+    "window": (24, "keys that a query keeps by score"),
+    "recent": (8, "keys that it keeps because they are the newest"),
+    "layers": (2, "layers of the model"),
+    "width": (128, f"of the model, a multiple of {HEAD_DIM * GROUP}"),
+    "batch": (8, "pieces of text in a step"),
+    "dense-steps": (600, "steps that train the dense model"),
+    "steps": (400, "steps of stage 1"),
+    "lora": (0, "rank of stage 2; 0 for no stage 2"),
+    "lora-steps": (300, "steps of stage 2"),
+    "seed": (0, "of weights and text"),
+}
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    for name, (default, words) in COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        default="largest",
+        help="what scores learn from in stage 1",
+    )
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--out", type=Path, help="write the table to this folder, as adapt.json")
+    options = parser.parse_args()
+    for name in COUNTS:
+        value, least = getattr(options, name.replace("-", "_")), int(name not in MAY_BE_ZERO)
+        if value < least:
+            parser.error(f"--{name}: is {value}, want {least} or more")
+    if options.width % (HEAD_DIM * GROUP):
+        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM * GROUP}")
+    import recall_text
+
+    options.device = options.device or program.default_device()
+    if options.labels > recall_text.MOST_LABELS:
+        parser.error(f"--labels: is {options.labels}, want at most {recall_text.MOST_LABELS}")
+    least = recall_text.Shape(options.length, options.labels, options.gap).least_length()
+    if options.length < least:
+        parser.error(f"--length: is {options.length}, want {least} or more for the gap and labels")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import adapt_layers
 import recall_text
 import torch
@@ -41,15 +98,11 @@ from recall_text import Pieces
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
-HEAD_DIM = 32
-GROUP = 2  # query heads of a kv head
 ROPE_BASE = 1e5  # slow angles, which leave the match of equal bytes alone at these distances
 WARM_UP = 50  # steps until a learning rate is reached
 DENSE_RATE, SCORE_RATE, LORA_RATE = 3e-3, 1e-2, 1e-3  # of AdamW
-MAY_BE_ZERO = ("recent", "gap", "lora", "seed")  # options
 RECALLED_WEIGHT = 3.0  # of the recalled bytes in the loss, beside all bytes
 HELD_OUT = 64  # pieces of held-out text in an evaluation
-
 Draw = Callable[[], Pieces]  # pieces to train on
 States = List[Tuple[torch.Tensor, torch.Tensor]]  # hidden states of each layer, and its outputs
 
@@ -101,6 +154,7 @@ def optimize(
     rate: float,
     steps: int,
     loss_at: Callable[[int], torch.Tensor],
+    what: str,
 ) -> None:
     """`steps` steps of AdamW; the rate rises linearly, then falls as half a cosine to a tenth."""
     trained = list(parameters)
@@ -108,6 +162,7 @@ def optimize(
     for step in range(steps):
         fall = 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * fall
+        program.doing(f"{what}: step {step + 1} of {steps}")
         optimizer.zero_grad()
         loss_at(step).backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
@@ -161,7 +216,7 @@ def train_scores(dense: Reader, kept: Kept, draw: Draw, target: str, steps: int)
     parameters = [pair.selected.dt_proj.weight for pair in pairs]
     if through_outputs:
         parameters += [p for _, layer in pairs for p in (layer.dt_proj.bias, layer.A)]
-    optimize(parameters, SCORE_RATE, steps, loss_at)
+    optimize(parameters, SCORE_RATE, steps, loss_at, "stage 1")
     return model
 
 
@@ -173,7 +228,7 @@ def train_projections(model: Reader, rank: int, draw: Draw, steps: int) -> Reade
         for block in model.blocks
         for change in adapt_layers.add_low_rank(block.attention, rank)
     ]
-    optimize(changes, LORA_RATE, steps, lambda _: text_loss(model, draw()))
+    optimize(changes, LORA_RATE, steps, lambda _: text_loss(model, draw()), "stage 2")
     return model
 
 
@@ -200,7 +255,7 @@ def train_dense(options: argparse.Namespace, short: Draw, whole: Draw) -> Reader
     def loss_at(step: int) -> torch.Tensor:
         return text_loss(dense, short() if step < steps // 3 else whole())
 
-    optimize(dense.parameters(), DENSE_RATE, steps, loss_at)
+    optimize(dense.parameters(), DENSE_RATE, steps, loss_at, "the dense model")
     return dense.requires_grad_(False)
 
 
@@ -234,9 +289,9 @@ class Source:
         return Pieces(*(one.to(self.device) for one in pieces))
 
 
-def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """All rows of the table, printed as they are found."""
-    source, rows = Source(options), {}
+def compare(options: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
+    """Add all rows of the table, which are printed as they are found."""
+    source = Source(options)
     unseen = source.held_out()
 
     def add(name: str, model: Reader) -> None:
@@ -260,65 +315,26 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         for name, model in (("sliding window", sliding), ("selected", selected)):
             changed = train_projections(model, options.lora, source.draw(4), options.lora_steps)
             add(f"{name}, after stage 2", changed)
-    return rows
 
 
-COUNTS = {  # options: default and help
-    "length": (256, "bytes that the model reads at once"),
-    "labels": (4, "labels of a piece of text, at most 9"),
-    "gap": (96, "bytes between labels and their repetition, at least"),
-    "window": (24, "keys that a query keeps by score"),
-    "recent": (8, "keys that it keeps because they are the newest"),
-    "layers": (2, "layers of the model"),
-    "width": (128, f"of the model, a multiple of {HEAD_DIM * GROUP}"),
-    "batch": (8, "pieces of text in a step"),
-    "dense-steps": (600, "steps that train the dense model"),
-    "steps": (400, "steps of stage 1"),
-    "lora": (0, "rank of stage 2; 0 for no stage 2"),
-    "lora-steps": (300, "steps of stage 2"),
-    "seed": (0, "of weights and text"),
-}
-
-
-def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head)
-    for name, (default, words) in COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
-    parser.add_argument(
-        "--target",
-        choices=list(adapt_layers.TARGETS),
-        default="largest",
-        help="what scores learn from in stage 1",
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write the table to this folder, as adapt.json")
-    options = parser.parse_args()
-    for name in COUNTS:
-        value, least = getattr(options, name.replace("-", "_")), int(name not in MAY_BE_ZERO)
-        if value < least:
-            parser.error(f"--{name}: is {value}, want {least} or more")
-    if options.width % (HEAD_DIM * GROUP):
-        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM * GROUP}")
-    if options.labels > recall_text.MOST_LABELS:
-        parser.error(f"--labels: is {options.labels}, want at most {recall_text.MOST_LABELS}")
-    least = recall_text.Shape(options.length, options.labels, options.gap).least_length()
-    if options.length < least:
-        parser.error(f"--length: is {options.length}, want {least} or more for the gap and labels")
-    return options
+def write(options: argparse.Namespace, rows: dict[str, Any], seconds: float) -> None:
+    named = {name: value for name, value in vars(options).items() if name != "out"}
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = {"options": named, "seconds": round(seconds, 1), "rows": rows}
+    (options.out / "adapt.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
 def main() -> None:
     options = parse()
     begin = time.perf_counter()
-    rows = compare(options)
-    seconds = time.perf_counter() - begin
+    rows: dict[str, dict[str, float]] = {}
+    try:
+        compare(options, rows)
+    finally:  # rows that were found are kept, also on Ctrl-C
+        seconds = time.perf_counter() - begin
+        if options.out is not None and rows:
+            write(options, rows, seconds)
     print(f"{seconds:.0f} s on {options.device}")
-    if options.out is not None:
-        named = {name: value for name, value in vars(options).items() if name != "out"}
-        options.out.mkdir(parents=True, exist_ok=True)
-        table = {"options": named, "seconds": round(seconds, 1), "rows": rows}
-        (options.out / "adapt.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
 if __name__ == "__main__":

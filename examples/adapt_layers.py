@@ -23,6 +23,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("adapt.py")
+
 import flash_dmattn
 import torch
 from flash_dmattn import DynamicMaskAttention

@@ -1,8 +1,23 @@
+#!/usr/bin/env python3
 """Attention over 64 of 1024 keys in PyTorch: how much of the dense attention do they carry?
 
 Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the
 environment.
 """
+
+from __future__ import annotations
+
+import argparse
+
+import program
+
+
+def parse() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+
+
+if __name__ == "__main__":
+    program.begin(parse)
 
 import flash_dmattn
 import torch

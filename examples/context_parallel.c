@@ -20,14 +20,21 @@
  * there they are easily sorted, and fdma_select() gives the same bits on every device. Rows of keys
  * and values stay on the devices.
  *
- *     cc -std=c11 -O2 -Iinclude -DFDMA_HAVE_NCCL=1 -I/usr/local/cuda/include \
- *        examples/context_parallel.c -Lbuild -lfdma -L/usr/local/cuda/lib64 -lcudart -lnccl -lm \
- *        -o context_parallel
- *     ./context_parallel [TOKENS]               on all CUDA devices, two or more
- *     ./context_parallel --cpu RANKS [TOKENS]   in a loop on the CPU: to try it, and to test it.
- *                                               This can also be built without CUDA and NCCL
+ * Without CUDA and NCCL, the ranks run in a loop on the CPU: to try it, and to test it.
  *
- * Exit status: 0, or 1 where the ranks and the whole sequence disagree. */
+ *     cc -std=c11 -O2 -Iinclude examples/context_parallel.c -Lbuild -lfdma \
+ *        -Wl,-rpath,$PWD/build -lm -o context_parallel
+ *     ./context_parallel --cpu 3 1000
+ *
+ * With them, the ranks are all CUDA devices, two or more, unless --cpu is given:
+ *
+ *     cc -std=c11 -O2 -Iinclude -DFDMA_HAVE_NCCL=1 -I/usr/local/cuda/include \
+ *        examples/context_parallel.c -Lbuild -lfdma -Wl,-rpath,$PWD/build \
+ *        -L/usr/local/cuda/lib64 -lcudart -lnccl -lm -o context_parallel
+ *     ./context_parallel
+ *
+ * Exit status: 0; 1 where the ranks and the whole sequence disagree, or a call fails; 2 bad
+ * usage. */
 #include "context_parallel_check.h"
 #include "context_parallel_ranks.h"
 
@@ -372,9 +379,12 @@ static void show_bytes(int ranks, int64_t total) {
 int main(int argc, char **argv) {
     const bool on_cpu = argc > 2 && strcmp(argv[1], "--cpu") == 0;
     const int first = on_cpu ? 3 : 1;
+    const bool help = argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
+    if (help || argc > first + 1 || (!on_cpu && argc > 1 && argv[1][0] == '-')) {
+        fprintf(help ? stdout : stderr, "usage: context_parallel [--cpu RANKS] [TOKENS]\n");
+        return help ? 0 : 2;
+    }
     const int64_t total = argc > first ? strtoll(argv[first], NULL, 10) : default_tokens;
-    if (argc > first + 1)
-        fail("usage", "context_parallel [--cpu RANKS] [TOKENS]");
     rank *const on = allocate(most_ranks, sizeof *on);
     const int64_t ranks = on_cpu ? open_host(atoi(argv[2]), on) : open_devices(on);
     const int64_t lengths = ranks * (ranks + 1) / 2;

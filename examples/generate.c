@@ -7,17 +7,23 @@
  * The check runs the whole sequence through fdma_attention(), layer by layer: every token must be
  * chosen again, and all logits must agree.
  *
- *     cc -std=c11 -O2 -Iinclude examples/generate.c -Lbuild -lfdma -lm -o generate
- *     ./generate [TOKENS]
+ *     cc -std=c11 -O2 -Iinclude examples/generate.c -Lbuild -lfdma -Wl,-rpath,$PWD/build -lm \
+ *        -o generate
+ *     ./generate 3000
  *
- * Exit status: 0, or 1 where the whole sequence does not give the same tokens. */
+ * Progress goes to stderr: on a terminal a bar, else a line every ten seconds. Exit status: 0; 1
+ * where the whole sequence does not give the same tokens; 2 bad usage. */
+#define _POSIX_C_SOURCE 200809L // isatty()
+
 #include "fdma.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { layer_count = 2, width = 64, inner_width = 128, vocabulary = 256 };
 enum { q_heads = 4, kv_heads = 2, head_dim = 32, window = 64, recent = 16 };
@@ -292,11 +298,19 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+/* On a terminal a bar; else a line every ten seconds. */
 static void show_progress(int64_t done, int64_t count) {
+    static double said;
     const int filled = (int)(bar_width * done / count);
-    fprintf(stderr, "\r[%.*s%*s] %lld of %lld tokens%s", filled,
-            "########################################", bar_width - filled, "", (long long)done,
-            (long long)count, done == count ? "\n" : "");
+    const double now = seconds_now();
+    if (isatty(STDERR_FILENO)) {
+        fprintf(stderr, "\r[%.*s%*s] %lld of %lld tokens%s", filled,
+                "########################################", bar_width - filled, "", (long long)done,
+                (long long)count, done == count ? "\n" : "");
+    } else if (now - said >= 10) {
+        fprintf(stderr, "generate: %lld of %lld tokens\n", (long long)done, (long long)count);
+        said = now;
+    }
 }
 
 /* Generates `count` tokens after tokens[0], and keeps the first `kept` of them with their logits.
@@ -368,10 +382,14 @@ static void show_memory(int64_t count, const fdma_cache *cache) {
 
 int main(int argc, char **argv) {
     const double tolerance = 1e-3;
-    const int64_t count = argc > 1 ? strtoll(argv[1], NULL, 10) : default_tokens;
-    if (count < intervals || argc > 2) {
-        fprintf(stderr, "usage: generate [TOKENS], %d or more\n", intervals);
-        return 1;
+    char *end = NULL;
+    const int64_t count = argc > 1 ? strtoll(argv[1], &end, 10) : default_tokens;
+    const bool help = argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
+    if (help || argc > 2 || (end != NULL && *end != '\0') || count < intervals) {
+        fprintf(help ? stdout : stderr,
+                "usage: generate [TOKENS], %d or more (default %d, some seconds)\n", intervals,
+                default_tokens);
+        return help ? 0 : 2;
     }
     const int64_t kept = count < checked_tokens ? count : checked_tokens;
     model it = new_model();

@@ -16,6 +16,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("adapt.py")
+
 import torch
 import train_text
 

@@ -19,7 +19,7 @@ have 32,768 tokens each, as random keys:
 
 serve_loop.py has the queue and the loop, serve_model.py the model and the pool, serve_full.py the
 full cache, serve_draft.py speculative decoding. Exit status: 0 done; 1 tokens that differ, or a
-file that could not be written; 2 bad usage.
+file that could not be written; 2 bad usage; 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,20 +30,10 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
-import torch
-from serve_draft import DraftServer
-from serve_full import FullPool
-from serve_loop import RIDES, Result, Server, make_requests
-from serve_model import BoundedPool, Model, train
-from torch import nn
-from train_text import read_text
+import program
 
-ROOT = Path(__file__).resolve().parents[1]
-TEXT = ROOT / "examples" / "data" / "text.txt"
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+RIDES = 64  # the longest piece of a prompt that a batch of single tokens can take along
 DRAFTS_MOST = RIDES - 1  # with the token before them they are one call of the cache
-
-Results = Dict[str, List[Result]]  # of the rounds, by the name of the server
 
 
 def two_numbers(text: str) -> tuple[int, int]:
@@ -77,7 +67,7 @@ NUMBERS = {  # options: their defaults, least values and help
 }
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     show = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="serve.py", description=head, formatter_class=show)
@@ -90,7 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     }.items():
         parser.add_argument(name, type=two_numbers, default=default, help=words)
     parser.add_argument("--gap", type=float, default=2.0, help="mean steps between two arrivals")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write a file of the times there"
     )
@@ -98,6 +88,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if message := refusal(options):
         parser.error(message)
+    found = program.default_device()
+    if options.device == "cuda" != found:
+        parser.error("--device: is cuda, but there is none")
+    options.device = options.device or found
+    if options.check and options.device != "cpu":
+        parser.error("--check: want --device cpu, which computes in float32")
     if options.context > 0:
         options.prompt, options.gap = (1, 1), 0
     return options
@@ -109,14 +105,16 @@ def refusal(options: argparse.Namespace) -> str | None:
         if (found := getattr(options, name)) < least:
             return f"--{name.replace('_', '-')}: is {found}, want {least} or more"
     rows, most = options.window + options.recent, longest(options)
-    context, on_cuda = options.context, options.device == "cuda"
+    context = options.context
     wrong = [
         (options.heads % options.kv_heads, "--heads: want a multiple of --kv-heads"),
         (options.head_dim % 8, f"--head-dim: is {options.head_dim}, want a multiple of 8"),
         (options.draft > DRAFTS_MOST, f"--draft: is {options.draft}, want {DRAFTS_MOST} or less"),
         (options.draft_layers > options.layers, "--draft-layers: want --layers or less"),
-        (options.device not in DTYPES, f"--device: is {options.device}, want cuda or cpu"),
-        (on_cuda and not torch.cuda.is_available(), "--device: is cuda, but there is none"),
+        (
+            options.device not in (None, "cuda", "cpu"),
+            f"--device: is {options.device}, want cuda or cpu",
+        ),
         (options.out and not options.out.is_dir(), f"--out: {options.out} is not a folder"),
         (0 < context < rows, f"--context: is {context}, want 0, or --window + --recent or more"),
         (
@@ -127,7 +125,6 @@ def refusal(options: argparse.Namespace) -> str | None:
     if options.check:
         wrong += [
             (options.window < most, f"--check: want --window {most} or more, to evict no key"),
-            (options.device != "cpu", "--check: want --device cpu, which computes in float32"),
             (context > 0 or options.train > 0, "--check: want neither --context nor --train"),
         ]
     return next((message for holds, message in wrong if holds), None)
@@ -136,6 +133,23 @@ def refusal(options: argparse.Namespace) -> str | None:
 def longest(options: argparse.Namespace) -> int:
     """Tokens of the longest request."""
     return options.context + options.prompt[1] + options.output[1]
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
+import torch
+from serve_draft import DraftServer
+from serve_full import FullPool
+from serve_loop import Result, Server, make_requests
+from serve_model import BoundedPool, Model, train
+from torch import nn
+from train_text import read_text
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "examples" / "data" / "text.txt"
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+Results = Dict[str, List[Result]]  # of the rounds, by the name of the server
 
 
 def make_model(options: argparse.Namespace) -> Model:
@@ -169,13 +183,15 @@ def serve_in_turns(
 ) -> Results:
     """In each round every server serves the same requests, from caches in the same state."""
     results: Results = {name: [] for name in servers}
-    for _ in range(rounds):
+    for number in range(rounds):
         for name, server in servers.items():
+            requests = make_requests(options, text)
+            program.doing(f"{name} serves {len(requests)} requests, round {number + 1} of {rounds}")
             for pool in server.pools:
                 pool.reset()
                 if options.context:
                     pool.fill(options.context)
-            results[name].append(server.serve(make_requests(options, text)))
+            results[name].append(server.serve(requests))
     return results
 
 
@@ -258,6 +274,10 @@ def measure(servers: dict[str, Server], options: argparse.Namespace, text: torch
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     text = read_text(TEXT).held_out
+    if not options.check:
+        print(
+            f"{options.requests} requests, {options.rounds + 1} rounds for each server", flush=True
+        )
     model = make_model(options)
     with torch.no_grad():
         servers = make_servers(options, model)

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import argparse
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("serve.py")
+
 import torch
 from serve_loop import Graphs, Pieces, Server
 from serve_model import BoundedPool, Model, Rows

@@ -11,6 +11,11 @@ import argparse
 import functools
 from typing import Callable
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("serve.py")
+
 import torch
 from flash_dmattn import DynamicMaskAttention
 from flash_dmattn.rotary import rotate
@@ -22,7 +27,6 @@ from torch.nn.functional import scaled_dot_product_attention
 ROUND = {"cuda": 256, "cpu": 64}  # a step reads a multiple of so many keys
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 TRIALS = 5  # timed calls of each kernel
-
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -13,6 +13,11 @@ import time
 from collections import deque
 from typing import Callable, Dict, List, NamedTuple, Tuple, Union
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("serve.py")
+
 import torch
 from serve_full import FullPool
 from serve_model import BoundedPool, Model, Rows, next_tokens
@@ -20,8 +25,6 @@ from serve_model import BoundedPool, Model, Rows, next_tokens
 Pool = Union[BoundedPool, FullPool]
 Pieces = Dict[int, List[int]]  # the next tokens of sequences, by the number of the sequence
 Captured = Tuple[torch.cuda.CUDAGraph, Rows, torch.Tensor]  # a graph, its inputs and its output
-
-RIDES = 64  # the longest piece of a prompt that a batch of single tokens can take along
 
 
 class Request:
@@ -127,7 +130,7 @@ class Result(NamedTuple):
 class Server:
     """Serves requests with a model over a pool. One may serve several times: graphs are kept."""
 
-    rides = RIDES
+    rides = 64  # the longest piece of a prompt that a batch of single tokens takes along
 
     def __init__(self, model: Model, pool: Pool, options: argparse.Namespace) -> None:
         self.model, self.pool = model, pool

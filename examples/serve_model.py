@@ -12,6 +12,11 @@ import math
 from collections.abc import Iterator
 from typing import Callable, NamedTuple
 
+import program
+
+if __name__ == "__main__":
+    program.belongs_to("serve.py")
+
 import torch
 from flash_dmattn import DynamicMaskAttention, DynamicMaskCache
 from torch import nn
@@ -19,7 +24,6 @@ from torch.nn.functional import cross_entropy, gelu
 from train_text import BYTES, Text, cut
 
 Attend = Callable[[int, DynamicMaskAttention, torch.Tensor], torch.Tensor]
-
 RATE = 1e-3  # learning rate of AdamW
 ROWS, LENGTH = 8, 128  # of a training step: pieces of text, and the bytes in each
 
@@ -166,7 +170,8 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(options.seed)
     exits = (options.draft_layers - 1, options.layers - 1)
-    for _ in range(options.train):
+    for step in range(options.train):
+        program.doing(f"trains the model: step {step + 1} of {options.train}")
         starts = torch.randint(len(text.train) - LENGTH, (ROWS,), generator=generator)
         pieces = cut(text.train, starts, LENGTH).to(options.device)
         # On a CUDA device attention takes 16-bit types only.

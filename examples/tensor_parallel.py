@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Decodes with a layer whose heads are divided over processes: tensor parallelism.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
@@ -16,6 +17,28 @@ from __future__ import annotations
 
 import argparse
 import os
+
+import program
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", type=int, default=300, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=40, help="tokens that follow one by one")
+    given = parser.parse_args()
+    for name in ("prompt", "tokens"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: is {getattr(given, name)}, want 1 or more")
+    if "RANK" not in os.environ:
+        parser.error(
+            "is not one of several ranks, want it started by torchrun: "
+            "torchrun --nproc-per-node 2 examples/tensor_parallel.py"
+        )
+    return given
+
+
+if __name__ == "__main__":
+    program.begin(parse)
 
 import flash_dmattn
 import torch
@@ -68,10 +91,7 @@ class DividedAttention(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=300, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=40, help="tokens that follow one by one")
-    given = parser.parse_args()
+    given = parse()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -92,6 +112,7 @@ def main() -> None:
 
     steps = [*range(0, given.prompt, PIECE), *range(given.prompt, states.shape[1])]
     outs = []
+    program.doing(f"decodes {states.shape[1]} tokens")
     with torch.no_grad():
         for begin, end in zip(steps, [*steps[1:], states.shape[1]]):
             outs.append(divided(states[:, begin:end], cache.keys, begin))

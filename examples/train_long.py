@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Train a small byte-level language model on long sequences, each spread over many processes.
 
-The model is that of train_text.py. Of a sequence of 262,144 bytes each rank has consecutive ones,
-and every byte attends to the best and the newest of all bytes before it, whichever rank has them.
-NCCL joins CUDA devices, which compute in bfloat16, and gloo joins CPUs. Run it with the package
-installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment; as a plain
-program it is the only rank:
+The model is that of train_text.py. Of a sequence of 262,144 bytes (8,192 on a CPU) each rank has
+consecutive ones, and every byte attends to the best and the newest of all bytes before it,
+whichever rank has them. NCCL joins CUDA devices, which compute in bfloat16, and gloo joins CPUs.
+Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the
+environment; as a plain program it is the only rank:
 
     torchrun --nproc-per-node 8 examples/train_long.py --steps 100
     python examples/train_long.py --length 4096 --steps 10 --device cpu
@@ -13,7 +13,7 @@ program it is the only rank:
 The text is a file, or else Python's own documentation. The loss, in bits per byte, is the mean over
 the whole sequence, so that the number of ranks changes it only by rounding. Memory is that of each
 rank: on a CUDA device the peak of PyTorch's tensors in the step, on a CPU the largest resident size
-so far. Exit status: 0 done; 2 bad usage.
+so far. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,13 +28,74 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import program
+
+HEAD_DIM = 64  # of train_text.py
+LENGTHS = {"cuda": 262144, "cpu": 8192}
+
+
+def read_bytes(path: Path | None) -> torch.Tensor:
+    """The text as uint8. A file is mapped: each rank reads only the pages that it needs."""
+    import torch
+    from train_text import read_text
+
+    if path is None:
+        text = read_text(None)
+        return torch.cat([text.train, text.held_out]).to(torch.uint8)
+    size = path.stat().st_size  # an empty file cannot be mapped
+    return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument(
+        "--text", type=Path, help="a file to train on (default: Python's documentation)"
+    )
+    parser.add_argument(
+        "--length", type=int, help="bytes of a sequence (default 262144, on a CPU 8192)"
+    )
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--window", type=int, default=2048, help="bytes that each byte keeps, half of them newest"
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(minutes=0)  # which Progress reads: steps alone end a run
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    least = {"length": ranks, "steps": 1, "window": 2, "layers": 1}
+    for name, number in least.items():
+        given = getattr(options, name)
+        if given is not None and given < number:
+            parser.error(f"--{name}: is {given}, want {number} or more")
+    if options.width < HEAD_DIM or options.width % HEAD_DIM:
+        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM}")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text: {options.text} is not a file")
+    options.device = options.device or program.default_device()
+    options.length = options.length or LENGTHS[options.device]
+    options.bytes = read_bytes(options.text)
+    found = len(options.bytes)
+    if found <= options.length:
+        parser.error(f"--length: is {options.length}, want fewer than the text has: {found} bytes")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import torch
 import torch.distributed as dist
 from flash_dmattn.distributed import split_lengths
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from train_text import HEAD_DIM, Model, Progress, read_text
+from train_text import Model, Progress
 
 MIB = 2**20
 
@@ -70,15 +131,6 @@ def join_ranks(kind: str) -> Ranks:
         options.update(store=store, rank=0, world_size=1)
     dist.init_process_group(backend, **options)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
-
-
-def read_bytes(path: Path | None) -> torch.Tensor:
-    """The text as uint8. A file is mapped: each rank reads only the pages that it needs."""
-    if path is None:
-        text = read_text(None)
-        return torch.cat([text.train, text.held_out]).to(torch.uint8)
-    size = path.stat().st_size  # an empty file cannot be mapped
-    return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
 
 
 def cut_own(text: torch.Tensor, start: int, lengths: list[int], rank: int) -> torch.Tensor:
@@ -162,40 +214,6 @@ def train(
         yield Step(progress.taken, sum(sums) / options.length, norm.item(), rate, [*memory])
 
 
-def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head)
-    parser.add_argument(
-        "--text", type=Path, help="a file to train on (default: Python's documentation)"
-    )
-    parser.add_argument("--length", type=int, default=262144, help="bytes of a sequence")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument(
-        "--window", type=int, default=2048, help="bytes that each byte keeps, half of them newest"
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(minutes=0)  # which Progress reads: steps alone end a run
-    options = parser.parse_args()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    least = {"length": ranks, "steps": 1, "window": 2, "layers": 1}
-    for name, number in least.items():
-        if getattr(options, name) < number:
-            parser.error(f"--{name}: is {getattr(options, name)}, want {number} or more")
-    if options.width < HEAD_DIM or options.width % HEAD_DIM:
-        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM}")
-    if options.text and not options.text.is_file():
-        parser.error(f"--text: {options.text} is not a file")
-    options.bytes = read_bytes(options.text)
-    found = len(options.bytes)
-    if found <= options.length:
-        parser.error(f"--length: is {options.length}, want fewer than the text has: {found} bytes")
-    return options
-
-
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     torch.manual_seed(options.seed)
     sizes = (options.layers, options.width, options.window)
@@ -208,9 +226,11 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
             f"ranks: {ranks.size}, {dist.get_backend()}; sequences of {options.length} of "
             f"{len(options.bytes)} bytes; {count} parameters; window {options.window}"
         )
+    program.doing(f"step 1 of {options.steps}")
     for step in train(model, options.bytes, options, ranks):
         if ranks.rank == 0:
             print(step.describe(), flush=True)
+        program.doing(f"step {step.number + 1} of {options.steps}")
 
 
 def main() -> None:

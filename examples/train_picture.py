@@ -14,6 +14,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import program
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument("curves", type=Path, help="a file that train_text.py --json wrote")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, .svg or .png")
+    options = parser.parse_args()
+    if not options.curves.is_file():
+        parser.error(f"{options.curves} is not a file")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import matplotlib
 from matplotlib import pyplot
 
@@ -55,11 +72,7 @@ def draw(runs: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head)
-    parser.add_argument("curves", type=Path, help="a file that train_text.py --json wrote")
-    parser.add_argument("--out", type=Path, required=True, help="the picture, .svg or .png")
-    options = parser.parse_args()
+    options = parse()
     draw(json.loads(options.curves.read_text()), options.out)
 
 

@@ -5,9 +5,11 @@
  * each query over its `window` best keys. Loss: half the squared distance of out from a target. The
  * step is one of gradient descent, after which the loss must be smaller.
  *
- *     cc -std=c11 -Iinclude examples/train_step.c -Lbuild -lfdma -lm -o train_step
+ *     cc -std=c11 -Iinclude examples/train_step.c -Lbuild -lfdma -Wl,-rpath,$PWD/build -lm \
+ *        -o train_step
+ *     ./train_step
  *
- * Exit status: 0, or 1 where a gradient or the step is wrong. */
+ * Exit status: 0; 1 where a gradient or the step is wrong; 2 bad usage. */
 #include "fdma.h"
 
 #include <math.h>
@@ -273,8 +275,13 @@ static double slope_ratio(layer *it, parameter *p) {
     return (above - below) / (2 * step) / squares;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const double tolerance = 0.01;
+    if (argc > 1) { // there are no arguments
+        const int help = strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0;
+        fprintf(help ? stdout : stderr, "usage: train_step\n");
+        return help ? 0 : 2;
+    }
     layer it = new_layer();
     parameter *const all[parameter_count] = {&it.wq, &it.wk, &it.wv, &it.dt_proj, &it.a};
     int wrong = 0;

@@ -9,9 +9,10 @@ FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment:
     python examples/train_text.py --minutes 3 --json curves.json
     python examples/train_text.py --minutes 3 --json curves.json --dense --picture curves.svg
 
-It shows a progress bar if tqdm is installed, and --picture needs matplotlib: `pip install tqdm
-matplotlib`. Losses are in bits per byte. --json adds this run's curves to those in the file, so
-that --picture shows both. Exit status: 0 done; 2 bad usage.
+It shows a progress bar on a terminal if tqdm is installed, and else a line every ten seconds;
+--picture needs matplotlib: `pip install tqdm matplotlib`. Losses are in bits per byte. --json adds
+this run's curves to those in the file, so that --picture shows both. Ctrl-C ends the training with
+what there is. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,6 +28,61 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import program
+
+HEAD_DIM = 64
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument(
+        "--text", type=Path, help="a file to train on (default: Python's documentation)"
+    )
+    parser.add_argument("--dense", action="store_true", help="plain attention over all bytes")
+    parser.add_argument(
+        "--minutes", type=float, help="training time (default 3, unless --steps is given)"
+    )
+    parser.add_argument("--steps", type=int, help="steps, at most")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument(
+        "--length", type=int, default=1024, help="bytes that the model reads at once"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=128,
+        help="bytes that each query keeps, half of them the newest",
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="add the losses to this file")
+    parser.add_argument("--picture", type=Path, help="draw all runs of --json into this file")
+    options = parser.parse_args()
+    if options.picture and not options.json:
+        parser.error("--picture draws the runs in the file of --json: give --json too")
+    if options.picture and not importlib.util.find_spec("matplotlib"):
+        parser.error("--picture needs matplotlib: pip install matplotlib")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text: {options.text} is not a file")
+    for name in ("batch", "length", "layers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: is {getattr(options, name)}, want 1 or more")
+    if options.width < HEAD_DIM or options.width % HEAD_DIM:
+        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM}")
+    if options.minutes is None:
+        options.minutes = 0 if options.steps else 3
+    if (options.steps or 0) <= 0 and options.minutes <= 0:
+        parser.error("nothing to do: give --steps or --minutes above 0")
+    options.device = options.device or program.default_device()
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import torch
 from flash_dmattn import DynamicMaskAttention
 from torch import nn
@@ -35,13 +91,14 @@ from torch.nn.functional import cross_entropy
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 try:
     from tqdm import tqdm
 except ImportError:
     tqdm = None
 
+
 BYTES = 256
-HEAD_DIM = 64
 GROUP = 2  # query heads of a kv head
 PEAK_RATE, WARM_UP = 1e-3, 20  # learning rate of AdamW, and the steps until it is reached
 LAST_RATE = 0.1  # the learning rate at the end, as a fraction of PEAK_RATE
@@ -153,20 +210,22 @@ class Progress:
 
 
 class Bar:
-    """A progress bar of tqdm or, without tqdm, a line on stderr after every evaluation."""
+    """A progress bar of tqdm on a terminal; else program.py says how far the training is."""
 
     def __init__(self) -> None:
         form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-        self.bar = tqdm(total=100, unit="%", bar_format=form) if tqdm else None
+        on_terminal = tqdm is not None and sys.stderr.isatty()
+        self.bar = tqdm(total=100, unit="%", bar_format=form) if on_terminal else None
+        if self.bar is not None:
+            program.quiet()
 
-    def show(self, progress: Progress, loss: float, held_out: float, is_evaluated: bool) -> None:
+    def show(self, progress: Progress, loss: float, held_out: float) -> None:
         numbers = {"step": progress.taken, "loss": f"{loss:.3f}", "held_out": f"{held_out:.3f}"}
         if self.bar is not None:
             self.bar.update(100 * progress.fraction() - self.bar.n)
             self.bar.set_postfix(**numbers)
-        elif is_evaluated:
-            words = ", ".join(f"{name}={number}" for name, number in numbers.items())
-            print(f"{progress.fraction():.0%} {words}", file=sys.stderr)
+        words = ", ".join(f"{name} {number}" for name, number in numbers.items())
+        program.doing(f"{progress.fraction():.0%} of the training, {words}")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -179,6 +238,7 @@ class Curves:
     def __init__(self) -> None:
         self.train: list[tuple[int, float, float]] = []
         self.held_out: list[tuple[int, float, float]] = []
+        self.is_whole = True  # False: Ctrl-C has ended the training
 
     def as_json(self) -> dict[str, Any]:
         def rounded(points: list[tuple[int, float, float]]) -> list[Any]:
@@ -188,7 +248,8 @@ class Curves:
 
 
 def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
-    """Train until the steps or the minutes are over. The time of evaluations does not count."""
+    """Train until the steps or the minutes are over, or until Ctrl-C. The time of evaluations does
+    not count."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(options.seed)
     spread = torch.linspace(0, len(text.held_out) - options.length - 1, HELD_OUT_ROWS).long()
@@ -201,9 +262,7 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
         curves.held_out.append((progress.taken, progress.spent, loss))
         return loss
 
-    bar = Bar()
-    unseen_loss = evaluate()
-    while progress.fraction() < 1:
+    def step() -> float:
         begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = progress.rate()
@@ -219,10 +278,18 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
         progress.taken += 1
         progress.spent += time.perf_counter() - begin
         curves.train.append((progress.taken, progress.spent, seen_loss))
-        is_evaluated = progress.taken % EVERY == 0 or progress.fraction() == 1
-        if is_evaluated:
-            unseen_loss = evaluate()
-        bar.show(progress, seen_loss, unseen_loss, is_evaluated)
+        return seen_loss
+
+    bar = Bar()
+    try:
+        unseen_loss = evaluate()
+        while progress.fraction() < 1:
+            seen_loss = step()
+            if progress.taken % EVERY == 0 or progress.fraction() == 1:
+                unseen_loss = evaluate()
+            bar.show(progress, seen_loss, unseen_loss)
+    except KeyboardInterrupt:
+        curves.is_whole = False
     bar.close()
     return curves
 
@@ -235,52 +302,6 @@ def add_run(path: Path, name: str, run: dict[str, Any]) -> dict[str, Any]:
     unfinished.write_text(json.dumps(runs) + "\n")
     unfinished.replace(path)
     return runs
-
-
-def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head)
-    parser.add_argument(
-        "--text", type=Path, help="a file to train on (default: Python's documentation)"
-    )
-    parser.add_argument("--dense", action="store_true", help="plain attention over all bytes")
-    parser.add_argument(
-        "--minutes", type=float, help="training time (default 3, unless --steps is given)"
-    )
-    parser.add_argument("--steps", type=int, help="steps, at most")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument(
-        "--length", type=int, default=1024, help="bytes that the model reads at once"
-    )
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=128,
-        help="bytes that each query keeps, half of them the newest",
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="add the losses to this file")
-    parser.add_argument("--picture", type=Path, help="draw all runs of --json into this file")
-    options = parser.parse_args()
-    if options.picture and not options.json:
-        parser.error("--picture draws the runs in the file of --json: give --json too")
-    if options.picture and not importlib.util.find_spec("matplotlib"):
-        parser.error("--picture needs matplotlib: pip install matplotlib")
-    if options.text and not options.text.is_file():
-        parser.error(f"--text: {options.text} is not a file")
-    for name in ("batch", "length", "layers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: is {getattr(options, name)}, want 1 or more")
-    if options.width < HEAD_DIM or options.width % HEAD_DIM:
-        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM}")
-    if options.minutes is None:
-        options.minutes = 0 if options.steps else 3
-    if (options.steps or 0) <= 0 and options.minutes <= 0:
-        parser.error("nothing to do: give --steps or --minutes above 0")
-    return options
 
 
 def main() -> None:
@@ -296,6 +317,13 @@ def main() -> None:
     form = "dense" if options.dense else f"window {window}"
     print(f"{text.name}: {len(text.train)} bytes; {size} parameters; {form}; {options.device}")
     curves = train(model, text, options)
+    if curves.held_out:
+        report(curves, text, options)
+    if not curves.is_whole:
+        raise KeyboardInterrupt
+
+
+def report(curves: Curves, text: Text, options: argparse.Namespace) -> None:
     steps, seconds, loss = curves.held_out[-1]
     first = curves.held_out[0][2]
     print(
@@ -303,6 +331,7 @@ def main() -> None:
     )
     if not options.json:
         return
+    window = None if options.dense else options.window
     run = {"window": window, "length": options.length, "text": text.name, **curves.as_json()}
     runs = add_run(options.json, "dense" if options.dense else "selected", run)
     if options.picture:

@@ -126,7 +126,7 @@
  *   Fill the operation's argument struct and pass its address. `size` is the size
  *   of the struct that the program was compiled with, so that later versions can append fields.
  *   Start from {0}: a field left zero has its default, and a tensor left zero is absent. Fields
- *   named `reserved` must be zero.
+ *   named `reserved` must be zero, in tensors, tables and caches too.
  *
  *     fdma_attention_args args = {.size = sizeof args, .window = 2048, .causal = 1};
  *     args.q = fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
@@ -170,15 +170,15 @@
  * All tensors and the workspace are then memory of that device. A call checks this unless
  * exec.trusted is set. The argument structs are read during the call and stay on the host. The call
  * puts its work on `stream` and returns without reading anything back, so a CUDA graph can capture
- * it. On a device q, k, v, out and their
- * gradients are float16 or bfloat16: convert float32 tensors first. Only fdma_merge() and its
- * gradients take float32 there. To attend on a device, a selection whose window + recent is smaller
- * than kv_len needs its slots.
+ * it. On a device q, k, v, out and their gradients are float16 or bfloat16: convert float32 tensors
+ * first. Only fdma_merge() and its gradients take float32 there. To attend on a device, a selection
+ * whose window + recent is smaller than kv_len needs its slots.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
  * are bit-equal for every number of threads, and a sequence's result does not depend on the others
- * of its batch. Sums may differ in their last bits between kernels, and so between machines.
+ * of its batch. Sums may differ in their last bits between kernels, and so between machines. A
+ * thread can be cancelled in a call. dlclose() leaves the library in memory.
  *
  * Tuning. On the CPU a call chooses its kernel, the rows of its tiles, how many keys are in a split
  * and how many threads it wakes, by rules that do not know the machine. A tuning has other choices,
@@ -243,7 +243,7 @@ typedef enum fdma_status {
     FDMA_UNSUPPORTED = 2,         /* no kernel of this machine does it: a dtype, a head_dim, a name
                                      in exec.kernel that is unknown or unusable here */
     FDMA_WORKSPACE_TOO_SMALL = 3, /* the message says how many bytes are wanted */
-    FDMA_CUDA_ERROR = 4,          /* the message has the driver's words; the CPU still works */
+    FDMA_CUDA_ERROR = 4           /* the message has the driver's words; the CPU still works */
 } fdma_status;
 
 /*! fdma_last_error() - why this thread's last failing call failed: one line, never NULL.
@@ -267,7 +267,7 @@ typedef enum fdma_dtype {
     FDMA_FLOAT64 = 4,  /* the kernel "reference" only */
     FDMA_INT32 = 5,
     FDMA_UINT8 = 6,
-    FDMA_INT64 = 7, /* rng_state only */
+    FDMA_INT64 = 7 /* rng_state only */
 } fdma_dtype;
 
 /*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
@@ -284,6 +284,7 @@ typedef struct fdma_tensor {
     int64_t stride[4]; /* in elements */
     fdma_dtype dtype;
     int32_t rank;
+    int32_t reserved[4];
 } fdma_tensor;
 
 /*! fdma_dense_tensor() - a view of a contiguous array, last axis fastest.
@@ -315,8 +316,8 @@ typedef struct fdma_exec {
                               whose names begin with it; an operation that has none uses those with
                               whose names it begins, so that one name serves a whole fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
-    int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds
-                              it, else the CPUs that this process may use */
+    int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds it,
+                        else the CPUs that affinity and the cgroup's quota let this process use */
     int32_t trusted; /* device only. Nonzero: the caller guarantees that `device` is the current
                               device of this thread, and that all tensors and the workspace are
                               memory that this device can access. The call then skips these checks,
@@ -328,7 +329,7 @@ typedef struct fdma_exec {
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
     FDMA_BIAS_LINEAR = 1, /* bias = z */
-    FDMA_BIAS_NONE = 2,   /* no bias: scores only rank keys: dt_proj, a, dt_bias have no gradient */
+    FDMA_BIAS_NONE = 2    /* no bias: scores only rank keys: dt_proj, a, dt_bias have no gradient */
 } fdma_bias_form;
 
 typedef struct fdma_score_args {
@@ -348,8 +349,7 @@ typedef struct fdma_score_args {
 
 /*! fdma_score() - the score and the bias of each key, from the value states of all kv heads.
  *  Use it to rank keys with learned weights. A key's score never changes as the sequence grows, so
- *  a decoder scores each key once, when it arrives. fdma_select() also accepts scores from anywhere
- *  else.
+ *  a decoder scores each key once, when it arrives. fdma_select() takes scores from anywhere.
  *  Formula    dt[b,j,g] = dt_bias[g] +
  *                         sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
  *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g])
@@ -364,7 +364,7 @@ typedef enum fdma_scope {
     FDMA_SCOPE_DEFAULT = 0, /* fdma_attention(): causal scope if `causal`, else global scope;
                                fdma_select(): causal scope */
     FDMA_SCOPE_CAUSAL = 1,  /* each query ranks the keys up to its own position */
-    FDMA_SCOPE_GLOBAL = 2,  /* one ranking of all valid keys, shared by all queries */
+    FDMA_SCOPE_GLOBAL = 2   /* one ranking of all valid keys, shared by all queries */
 } fdma_scope;
 
 #define FDMA_WINDOW_ALL INT64_MAX /* a window that keeps every key */
@@ -409,6 +409,7 @@ typedef struct fdma_table {
     fdma_tensor score;    /* [batch, kv_heads, rows] float32 */
     fdma_tensor position; /* [batch, kv_heads, rows] int32: in the stream; -1: the row is empty */
     fdma_tensor seen;     /* [batch] int32: positions of the stream that have passed */
+    int32_t reserved[8];
 } fdma_table;
 
 typedef struct fdma_select_args {
@@ -600,8 +601,7 @@ typedef struct fdma_probabilities_args {
  *  Edge       without dropout a row sums to 1 up to rounding, or to less if forward had a
  *             sink_logit; an empty one (lse = -inf) is all 0; where lse is NaN, kept keys have NaN
  *             and the others 0; with an lse that is not forward's, such as a merged one, rows sum
- *             to what these keys have of the whole; keys that are not valid or never kept are never
- *             read
+ *             to what these keys have of the whole; only keys that are valid and kept are read
  *  Errors     as fdma_forward()
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_probabilities(const fdma_probabilities_args *args);
@@ -656,8 +656,7 @@ typedef struct fdma_attention_args {
  *  Formula    fdma_score(), then fdma_select(), then fdma_forward(), with the same fields
  *  Workspace  holds the outputs that are not asked for and what the largest step needs
  *  Edge       as the three calls. Scores differ between kernels in their last bits, and keys whose
- *             scores nearly tie may then be ranked differently: ask for `score` to know what was
- *             ranked
+ *             scores nearly tie may then be ranked differently: `score` tells what was ranked
  *  Source     arXiv:2508.02124 */
 FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
 
@@ -682,7 +681,9 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *             fill.
  *             A number that no page has, such as -1, is a missing page. Its keys count in the
  *             selection, but no query attends to them. A key that would enter it is lost: the row
- *             is empty then.
+ *             is empty then, and the next token takes it. So with one token a call a cache whose
+ *             page 0 is missing stays empty. If a sink is lost, the sinks are the first keys of
+ *             those that are left
  *             Sequences may share a page while no call writes to it. A full page is safe as long
  *             as `seen` + the new tokens of each of these sequences is at most rows. After that
  *             their tokens overwrite it, and the other sequences read wrong keys */
@@ -695,10 +696,9 @@ typedef struct fdma_cache {
     int64_t sequences, kv_heads, head_dim;
     int64_t window, recent, sinks; /* as in fdma_select_args, in causal scope */
     fdma_dtype dtype;
-    int32_t device; /* FDMA_CPU or FDMA_CUDA(n), as exec.device of its calls */
-
-    /* optional [sequences, n] int32, where n * page_len >= rows */
-    fdma_tensor page_table;
+    int32_t device;         /* FDMA_CPU or FDMA_CUDA(n), as exec.device of its calls */
+    fdma_tensor page_table; /* optional [sequences, n] int32, where n * page_len >= rows */
+    int32_t reserved[24];
 } fdma_cache;
 
 /*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take. With a
@@ -854,13 +854,12 @@ typedef struct fdma_backward_args {
     double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
-    int32_t accumulate;    /* nonzero: gradients are added to dq, dk, dv and dsink_logit; dbias and
-                              dattn_bias are overwritten */
+    int32_t accumulate;    /* nonzero: gradients are added to dq, dk, dv, dk_carried, dv_carried and
+                              dsink_logit; dbias, dbias_carried, dattn_bias are overwritten */
     int32_t reserved;
     fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
-    fdma_tensor
-        sink_logit; /* as in fdma_forward_args; only dsink_logit depends on it, beside lse */
+    fdma_tensor kv_used;     /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor sink_logit;  /* as in fdma_forward_args; beside lse, dsink_logit depends on it */
     fdma_tensor dsink_logit; /* output, optional [q_heads] float32; not without sink_logit */
     double dropout;          /* as forward had it, and the two below */
     uint64_t seed, offset;
@@ -886,9 +885,9 @@ typedef struct fdma_backward_args {
  *             it, which is rounded once if dattn_bias has 16 bits. Where kernels cannot keep these
  *             sums in registers, as on the CPU, the workspace has 4 bytes for each element
  *             sums over i run over the queries, and over the heads that share the key
- *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
- *             kept are never read, and their gradients are exactly 0; the choice of keys is not
- *             differentiable
+ *  Edge       an empty row passes no gradient on, with a sink_logit or without, even if its q or
+ *             dout is NaN; keys that are not valid or never kept are never read, and their
+ *             gradients are exactly 0; the choice of keys is not differentiable
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
  *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
@@ -1038,7 +1037,8 @@ FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 
 /*! fdma_score_workspace() and the like - the bytes of workspace that a call with these arguments
  *  needs. Data and workspace may still be NULL: the answer serves every later call with the same
- *  shapes, strides, dtypes and options, wherever its data is.
+ *  shapes, strides, dtypes and options, exec.kernel, device and threads among them, wherever its
+ *  data is. It is what the worst kv_used, starts and tuning need; a call may make do with less.
  *  Errors     as the call itself, but never FDMA_WORKSPACE_TOO_SMALL; on an error *bytes is not
  *             written */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);

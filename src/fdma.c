@@ -10,22 +10,16 @@
 #include "core/streams.h"
 #include "core/used.h"
 #include "cpu/cpu.h"
+#include "cpu/parallel.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
 #include "tune/tune.h"
 
 #include <string.h>
 
-#define TEXT_OF(number) #number
-#define VERSION_OF(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
-
 /* In the order of preference. */
 static const kernel_backend backends[] = {fdma_cuda_tables, fdma_cpu_tables, fdma_reference_tables,
                                           NULL};
-
-const char *fdma_version(void) {
-    return VERSION_OF(FDMA_VERSION_MAJOR, FDMA_VERSION_MINOR, FDMA_VERSION_PATCH);
-}
 
 typedef struct prepared_call {
     call_steps steps;
@@ -119,9 +113,13 @@ static fdma_status run_prepared(const prepared_call *call) {
     int before;
     if (exec->device == FDMA_CPU)
         return run_steps(call);
-    FDMA_TRY(fdma_enter_cuda(exec, &before));
-    const fdma_status status = run_steps(call);
-    fdma_leave_cuda(exec, before);
+    const int cancellation = fdma_defer_cancellation(); // the driver may hold locks and wait
+    fdma_status status = fdma_enter_cuda(exec, &before);
+    if (status == FDMA_OK) {
+        status = run_steps(call);
+        fdma_leave_cuda(exec, before);
+    }
+    fdma_allow_cancellation(cancellation);
     return status;
 }
 
@@ -139,6 +137,22 @@ static void note_selection(const fdma_problem *last) {
         last->made->gap = last->gap;
 }
 
+static int32_t most_threads_of(const prepared_call *call) {
+    return fdma_thread_count(call->steps.problems[0].exec.threads, INT64_MAX);
+}
+
+/* Whether a step would need another workspace on one thread. */
+static bool depends_on_threads(const prepared_call *call) {
+    for (int i = 0; i < call->steps.count; i++) {
+        fdma_problem alone = call->steps.problems[i];
+        alone.exec.threads = 1;
+        if (step_workspace(call->kernels[i], &alone, check_all) !=
+            step_workspace(call->kernels[i], &call->steps.problems[i], check_all))
+            return true;
+    }
+    return false;
+}
+
 /* A workspace is right whatever the tuning was when its size was asked for: where the choices of
  * this tuning need more, the call follows the rules. */
 static fdma_status prepare_run(fdma_operation operation, const void *args, prepared_call *call) {
@@ -146,6 +160,10 @@ static fdma_status prepare_run(fdma_operation operation, const void *args, prepa
     FDMA_TRY(prepare(operation, args, check_all, tuning, call));
     if (tuning != NULL && call->steps.lent < call->workspace)
         FDMA_TRY(prepare(operation, args, check_all, NULL, call));
+    FDMA_REQUIRE(call->steps.lent >= call->workspace || !depends_on_threads(call),
+                 FDMA_WORKSPACE_TOO_SMALL,
+                 "exec.workspace_size: is %zu bytes, want %zu or more with %d threads",
+                 call->steps.lent, call->workspace, most_threads_of(call));
     FDMA_REQUIRE(call->steps.lent >= call->workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call->steps.lent,
                  call->workspace);
@@ -340,10 +358,14 @@ fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *by
 }
 
 static fdma_status fill_bytes(int32_t device, void *data, int byte, size_t bytes) {
-    if (device != FDMA_CPU)
-        return fdma_fill_cuda(device, data, byte, bytes);
-    memset(data, byte, bytes);
-    return FDMA_OK;
+    if (device == FDMA_CPU) {
+        memset(data, byte, bytes);
+        return FDMA_OK;
+    }
+    const int cancellation = fdma_defer_cancellation();
+    const fdma_status status = fdma_fill_cuda(device, data, byte, bytes);
+    fdma_allow_cancellation(cancellation);
+    return status;
 }
 
 fdma_status fdma_cache_init(fdma_cache *cache, void *memory) {

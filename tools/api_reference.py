@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Writes docs/api_reference.md from the docstrings of the Python package and from include/fdma.h.
 
     api_reference.py [--check]
@@ -16,6 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import program
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import flash_dma
 import flash_dma_cuda
 import flash_dmattn
@@ -28,7 +41,6 @@ REFERENCE = ROOT / "docs" / "api_reference.md"
 HEADER = ROOT / "include" / "fdma.h"
 WIDTH = 100
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Example:")
-
 OPENING = """# API reference
 
 `tools/api_reference.py` writes this page from the docstrings of the package and from
@@ -37,8 +49,6 @@ example here, and the programs of [examples/](../examples).
 
 [Python](#python) · [C](#c)
 """
-
-# ---- Python ----
 
 
 def signature_of(thing: Any, name: str) -> str:
@@ -123,9 +133,6 @@ def python_text() -> Iterator[str]:
             yield from class_text(name, thing)
 
 
-# ---- C ----
-
-
 def comment_text(comment: str) -> str:
     """The text of a comment of the header, without its marks."""
     body = re.sub(r"^/\*!? ?|\s*\*/$", "", comment)
@@ -175,9 +182,7 @@ def c_text() -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only compare")
-    given = parser.parse_args()
+    given = parse()
     text = "\n".join([OPENING, "\n\n".join([*python_text(), *c_text()]), ""])
     if not given.check:
         REFERENCE.write_text(text)

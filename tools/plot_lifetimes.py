@@ -20,12 +20,28 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import program
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, default=ROOT / "examples/data/minilm.safetensors")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures/lifetimes.svg")
+    parser.add_argument("--window", type=int, default=64)
+    parser.add_argument("--head", type=int, default=0, help="kv head")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import flash_dmattn
 import matplotlib
 from matplotlib import pyplot
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
 COLOURS = "viridis"  # early keys dark, late ones light: readable without colour vision
 LIGHTEST = 0.92  # of the scale: its end would vanish on white
 MARK = "#d62728"
@@ -93,15 +109,6 @@ def draw(life: Lifetimes, out: Path) -> None:
     figure.colorbar(scale, ax=right, label="key j").ax.set_ylim(0, kv_len)
     bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # so that the bytes repeat
     figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=ROOT / "examples/data/minilm.safetensors")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures/lifetimes.svg")
-    parser.add_argument("--window", type=int, default=64)
-    parser.add_argument("--head", type=int, default=0, help="kv head")
-    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,33 @@ import os
 import sys
 from pathlib import Path
 
+BITS = (8, 16, 32)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--key", help="the entry of the checkpoint that has the parameters")
+    parser.add_argument("--bits", type=int, choices=BITS, default=32)
+    parser.add_argument("--window", type=int, help="keys that a query keeps by their score")
+    parser.add_argument("--recent", type=int, help="newest keys that it keeps (default 0)")
+    parser.add_argument("--sinks", type=int, help="first keys that it keeps (default 0)")
+    parser.add_argument("--bias-form", choices=("exp", "linear", "none"), help="default exp")
+    parser.add_argument("--head-dim", type=int, help="default 64")
+    parser.add_argument("--rotary-base", type=float, help="default 10000")
+    parser.add_argument("--nope", help="NoPE heads of each layer, as in '0 2' (default none)")
+    parser.add_argument("--nope-window", type=int, help="of layers with them (default --window)")
+    parser.add_argument("--nope-rotary-dim", type=int, help="their rotated channels (default 0)")
+    parser.add_argument("--norm-eps", type=float, help="default 1e-5")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # --help and wrong options end here, before PyTorch is imported
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -29,7 +56,6 @@ DEFAULTS = {
     **{"recent": "0", "sinks": "0", "bias_form": "exp", "head_dim": "64"},
     **{"rotary_base": "10000", "norm_eps": "1e-05"},
 }
-
 Tensors = "dict[str, torch.Tensor]"
 
 
@@ -95,27 +121,6 @@ def convert(tensors: Tensors, bits: int) -> Tensors:
         else:
             made[name] = wide.to(DTYPES[bits]).contiguous()
     return made
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--key", help="the entry of the checkpoint that has the parameters")
-    parser.add_argument("--bits", type=int, choices=sorted(DTYPES), default=32)
-    parser.add_argument("--window", type=int, help="keys that a query keeps by their score")
-    parser.add_argument("--recent", type=int, help="newest keys that it keeps (default 0)")
-    parser.add_argument("--sinks", type=int, help="first keys that it keeps (default 0)")
-    parser.add_argument("--bias-form", choices=("exp", "linear", "none"), help="default exp")
-    parser.add_argument("--head-dim", type=int, help="default 64")
-    parser.add_argument("--rotary-base", type=float, help="default 10000")
-    parser.add_argument("--nope", help="NoPE heads of each layer, as in '0 2' (default none)")
-    parser.add_argument("--nope-window", type=int, help="of layers with them (default --window)")
-    parser.add_argument("--nope-rotary-dim", type=int, help="their rotated channels (default 0)")
-    parser.add_argument("--norm-eps", type=float, help="default 1e-5")
-    return parser
 
 
 def main() -> None:

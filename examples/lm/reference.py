@@ -14,6 +14,29 @@ import math
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--length", type=int, default=8192, help="bytes of a piece")
+    options = parser.parse_args()
+    for path in (options.model, options.text):
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
+    if options.length < 1:
+        parser.error(f"--length: is {options.length}, want 1 or more")
+    if options.text.stat().st_size < 2:
+        size = options.text.stat().st_size
+        parser.error(f"{options.text}: has {size} bytes, want 2 or more")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong options end here, before PyTorch is imported
+
 import torch
 from flash_dmattn import attention, flash_dma_attention, rotary
 from safetensors import safe_open
@@ -124,21 +147,8 @@ def loss(model: Model, text: bytes, length: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--length", type=int, default=8192, help="bytes of a piece")
-    options = parser.parse_args()
-    for path in (options.model, options.text):
-        if not path.is_file():
-            parser.error(f"{path} is not a file")
-    if options.length < 1:
-        parser.error(f"--length: is {options.length}, want 1 or more")
+    options = parse()
     text = options.text.read_bytes()
-    if len(text) < 2:
-        parser.error(f"{options.text}: has {len(text)} bytes, want 2 or more")
     print(f"{loss(read_model(options.model), text, options.length):.6f} bits per byte")
 
 

@@ -4,7 +4,7 @@ interface. flash_dmattn.flash_dmattn_func() computes the same."""
 from __future__ import annotations
 
 import torch
-from flash_dmattn import _arguments
+from flash_dmattn import _arguments, _call, _types
 from flash_dmattn._inputs import as_bool_mask, call_renamed
 from flash_dmattn.dmattn import attend
 
@@ -17,11 +17,21 @@ NAMES = {
 
 
 def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    _types.check_tensor("out", out)
     for name in ("shape", "dtype", "device"):
         found, want = getattr(out, name), getattr(q, name)
         if found != want:
             found, want = (list(x) if name == "shape" else x for x in (found, want))
             raise ValueError(f"out: {name} is {found}, want that of q, {want}")
+
+
+def _check_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse a mask that does not count where a call in which it counts would refuse it."""
+    if mask is not None and isinstance(q, torch.Tensor):
+        tensors = {"query": q, "key": k, "attn_mask": mask}
+        _call.check_dtype("attn_mask", mask)
+        _call.check_same_device({"key": k, "attn_mask": mask})
+        _arguments.check_sizes(tensors, _arguments.bind_sizes(tensors))
 
 
 def fwd(
@@ -39,27 +49,31 @@ def fwd(
     return_softmax: bool = False,
     gen: torch.Generator | None = None,
 ) -> list[torch.Tensor]:
-    """Attention with a bias and a mask, on the CPU and on CUDA devices.
+    """Attention with a bias, and with a mask if there are more keys than keep_window_size, on the
+    CPU and on CUDA devices.
 
     Args:
         q: [batch, seqlen_q, num_heads, head_dim]; num_heads is a multiple of num_heads_k, head_dim
-            a multiple of 8 up to 256.
+            256 at most.
         k: [batch, seqlen_k, num_heads_k, head_dim], of q's dtype.
         v: [batch, seqlen_k, num_heads_k, head_dim], of q's dtype.
         zoh: [batch, num_heads_k or num_heads, seqlen_q, seqlen_k], of q's dtype or float32: added
             to the logits of active pairs, elsewhere not looked at. Axes may have length 1, all but
             that of heads instead of their length. None for no bias.
         active_mask: with axes as zoh: 1.0 where a query attends to a key, 0.0 where it does not; or
-            bool. None if all pairs are active.
+            bool. None if all pairs are active. It counts only if seqlen_k > keep_window_size. On
+            the CPU a number below 0 is refused; on a CUDA device, where nothing is read back, it
+            counts as 0.0.
         out: optional [batch, seqlen_q, num_heads, head_dim], of q's dtype: gets a copy of the
             output, and is returned in its stead.
-        p_dropout: probability with which each of the probabilities becomes 0, at least 0 and below
-            1; the others are divided by 1 - p_dropout.
+        p_dropout: probability, 0 to 1, with which each of the probabilities becomes 0; the others
+            are divided by 1 - p_dropout.
         softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         is_causal: a query sees only keys at positions up to its own, as counted from the end.
-        keep_window_size: the number of keys for which active_mask was made, 1 or more. It does not
-            change the result: active_mask alone says which keys a query keeps, whether or not there
-            are more keys than this. flash_dmattn.flash_dma_attention() selects that many keys.
+        keep_window_size: the number of keys for which active_mask was made, 1 or more. Queries over
+            at most so many keys attend to all that they can see, whatever active_mask holds. Which
+            keys queries over more of them attend to, active_mask alone says:
+            flash_dmattn.flash_dma_attention() selects that many.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before zoh is added; 0 for
             none.
         return_softmax: also compute the probabilities, to debug.
@@ -83,7 +97,8 @@ def fwd(
         >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
         >>> zoh = torch.randn(1, 2, 6, 6)
         >>> active_mask = torch.zeros(1, 2, 6, 6).scatter(-1, zoh.topk(3).indices, 1.0)
-        >>> result = flash_dma.fwd(q, k, v, zoh, active_mask, return_softmax=True)
+        >>> options = {"keep_window_size": 3, "return_softmax": True}
+        >>> result = flash_dma.fwd(q, k, v, zoh, active_mask, **options)
         >>> output, softmax_lse, p, rng_state = result
         >>> output.shape, softmax_lse.shape, (p > 0).sum(-1).unique()
         (torch.Size([1, 6, 2, 8]), torch.Size([1, 2, 6]), tensor([3]))
@@ -92,10 +107,16 @@ def fwd(
     """
     if _arguments.check_int("keep_window_size", keep_window_size) < 1:
         raise ValueError(f"keep_window_size: is {keep_window_size}, want 1 or more")
+    for name, flag in (("is_causal", is_causal), ("return_softmax", return_softmax)):
+        _types.check_flag(name, flag)
+    active_mask = as_bool_mask(active_mask, "active_mask", "zoh")
+    if isinstance(k, torch.Tensor) and k.dim() == 4 and k.shape[1] <= keep_window_size:
+        call_renamed(NAMES, _check_mask, q, k, active_mask)
+        active_mask = None
     found, lse, probability, rng_state = call_renamed(
         NAMES,
         attend,
-        *(q, k, v, as_bool_mask(active_mask, "active_mask"), zoh),
+        *(q, k, v, active_mask, zoh),
         causal=is_causal,
         softmax_scale=softmax_scale,
         softcap=softcap,

@@ -1,12 +1,21 @@
-"""flash_dma for tensors of CUDA devices alone. It can be imported on every machine."""
+"""flash_dma for tensors of CUDA devices alone. It can be imported on every machine: CUDA_AVAILABLE
+says whether there are a CUDA device and kernels for it, without which fwd() is refused."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import flash_dma
 import torch
 from flash_dmattn import get_available_backends
 
 __all__ = ["fwd"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CUDA_AVAILABLE":  # found when it is asked for: an import looks for no device
+        return "cuda" in get_available_backends()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def fwd(

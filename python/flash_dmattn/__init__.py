@@ -1,11 +1,22 @@
 """Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
 
-from . import _versions  # noqa: F401 (refuses an old PyTorch)
+from typing import Any
+
+from . import _library, _versions  # noqa: F401 (refuses an old PyTorch)
 from ._library import version
 from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
+from .flash_dmattn_flex import flex_dmattn_func
+from .flash_dmattn_interface import (
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_kvpacked_func,
+    flash_dmattn_varlen_qkvpacked_func,
+)
+from .flash_dmattn_triton import triton_dmattn_func
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
+from .layer_caches import LayerCaches
 from .lists import mask_lists
 from .mha import MultiheadAttention
 from .nn import DynamicMaskAttention
@@ -19,11 +30,17 @@ from .workspace import workspace_bytes
 
 __version__ = version()
 
+# Of flash-dmattn, whose Triton and FlexAttention backends are not here. CUDA_AVAILABLE is found
+# when it is asked for: an import looks for no device.
+TRITON_AVAILABLE = triton_dmattn_func is not None
+FLEX_AVAILABLE = flex_dmattn_func is not None
+
 __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskCache",
     "DynamicMaskOptions",
     "KeyCache",
+    "LayerCaches",
     "MultiheadAttention",
     "Selection",
     "TuningShape",
@@ -34,7 +51,11 @@ __all__ = [
     "flash_dma_attention",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
+    "flash_dmattn_kvpacked_func",
+    "flash_dmattn_qkvpacked_func",
     "flash_dmattn_varlen_func",
+    "flash_dmattn_varlen_kvpacked_func",
+    "flash_dmattn_varlen_qkvpacked_func",
     "get_available_backends",
     "load_tuning",
     "mask_lists",
@@ -45,3 +66,13 @@ __all__ = [
     "tune",
     "workspace_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CUDA_AVAILABLE":
+        return "cuda" in _library.backends()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "distributed", "onnx", "transformers"])

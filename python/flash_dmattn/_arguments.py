@@ -15,7 +15,7 @@ from typing import Any, Dict, Mapping, Optional
 
 import torch
 
-from . import _library
+from . import _library, _types
 
 MaybeTensor = Optional[torch.Tensor]
 Sizes = Dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
@@ -151,6 +151,7 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
     """The size of each dimension, from the first tensor that has it.
 
     Raises:
+        TypeError: one is not a tensor.
         ValueError: a tensor does not have the rank that its name implies.
     """
     sizes: Sizes = {}
@@ -158,6 +159,7 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        _types.check_tensor(SHOWN.get(name, name), tensor)
         shape = shape_of(name, in_pages)
         if tensor.dim() != len(shape):
             shown = SHOWN.get(name, name)
@@ -177,6 +179,38 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
     Raises:
         ValueError: two tensors have different sizes along one dimension.
     """
+    message = describe_mismatch(tensors, sizes)
+    if message is not None:
+        raise ValueError(describe_order(tensors, is_certain=True) or message)
+
+
+def describe_order(tensors: Mapping[str, MaybeTensor], is_certain: bool) -> str | None:
+    """A message for tensors that do not fit each other as they are, but do so if axes 1 and 2 of
+    query, key and value, or of one of them, change places; None for others. If it is not certain
+    that they do not fit, fewer tensors are taken for such."""
+    rows = [name for name in ("query", "key", "value") if tensors.get(name) is not None]
+    if not rows:
+        return None
+    for names in (rows, *([name] for name in rows if is_certain)):
+        turned = {**tensors, **{name: tensors[name].transpose(1, 2) for name in names}}
+        sizes = bind_sizes(turned)
+        heads, kv_heads = sizes.get("q_heads", 0), sizes.get("kv_heads", 0)
+        fits = kv_heads > 0 and heads % kv_heads == 0
+        if not is_certain:
+            fits = fits and kv_heads < sizes["kv_len"] and sizes["q_len"] <= sizes["kv_len"]
+        if fits and describe_mismatch(turned, sizes) is None:
+            name = "key" if "key" in names else names[0]
+            shape, want = list(tensors[name].shape), ", ".join(SHAPES[name])
+            count = ("", " of both", " of all three")[len(names) - 1]
+            return (
+                f"{name}: shape is {shape}, want [{want}]; it looks like [batch, heads, len, "
+                "head_dim], as scaled_dot_product_attention has it: transpose axes 1 and 2" + count
+            )
+    return None
+
+
+def describe_mismatch(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> str | None:
+    """A message for the first axis that has another size; None if there is none."""
     owners: dict[str, str] = {}  # the tensor that gives each dimension its size
     in_pages = has_pages(tensors)
     for name, tensor in tensors.items():
@@ -196,9 +230,9 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
                 owner = f"{owners.setdefault(dimension, shown)} has {lengths[0]}"
             if size not in lengths:
                 count = f"{size} element{'' if size == 1 else 's'}"
-                raise ValueError(
-                    f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name, in_pages)}"
-                )
+                shape = describe_shape(name, in_pages)
+                return f"{shown}: axis {axis} has {count}, {owner}; {shape}"
+    return None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -243,8 +277,9 @@ def choose(name: str, value: str) -> int:
         ValueError: it names none.
     """
     choices = CHOICES[name]
-    if value not in choices:
-        raise ValueError(f"{name}: is {value!r}, want one of {', '.join(map(repr, choices))}")
+    if not isinstance(value, str) or value not in choices:
+        found = repr(value) if isinstance(value, str) else _types.describe(value)
+        raise ValueError(f"{name}: is {found}, want one of {', '.join(map(repr, choices))}")
     return choices[value]
 
 
@@ -256,8 +291,8 @@ def check_int(name: str, value: int) -> int:
         ValueError: it is too large.
     """
     if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
+        if not _types.is_int(value):
+            raise _types.refusal(name, value, "an int")
         if isinstance(value, torch.SymInt):  # of a graph that is being traced
             return value
         value = operator.index(value)
@@ -301,7 +336,8 @@ def check_gap(gap: float | None, no_gap: str | None = None) -> float:
     """
     if gap is None:
         return 0.0
-    # PyTorch refuses what is not a number, with a message of its own
+    if not _types.is_number(gap):
+        raise _types.refusal("gap", gap, "a number or None")
     if isinstance(gap, (int, float)) and not 0 < gap < math.inf:
         raise ValueError(f"gap: is {gap:g}, want a finite number above 0, or None for none")
     if no_gap is not None:

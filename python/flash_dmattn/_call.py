@@ -15,23 +15,18 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Tuple, Un
 
 import torch
 
-from . import _arguments, _library
+from . import _arguments, _library, _types
 from ._arguments import MaybeTensor, Options, Sizes
-from ._device import allocator, device_function, stream_function, thread_count
+from ._device import allocator, device_function, is_same_device, stream_function, thread_count
+from ._dtypes import DTYPES, check_dtype, check_same_dtype
 
 if TYPE_CHECKING:
     from .ops import Operator
 
-DTYPES = {
-    torch.float32: _library.FLOAT32,
-    torch.float16: _library.FLOAT16,
-    torch.bfloat16: _library.BFLOAT16,
-    torch.float64: _library.FLOAT64,
-    torch.int32: _library.INT32,
-    torch.int64: _library.INT64,
-    torch.uint8: _library.UINT8,
-    torch.bool: _library.UINT8,
-}
+NO_CUDA = (
+    "but this build of flash_dmattn has no CUDA kernels; install it anew where nvcc is found: "
+    "FDMA_CUDA=ON pip install ."
+)
 LAYOUTS_MAX = 512  # that a thread remembers
 WORKSPACE_KEPT = 1 << 20  # bytes of the workspace that a thread keeps for its calls on the CPU
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
@@ -64,32 +59,17 @@ class Operation(NamedTuple):
         return self._replace(name=name, results=results, bundled=bundled)
 
 
-def check(status: int, operation: Operation) -> None:
-    """_library.check(), with Python's names of the arguments in the message."""
+def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | None = None) -> None:
+    """_library.check(), with Python's names of the arguments in the message. Among `tensors` are
+    perhaps such that have their axes in another order."""
     if status != _library.OK:
         try:
             _library.check(status)
         except Exception as error:
             message = _arguments.translate(str(error), operation.tensors, operation.options)
+            if tensors is not None and message.startswith(("q_len: ", "q_heads: ")):
+                message = _arguments.describe_order(tensors, is_certain=False) or message
             raise type(error)(message) from None
-
-
-def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Check the dtype of the argument of this name.
-
-    Raises:
-        NotImplementedError: the C library does not take it.
-    """
-    dtype = str(tensor.dtype).replace("torch.", "")
-    shown = _arguments.SHOWN.get(name, name)
-    if name in _arguments.BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
-        hint = name == "attn_mask" and tensor.dtype.is_floating_point
-        use = "; a mask that is added to logits is an attn_bias" if hint else ""
-        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8{use}")
-    if name in _arguments.INT32_INPUTS and tensor.dtype != torch.int32:
-        raise NotImplementedError(f"{shown}: dtype is {dtype}, supported: int32")
-    if tensor.dtype not in DTYPES:
-        raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")
 
 
 def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
@@ -165,6 +145,7 @@ class Prepared:
     ) -> None:
         sizes = _arguments.bind_sizes(tensors)
         _arguments.check_sizes(tensors, sizes)
+        check_same_dtype(tensors)
         self.operation = operation
         self.args = _library.CALLS[f"fdma_{operation.function}"](exec=_library.Exec(**exec_fields))
         has_cache = hasattr(self.args, "cache")
@@ -196,7 +177,7 @@ class Prepared:
         self.function = getattr(_library.library, f"fdma_{operation.function}")
         size = ctypes.c_size_t()
         ask = getattr(_library.library, f"fdma_{operation.function}_workspace")
-        check(ask(self.reference, ctypes.byref(size)), operation)
+        check(ask(self.reference, ctypes.byref(size)), operation, tensors)
         self.args.exec.workspace_size = self.workspace_size = size.value
         self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
@@ -345,7 +326,7 @@ def check_same_device(tensors: dict[str, MaybeTensor]) -> tuple[str, torch.devic
     devices = [(name, x.device) for name, x in tensors.items() if x is not None]
     first, device = devices[0]
     for name, other in devices:
-        if other != device:
+        if not is_same_device(other, device):
             shown = _arguments.SHOWN.get(name, name)
             raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
     return first, device
@@ -360,24 +341,28 @@ def check_devices(tensors: dict[str, MaybeTensor]) -> None:
     """
     first, device = check_same_device(tensors)
     if device.type == "cuda" and not _library.has_cuda():
-        raise NotImplementedError(
-            f"{first}: is on {device}, but this build of flash_dmattn has no CUDA kernels; "
-            "install it anew where nvcc is found: FDMA_CUDA=ON pip install ."
-        )
+        raise NotImplementedError(f"{first}: is on {device}, {NO_CUDA}")
 
 
 def check_backend(backend: str | None) -> None:
     """Refuse a name that is no path prefix of any kernel's.
 
     Raises:
-        NotImplementedError: `backend` is such a name.
+        TypeError: `backend` is neither a str nor None.
+        NotImplementedError: it is such a name.
     """
-    names = [kernel.name for kernel in _library.kernels()] if backend is not None else []
-    if names and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise _types.refusal("backend", backend, "a str or None")
+    names = [kernel.name for kernel in _library.kernels()]
+    if not any(f"{name}/".startswith(f"{backend}/") for name in names):
+        if backend.split("/")[0] == "cuda" and not _library.has_cuda():
+            raise NotImplementedError(f"backend: is {backend!r}, {NO_CUDA}")
         usable = ", ".join(map(repr, _library.backends()))
         raise NotImplementedError(
             f"backend: no kernel is named {backend!r}, want one of {usable}, "
-            "or the name of a kernel that `fdma info` lists"
+            "or the name of a kernel that `python -m flash_dmattn info` lists"
         )
 
 

@@ -31,6 +31,15 @@ def device_function() -> Callable[[], int]:
     return raw if raw is not None else torch.cuda.current_device
 
 
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device. Without an index they mean the current device."""
+    if one == other:
+        return True
+    current = torch.cuda.current_device() if one.type == other.type == "cuda" else 0
+    first, second = (current if x.index is None else x.index for x in (one, other))
+    return one.type == other.type and first == second
+
+
 def allocators(index: int) -> tuple[Allocator, Allocator]:
     """Functions that make tensors of a shape, strides and a dtype, without values: on the current
     device if that is the one, and on the device wherever the current one is."""

@@ -7,8 +7,12 @@ import re
 from typing import Any, Callable
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 
+from . import _types
+from ._device import is_same_device
 from .ops import NO_TANGENTS
 
 
@@ -18,13 +22,60 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
     for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        is_tensor = isinstance(tensor, torch.Tensor)  # the call refuses others
+        if is_tensor and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(NO_TANGENTS.format(name))
 
 
+DROPS_ALL = 1 - 2**-17  # the least dropout_p that is rounded to 1, as a multiple of 2^-16
+
+
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"{name}: is {dropout_p}, want a number in [0, 1)")
+    if type(dropout_p) is not float and not _types.is_number(dropout_p):
+        raise _types.refusal(name, dropout_p, "a number from 0 to 1")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{name}: is {dropout_p}, want a number from 0 to 1")
+
+
+def kernel_dropout(
+    dropout_p: float, rng_state: torch.Tensor | None
+) -> tuple[float, torch.Tensor | None]:
+    """dropout_p and rng_state as kernels get them. They take numbers that are rounded to less than
+    1: with others they compute without dropout, and finish() drops what they return."""
+    return (0.0, None) if dropout_p >= DROPS_ALL else (dropout_p, rng_state)
+
+
+def drop_all(results: torch.Tensor) -> torch.Tensor:
+    """Zeros, whose gradients are zeros too."""
+    return results.masked_fill(results.new_ones((), dtype=torch.bool), 0)
+
+
+def pad_head_dim(
+    rows: tuple[Any, ...], dt_proj: torch.Tensor | None = None
+) -> tuple[tuple[Any, ...], torch.Tensor | None, int | None]:
+    """`rows` [batch, len, heads, head_dim], the last of which has kv_heads heads, and dt_proj, with
+    zeros in the place of the channels that head_dim lacks to a multiple of 8, which kernels want;
+    and head_dim, None if nothing was added. The call refuses tensors that do not fit each other."""
+    is_tensor = isinstance(rows[0], torch.Tensor) and rows[0].dim() == 4
+    head_dim = rows[0].shape[-1] if is_tensor else 0
+    added = (0, -head_dim % 8)
+    if added[1] == 0 or head_dim > 256:
+        return rows, dt_proj, None
+    fits = [isinstance(x, torch.Tensor) and x.shape[3:] == rows[0].shape[3:] for x in rows]
+    if not all(fits):
+        return rows, dt_proj, None
+    if dt_proj is not None:
+        kv_heads = rows[-1].shape[2]
+        if dt_proj.dim() != 2 or dt_proj.shape[1] != kv_heads * head_dim:
+            return rows, dt_proj, None
+        dt_proj = F.pad(dt_proj.unflatten(1, (kv_heads, head_dim)), added).flatten(1)
+    return tuple(F.pad(row, added) for row in rows), dt_proj, head_dim
+
+
+def finish(out: torch.Tensor, head_dim: int | None, dropout_p: float = 0.0) -> torch.Tensor:
+    """out of a call with pad_head_dim() and kernel_dropout()."""
+    out = out if head_dim is None else out[..., :head_dim].contiguous()
+    return drop_all(out) if dropout_p >= DROPS_ALL else out
 
 
 def draw_state(
@@ -38,8 +89,8 @@ def draw_state(
     check_dropout(dropout_p)
     if generator is not None:
         if not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator: is a {type(generator).__name__}, want a torch.Generator")
-        if generator.device != query.device:
+            raise _types.refusal("generator", generator, "a torch.Generator")
+        if not is_same_device(generator.device, query.device):
             raise ValueError(
                 f"generator: is on {generator.device}, want {query.device}, where query is"
             )
@@ -50,29 +101,68 @@ def draw_state(
     return torch.randint((1 << 63) - 1, (2,), generator=generator, device=query.device)
 
 
+def check_no_bool(name: str, number: float | None) -> None:
+    """A call with another order of arguments has a bool in the place of a number."""
+    if isinstance(number, bool):
+        raise TypeError(f"{name}: is {number}, a bool, want a number or None")
+
+
+def either(name: str, value: Any, other: str, given: Any) -> Any:
+    """An argument that has two names."""
+    if value is not None and given is not None:
+        raise TypeError(f"{other}: is given, want None beside {name}, as both mean the same")
+    return given if value is None else value
+
+
 def choose_scale(softmax_scale: float | None, scale: float | None) -> float | None:
     """The factor of logits, which callers give under one of two names."""
-    if scale is None or softmax_scale is None:
-        return softmax_scale if scale is None else scale
+    if softmax_scale is not None:
+        check_no_bool("softmax_scale", softmax_scale)
+    if scale is None:
+        return softmax_scale
+    check_no_bool("scale", scale)
+    if not _types.is_number(scale):
+        raise _types.refusal("scale", scale, "a number or None")
+    if not scale > 0:
+        raise ValueError(f"scale: is {scale:g}, want a positive number, or None for the default")
+    if softmax_scale is None:
+        return scale
+    if not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
     if scale != softmax_scale:
         raise ValueError(f"scale: is {scale}, want None, or softmax_scale, {softmax_scale}")
     return scale
 
 
-def as_bool_mask(mask: torch.Tensor | None, name: str = "attn_mask") -> torch.Tensor | None:
+def as_bool_mask(
+    mask: torch.Tensor | None, name: str = "attn_mask", added: str = "attn_bias"
+) -> torch.Tensor | None:
     """A mask of floating-point numbers as one of bool, true where they are above 0. Other masks
     stay as they are. Axes along which the mask is expanded get length 1, so that the new tensor has
-    a number for each number in memory."""
+    a number for each number in memory. On the CPU a mask with a number below 0 is refused, with
+    `added` as the argument that takes it; on a device nothing waits for its numbers."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name}: is a {type(mask).__name__}, want a torch.Tensor")
+        _types.check_tensor(name, mask)
     if not mask.dtype.is_floating_point:
         return mask
     for axis, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[axis] > 1:
             mask = mask.narrow(axis, 0, 1)
+    if _is_on_host(mask) and mask.numel() > 0 and (least := mask.amin().item()) < 0:
+        raise ValueError(
+            f"{name}: has the number {least:g}, want 1.0 and 0.0: give it as {added}, or as "
+            "booleans"
+        )
     return mask > 0
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor are there, and nothing has to wait for them."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def memory_of(device: torch.device) -> int:
@@ -102,7 +192,9 @@ def check_probabilities_fit(query: torch.Tensor, key: torch.Tensor, name: str) -
 
 
 # Where a message has the name of an argument.
-NAMED = re.compile(r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)")
+NAMED = re.compile(
+    r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)|\b\w+(?='s is )"
+)
 
 
 def call_renamed(names: dict[str, str], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from . import _arguments
+from . import _arguments, _dtypes, _types
+from ._inputs import check_dropout
 from ._layer_ranks import LayerRanks
+from .cache import DynamicMaskCache
+from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .cache import DynamicMaskCache
+    from .nn import DynamicMaskAttention
 
 HEAD_DIM_MAX = 256  # of the kernels
 
@@ -23,6 +27,13 @@ HEAD_DIM_MAX = 256  # of the kernels
 def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
     if not holds:
         raise error(message)
+
+
+def check_types(layer: type, given: dict[str, Any]) -> None:
+    """Check what the constructor of a layer is given."""
+    _types.check_call(layer, given)
+    if given["dtype"] is not None:
+        _dtypes.check_float("dtype", given["dtype"])
 
 
 def check_options(
@@ -33,7 +44,9 @@ def check_options(
     return options
 
 
-def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+def check_sizes(
+    hidden: int, heads: int, kv_heads: int, head_dim: int | None, rope_base: float | None
+) -> int:
     """The head_dim of a layer of these sizes, of which head_dim may be None."""
     for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
         require(size >= 1, f"{name}: is {size}, want 1 or more")
@@ -43,8 +56,9 @@ def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) ->
     )
     require(heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}")
     dim = hidden // heads if head_dim is None else head_dim
-    takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
-    require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+    require(1 <= dim <= HEAD_DIM_MAX, f"head_dim: is {dim}, want 1 to {HEAD_DIM_MAX}")
+    takes_dim = dim % 2 == 0 or rope_base is None
+    require(takes_dim, f"head_dim: is {dim}, want an even number with rope_base")
     return dim
 
 
@@ -61,19 +75,53 @@ def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[i
     return heads, rotary_dim
 
 
+# The text of a size makes a constant of it in a graph that is being traced. So what a message says
+# of the sizes of tensors is put into it where a check fails.
+
+
 def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
-    shape = f"{name} is [batch, {length}, {hidden}]"
-    require(x.dim() == 3, f"{name}: rank is {x.dim()}, want 3; {shape}")
-    found = x.shape[2]
-    require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
+    _types.check_tensor(name, x)
+    if x.dim() != 3:
+        found = f"rank is {x.dim()}, want 3"
+    elif x.shape[2] != hidden:
+        found = f"axis 2 has {x.shape[2]} elements, want {hidden}"
+    else:
+        return
+    raise ValueError(f"{name}: {found}; {name} is [batch, {length}, {hidden}]")
+
+
+def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> None:
+    """Check that states can be multiplied by a weight of the layer: PyTorch's own message names
+    neither."""
+    if x.device != weight.device:
+        raise ValueError(f"{name}: is on {x.device}, want {weight.device}, where {layer} is")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        found, want = _dtypes.name_of(x.dtype), _dtypes.name_of(weight.dtype)
+        raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
+
+
+def check_input(name: str, x: torch.Tensor | None, linear: nn.Module) -> None:
+    """check_like() of what a projection gets, unless that may be more than its weight: it has been
+    replaced or has hooks, such as those that bring a weight from another device."""
+    if x is None or torch.compiler.is_compiling():
+        return
+    is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
+    if is_plain and not linear._forward_pre_hooks:
+        check_like(name, x, "the layer", linear.weight)
 
 
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
-    """`x` is [batch, len, ...]."""
+    """`x` is [batch, len, heads, head_dim]."""
+    _types.check_tensor("x", x)
+    _types.check_tensor("positions", positions)
+    if x.dim() != 4:
+        raise ValueError(f"x: rank is {x.dim()}, want 4; x is [batch, len, heads, head_dim]")
+    if positions.device != x.device:
+        raise ValueError(f"positions: is on {positions.device}, want {x.device}, where x is")
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
-    fits = fits and positions.shape[1] == x.shape[1]
-    shape = list(positions.shape)
-    require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
+    if not fits or positions.shape[1] != x.shape[1]:
+        shape = list(positions.shape)
+        raise ValueError(f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
 
 
 def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
@@ -98,10 +146,10 @@ def check_memory_of_call(
         return
     require(memory is not None, "memory: is None, want hidden states, as memory_hidden is given")
     check_hidden("memory", "kv_len", memory, hidden)
-    require(
-        memory.shape[0] == x.shape[0],
-        f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x",
-    )
+    if memory.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x"
+        )
     require(cache is None, "cache: is given, want None with memory")
     require(starts is None, "starts: is given, want None with memory")
 
@@ -110,9 +158,85 @@ def check_ranks(
     group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
 ) -> LayerRanks | None:
     """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
+    check_dropout(dropout, "dropout")
     if group is None:
         return None
+    if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group
+        raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     for name, given in zip(("gap", "memory_hidden", "options"), absent):
         require(given is None, f"{name}: is given, want None with process_group")
     require(dropout == 0, f"dropout: is {dropout}, want 0 with process_group")
     return LayerRanks(group)
+
+
+def check_cache(
+    module: DynamicMaskAttention,
+    x: torch.Tensor,
+    cache: DynamicMaskCache | LayerCaches | None,
+    layer: int,
+    index: torch.Tensor | None,
+) -> tuple[DynamicMaskCache | None, int]:
+    """The cache that has the keys of the layer for the tokens x, and the layer's number in it."""
+    _arguments.check_int("layer", layer)
+    if cache is None:
+        return None, 0
+    if isinstance(cache, LayerCaches):
+        cache, layer = cache.of_layer(layer)
+    if not hasattr(cache, "attend"):
+        raise _types.refusal("cache", cache, "a DynamicMaskCache")
+    selects = module.causal and module.window is not None
+    require(selects, "cache: is given, want None unless the layer is causal and has a window")
+    require(module.gap is None, f"cache: is given, want None for a layer of gap {module.gap}")
+    require(module.options is None, "cache: is given, want None for a layer with options")
+    require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
+    for name in ("window", "recent", "sinks"):
+        found, want = getattr(cache.keys, name), getattr(module, name)
+        require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+    if index is None and isinstance(cache, DynamicMaskCache) and cache.batch != x.shape[0]:
+        count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
+        raise ValueError(f"cache: has {count}, x has {x.shape[0]}")
+    return cache, layer
+
+
+def check_takes_cache(module: DynamicMaskAttention) -> None:
+    selects = module.causal and module.window is not None
+    wanted = "new_cache: want a causal layer with a window, without a gap and options"
+    require(selects and module.gap is None and module.options is None, wanted)
+
+
+def check_starts(starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor) -> None:
+    if starts is None:
+        return
+    if not isinstance(starts, torch.Tensor):
+        if not _types.is_list_of_ints(starts):
+            raise _types.refusal("starts", starts, "a torch.Tensor, a list of ints or None")
+        return
+    if starts.dim() != 1:
+        shape = "starts is [sequences + 1]"
+        raise ValueError(f"starts: rank is {starts.dim()}, want 1; {shape}")
+    if starts.device.type not in ("cpu", x.device.type):
+        raise ValueError(f"starts: is on {starts.device}, want {x.device}, where x is")
+
+
+def check_options_of_call(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
+    cache: DynamicMaskCache | LayerCaches | None,
+    starts: torch.Tensor | Sequence[int] | None,
+    index: torch.Tensor | None,
+    n_tokens: torch.Tensor | int | None,
+    draft: bool,
+    lengths: Sequence[int] | None,
+) -> None:
+    """Check types, and refuse what only calls with a cache have, or only those without one."""
+    _types.check_flag("draft", draft)
+    check_starts(starts, x)
+    if positions is not None:
+        _types.check_tensor("positions", positions)
+    if cache is None:
+        require(index is None, "index: is given, want None without a cache")
+        require(n_tokens is None, "n_tokens: is given, want None without a cache")
+        require(not draft, "draft: is True, want False without a cache")
+    else:
+        require(starts is None, "starts: is given, want None with a cache")
+        require(lengths is None, "lengths: is given, want None with a cache")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import torch
+
+from ._inputs import finish, pad_head_dim
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,9 +49,23 @@ class LayerRanks:
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
     def attend(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+        """context_parallel_attention() of query, key, value, dt_proj, A and the window."""
         attend = module("distributed").context_parallel_attention
-        return attend(*arguments, group=self.process_group, **options)
+        return self._attend_padded(attend, arguments[:3], arguments[3:], options)
 
     def attend_to_all(self, rows: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-        attend = module("distributed").ring_attention
-        return attend(*rows, group=self.process_group, **options)
+        return self._attend_padded(module("distributed").ring_attention, rows, (), options)
+
+    def _attend_padded(
+        self,
+        attend: Callable[..., torch.Tensor],
+        rows: tuple[Any, ...],
+        rest: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        dt_proj, *others = rest or (None,)
+        rows, dt_proj, head_dim = pad_head_dim(rows, dt_proj)
+        if head_dim is not None and options["softmax_scale"] is None:
+            options = {**options, "softmax_scale": head_dim**-0.5}
+        rest = (dt_proj, *others) if rest else ()
+        return finish(attend(*rows, *rest, group=self.process_group, **options), head_dim)

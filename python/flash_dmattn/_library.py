@@ -45,6 +45,7 @@ class Tensor(ctypes.Structure):
         ("stride", c_int64 * 4),
         ("dtype", c_int),
         ("rank", c_int32),
+        ("reserved", c_int32 * 4),
     ]
 
 
@@ -98,7 +99,7 @@ class Selection(Sized):
 
 
 class Table(ctypes.Structure):
-    _fields_ = tensors("score position seen")
+    _fields_ = [*tensors("score position seen"), ("reserved", c_int32 * 8)]
 
 
 class SelectArgs(Sized):
@@ -207,6 +208,7 @@ class Cache(ctypes.Structure):
         ("dtype", c_int),
         ("device", c_int32),
         *tensors("page_table"),
+        ("reserved", c_int32 * 24),
     ]
 
 

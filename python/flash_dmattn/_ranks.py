@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ._types import refusal
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -231,11 +233,10 @@ def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
         group = group.get_group()
     if group is None:
         group = dist.group.WORLD
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: does not have this process as a rank")
     if not isinstance(group, dist.ProcessGroup):
-        kind = type(group).__name__
-        raise TypeError(f"group: is a {kind}, want a ProcessGroup or a DeviceMesh")
+        raise refusal("group", group, "a ProcessGroup, a DeviceMesh or None")
     found = known.get(group)
     if found is None:
         found = known[group] = Ranks(group)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ._arguments import wide
 from ._ranks import Ranks
+from ._types import is_list_of_ints, refusal
 
 STARTS_SHOWN = 16  # in messages
 TENSORS_KEPT = 256  # tensors that int32_on() keeps
@@ -34,11 +35,23 @@ class Layout(NamedTuple):
     starts: list[int] | None  # of the sequences behind `head`, counted from there; None: it is one
 
 
+def check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
+    """The lengths that a caller gives, one for each rank."""
+    if not is_list_of_ints(lengths):
+        raise refusal("lengths", lengths, "a list of ints or None")
+    found = [int(length) for length in lengths]
+    if len(found) != ranks.size or min(found) < 0:
+        raise ValueError(f"lengths: are {found}, want {ranks.size} numbers of 0 or more")
+    return found
+
+
 def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None:
     if starts is None:
         return None
     if isinstance(starts, torch.Tensor) and starts.device.type != "cpu":
         raise ValueError(f"starts: is on {starts.device}, want a list, or a tensor on the CPU")
+    if not isinstance(starts, torch.Tensor) and not is_list_of_ints(starts):
+        raise refusal("starts", starts, "a torch.Tensor or a list of ints")
     found = starts.tolist() if isinstance(starts, torch.Tensor) else [int(x) for x in starts]
     ascends = all(x <= y for x, y in zip(found, found[1:]))
     if len(found) < 2 or found[0] != 0 or not ascends:

@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from . import _arguments, ops, streams
+from . import _arguments, _dtypes, _types, ops, streams
 from ._arguments import MaybeTensor
+from ._inputs import call_renamed, finish, pad_head_dim
 from .functional import _autocast, _scale
 from .streams import TOKENS_MAX, KeyCache, Tokens
+
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def require(holds: bool, message: str) -> None:
@@ -61,9 +64,10 @@ class DynamicMaskCache:
         layers: of the model. Layers with another window, recent or sinks need a cache of their own.
         batch: sequences.
         kv_heads: key and value heads of a layer.
-        head_dim: channels of a head, a multiple of 8 up to 256.
+        head_dim: channels of a head, 256 at most; rows have them rounded up to a multiple of 8.
         window: keys that a query keeps, 1 or more.
-        recent: keys that it keeps beside these because they are the newest.
+        recent: keys that it keeps beside these because they are the newest; None for `window`, as
+            in DynamicMaskAttention.
         sinks: first keys of a sequence that outrank all others, 0 to window.
         bias_form: as in score().
         dtype: of keys and values; None for torch's default dtype.
@@ -100,22 +104,26 @@ class DynamicMaskCache:
         head_dim: int,
         window: int,
         *,
-        recent: int = 0,
+        recent: int | None = None,
         sinks: int = 0,
         bias_form: str = "exp",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         static: bool = False,
     ) -> None:
+        if not torch.compiler.is_compiling():
+            _types.check_call(DynamicMaskCache, locals())
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
         for name, size in sizes.items():
             require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")
-        takes_dim = _arguments.check_int("head_dim", head_dim) % 8 == 0 and 8 <= head_dim <= 256
-        require(takes_dim, f"head_dim: is {head_dim}, want a multiple of 8 from 8 to 256")
-        rules = _arguments.check_rules(window, recent, sinks)
+        takes_dim = 1 <= _arguments.check_int("head_dim", head_dim) <= 256
+        require(takes_dim, f"head_dim: is {head_dim}, want 1 to 256")
+        head_dim += -head_dim % 8
+        rules = _arguments.check_rules(window, window if recent is None else recent, sinks)
         _arguments.choose("bias_form", bias_form)
         self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        _dtypes.check_float("dtype", dtype)
         sequences, rows = layers * batch, rules[0] + rules[1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -137,9 +145,13 @@ class DynamicMaskCache:
                 torch._dynamo.mark_static_address(tensor)
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._indices = numbers.view(layers, batch).unbind(0)
-        self._empty = [[True] * batch for _ in range(layers)]  # surely; known on the host
+        # What is known on the host. No list has an entry for each sequence: a compiled function
+        # would be one graph for each number of sequences.
+        self._empty = [True] * layers  # surely all sequences of a layer
+        self._dropped: list[tuple[int, ...]] = [()] * layers  # sequences, since tokens have entered
         self._drafts: list[Drafts | None] = [None] * layers
-        self._lengths = [0] * layers  # tokens that have entered, kept on the host
+        # Tokens that have entered; None: not known on the host.
+        self._lengths: list[int | None] = [0] * layers
 
     # ---- attention ----
 
@@ -197,11 +209,18 @@ class DynamicMaskCache:
             NotImplementedError: a dtype, device or backend that no kernel supports.
         """
         self._check_layer(layer)
-        query, key, value, *weights = _autocast(
+        _types.check_flag("draft", draft)
+        _types.check_tensor("dt_proj", dt_proj)
+        _types.check_tensor("a_coef", a_coef)
+        if key_valid is not None:
+            _types.check_tensor("key_valid", key_valid)
+        query, key, value, dt_proj, *weights = _autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
+        rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
+        query, key, value, weights = *rows, (dt_proj, *weights)
         count = streams.counts("n_tokens", n_tokens, key)
-        options = (self.bias_form, _scale(softmax_scale), softcap, backend)
+        options = (self.bias_form, _scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
         if index is None and batch != self.batch:
             raise ValueError(f"key: axis 0 has {batch} elements, want the batch, {self.batch}")
@@ -214,37 +233,50 @@ class DynamicMaskCache:
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
             )
             self._count(layer, length)
-            return out
-        tokens = Tokens(
-            query, key, value, tuple(weights), index, key_valid, count, sink_logit, options
-        )
+            return finish(out, head_dim)
+        tokens = Tokens(query, key, value, weights, index, key_valid, count, sink_logit, options)
         if follows_drafts:
-            return self._follow_drafts(layer, tokens, draft)
+            return finish(self._follow_drafts(layer, tokens, draft), head_dim)
         out = self._prefill(layer, tokens)
         self._count(layer, length)
-        return out
+        return finish(out, head_dim)
 
     def _count(self, layer: int, length: int) -> None:
         """Note that so many tokens have entered sequences of the layer, whichever these are."""
         if not self.static:
-            self._lengths[layer] += length
-        self._empty[layer] = [False] * self.batch
+            # Compiled code that read the number would be one graph for each number.
+            known = None if torch.compiler.is_compiling() else self._lengths[layer]
+            self._lengths[layer] = None if known is None else known + length
+        self._empty[layer], self._dropped[layer] = False, ()
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= _arguments.check_int("layer", layer) < self.layers:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
 
+    def _check_numbers(self, name: str, numbers: torch.Tensor) -> None:
+        """Check a tensor of numbers of sequences."""
+        _types.check_tensor(name, numbers)
+        if numbers.dtype not in INDEX_DTYPES:
+            dtype = _dtypes.name_of(numbers.dtype)
+            raise NotImplementedError(f"{name}: dtype is {dtype}, want int32 or int64")
+        if numbers.device != self.keys.seen.device:
+            where = f"want {self.keys.seen.device}, where the cache is"
+            raise ValueError(f"{name}: is on {numbers.device}, {where}")
+
     def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
         """The numbers in `keys` of the sequences `index` of the batch; -1 stays."""
         if index is None:
             return self._indices[layer]
+        self._check_numbers("index", index)
+        if index.dim() != 1:
+            raise ValueError(f"index: rank is {index.dim()}, want 1; index is [streams]")
         return torch.where(index < 0, -1, index + layer * self.batch).to(torch.int32)
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
         """Tokens of any number enter the cache."""
         tensors, rules = self.keys[:6], streams.rules_of(self.keys)
         where = self._sequences(layer, tokens.index)
-        if all(self._empty[layer]):
+        if self._empty[layer]:
             return streams.prefill(self.keys, where, None, tokens)
         if tokens.index is None:
             first = layer * self.batch
@@ -270,7 +302,8 @@ class DynamicMaskCache:
         score, _ = ops.SCORE(value, *weights, None, None, "none", backend)
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
-        require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
+        if length > TOKENS_MAX:
+            raise ValueError(f"key: makes {length} drafts, want at most {TOKENS_MAX}")
         commit = streams.counts("commit", 0, key) if draft else None
         where = self._indices[layer]
         counts = (drafts.n_tokens, commit, tokens.sink_logit)
@@ -296,7 +329,8 @@ class DynamicMaskCache:
             TypeError: count is not an int.
             ValueError: it is negative.
         """
-        require(_arguments.check_int("count", count) >= 0, f"count: is {count}, want 0 or more")
+        if _arguments.check_int("count", count) < 0:
+            raise ValueError(f"count: is {count}, want 0 or more")
         for layer, one in enumerate(self._drafts):
             if one is None:
                 continue
@@ -317,28 +351,32 @@ class DynamicMaskCache:
             ValueError: layers have different numbers of drafts; on the CPU also a count that is
                 negative or above that number.
         """
+        if count is not None and not isinstance(count, torch.Tensor):
+            _arguments.check_int("count", count)
         waiting = [one for one in self._drafts if one is not None]
         if not waiting:
             absent = count is None or (not isinstance(count, torch.Tensor) and count == 0)
-            require(absent, f"count: is {count}, but there are no drafts")
+            if not absent:
+                raise ValueError(f"count: is {count}, but there are no drafts")
             return
         lengths = [0 if one is None else one.key.shape[1] for one in self._drafts]
-        require(min(lengths) == max(lengths), f"count: the layers have {lengths} drafts")
+        if min(lengths) != max(lengths):
+            raise ValueError(f"count: the layers have {lengths} drafts")
         key, value, score = (torch.cat(same) for same in zip(*(one[:3] for one in waiting)))
         n_tokens = None
         if waiting[0].n_tokens is not None:
             n_tokens = torch.cat([one.n_tokens for one in waiting])
         commit = count
         if count is not None and not isinstance(count, torch.Tensor):
-            known = 0 <= _arguments.check_int("count", count) <= lengths[0]
-            require(known, f"count: is {count}, want 0 to the drafts, {lengths[0]}")
+            if not 0 <= _arguments.check_int("count", count) <= lengths[0]:
+                raise ValueError(f"count: is {count}, want 0 to the drafts, {lengths[0]}")
         if isinstance(count, torch.Tensor):
-            require(
-                list(count.shape) == [self.batch],
-                f"count: shape is {list(count.shape)}, want [{self.batch}]",
-            )
+            if list(count.shape) != [self.batch]:
+                raise ValueError(f"count: shape is {list(count.shape)}, want [{self.batch}]")
             commit = count.repeat(self.layers)
-        streams.decode(
+        call_renamed(
+            {"commit": "count"},
+            streams.decode,
             key[:, :0],
             key,
             value,
@@ -357,6 +395,8 @@ class DynamicMaskCache:
 
     def positions(self, layer: int, length: int, index: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, length] int32: the positions of the next `length` tokens of a layer."""
+        self._check_layer(layer)
+        _arguments.check_int("length", length)
         first = layer * self.batch
         if index is None:
             seen = self.keys.seen[first : first + self.batch]
@@ -374,16 +414,18 @@ class DynamicMaskCache:
             beam_idx: [batch] integers.
 
         Raises:
-            ValueError: it has another shape.
+            TypeError: it is not a tensor.
+            ValueError: it has another shape or device.
+            NotImplementedError: it has another dtype.
         """
-        shape = list(beam_idx.shape)
-        require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
+        self._check_numbers("beam_idx", beam_idx)
+        if list(beam_idx.shape) != [self.batch]:
+            raise ValueError(f"beam_idx: shape is {list(beam_idx.shape)}, want [{self.batch}]")
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)
             ops.CACHE_COPY(*tensors, source, numbers, *rules, None)
-            if not all(self._empty[layer]):
-                self._empty[layer] = [False] * self.batch
+            self._dropped[layer] = ()
         for layer, one in enumerate(self._drafts):
             if one is not None:
                 moved = (None if x is None else x.index_select(0, beam_idx) for x in one)
@@ -396,14 +438,14 @@ class DynamicMaskCache:
             TypeError: b is not an int.
             ValueError: there is no such sequence, or there are drafts.
         """
-        require(
-            0 <= _arguments.check_int("b", b) < self.batch, f"b: is {b}, want 0 to {self.batch - 1}"
-        )
+        if not 0 <= _arguments.check_int("b", b) < self.batch:
+            raise ValueError(f"b: is {b}, want 0 to {self.batch - 1}")
         require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
         self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
         self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
-        for known in self._empty:
-            known[b] = True
+        for layer in range(self.layers):
+            self._dropped[layer] = tuple({*self._dropped[layer], b})
+            self._empty[layer] |= len(self._dropped[layer]) == self.batch
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""
@@ -411,19 +453,43 @@ class DynamicMaskCache:
         self.keys.seen.zero_()
         self._drafts = [None] * self.layers
         self._lengths = [0] * self.layers
-        self._empty = [[True] * self.batch for _ in range(self.layers)]
+        self._empty, self._dropped = [True] * self.layers, [()] * self.layers
 
     def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
         """Tokens that have entered, and drafts: a number kept on the host, where those that
         n_tokens, `index` or a tensor in commit() left out count as well. `keys.seen` has the exact
-        numbers, without drafts. Of a static cache it is the largest of those, a tensor []."""
+        numbers, without drafts, and the largest of those takes the place of that number
+
+        - of a static cache, as a tensor [] without drafts;
+        - in compiled code, as a tensor [];
+        - after a call in compiled code, read back from the device once.
+        """
         self._check_layer(layer)
         waiting = self._drafts[layer]
-        if self.static:
-            return self.keys.seen[layer * self.batch : (layer + 1) * self.batch].max()
-        return self._lengths[layer] + (0 if waiting is None else waiting.key.shape[1])
+        drafts = 0 if waiting is None else waiting.key.shape[1]
+        is_compiling = torch.compiler.is_compiling()
+        known = None if self.static or is_compiling else self._lengths[layer]
+        if known is None:
+            exact = self.keys.seen[layer * self.batch : (layer + 1) * self.batch].max()
+            if self.static:
+                return exact
+            if is_compiling:
+                return exact + drafts
+            known = self._lengths[layer] = int(exact)
+        return known + drafts
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of all tensors of the cache, which never change. Drafts are not counted."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.keys[:6])
+
+    def __repr__(self) -> str:
+        heads, keys = self.keys.key.shape[2:], self.keys
+        static = ", static=True" if self.static else ""
+        return (
+            f"DynamicMaskCache(layers={self.layers}, batch={self.batch}, kv_heads={heads[0]}, "
+            f"head_dim={heads[1]}, window={keys.window}, recent={keys.recent}, "
+            f"sinks={keys.sinks}, bias_form={self.bias_form!r}, dtype={keys.key.dtype}, "
+            f"device={keys.key.device}{static}): {int(self.get_seq_length())} tokens, "
+            f"{self.memory_bytes} bytes"
+        )

@@ -32,12 +32,12 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _context, _context_autograd, _ring, ops
+from . import _arguments, _context, _context_autograd, _ring, _sequences, _types, ops
 from ._arguments import MaybeTensor
 from ._call import check_same_device
 from ._inputs import refuse_tangents
 from ._ranks import LENGTH, Ranks, ranks_of
-from ._sequences import GatherTokens, describe_starts, lay_out, list_starts, offsets_of
+from ._sequences import GatherTokens, check_lengths, describe_starts, lay_out, list_starts
 from .functional import _autocast, _scale
 
 __all__ = [
@@ -59,8 +59,8 @@ def _settings_of(function: str, tensors: dict[str, MaybeTensor], **options: Any)
     Raises:
         ValueError: the shapes or devices of tensors contradict each other.
     """
-    check_same_device(tensors)
     sizes = _arguments.bind_sizes(tensors)
+    check_same_device(tensors)
     _arguments.check_sizes(tensors, sizes)
     if sizes["q_len"] != sizes["kv_len"]:
         raise ValueError(
@@ -91,16 +91,9 @@ def _agree(
             ranks.refuse(error)
             raise
         return ranks.compare(settings)
-    own, found = settings_of()[LENGTH], _check_lengths(ranks, lengths)
+    own, found = settings_of()[LENGTH], check_lengths(ranks, lengths)
     if found[ranks.rank] != own:
         raise ValueError(f"lengths: this rank has {found[ranks.rank]}, want {own}, its tokens")
-    return found
-
-
-def _check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
-    found = [int(length) for length in lengths]
-    if len(found) != ranks.size or min(found) < 0:
-        raise ValueError(f"lengths: are {found}, want {ranks.size} numbers of 0 or more")
     return found
 
 
@@ -115,6 +108,7 @@ def _check_selected(tensors: dict[str, Any], options: dict[str, Any]) -> dict[st
     """Check the arguments of this rank, write into `tensors` and `options` what the call works
     with, and return the settings that ranks compare."""
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias")
+    _types.check(_types.kinds_of(context_parallel_attention), {**tensors, **options})
     _autocast_rows(tensors, *names[3:])
     causal, rules = options["causal"], ("window", "recent", "sinks")
     no_recent = None if causal else "if causal is False"
@@ -242,6 +236,7 @@ def context_parallel_attention(
     Source: docs/algorithm.md, one sequence over several processes.
     """
     ranks = ranks_of(group)
+    _types.check_flag("return_lse", return_lse)
     refuse_tangents("context_parallel_attention", query, key, value, dt_proj, a_coef, dt_bias)
     options = {
         **{"window": window, "recent": recent, "sinks": sinks, "causal": causal},
@@ -313,6 +308,7 @@ def ring_attention(
     Source: arXiv:2310.01889.
     """
     ranks = ranks_of(group)
+    _types.check_flag("return_lse", return_lse)
     refuse_tangents("ring_attention", query, key, value, sink_logit)
     names = ("query", "key", "value", "key_valid", "sink_logit")
     tensors = dict(zip(names, (query, key, value, key_valid, sink_logit)))
@@ -324,6 +320,7 @@ def ring_attention(
         return _ring.Call(ranks, lengths, key_valid, *numbers)
 
     def settle() -> dict[str, Any]:
+        _types.check(_types.kinds_of(ring_attention), {**tensors, **options})
         _autocast_rows(tensors)
         valid = None if key_valid is None else str(key_valid.dtype)
         settings = _settings_of("ring_attention", tensors, **options, key_valid=valid)
@@ -357,16 +354,13 @@ def split_lengths(total: int, ranks: int, multiple: int = 1) -> list[int]:
 
     Source: docs/integration.md.
     """
-    for name, number, least in (
-        ("total", total, 0),
-        ("ranks", ranks, 1),
-        ("multiple", multiple, 1),
-    ):
-        if number < least:
+    for name, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
+        least = 0 if name == "total" else 1
+        if _arguments.check_int(name, number) < least:
             raise ValueError(f"{name}: is {number}, want {least} or more")
     blocks = -(-total // multiple)
     counts = [blocks // ranks + (rank < blocks % ranks) for rank in range(ranks)]
-    ends = [min(at * multiple, total) for at in [*offsets_of(counts)[1:], blocks]]
+    ends = [min(at * multiple, total) for at in [*_sequences.offsets_of(counts)[1:], blocks]]
     return [end - begin for begin, end in zip([0, *ends], ends)]
 
 
@@ -401,11 +395,11 @@ def split_sequence(
 
     Source: docs/integration.md.
     """
-    ranks, total = ranks_of(group), tensor.shape[dim]
-    found = _check_lengths(ranks, split_lengths(total, ranks.size) if lengths is None else lengths)
+    ranks, total = ranks_of(group), _types.length_of("tensor", tensor, "dim", dim)
+    found = check_lengths(ranks, split_lengths(total, ranks.size) if lengths is None else lengths)
     if sum(found) != total:
         raise ValueError(f"lengths: their sum is {sum(found)}, want {total}, as tensor has tokens")
-    return tensor.narrow(dim, offsets_of(found)[ranks.rank], found[ranks.rank])
+    return tensor.narrow(dim, _sequences.offsets_of(found)[ranks.rank], found[ranks.rank])
 
 
 @torch.compiler.disable
@@ -448,8 +442,11 @@ def gather_sequence(
     ranks = ranks_of(group)
 
     def prepare() -> dict[str, Any]:
+        length = _types.length_of("tensor", tensor, "dim", dim)
+        if tensor.is_meta:
+            raise ValueError("tensor: is on meta, want a device that has its numbers")
         shape = list(tensor.shape)
-        length = shape.pop(dim)
+        del shape[dim]
         return {
             **{"function": "gather_sequence", "shape of tensor without dim": str(shape)},
             **{"dim": dim % tensor.dim(), "dtype": str(tensor.dtype)},
@@ -494,7 +491,8 @@ def sequence_positions(
     Source: docs/integration.md.
     """
     ranks = ranks_of(group)
+    _types.check_call(sequence_positions, locals())
     settings = {"function": "sequence_positions", LENGTH: length}
     lengths = _agree(ranks, lengths, lambda: settings)
-    begin = offsets_of(lengths)[ranks.rank]
+    begin = _sequences.offsets_of(lengths)[ranks.rank]
     return torch.arange(begin, begin + length, device=device)[None]

@@ -11,19 +11,33 @@ from typing import Any, Callable
 
 import torch
 
-from . import _library
+from . import _call, _library, _types
 from ._inputs import (
     as_bool_mask,
     call_renamed,
+    check_no_bool,
     check_probabilities_fit,
     choose_scale,
     draw_state,
+    either,
 )
+from ._orders import has_scale, in_any_order
 from .functional import attention
 from .probabilities import attention_probabilities
 
-NAMES = {"query": "q", "key": "k", "value": "v", "causal": "is_causal"}
+NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
+# Positional arguments: those of flash-dmattn 0.1 to 1.2, and those that it had before.
+PAIRS = (*NAMES.values(), "attn_mask", "attn_bias")
+REST = ("is_causal", "softcap", "deterministic", "return_attn_probs")
+ORDER = (*PAIRS, "scale", *REST)
+EARLIER = (*PAIRS, "dropout_p", "softmax_scale", *REST)
+
+
+def order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
+    """The names of flash_dmattn_func()'s positional arguments."""
+    is_usual = len(args) <= len(PAIRS) or has_scale(args[len(PAIRS) :], named)
+    return ORDER if is_usual and len(args) <= len(ORDER) else EARLIER
 
 
 def attend(
@@ -47,9 +61,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
     the rng_state of dropout, if there is any."""
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"query: is a {type(q).__name__}, want a torch.Tensor")
+    _types.check_tensor("query", q)
     if probabilities_name is not None:
+        _types.check_tensor("key", k)
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)
     options = {
@@ -70,25 +84,50 @@ def attend(
     return out, lse, probability, rng_state
 
 
+def name_rows(
+    rows: tuple[Any, ...], others: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, str]]:
+    """q, k and v, which callers give under these names or as query, key and value, and the names
+    that messages give them."""
+    names = {long: short for (long, short), other in zip(NAMES.items(), others) if other is None}
+    pairs = zip(NAMES.items(), rows, others)
+    return tuple(either(short, one, long, other) for (long, short), one, other in pairs), names
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A bool that may be None. A call with another order of arguments has a number there."""
+    fits = value is None or (_types.is_flag(value) and value in (0, 1))
+    if not fits:
+        raise _types.refusal(name, value, "a bool or None")
+    return bool(value)
+
+
+@in_any_order(order_of, ORDER)
 def flash_dmattn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
-    dropout_p: float | None = None,
-    softmax_scale: float | None = None,
+    scale: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
     return_attn_probs: bool | None = None,
     *,
-    scale: float | None = None,
+    query: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    dropout_p: float | None = None,
     generator: torch.Generator | None = None,
     mask_lists: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention under a mask and a bias, with the arguments of flash-dmattn's function.
+
+    Positional arguments may also stand in an earlier order of it, with dropout_p and softmax_scale
+    in the place of scale; docs/integration.md says how the two are told apart.
 
     It is attention() with attn_mask and attn_bias, where a mask may also be of floating-point
     numbers. Where the keys are ranked by a score of their own, flash_dma_attention() does the same
@@ -102,16 +141,20 @@ def flash_dmattn_func(
             uint8, false where a query does not attend to a key; or floating-point numbers, 1.0
             where it does and 0.0 where it does not. The latter count as true where they are above
             0, and are converted: one byte for each of them. Numbers that are to be added to logits
-            are an attn_bias.
+            are an attn_bias: on the CPU a number below 0 is refused; on a CUDA device, where
+            nothing is read back, it counts as 0.0.
         attn_bias: optional, with axes as attn_mask, of q's dtype or float32: added to the logits of
             kept keys, elsewhere not looked at. It has a gradient.
-        dropout_p: as in attention(); None for 0.
-        softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
+        scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         is_causal: a query sees only keys at positions up to its own; None for False.
         softcap: as in attention(); None for 0.
         deterministic: as in attention(); None for False.
         return_attn_probs: also return lse and the probabilities, to debug; None for False.
-        scale: another name of softmax_scale.
+        query: another name of q.
+        key: another name of k.
+        value: another name of v.
+        softmax_scale: another name of scale.
+        dropout_p: as in attention(); None for 0.
         generator: as in attention(), on q's device.
         mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.
         backend: as in score().
@@ -122,9 +165,10 @@ def flash_dmattn_func(
         probabilities [batch, q_heads, q_len, kv_len], with dropout and without gradients.
 
     Raises:
-        TypeError: a q or a mask that is not a tensor, or a generator that is none.
+        TypeError: a q or a mask that is not a tensor, a generator that is none, two names of one
+            argument, a number as is_causal, or a bool as scale or softcap.
         ValueError: shapes, devices or options that are inconsistent; scale and softmax_scale that
-            differ.
+            differ; on the CPU a mask with a number below 0.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
         MemoryError: probabilities that take more memory than the device has.
 
@@ -137,37 +181,45 @@ def flash_dmattn_func(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
+    rows, names = name_rows((q, k, v), (query, key, value))
+    if scale is not None:
+        names["softmax_scale"] = "scale"
+    check_no_bool("softcap", softcap)
+    check_flag("return_attn_probs", return_attn_probs)
     out, lse, probability, _ = call_renamed(
-        NAMES,
+        {**names, "causal": "is_causal"},
         attend,
-        *(q, k, v, as_bool_mask(attn_mask), attn_bias),
-        causal=bool(is_causal),
+        *(*rows, as_bool_mask(attn_mask), attn_bias),
+        causal=check_flag("is_causal", is_causal),
         softmax_scale=choose_scale(softmax_scale, scale),
         softcap=0.0 if softcap is None else softcap,
         dropout_p=0.0 if dropout_p is None else dropout_p,
         generator=generator,
         mask_lists=mask_lists,
         backend=backend,
-        deterministic=bool(deterministic),
+        deterministic=check_flag("deterministic", deterministic),
         probabilities_name="return_attn_probs" if return_attn_probs else None,
     )
     return out if probability is None else (out, lse, probability)
 
 
-def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
+def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
     """flash_dmattn_func() with its backend chosen.
 
     Args:
         backend: one of get_available_backends() or a kernel's name; None for the fastest kernels of
             the device that the tensors are on. "cuda" on a machine without a CUDA device is as
             None, with a RuntimeWarning, so that programs for a GPU run on CPU tensors.
+        kwargs: arguments of the function. They have no effect here, as in flash-dmattn: give them
+            to the function.
 
     Returns:
         The function.
 
     Raises:
-        NotImplementedError: "triton" or "flex", which are backends of flash-dmattn alone. The
-            function refuses other unknown names.
+        TypeError: a backend that is neither a str nor None.
+        NotImplementedError: "triton" or "flex", which are backends of flash-dmattn alone, or
+            another unknown name.
 
     Example:
         >>> flash_dmattn_func = flash_dmattn.flash_dmattn_func_auto(backend="cpu")
@@ -178,13 +230,13 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     Source: arXiv:2508.02124.
     """
     usable = _library.backends()
-    if backend in OTHER_BACKENDS:
+    if isinstance(backend, str) and backend in OTHER_BACKENDS:
         names = ", ".join(map(repr, usable))
         raise NotImplementedError(
             f"backend: is {backend!r}, which this library does not have, want one of {names}, or "
             "None for the fastest"
         )
-    if backend == "cuda" and "cuda" not in usable:
+    if isinstance(backend, str) and backend == "cuda" and "cuda" not in usable:
         warnings.warn(
             "backend: is 'cuda', but there is no CUDA device, or no CUDA kernel in this build: the "
             "function takes CPU tensors",
@@ -192,4 +244,6 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
             stacklevel=2,
         )
         backend = None
+    if not isinstance(backend, str) or backend not in usable:
+        _call.check_backend(backend)
     return functools.partial(flash_dmattn_func, backend=backend)

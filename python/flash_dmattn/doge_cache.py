@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from . import functional, streams
+from . import _types, functional, streams
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
 
@@ -23,6 +23,7 @@ def has_plain_weights(layer: Any) -> bool:
     or tensor parallelism is around them. Kernels then compute scores from the weights."""
     dt_proj = layer.dt_proj
     hooks = dt_proj._forward_hooks or dt_proj._forward_pre_hooks
+    hooks = hooks or "forward" in vars(dt_proj)  # accelerate's, which load offloaded weights
     is_parallel = hasattr(dt_proj.weight, "device_mesh")  # a DTensor
     return type(dt_proj) is torch.nn.Linear and not hooks and not is_parallel
 
@@ -45,6 +46,14 @@ def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:
         mine = slice(kv_heads * mesh.get_local_rank(), kv_heads * (mesh.get_local_rank() + 1))
         dt, a_coef = dt[:, :, mine], a_coef[mine]
     return (a_coef.float() * torch.nn.functional.softplus(dt.float())).transpose(1, 2)
+
+
+def scores_of(layer: Any, value: torch.Tensor) -> torch.Tensor:
+    """The scores [batch, kv_heads, len], float32, of values [batch, len, kv_heads, head_dim]."""
+    if not has_plain_weights(layer):
+        return score_by_module(layer, value)
+    weights = (layer.dt_proj.weight, layer.A)
+    return functional.score(value, *weights, dt_bias=layer.dt_proj.bias, bias_form="none")[0]
 
 
 class KeptKeys(CacheLayerMixin):
@@ -75,7 +84,7 @@ class KeptKeys(CacheLayerMixin):
         self.is_initialized = True
 
     def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
-        rules = {"window": self.window, "static": self.is_compileable}
+        rules = {"window": self.window, "recent": 0, "static": self.is_compileable}
         return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
 
     # ---- attention ----
@@ -100,11 +109,6 @@ class KeptKeys(CacheLayerMixin):
         Returns:
             out [batch, len, q_heads, head_dim].
         """
-        if layer.keep_window_size != self.window:
-            raise ValueError(
-                f"cache: its window is {self.window}, want the model's keep_window_size, "
-                f"{layer.keep_window_size}"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -112,8 +116,9 @@ class KeptKeys(CacheLayerMixin):
             self._commit()
             return self._enter(layer, query, key, value, key_valid)
         first = max(key.shape[1] - TOKENS_MAX, 0)  # of the tokens that become drafts
-        if key_valid is not None and not key_valid[:, first:].all():
-            first = key.shape[1]  # drafts cannot be padding
+        if key_valid is not None:  # drafts cannot be padding
+            padding = (~key_valid[:, first:]).any(0).nonzero()
+            first += int(padding[-1]) + 1 if padding.shape[0] > 0 else 0
         if first == 0:
             return self._draft(layer, query, key, value)
         self._commit()
@@ -172,12 +177,7 @@ class KeptKeys(CacheLayerMixin):
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention of at most 64 tokens that become drafts, after those that there are."""
-        if has_plain_weights(layer):
-            weights = (layer.dt_proj.weight, layer.A)
-            dt_bias = layer.dt_proj.bias
-            score, _ = functional.score(value, *weights, dt_bias=dt_bias, bias_form="none")
-        else:
-            score = score_by_module(layer, value)
+        score = scores_of(layer, value)
         count = 0 if self._drafts is None else self._drafts.key.shape[1]
         excess = count + key.shape[1] - TOKENS_MAX
         if excess > 0:  # the oldest have to enter now
@@ -228,7 +228,7 @@ class KeptKeys(CacheLayerMixin):
             raise ValueError(
                 f"tokens_to_remove: is {tokens_to_remove}, want 0 to {-removable}: a DogeCache can "
                 "remove the tokens that came after activate_past_recording() and the last crop(), "
-                "64 at most, and none if it is static or if they hold padding"
+                "64 at most, none up to the last padding, and none if it is static"
             )
         self._settled = drafts + tokens_to_remove
         if tokens_to_remove < 0:
@@ -290,12 +290,14 @@ class KeptKeys(CacheLayerMixin):
         self.kept = self._make(*sizes, dtype=rows.dtype, device=rows.device)
         for to, source in zip(self.kept.keys[:6], before.keys[:6]):
             to.copy_(source.index_select(0, indices.to(rows.device)))
-        self.kept._count(0, before._lengths[0])
+        self.kept._count(0, 0)
+        self.kept._lengths = before._lengths[:]
 
 
 class DogeCache(Cache):
     """A cache for Doge that has keep_window_size keys for each layer and kv head, whatever the
-    length: generate() gives the tokens that it gives with a cache of all keys.
+    length: generate() gives the tokens that it gives with a cache of all keys. For a model with a
+    sliding_window it has the keys of that window, from which each query selects its own.
 
         model.generate(tokens, past_key_values=DogeCache(model.config))
 
@@ -310,6 +312,7 @@ class DogeCache(Cache):
 
     Raises:
         TypeError: the config of another kind of model.
+        NotImplementedError: a static cache for a model with a sliding_window.
         ValueError: in a call of a model that has another window, or is no Doge; in crop(), more
             tokens than can be removed.
 
@@ -330,6 +333,26 @@ class DogeCache(Cache):
 
     def __init__(self, config: transformers.DogeConfig, static: bool = False) -> None:
         if not isinstance(config, transformers.DogeConfig):
-            raise TypeError(f"config: is a {type(config).__name__}, want a DogeConfig")
-        layers = range(config.num_hidden_layers)
-        super().__init__(layers=[KeptKeys(config.keep_window_size, static) for _ in layers])
+            raise _types.refusal("config", config, "a DogeConfig")
+        _types.check_flag("static", static)
+        window = self.sliding_window = config.sliding_window
+        self.window = config.keep_window_size
+        if static and window is not None:
+            raise NotImplementedError(
+                f"static: is True, want False for a model with a sliding_window, {window}"
+            )
+        count = range(config.num_hidden_layers)
+        if window is None:
+            super().__init__(layers=[KeptKeys(self.window, static) for _ in count])
+        else:
+            super().__init__(layers=[DynamicSlidingWindowLayer(window) for _ in count])
+
+    def _check(self, config: transformers.DogeConfig) -> None:
+        """Check that the windows are those of a model's configuration."""
+        for name, own in (
+            ("keep_window_size", self.window),
+            ("sliding_window", self.sliding_window),
+        ):
+            wanted = getattr(config, name)
+            if own != wanted:
+                raise ValueError(f"cache: its {name} is {own}, want the model's {name}, {wanted}")

@@ -45,11 +45,13 @@ from . import (
     _direct,
     _flops,  # noqa: F401 (registers what FlopCounterMode counts)
     _library,
+    _types,
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
-from ._inputs import draw_state, refuse_tangents
+from ._inputs import draw_state, finish, kernel_dropout, pad_head_dim, refuse_tangents
 
+ROWS = ("query", "key", "value")
 Tensors = Tuple[torch.Tensor, ...]
 MaybeTensors = Tuple[_arguments.MaybeTensor, ...]
 
@@ -97,11 +99,13 @@ def get_available_backends() -> list[str]:
     return _library.backends()
 
 
-def _scale(softmax_scale: float | None) -> float:
-    """softmax_scale as fdma.h has it, in which 0 means the default."""
+def _scale(softmax_scale: float | None, head_dim: int | None = None) -> float:
+    """softmax_scale as fdma.h has it, in which 0 means the default; `head_dim` is that of
+    pad_head_dim()."""
     if softmax_scale is None:
-        return 0.0
-    # PyTorch refuses what is not a number, with a message of its own
+        return 0.0 if head_dim is None else head_dim**-0.5
+    if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
     if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
         raise ValueError(
             f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
@@ -113,8 +117,10 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
     autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
     others. `name` is that of rows[0]."""
-    if not isinstance(rows[0], torch.Tensor):
-        raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
+    for row in rows:
+        if not isinstance(row, torch.Tensor):
+            at = [isinstance(x, torch.Tensor) for x in rows].index(False)
+            _types.check_tensor(ROWS[at] if at > 0 else name, row)
     device = rows[0].device.type
     if device not in _direct.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
@@ -123,7 +129,7 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     floats = (torch.float32, *narrow)  # float64 is not cast
     return (
         *(row.to(dtype) if row.dtype in floats else row for row in rows),
-        *(one.to(dtype) if one is not None and one.dtype in narrow else one for one in weights),
+        *(one.to(dtype) if getattr(one, "dtype", None) in narrow else one for one in weights),
     )
 
 
@@ -132,9 +138,11 @@ def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
     if selection is None:
         return None, None, 0, 0, 0, "causal"
     if not isinstance(selection, Selection):
-        raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
+        raise _types.refusal("selection", selection, "select()'s result")
     expiry, slot, window, scope, recent, sinks, _ = selection
-    if scope not in _library.SCOPES:
+    if expiry is None or slot is None:
+        raise ValueError("selection: its expiry or slot is None, want select()'s result")
+    if not isinstance(scope, str) or scope not in _library.SCOPES:
         raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return expiry, slot, window, recent, sinks, scope
 
@@ -172,7 +180,7 @@ def score(
         nats, is added to logits; it is None if bias_form is "none".
 
     Raises:
-        TypeError: a value that is not a tensor.
+        TypeError: an argument of another type.
         ValueError: shapes or devices that are inconsistent, or an unknown bias_form.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
@@ -185,7 +193,9 @@ def score(
     Source: arXiv:2508.02124, section 3.
     """
     refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
-    tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
+    value, dt_proj, *rest = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
+    (value,), dt_proj, _ = pad_head_dim((value,), dt_proj)
+    tensors = (value, dt_proj, *rest)
     scores, bias = ops.SCORE(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
@@ -224,15 +234,17 @@ def select(
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
         backend: as in score().
 
     Returns:
         A Selection.
 
     Raises:
-        TypeError: a window, recent or sinks that is not an int.
+        TypeError: an argument of another type.
         ValueError: shapes or devices that are inconsistent, a window, recent, sinks or gap out of
             its range, or an unknown scope.
         NotImplementedError: a dtype or backend that no kernel on this machine supports.
@@ -248,6 +260,7 @@ def select(
 
     Source: arXiv:2508.02124, section 3.
     """
+    _arguments.choose("scope", scope)
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
     options = (*rules, scope, _arguments.check_gap(gap, no_recent), backend)
@@ -281,15 +294,17 @@ def attention(
     """Attention of each query over the keys of `selection`, or over all visible keys without one.
 
     Args:
-        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
-            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim 256 at
+            most. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         bias: optional [batch, kv_heads, kv_len] float32 (float64 if query is), added to the logits.
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
         sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
             the sum of each row of a head, which has no value. lse counts it.
         attn_mask: optional bool or uint8, false where a query does not attend to a key:
@@ -302,7 +317,8 @@ def attention(
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
         dropout_p: probability with which each of the probabilities becomes 0; the others are
-            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16; 1 drops all. lse is
+            without dropout.
         generator: on query's device: dropout draws two numbers from it. None for the default one,
             which torch.manual_seed() sets.
         rng_state: optional [2] int64 on query's device, in place of the numbers that dropout draws:
@@ -316,8 +332,7 @@ def attention(
         lse = -inf or its sink_logit.
 
     Raises:
-        TypeError: a query that is not a tensor, a selection that select() did not make, or a
-            generator that is none.
+        TypeError: an argument of another type.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -332,20 +347,22 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     refuse_tangents("attention", query, key, value, bias, sink_logit, attn_bias)
-    rows = _autocast("query", (query, key, value))
+    rows, _, head_dim = pad_head_dim(_autocast("query", (query, key, value)))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
-    return ops.ATTENTION(
+    kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
+    out, lse = ops.ATTENTION(
         *rows,
         *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),
         mask_lists,
         *_rules_of(selection),
         causal,
-        _scale(softmax_scale),
+        _scale(softmax_scale, head_dim),
         softcap,
-        dropout_p,
+        kernel_p,
         deterministic,
         backend,
     )
+    return finish(out, head_dim, dropout_p), lse
 
 
 def merge(
@@ -372,7 +389,8 @@ def merge(
         out and lse, shaped as out_a and lse_a.
 
     Raises:
-        ValueError: shapes or devices that are inconsistent.
+        TypeError: an argument of another type.
+        ValueError: shapes, dtypes or devices that are inconsistent.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
@@ -385,4 +403,6 @@ def merge(
     Source: arXiv:2205.14135, section 3.1.
     """
     refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
-    return ops.MERGE(out_a, lse_a, out_b, lse_b, backend)
+    (out_a, out_b), _, head_dim = pad_head_dim((out_a, out_b))
+    out, lse = ops.MERGE(out_a, lse_a, out_b, lse_b, backend)
+    return finish(out, head_dim), lse

@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 
-from . import _arguments, _direct, ops
-from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
+from . import _arguments, _direct, _types, ops
+from ._inputs import (
+    check_probabilities_fit,
+    draw_state,
+    finish,
+    kernel_dropout,
+    pad_head_dim,
+    refuse_tangents,
+)
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
-from .options import WINDOW, DynamicMaskOptions
+from .options import WINDOW, DynamicMaskOptions, options_of
 
+NUMBERS = (int, float)
 TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
 
 
@@ -24,6 +32,12 @@ def _rules_of_call(
     options: DynamicMaskOptions | None,
 ) -> tuple[tuple[int, int, int], float, str]:
     """How many keys a query keeps, the gap, 0 for none, and the scope."""
+    if type(causal) is not bool:
+        _types.check_flag("causal", causal)
+    if options is not None and not isinstance(options, DynamicMaskOptions):
+        raise _types.refusal("options", options, "a DynamicMaskOptions or None")
+    if scope is not None:
+        _arguments.choose("scope", scope)
     if scope is None:
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
@@ -44,13 +58,22 @@ def _check_limits(
     starts: torch.Tensor | None,
     rules: tuple[int, int, int],
     options: DynamicMaskOptions | None,
+    return_lse: bool,
     return_attn_probs: bool,
 ) -> None:
     """Refuse a call beyond the limits of `options`, and probabilities beyond those of memory."""
+    _types.check_flags(("return_lse", "return_attn_probs"), (return_lse, return_attn_probs))
     if options is not None:
         options._check_call(query, key, starts, rules[0] + rules[1])
     if return_attn_probs:
         check_probabilities_fit(query, key, "return_attn_probs")
+
+
+def _padded(tensors: MaybeTensors) -> tuple[MaybeTensors, int | None]:
+    """query to dt_bias of a call with pad_head_dim(), and its head_dim."""
+    *rows, dt_proj, a_coef, dt_bias = tensors
+    rows, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
+    return (*rows, dt_proj, a_coef, dt_bias), head_dim
 
 
 def _attend_to_all(
@@ -88,15 +111,38 @@ def _probabilities_of(
     return ops.PROBABILITIES.without_gradients(*tensors[:2], bias, *masks, *selected, lse, *options)
 
 
+def _results_of(
+    found: MaybeTensors,
+    call: tuple[Any, ...],
+    wanted: tuple[bool, bool],
+    head_dim: int | None,
+    dropout_p: float,
+) -> torch.Tensor | Tensors:
+    """out, beside lse and the probabilities if these are wanted; `call` has the arguments of
+    _probabilities_of()."""
+    results = (finish(found[0], head_dim, dropout_p),)
+    if wanted[0]:
+        results += (found[1],)
+    if wanted[1]:
+        results += (finish(_probabilities_of(found, *call), None, dropout_p),)
+    return results if len(results) > 1 else results[0]
+
+
 def _attend_alone(
-    known_as: tuple[Any, ...] | None, tensors: MaybeTensors, settings: tuple[Any, ...]
+    known_as: tuple[Any, ...] | None,
+    tensors: MaybeTensors,
+    settings: tuple[Any, ...],
+    head_dim: int | None,
 ) -> torch.Tensor:
     """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the arguments `known_as` of flash_dma_attention, too."""
+    call is remembered by the arguments `known_as` of flash_dma_attention, too, unless `tensors` are
+    padded: `head_dim` is that of pad_head_dim()."""
+    known_as = known_as if head_dim is None else None
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
         out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
         if out is NotImplemented:
+            ops.FUSED.check_types(arguments)
             known = None if known_as is None else (flash_dma_attention, known_as, TENSORS)
             out = _direct.begin(ops.FUSED, arguments, 1, known)
         if out is not NotImplemented:
@@ -135,46 +181,58 @@ def flash_dma_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     options: DynamicMaskOptions | None = None,
+    **fields: Any,
 ) -> torch.Tensor | Tensors:
     """Dynamic mask attention in one call: score(), select() and attention().
 
     Args:
-        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
-            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim 256 at
+            most. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
         a_coef: [kv_heads], of query's dtype or float32.
         keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
             all of them.
-        dropout_p: as in attention().
+        dropout_p: probability with which each of the probabilities becomes 0; the others are
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: also return the probabilities, as attention_probabilities() does, but
             with dropout: q_len * kv_len numbers for each query head, to debug and to draw pictures.
-        dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
+        dt_bias: optional [kv_heads], of query's dtype or float32, added before softplus; None for
+            0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
-        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
-        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
-        sink_logit: optional [q_heads] float32, as in attention().
+        starts: optional [sequences + 1] int32, for packed sequences, which stand one after the
+            other in a batch of 1: the position at which each begins, and the end of all.
+        kv_used: optional [batch] int32: how many keys of each sequence exist; the others are not
+            read. Query i has position i + kv_used[b] - q_len.
+        sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
+            the sum of each row of a head, which has no value. lse counts it.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
             and a query keeps keep_window_size + recent keys. A language model needs the tokens just
             before a query, which scores alone may not keep.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
-        gap: as in select().
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. A finite
+            number above 0; None, as it has to be in global scope, leaves no key out.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
             nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
-        generator: as in attention().
-        backend: as in score().
+        generator: on query's device: dropout draws two numbers from it. None for the default one,
+            which torch.manual_seed() sets.
+        backend: one of get_available_backends() or a kernel's name; None for the fastest.
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
         options: limits of the call, and how keys are processed; its keep_window_size is the call's.
+        fields: those of DynamicMaskOptions by name, in place of options: selection_method,
+            min_density_threshold, mixed_processing, block_size, use_reordering and the limits. As
+            there, a value that no kernel has is refused.
 
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype. With return_lse or
@@ -184,8 +242,7 @@ def flash_dma_attention(
         that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
 
     Raises:
-        TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
-            int, or a generator that is none.
+        TypeError: an argument of another type or of an unknown name.
         ValueError: shapes, devices or options that are inconsistent, or a call beyond the limits of
             `options`.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -203,8 +260,9 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    returns_more, known_as = return_lse or return_attn_probs, None
-    is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
+    options = options_of(keep_window_size, options, fields) if fields else options
+    known_as, is_usual = None, generator is options is None and isinstance(dropout_p, NUMBERS)
+    is_usual = is_usual and dropout_p == 0 and return_lse is return_attn_probs is False
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
         known_as = (
@@ -216,21 +274,19 @@ def flash_dma_attention(
         if out is not NotImplemented:
             return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
-    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
+    tensors, head_dim = _padded(_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
-    _check_limits(query, key, starts, rules, options, return_attn_probs)
-    given = (key_valid, starts, kv_used, sink_logit, draw_state(query, dropout_p, generator))
-    numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
+    _check_limits(query, key, starts, rules, options, return_lse, return_attn_probs)
+    kernel_p, rng_state = kernel_dropout(dropout_p, draw_state(query, dropout_p, generator))
+    given = (key_valid, starts, kv_used, sink_logit, rng_state)
+    numbers = (causal, _scale(softmax_scale, head_dim), softcap, kernel_p)
     settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
-    elif not returns_more:
-        return _attend_alone(known_as, (*tensors, *given), settings)
+    elif not (return_lse or return_attn_probs):
+        found = (_attend_alone(known_as, (*tensors, *given), settings, head_dim),)
     else:
         found = ops.FUSED(*tensors, *given, *settings)
-    results = found[:2] if return_lse else found[:1]
-    if return_attn_probs:
-        options_of_call = (*rules, scope, *numbers, backend)
-        results += (_probabilities_of(found, tensors, given, bias_form, options_of_call),)
-    return results if len(results) > 1 else results[0]
+    call = (tensors, given, bias_form, (*rules, scope, *numbers, backend))
+    return _results_of(found, call, (return_lse, return_attn_probs), head_dim, dropout_p)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
+from . import _types, ops
+from ._call import check_same_device
 from ._inputs import as_bool_mask
 from .functional import Selection, _rules_of
 
@@ -64,11 +65,12 @@ def mask_lists(
 
     Source: docs/algorithm.md, masks.
     """
-    if not isinstance(query, torch.Tensor):
-        raise TypeError(f"query: is a {type(query).__name__}, want a torch.Tensor")
+    if not torch.compiler.is_compiling():
+        given = locals()
+        _types.check_call(mask_lists, given)
+        names = ops.MASK_LISTS.operation.tensors
+        check_same_device({name: given[name] for name in names if name in given})
     mask = as_bool_mask(attn_mask)
-    if mask is None:
-        raise TypeError("attn_mask: is a NoneType, want a torch.Tensor")
     return ops.MASK_LISTS.op(
         *(query.detach(), key.detach(), key_valid, starts, kv_used, mask),
         *_rules_of(selection),

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import _arguments
+from . import _arguments, _types
 from ._inputs import check_dropout, check_probabilities_fit, draw_state
-from ._layer_checks import HEAD_DIM_MAX, require
+from ._layer_checks import HEAD_DIM_MAX, check_like, check_types, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
@@ -119,8 +119,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim: width of queries and results, num_heads * head_dim; head_dim is at most 256.
         num_heads: heads of queries, keys and values.
-        dropout: probability, 0 or more and below 1, with which each attention probability becomes 0
-            in training mode; the others are divided by 1 - dropout.
+        dropout: probability with which each attention probability becomes 0 in training mode; the
+            others are divided by 1 - dropout.
         bias: whether the projections have a bias.
         add_bias_kv: whether each sequence gets one more key, which is learned and which every query
             sees; False with a window, which may drop it.
@@ -192,6 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         gap: float | None = None,
         bias_form: str = "exp",
     ) -> None:
+        check_types(MultiheadAttention, locals())
         check_dropout(dropout, "dropout")
         rules = _arguments.check_rules(ALL_KEYS if window is None else window, recent, sinks)
         _arguments.check_gap(gap)
@@ -282,6 +283,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             NotImplementedError: a dtype that no kernel of the device supports.
             MemoryError: weights that take more memory than the device has.
         """
+        for name, row in (("query", query), ("key", key), ("value", value)):
+            _types.check_tensor(name, row)
+            check_like(name, row, "the layer", self.out_proj.weight)
+        _types.check_tensors({"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
+        _types.check_flags(
+            ("need_weights", "average_attn_weights", "is_causal"),
+            (need_weights, average_attn_weights, is_causal),
+            none=True,
+        )
         if query.is_nested and query.dim() == 3:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             rest = (need_weights, average_attn_weights, is_causal)
@@ -336,17 +346,21 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_widths(self, *rows: torch.Tensor) -> None:
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, row, width in zip(("query", "key", "value"), rows, widths):
-            found = row.shape[-1]
-            message = f"{name}: its last axis has {found} elements, want {width}"
-            require(found == width, message, AssertionError)
+            if row.shape[-1] != width:
+                raise AssertionError(
+                    f"{name}: its last axis has {row.shape[-1]} elements, want {width}"
+                )
         found, want = (list(row.shape[:-1]) for row in (rows[2], rows[1]))
         check_equal("value: shape without its last axis", found, want, AssertionError)
 
     def _check_masks(self, rows: Rows, padding: MaybeTensor, attn_mask: MaybeTensor) -> None:
         (batch, q_len), (key_batch, kv_len) = rows[0].shape[:2], rows[1].shape[:2]
         check_equal("key: batch", key_batch, batch, AssertionError)
-        check_dtype("key_padding_mask", padding)
-        check_dtype("attn_mask", attn_mask)
+        for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+            check_dtype(name, mask)
+            if mask is not None and mask.device != rows[0].device:
+                where = f"want {rows[0].device}, where query is"
+                raise ValueError(f"{name}: is on {mask.device}, {where}")
         if padding is not None:
             found = list(padding.shape)
             check_equal("key_padding_mask: shape", found, [batch, kv_len], AssertionError)
@@ -431,12 +445,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, rows: Rows, masks: MaskArguments, need_weights: bool
     ) -> tuple[torch.Tensor, MaybeTensor]:
         """out [batch, q_len, heads, head_dim] and the weights of all heads, if they are needed."""
-        added = (0, -self.head_dim % 8)
-        query, key, value = (F.pad(row, added) for row in rows) if added[1] else rows
+        query, key, value = rows
         if need_weights:
             check_probabilities_fit(query, key, "need_weights")
         options = {"key_valid": masks.key_valid, "causal": masks.causal}
-        options["softmax_scale"] = self.head_dim**-0.5
         options["dropout_p"] = dropout_p = self.dropout if self.training else 0.0
         if self.window is not None and masks[1:4] == (None, None, None):
             result = self._attend_fused((query, key, value), options, need_weights)
@@ -447,19 +459,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             options = {**options, "attn_mask": masks.attn_mask, "attn_bias": masks.attn_bias}
             out, lse = attention(query, key, value, **options)
             weights = attention_probabilities(query, key, lse, **options) if need_weights else None
-        return out[..., : self.head_dim], weights
-
-    def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dt_proj and A for values whose head_dim is padded to a multiple of 8."""
-        weight, added = self.dt_proj.weight, (0, -self.head_dim % 8)
-        if added[1]:
-            weight = F.pad(weight.unflatten(1, (self.num_heads, -1)), added).flatten(1)
-        return weight, self.A
+        return out, weights
 
     def _attend_fused(self, rows: Rows, options: dict[str, Any], need_weights: bool) -> Any:
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         rules = {**rules, "bias_form": self.bias_form, "return_attn_probs": need_weights}
-        call = (*rows, *self._score_weights(), self.window)
+        call = (*rows, self.dt_proj.weight, self.A, self.window)
         return flash_dma_attention(*call, **options, **rules)
 
     def _select(self, value: torch.Tensor, masks: MaskArguments) -> tuple[MaybeTensor, Any]:
@@ -467,7 +472,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.window is None:
             return masks.bias, None
         options = {"key_valid": masks.key_valid}
-        weights = self._score_weights()
+        weights = (self.dt_proj.weight, self.A)
         scores, bias = score(value, *weights, bias_form=self.bias_form, **options)
         options = {**options, "recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         options["scope"] = "causal" if masks.causal else "global"

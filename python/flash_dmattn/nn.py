@@ -10,20 +10,26 @@ from typing import TYPE_CHECKING, Any, Sequence
 import torch
 from torch import nn
 
-from . import _arguments, functional, fused
-from ._inputs import check_dropout
+from . import _arguments, _types, functional, fused
 from ._layer_checks import (
+    check_cache,
     check_hidden,
+    check_input,
     check_memory,
     check_memory_of_call,
     check_nope,
     check_options,
+    check_options_of_call,
     check_positions,
     check_ranks,
     check_sizes,
+    check_starts,
+    check_takes_cache,
+    check_types,
     require,
 )
 from .cache import DynamicMaskCache
+from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
 from .rotary import count_positions, rotate_heads
 from .score_targets import no_loss, score_target_loss
@@ -75,7 +81,7 @@ class DynamicMaskAttention(nn.Module):
         nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, as
             those of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.
-        head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
+        head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
@@ -156,8 +162,9 @@ class DynamicMaskAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_types(DynamicMaskAttention, locals())
         super().__init__()
-        dim = check_sizes(hidden, heads, kv_heads, head_dim)
+        dim = check_sizes(hidden, heads, kv_heads, head_dim, rope_base)
         if recent is None:
             recent = window if causal and window is not None else 0
         no_recent = None if causal else "if causal is False"
@@ -171,7 +178,6 @@ class DynamicMaskAttention(nn.Module):
         self.gap, self.initial_a = gap, initial_a
         self._set_kinds(sliding_heads, nope_heads, nope_rotary_dim, causal, rope_base)
         self.options = check_options(options, self.window)
-        check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
         self.memory_hidden = check_memory(memory_hidden, causal, rope_base)
@@ -251,7 +257,7 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None = None,
         starts: torch.Tensor | Sequence[int] | None = None,
         positions: torch.Tensor | None = None,
-        cache: DynamicMaskCache | None = None,
+        cache: DynamicMaskCache | LayerCaches | None = None,
         layer: int = 0,
         index: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
@@ -297,8 +303,11 @@ class DynamicMaskAttention(nn.Module):
                 torch.nn.utils are taken.)
         """
         check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
         check_memory_of_call(self.memory_hidden, x, memory, cache, starts)
-        self._check_cache(cache, starts, index, n_tokens, draft, lengths)
+        check_input("memory", memory, self.k_proj)
+        check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
+        cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
         if self.rope_base is not None:
             if positions is None and cache is not None:
@@ -354,7 +363,10 @@ class DynamicMaskAttention(nn.Module):
         """
         wanted = "score_target_loss: want a causal layer with a window, without process_group"
         require(self.causal and self.window is not None and self.ranks is None, wanted)
+        _types.check_call(DynamicMaskAttention.score_target_loss, locals())
         check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
+        check_starts(starts, x)
         if heads is None:
             if self.sliding_heads == self.kv_heads:
                 return no_loss(self._score_weights()[0], x.dtype)
@@ -396,37 +408,22 @@ class DynamicMaskAttention(nn.Module):
         )
         return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
-    def _check_cache(
-        self,
-        cache: DynamicMaskCache | None,
-        starts: torch.Tensor | None,
-        index: torch.Tensor | None,
-        n_tokens: torch.Tensor | int | None,
-        draft: bool,
-        lengths: Sequence[int] | None,
-    ) -> None:
-        require(cache is None or lengths is None, "lengths: is given, want None with a cache")
-        if cache is None:
-            require(index is None, "index: is given, want None without a cache")
-            require(n_tokens is None, "n_tokens: is given, want None without a cache")
-            require(not draft, "draft: is True, want False without a cache")
-            return
-        require(starts is None, "starts: is given, want None with a cache")
-        selects = self.causal and self.window is not None
-        require(selects, "cache: is given, want None unless the layer is causal and has a window")
-        require(self.gap is None, f"cache: is given, want None for a layer of gap {self.gap}")
-        has_options = self.options is not None
-        require(not has_options, "cache: is given, want None for a layer with options")
-        require(
-            cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
-        )
-        for name in ("window", "recent", "sinks"):
-            found, want = getattr(cache.keys, name), getattr(self, name)
-            require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+    def new_cache(self, batch: int, *, layers: int = 1, static: bool = False) -> DynamicMaskCache:
+        """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers that
+        have the same; LayerCaches is for those that have not. static as in DynamicMaskCache.
+
+        Raises:
+            TypeError, ValueError: as DynamicMaskCache; a layer that cannot have a cache.
+        """
+        check_takes_cache(self)
+        rules = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
+        kind = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
+        return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads
         have not."""
+        check_positions(positions, x)
         count = self.nope_heads * x.shape[2] // self.kv_heads
         return rotate_heads(x, positions, self.rope_base, count, self.nope_rotary_dim)
 
@@ -440,7 +437,6 @@ class DynamicMaskAttention(nn.Module):
         """query and key with rotary embedding; positions as in forward()."""
         if positions is None:
             positions = count_positions(query.shape[1], starts, query.device)
-        check_positions(positions, query)
         return self.rotate_heads(query, positions), self.rotate_heads(key, positions)
 
     def attend(

@@ -25,7 +25,8 @@ import torch
 from onnx import defs
 from torch import nn
 
-from . import _arguments, _library, ops, streams
+from . import _arguments, _library, _types, ops, streams
+from ._inputs import finish, pad_head_dim
 from .functional import _scale
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
@@ -184,11 +185,13 @@ class LayerCache:
     def attend(self, layer: int, *states: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attention of the next tokens; the arguments are those of DynamicMaskCache.attend()."""
         optional = (options["dt_bias"], options["key_valid"], options["sink_logit"])
-        numbers = (self.bias_form, _scale(options["softmax_scale"]), options["softcap"])
+        rows, dt_proj, head_dim = pad_head_dim(states[:3], states[3])
+        states = (*rows, dt_proj, *states[4:])
+        numbers = (self.bias_form, _scale(options["softmax_scale"], head_dim), options["softcap"])
         rules = streams.rules_of(self.keys)
         out, *after = CACHED_ATTENTION(*states, *self.tensors, *optional, *rules, *numbers)
         self.tensors = tuple(after)
-        return out
+        return finish(out, head_dim)
 
 
 class CachedLayer(nn.Module):
@@ -239,7 +242,8 @@ class CachedLayer(nn.Module):
 
         Args:
             x: hidden states [batch, len, hidden].
-            cache_key: [batch, kv_heads, rows, head_dim], where rows = window + recent.
+            cache_key: [batch, kv_heads, rows, head_dim], where rows = window + recent; head_dim is
+                rounded up to a multiple of 8.
             cache_value: like cache_key.
             cache_bias: [batch, kv_heads, rows] float32.
             cache_score: [batch, kv_heads, rows] float32.
@@ -261,7 +265,7 @@ class CachedLayer(nn.Module):
 
 def check_layer(layer: DynamicMaskAttention) -> None:
     if not isinstance(layer, DynamicMaskAttention):
-        raise TypeError(f"layer: is a {type(layer).__name__}, want a DynamicMaskAttention")
+        raise _types.refusal("layer", layer, "a DynamicMaskAttention")
 
 
 def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.Tensor]:
@@ -293,7 +297,7 @@ def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.
         raise ValueError("layer: its window is None, want an int")
     weight = layer.k_proj.weight
     numbers = weight.new_zeros(batch, layer.kv_heads, layer.window + layer.recent)
-    rows = numbers[..., None].repeat(1, 1, 1, layer.head_dim)
+    rows = numbers[..., None].repeat(1, 1, 1, layer.head_dim + -layer.head_dim % 8)
     table = numbers.to(_arguments.wide(weight.dtype))
     empty = torch.full_like(numbers, -1, dtype=torch.int32)
     seen = empty.new_zeros(batch)

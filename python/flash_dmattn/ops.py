@@ -23,7 +23,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _direct, _library
+from . import _arguments, _direct, _library, _types
 from ._call import Operation, check_same_device, make_mask_lists, memory, unpack
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -47,6 +47,7 @@ class Operator:
         self.schema = schema
         self.count = count  # of the tensors, which come first
         self.arguments = tuple(names)
+        self.kinds = _types.kinds_in_schema(pairs)
         self.operation = Operation(
             name=name,
             function=function,
@@ -113,10 +114,36 @@ class Operator:
         if not torch.compiler.is_compiling():
             results = _direct.repeat(self.head, arguments, self.count)
             if results is NotImplemented:
+                self.check_types(arguments)
                 results = _direct.begin(self, arguments, len(self.operation.results))
             if results is not NotImplemented:
                 return results
         return self.dispatch(*arguments)
+
+    def check_types(self, arguments: tuple[Any, ...]) -> None:
+        """Check the types of arguments, which have not been checked in an earlier call.
+
+        Raises:
+            TypeError: one is of another type than the schema says.
+            NotImplementedError: a tensor that is sparse, or nested.
+        """
+        for (name, kind), value in zip(self.kinds, arguments):
+            if name in _arguments.CHOICES:
+                _arguments.choose(name, value)
+            elif type(value) not in kind.types and not kind.fits(value):
+                raise _types.refusal(self.shown(name), value, kind.wanted)
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                layout = str(value.layout).replace("torch.", "")
+                message = f"{self.shown(name)}: layout is {layout}, want a dense tensor"
+                raise NotImplementedError(message)
+
+    def shown(self, name: str) -> str:
+        """What messages call an argument: the rules of a selection or a cache are given with it."""
+        if name in ("window", "recent", "sinks"):
+            for given, owner in (("expiry", "selection"), ("cache_key", "cache")):
+                if given in self.arguments:
+                    return f"{owner}.{name}"
+        return _arguments.SHOWN.get(name, name)
 
     def dispatch(self, *arguments: Any) -> Any:
         """Call the operator, or under a transform of torch.func, such as grad(), a Function that

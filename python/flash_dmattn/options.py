@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _arguments
+from . import _arguments, _types
 
 METHODS = ("exact", "approximate")
 WINDOW = 1024  # keep_window_size, where it is not given
@@ -21,14 +21,14 @@ def _check_count(name: str, value: Any, none_means: str) -> None:
 
 def _check_ratio(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want a number")
+        raise _types.refusal(name, value, "a number")
     if not 0 < value <= 1:
         raise ValueError(f"{name}: is {value}, want a number above 0, up to 1")
 
 
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want a bool")
+        raise _types.refusal(name, value, "a bool")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DynamicMaskOptions:
             would compute the logits of keys that the query does not keep, and drop them.
         mixed_processing: process a call densely if its density has reached the threshold: its keys
             are neither selected nor gathered. If False, every call selects and gathers keys. The
-            results are equal up to rounding.
+            results are equal up to rounding. torch.compile makes a graph for each of the two.
         block_size: queries that share a list of keys. None for what the kernel has. On a CUDA
             device that is 128 in every kernel. Other numbers raise NotImplementedError at the call,
             and so do all numbers on the CPU, where the width of vectors decides. `backend` chooses
@@ -95,8 +95,10 @@ class DynamicMaskOptions:
 
     def __post_init__(self) -> None:
         _arguments.check_rules(self.keep_window_size, 0, 0, name="keep_window_size")
+        names = " or ".join(map(repr, METHODS))
+        if not isinstance(self.selection_method, str):
+            raise _types.refusal("selection_method", self.selection_method, names)
         if self.selection_method not in METHODS:
-            names = " or ".join(map(repr, METHODS))
             raise ValueError(f"selection_method: is {self.selection_method!r}, want {names}")
         _check_bool("mixed_processing", self.mixed_processing)
         _check_bool("use_reordering", self.use_reordering)
@@ -136,6 +138,7 @@ class DynamicMaskOptions:
 
     def _window_of(self, keep_window_size: int, default: int = WINDOW) -> int:
         """The window of a call with this argument, which has no effect if it is the default."""
+        _arguments.check_int("keep_window_size", keep_window_size)
         if keep_window_size not in (default, self.keep_window_size):
             raise ValueError(
                 f"keep_window_size: is {keep_window_size}, want that of options, "
@@ -149,6 +152,8 @@ class DynamicMaskOptions:
         """Refuse a call beyond the limits, whose queries keep up to `kept` keys."""
         if query.dim() != 4 or key.dim() != 4:
             return  # the call refuses them
+        if starts is not None:
+            _types.check_tensor("starts", starts)
         batch = query.shape[0] if starts is None else starts.shape[0] - 1
         kv_len = key.shape[1]
         if self.max_batch_size is not None and batch > self.max_batch_size:
@@ -182,3 +187,16 @@ class DynamicMaskOptions:
     def _is_dense(self, kept: int, key: torch.Tensor) -> bool:
         """Whether a call whose queries keep up to `kept` keys is processed densely."""
         return self.mixed_processing and key.dim() == 4 and kept >= key.shape[1]
+
+
+def options_of(
+    keep_window_size: int, options: DynamicMaskOptions | None, fields: dict[str, Any]
+) -> DynamicMaskOptions:
+    """The options of a call that has `fields` of them as arguments."""
+    known = [field.name for field in dataclasses.fields(DynamicMaskOptions)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(f"flash_dma_attention() has no argument {name!r}")
+        if options is not None:
+            raise ValueError(f"{name}: is given, want it in options, which are given too")
+    return DynamicMaskOptions(keep_window_size=keep_window_size, **fields)

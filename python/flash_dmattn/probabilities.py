@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
-from ._inputs import check_dropout, check_probabilities_fit
+from . import _types, ops
+from ._inputs import (
+    check_dropout,
+    check_probabilities_fit,
+    finish,
+    kernel_dropout,
+    pad_head_dim,
+)
 from .functional import Selection, _autocast, _rules_of, _scale
 
 
@@ -73,13 +79,16 @@ def attention_probabilities(
 
     Source: arXiv:2205.14135.
     """
+    if not torch.compiler.is_compiling():
+        _types.check_call(attention_probabilities, locals())
+    check_dropout(dropout_p)
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: is None, want that of attention() with dropout")
-    check_dropout(dropout_p)
-    query, key = _autocast("query", (query, key))
+    kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
+    (query, key), _, head_dim = pad_head_dim(_autocast("query", (query, key)))
     check_probabilities_fit(query, key, "attention_probabilities")
     expiry, slot, *rules = _rules_of(selection)
-    return ops.PROBABILITIES.without_gradients(
+    probability = ops.PROBABILITIES.without_gradients(
         query,
         key,
         bias,
@@ -94,8 +103,9 @@ def attention_probabilities(
         lse,
         *rules,
         causal,
-        _scale(softmax_scale),
+        _scale(softmax_scale, head_dim),
         softcap,
-        dropout_p,
+        kernel_p,
         backend,
     )
+    return finish(probability, None, dropout_p)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import linear, log_softmax
 
-from . import _arguments
-from ._call import check_dtype
+from . import _arguments, _types
+from ._call import check_same_device
+from ._dtypes import check_dtype
 from ._sequences import list_starts
 from .functional import attention
 from .probabilities import attention_probabilities
@@ -93,12 +94,11 @@ def score_target_loss(
 
     Source: docs/quality.md, where models were trained with it.
     """
+    _types.check_call(score_target_loss, locals())
     tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
     if key_valid is not None:
         tensors["key_valid"] = key_valid
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: is a {type(tensor).__name__}, want a torch.Tensor")
+    check_same_device(tensors)
     if isinstance(starts, torch.Tensor):
         tensors["starts"] = starts
     _check_shapes(tensors)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import _arguments, ops
+from . import _arguments, _types, ops
 from ._arguments import MaybeTensor
-from ._inputs import refuse_tangents
+from ._inputs import finish, pad_head_dim, refuse_tangents
 from .functional import _autocast, _scale
 
 TOKENS_MAX = 64  # new tokens of a decode()
@@ -26,8 +26,9 @@ class KeyCache(NamedTuple):
     matter. DynamicMaskCache makes one for all layers of a model.
 
     Args:
-        key: [sequences, rows, kv_heads, head_dim], where rows = window + recent; any strides, but
-            the rows of a head are read fastest if they are adjacent.
+        key: [sequences, rows, kv_heads, head_dim], where rows = window + recent, and head_dim is
+            that of the calls, rounded up to a multiple of 8; any strides, but the rows of a head
+            are read fastest if they are adjacent.
         value: like key.
         bias: [sequences, kv_heads, rows] float32.
         score: [sequences, kv_heads, rows] float32.
@@ -164,10 +165,27 @@ def decode(
     Source: docs/algorithm.md, streams.
     """
     if not isinstance(cache, KeyCache):
-        raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
+        raise _types.refusal("cache", cache, "a KeyCache")
+    _types.check_tensor("key", key)
+    _types.check_flag("return_lse", return_lse)
+    if score is None:
+        for name, weight in (("dt_proj", dt_proj), ("a_coef", a_coef)):
+            if weight is None:
+                raise ValueError(f"{name}: is None, want a torch.Tensor, or else a score")
     refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
+    query, key, value, dt_proj, *rest = _autocast(
+        "query", (query, key, value), (dt_proj, a_coef, dt_bias)
+    )
+    rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
+    if head_dim is not None and cache.key.shape[-1] == head_dim:
+        raise ValueError(
+            f"cache.key: axis 3 has {head_dim} elements, want {rows[0].shape[-1]}: head_dim is "
+            "padded to a multiple of 8"
+        )
     out, lse = ops.DECODE(
-        *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
+        *rows,
+        dt_proj,
+        *rest,
         score,
         index,
         counts("n_tokens", n_tokens, key),
@@ -176,10 +194,11 @@ def decode(
         *tensors_of(cache),
         *rules_of(cache),
         bias_form,
-        _scale(softmax_scale),
+        _scale(softmax_scale, head_dim),
         softcap,
         backend,
     )
+    out = finish(out, head_dim)
     return (out, lse) if return_lse else out
 
 

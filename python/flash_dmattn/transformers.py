@@ -6,24 +6,34 @@
 
 Doge selects keys by their scores, as everywhere in this package: in O(q_len * keep_window_size)
 time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. Other
-models compute the attention that they have, dense or in a sliding window.
+models compute the attention that their masks say (transformers_masks.py).
 
-Only this module imports transformers, of which it takes the versions 5.17 and later, below 6.
+Only this module and those of its name import transformers, 5.17 or later, below 6.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+import sys
 from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.doge import modeling_doge
 
 from . import functional, fused
-from .doge_cache import NAME, DogeCache, has_plain_weights, score_by_module
+from .doge_cache import NAME, DogeCache, KeptKeys, has_plain_weights, scores_of
+from .transformers_masks import (
+    best_in_window,
+    find_starts,
+    keep_newest,
+    make_mask,
+    padding_and_packing,
+    read_mask,
+)
 
 __all__ = ["DogeCache", "register"]
 
@@ -45,104 +55,38 @@ def check_version(version: str) -> tuple[int, ...]:
 # The argument of transformers' layers that takes the cache.
 CACHE = "cache" if check_version(transformers.__version__) >= (5, 24) else "past_key_values"
 StockDogeAttention = modeling_doge.DogeAttention
+stock_check = PreTrainedModel.get_correct_attn_implementation
+# Models some of whose layers add the mask to logits in code of their own, others do not.
+MIXED = ("bigbird_pegasus", "informer")
 
 
-def padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | None = None,
-    **rest: Any,
-) -> torch.Tensor | None:
-    """The mask that transformers passes to the layers of a model.
-
-    Returns:
-        None if no key is padding; else [batch, keys] bool, false for padding. A static cache has
-        room for more than the `keys` keys that are filled in. A model that adds rules of its own
-        gets [batch, 1, q_len, kv_len] bool.
-    """
-    if use_vmap:
-        given = {
-            **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
-            **{"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask},
-            **{"device": device, "use_vmap": True, **rest, "allow_is_causal_skip": False},
-        }
-        return sdpa_mask(**given)
-    if kv_length == q_length:  # the keys are those of the queries, the last ones
-        mask = None if attention_mask is None else attention_mask[:, -q_length:]
-    else:
-        filled = int(q_offset) + q_length - kv_offset
-        if attention_mask is not None:
-            mask = attention_mask[:, kv_offset : kv_offset + min(kv_length, filled)]
-        elif kv_length > filled:
-            return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
-        else:
-            mask = None
-    if mask is None:
-        return None
-    if torch.compiler.is_compiling() or mask.shape[1] < kv_length or not mask.all():
-        return mask
-    return None
+@torch.compiler.assume_constant_result
+@functools.lru_cache(maxsize=None)
+def arguments_of(kind: type) -> frozenset[str]:
+    """The names of what transformers' eager attention takes for layers of this class, beside what
+    attend() takes. It ignores all others."""
+    source = vars(sys.modules[kind.__module__])
+    eager = [x for name, x in source.items() if name.endswith("eager_attention_forward")]
+    names = {name for one in eager for name in inspect.signature(one).parameters}
+    return frozenset(names - set(inspect.signature(attend).parameters))
 
 
-def find_starts(
-    position_ids: torch.Tensor | None, q_len: int, kv_len: int, sizes: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
-
-    Args:
-        position_ids: [batch, q_len], which begin anew in each sequence.
-        q_len: number of queries.
-        kv_len: number of keys.
-        sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
-            which the host waits; not while a graph is traced.
-
-    Raises:
-        ValueError: packed sequences in several rows.
-    """
-    if sizes is not None:
-        return sizes.to(torch.int32)
-    if position_ids is None or q_len != kv_len or q_len < 2 or torch.compiler.is_compiling():
-        return None
-    begins = position_ids.diff(dim=-1) != 1
-    if not begins.any():
-        return None
-    if position_ids.shape[0] != 1:
-        raise ValueError(
-            f"position_ids: has packed sequences in {position_ids.shape[0]} rows, want 1 row"
-        )
-    ends = begins[0].nonzero()[:, 0] + 1
-    return torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), q_len))).to(torch.int32)
+def check_others(module: torch.nn.Module, rest: dict[str, Any]) -> None:
+    """Refuse arguments that attend() does not know and that change the result."""
+    for name in arguments_of(type(module)) & rest.keys():
+        if rest[name] is not None:
+            raise NotImplementedError(
+                f"{name}: is given by {type(module).__name__}, want None: attention with it is not "
+                "implemented"
+            )
 
 
-def padding_and_packing(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    q_len: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    sizes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """The keys and values [batch, kv_heads, kv_len, head_dim] that are filled in, and the arguments
-    key_valid and starts of attention(). With padding, position_ids do not tell sequences apart."""
-    if attention_mask is not None:
-        filled, position_ids = attention_mask.shape[1], None
-        key, value = key[:, :, :filled], value[:, :, :filled]
-    starts = find_starts(position_ids, q_len, key.shape[2], sizes)
-    return key, value, {"key_valid": attention_mask, "starts": starts}
-
-
-def keep_newest(
-    key: torch.Tensor, window: int, key_valid: torch.Tensor | None, starts: torch.Tensor | None
-) -> functional.Selection:
-    """The selection of a sliding window: of keys with equal scores the newest rank first."""
-    batch, kv_len, kv_heads, _ = key.shape
-    score = key.new_zeros((), dtype=torch.float32).expand(batch, kv_heads, kv_len).contiguous()
-    return functional.select(score, window, key_valid=key_valid, starts=starts)
+def same_sizes(*rows: torch.Tensor) -> list[torch.Tensor]:
+    """Rows whose last axes have the same length, a multiple of 8: zeros are added, which change
+    neither products nor the numbers that they stand beside."""
+    size = -8 * (-max(row.shape[3] for row in rows) // 8)
+    pad = torch.nn.functional.pad
+    return [row if row.shape[3] == size else pad(row, (0, size - row.shape[3])) for row in rows]
 
 
 def attend(
@@ -157,6 +101,8 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     **rest: Any,
@@ -168,50 +114,58 @@ def attend(
         query: [batch, q_heads, q_len, head_dim].
         key: [batch, kv_heads, kv_len, head_dim].
         value: [batch, kv_heads, kv_len, head_dim].
-        attention_mask: from padding_mask(), or [batch, heads or 1, q_len, kv_len]: bool, or numbers
+        attention_mask: from make_mask(), or [batch, heads or 1, q_len, kv_len]: bool, or numbers
             that are added to the logits.
         dropout: as dropout_p in attention().
         scaling: as softmax_scale there.
-        is_causal: a query sees only keys up to its own.
-        sliding_window: keys that a causal query sees, its own included; None for all.
-        softcap: as there.
+        is_causal: a query sees only keys up to its own. Only without a mask: a mask says it itself.
+        sliding_window: not looked at, as the mask has the window.
+        softcap: as in attention().
         s_aux: optional [q_heads], sink logits.
+        position_bias: optional [batch or 1, q_heads or 1, q_len, kv_len], added to the logits.
+        sinks: optional [batch, q_heads, q_len, 1], sink logits of each query.
         position_ids: [batch, q_len]; they begin anew where sequences are packed.
         cu_seq_lens_q: optional [sequences + 1], where they begin.
+        rest: other arguments that a layer passes on.
 
     Returns:
         out [batch, q_len, q_heads, head_dim], and None for the probabilities.
 
     Raises:
+        NotImplementedError: an argument in `rest` that transformers' eager attention would use.
         ValueError: a layer of Doge that was made before register(): the mask that it has made of
-            padding_mask()'s result need not be causal.
+            make_mask()'s result need not be causal.
     """
     if isinstance(module, StockDogeAttention):
         raise ValueError(
             f"attn_implementation: is {NAME!r} for a Doge model made before "
             "flash_dmattn.transformers.register(), want the model made after it"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    if attention_mask is not None and attention_mask.dim() == 4:
-        causal = False  # the mask is
-        mask = attention_mask[..., : key.shape[2]]
-        options = {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask}
+    check_others(module, rest)
+    q_len = query.shape[2]
+    if attention_mask is not None:
+        packing = (position_ids, cu_seq_lens_q)
+        key, value, options = read_mask(attention_mask, key, value, q_len, *packing)
     else:
-        given = (attention_mask, position_ids, cu_seq_lens_q)
-        key, value, options = padding_and_packing(key, value, query.shape[2], *given)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if causal and sliding_window is not None and sliding_window < key.shape[1]:
-        options["selection"] = keep_newest(key, sliding_window, **options)
-    out, _ = functional.attention(
-        *(query, key, value),
-        causal=causal,
-        softmax_scale=scaling,
+        starts = find_starts(None, cu_seq_lens_q, q_len, key.shape[2])
+        causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+        options = {"causal": causal, "starts": starts}
+    if position_bias is not None:
+        added = position_bias[..., : key.shape[2]]
+        options["attn_bias"] = added + options["attn_bias"] if "attn_bias" in options else added
+    size = value.shape[3]
+    out, lse = functional.attention(
+        *(x.transpose(1, 2) for x in same_sizes(query, key, value)),
+        softmax_scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         dropout_p=dropout,
         sink_logit=None if s_aux is None else s_aux.float(),
         **options,
     )
-    return out, None
+    if sinks is not None:  # a key whose value is 0
+        sinks = sinks.squeeze(-1).float().expand_as(lse).contiguous()
+        out, _ = functional.merge(out, lse, torch.zeros_like(out), sinks)
+    return out[..., :size], None
 
 
 class DogeAttention(StockDogeAttention):
@@ -243,9 +197,11 @@ class DogeAttention(StockDogeAttention):
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
         if isinstance(cache, DogeCache):
+            cache._check(self.config)
             kept = cache.layers[self.layer_idx]
-            out = kept.attend(self, query, key, value, attention_mask)
-            return self.o_proj(out.flatten(2)), None
+            if isinstance(kept, KeptKeys):
+                out = kept.attend(self, query, key, value, attention_mask)
+                return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         given = (attention_mask, position_ids, rest.get("cu_seq_lens_q"))
@@ -263,15 +219,45 @@ class DogeAttention(StockDogeAttention):
     ) -> torch.Tensor:
         """Attention to all keys [batch, kv_len, kv_heads, head_dim] without a DogeCache."""
         options = {"causal": True, "softmax_scale": self.scaling, **options}
-        if has_plain_weights(self):
-            weights = (self.dt_proj.weight, self.A, self.keep_window_size)
+        sliding, keep = self.config.sliding_window, self.keep_window_size
+        has_window = sliding is not None and sliding < key.shape[1]
+        if has_plain_weights(self) and not has_window:
+            weights = (self.dt_proj.weight, self.A, keep)
             given = {"dt_bias": self.dt_proj.bias, **options}
             return fused.flash_dma_attention(query, key, value, *weights, **given)
-        score = score_by_module(self, value)
+        score = scores_of(self, value)
         padding = {name: options[name] for name in ("key_valid", "starts")}
-        selection = functional.select(score.detach(), self.keep_window_size, **padding)
-        given = {"bias": score.exp(), "selection": selection, **options}
-        return functional.attention(query, key, value, **given)[0]
+        if not has_window:
+            options["selection"] = functional.select(score.detach(), keep, **padding)
+        elif sliding <= keep:
+            options["selection"] = keep_newest(
+                score.shape, score.device, sliding, options["starts"]
+            )
+        else:
+            rules = (query.shape[1], sliding, keep)
+            options["attn_mask"] = best_in_window(score.detach(), *rules, **padding)
+        return functional.attention(query, key, value, bias=score.exp(), **options)[0]
+
+
+def calls_interface(kind: type[PreTrainedModel]) -> bool:
+    """Whether models of this class leave their attention to a registered function."""
+    source = vars(sys.modules[kind.__module__])
+    has_classes = any(name.endswith("_ATTENTION_CLASSES") for name in source)
+    of_others = getattr(kind.config_class, "model_type", None) in MIXED
+    can = kind._supports_attention_backend or kind._can_set_attn_implementation()
+    return can and not has_classes and not of_others
+
+
+def check_model(
+    self: PreTrainedModel, requested_attention: str | None, *rest: Any, **more: Any
+) -> str:
+    """Instead of transformers' method, which takes a name for every model that is made."""
+    if requested_attention == NAME and not calls_interface(type(self)):
+        raise ValueError(
+            f"attn_implementation: is {NAME!r} for {type(self).__name__}, which computes its "
+            "attention in its own code, want 'eager' or another one of its own"
+        )
+    return stock_check(self, requested_attention, *rest, **more)
 
 
 def register() -> None:
@@ -281,7 +267,8 @@ def register() -> None:
     is replaced by a class with the same parameters, which runs transformers' own attention under
     any other implementation. Padding is given as the attention_mask [batch, length] of the model.
     Packed sequences are given as one row whose position_ids begin anew in each, or with
-    cu_seq_lens_q. Calling it again has no effect.
+    cu_seq_lens_q. Models that compute their attention in their own code are refused when they are
+    made, in PreTrainedModel.get_correct_attn_implementation. Calling it again has no effect.
 
     Returns:
         None.
@@ -303,5 +290,6 @@ def register() -> None:
     Source: arXiv:2508.02124; the Doge models.
     """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, padding_mask)
+    AttentionMaskInterface.register(NAME, make_mask)
     modeling_doge.DogeAttention = DogeAttention
+    PreTrainedModel.get_correct_attn_implementation = check_model

@@ -11,7 +11,7 @@ from typing import NamedTuple, Union
 
 import torch
 
-from . import _arguments, _call, _library
+from . import _arguments, _call, _library, _types
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -124,7 +124,7 @@ class TuningTrial(NamedTuple):
 
 def _encode(name: str, path: PathLike) -> bytes:
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"{name}: is {path!r}, a {type(path).__name__}, want a path or None")
+        raise _types.refusal(name, path, "a path or None")
     return os.fsencode(path)
 
 
@@ -135,6 +135,7 @@ def _change_tuning(status: int) -> None:
 
 
 def _args_of(shape: TuningShape, seconds: float) -> TuneArgs:
+    _types.check_call(TuningShape, shape._asdict())
     if shape.dtype not in _call.DTYPES:
         raise NotImplementedError(f"dtype: is {shape.dtype}, which no kernel supports")
     sizes = shape._asdict()
@@ -181,6 +182,7 @@ def load_tuning(file: PathLike | None) -> None:
 
     Raises:
         TypeError: `file` is no path.
+        FileNotFoundError: there is no such file.
         ValueError: the file cannot be read, is damaged, or is of another version of the library or
             of another CPU. The tuning stays as it was.
 
@@ -190,6 +192,8 @@ def load_tuning(file: PathLike | None) -> None:
         >>> flash_dmattn.load_tuning(None)
     """
     path = None if file is None else _encode("file", file)
+    if file is not None and not Path(os.fsdecode(file)).exists():
+        raise FileNotFoundError(f"file: is {os.fsdecode(file)!r}, want a file that is there")
     _change_tuning(_library.library.fdma_tuning_load(path))
 
 
@@ -235,6 +239,10 @@ def tune(
     path = None if file is None else _encode("file", file)
     if file is not None and Path(file).exists():
         load_tuning(file)
+    if not _types.is_number(seconds):
+        raise _types.refusal("seconds", seconds, "a number")
+    if not isinstance(shapes, Iterable) or isinstance(shapes, (str, TuningShape)):
+        raise _types.refusal("shapes", shapes, "a list of TuningShape objects")
     trials: list[TuningTrial] = []
     for shape in shapes:
         if not isinstance(shape, TuningShape):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _call
+from . import _call, _types
 from .functional import _autocast
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
@@ -143,6 +143,8 @@ def workspace_bytes(
 
     Source: arXiv:2508.02124.
     """
+    _types.check_call(workspace_bytes, locals())
+    _types.check(_types.kinds_of(flash_dma_attention), call)
     for name in ("max_sequence_length", "max_batch_size"):
         if getattr(options, name) is None:
             raise ValueError(f"options: its {name} is None, want a number")

@@ -7,6 +7,9 @@
 
 fdma_status fdma_check_cache(const fdma_cache *cache) {
     FDMA_REQUIRE(cache != NULL, FDMA_INVALID_ARGUMENT, "cache: is NULL, want a struct");
+    FDMA_TRY(fdma_check_reserved("cache", cache->reserved, sizeof cache->reserved));
+    FDMA_TRY(
+        fdma_check_reserved("cache.table", cache->table.reserved, sizeof cache->table.reserved));
     FDMA_REQUIRE(cache->sequences >= 1 && cache->sequences <= INT32_MAX, FDMA_INVALID_ARGUMENT,
                  "cache: its sequences is %lld, want 1 to %d", (long long)cache->sequences,
                  INT32_MAX);

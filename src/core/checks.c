@@ -432,7 +432,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     if (problem->operation == operation_cache_store)
         FDMA_TRY(fdma_check_cache_rules(problem));
     FDMA_REQUIRE(!decodes || is_present(&problem->score) || is_present(&problem->dt_proj),
-                 FDMA_INVALID_ARGUMENT, "dt_proj: rank is 0, want 2, or else a score");
+                 FDMA_INVALID_ARGUMENT,
+                 "dt_proj: is absent, want a tensor of rank 2, or else a score");
     for (size_t t = 0; t < table.count; t++)
         FDMA_TRY(settle_tensor(problem, &table.entries[t], &settled));
     FDMA_TRY(settle_keys(problem, &settled));

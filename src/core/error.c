@@ -1,10 +1,17 @@
-/* The thread-local message that fdma_last_error() returns. */
+/* The thread-local message that fdma_last_error() returns, and the version that messages name. */
 #include "core/error.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 
+#define TEXT_OF(number) #number
+#define VERSION_OF(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
+
 static _Thread_local char message[512];
+
+const char *fdma_version(void) {
+    return VERSION_OF(FDMA_VERSION_MAJOR, FDMA_VERSION_MINOR, FDMA_VERSION_PATCH);
+}
 
 fdma_status fdma_fail(fdma_status status, const char *format, ...) {
     va_list values;

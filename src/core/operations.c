@@ -98,8 +98,21 @@ static fdma_status take_score(const any_args *args, fdma_problem *problem) {
     return take_bias_form(args->score.bias_form, problem);
 }
 
+/* Where a table is absent its reserved words do not matter, as those of an absent tensor. */
+static fdma_status check_table_form(const char *name, const fdma_table *table) {
+    return is_present(&table->score)
+               ? fdma_check_reserved(name, table->reserved, sizeof table->reserved)
+               : FDMA_OK;
+}
+
+static fdma_status check_table_forms(const fdma_table *in, const fdma_table *out) {
+    FDMA_TRY(check_table_form("table_in", in));
+    return check_table_form("table_out", out);
+}
+
 static fdma_status take_select(const any_args *args, fdma_problem *problem) {
     const fdma_select_args *const call = &args->select;
+    FDMA_TRY(check_table_forms(&call->table_in, &call->table_out));
     FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, true, problem));
     return take_gap(call->gap, problem);
 }
@@ -190,6 +203,7 @@ static fdma_status take_probabilities(const any_args *args, fdma_problem *proble
 
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     const fdma_attention_args *const call = &args->attention;
+    FDMA_TRY(check_table_forms(&call->table_in, &call->table_out));
     FDMA_TRY(take_bias_form(call->bias_form, problem));
     FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, call->causal != 0,
                         problem));
@@ -212,6 +226,7 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
     FDMA_TRY(check_dsink_logit(problem));
     problem->deterministic = call->deterministic != 0;
     problem->accumulate = problem->add_dsinks = call->accumulate != 0;
+    problem->add_dbias_carried = problem->accumulate;
     FDMA_TRY(take_dropout(call->dropout, call->seed, call->offset, problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
@@ -259,20 +274,23 @@ static const operation_entry operations[] = {
 
 const char *fdma_operation_name(fdma_operation operation) { return operations[operation].name; }
 
-/* Copies a caller's struct: fields that the caller's version of it lacks become zero, fields that
- * this library does not know must be zero. */
-static fdma_status copy_struct(const char *name, const void *caller, size_t first_size, void *known,
-                               size_t known_size) {
+fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_size, void *known,
+                             size_t known_size) {
     FDMA_REQUIRE(caller != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL, want a struct", name);
     size_t size;
     memcpy(&size, caller, sizeof size);
-    FDMA_REQUIRE(size >= first_size && size < 4096, FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(size >= first_size, FDMA_INVALID_ARGUMENT,
                  "%s: size is %zu, want sizeof the struct, %zu", name, size, known_size);
+    FDMA_REQUIRE(size < 8192, FDMA_INVALID_ARGUMENT,
+                 "%s: size is %zu, want at most %zu: the program was compiled with a later fdma.h "
+                 "than this library, %s",
+                 name, size, known_size, fdma_version());
     const uint8_t *const bytes = caller;
     for (size_t i = known_size; i < size; i++)
         FDMA_REQUIRE(bytes[i] == 0, FDMA_UNSUPPORTED,
-                     "%s: byte %zu is set, want 0 after the %zu bytes that this library knows",
-                     name, i, known_size);
+                     "%s: size is %zu, want at most %zu, or zeros after these bytes: the program "
+                     "was compiled with a later fdma.h than this library, %s",
+                     name, size, known_size, fdma_version());
     const size_t copied = size < known_size ? size : known_size;
     memcpy(known, caller, copied);
     memset((char *)known + copied, 0, known_size - copied);
@@ -284,8 +302,7 @@ static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
                  exec->threads);
     FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT,
                  "exec.device: is %d, want FDMA_CPU or FDMA_CUDA(n)", exec->device);
-    FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0 && exec->reserved[2] == 0,
-                 FDMA_INVALID_ARGUMENT, "exec.reserved: is set, want 0");
+    FDMA_TRY(fdma_check_reserved("exec", exec->reserved, sizeof exec->reserved));
     FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
                  FDMA_INVALID_ARGUMENT,
                  "exec.workspace: is NULL, want %zu bytes as exec.workspace_size says",
@@ -308,8 +325,8 @@ static void take_tensors(fdma_problem *problem, const void *base, bool in_select
 /* Takes the tensors of a selection and, if it is an input, what it was made for. */
 static fdma_status take_selection(fdma_selection *given, fdma_selection *selection,
                                   fdma_problem *problem) {
-    FDMA_TRY(copy_struct("selection", given, offsetof(fdma_selection, gap), selection,
-                         sizeof *selection));
+    FDMA_TRY(fdma_copy_struct("selection", given, offsetof(fdma_selection, gap), selection,
+                              sizeof *selection));
     FDMA_TRY(check_reserved("selection.reserved", selection->reserved));
     take_tensors(problem, selection, true);
     problem->selected = true;
@@ -343,8 +360,8 @@ fdma_status fdma_check_call(fdma_operation operation, const void *caller, check_
     any_args args;
     int32_t reserved = 0;
     fdma_selection *given = NULL, selection;
-    FDMA_TRY(
-        copy_struct(entry->args_name, caller, entry->exec + sizeof(fdma_exec), &args, entry->size));
+    FDMA_TRY(fdma_copy_struct(entry->args_name, caller, entry->exec + sizeof(fdma_exec), &args,
+                              entry->size));
     *problem = (fdma_problem){.operation = operation};
     memcpy(&problem->exec, (const char *)&args + entry->exec, sizeof problem->exec);
     FDMA_TRY(check_exec(&problem->exec, depth));

@@ -171,7 +171,8 @@ static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *
     fdma_arena arena = fdma_arena_of(problem);
     const packed_scratch scratch = take_scratch(&arena, problem);
     fdma_set_aside(&packed.exec, &arena);
-    memset(scratch.invalid, 0, (size_t)packed.kv_len);
+    if (packed.kv_len > 0) // otherwise there may be no workspace
+        memset(scratch.invalid, 0, (size_t)packed.kv_len);
     for (int64_t n = 0; n < packed.starts.shape[0]; n++) {
         const fdma_status status = run_sequence(kernel, &packed, n, &scratch);
         if (status != FDMA_OK)

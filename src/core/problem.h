@@ -88,10 +88,11 @@ typedef struct fdma_problem {
     bool causal;
     bool selected;
     bool deterministic;
-    bool accumulate;      /* gradients are added to what their tensors hold */
-    bool add_dsinks;      /* dsink_logit is added to what its tensor holds: with `accumulate`, and
+    bool accumulate;        /* gradients are added to what their tensors hold */
+    bool add_dsinks;        /* dsink_logit is added to what its tensor holds: with `accumulate`, and
                              in each of the problems that a call is cut into */
-    bool add_dattn_bias;  /* dattn_bias is: in each of those problems */
+    bool add_dattn_bias;    /* dattn_bias is: in each of those problems */
+    bool add_dbias_carried; /* dbias_carried is: with `accumulate` of a fused call */
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool only_mask_lists; /* forward: makes mask_lists, and writes nothing else */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
@@ -106,6 +107,12 @@ typedef struct fdma_problem {
 /* Which checks a call makes: check_shapes leaves out data and workspace, which may still be NULL
  * where only the workspace size or the kernel is asked for. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
+
+/* Copies a caller's struct, which begins with its size and has `first_size` bytes at least: fields
+ * that the caller's version of it lacks become zero, fields that this library does not know must be
+ * zero. */
+fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_size, void *known,
+                             size_t known_size);
 
 /* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
  * and nothing is written to the caller's memory. */
@@ -225,6 +232,11 @@ static inline key_storage storage_of_key(const fdma_problem *problem, const fdma
                                     : (key_storage){own, j - problem->carried_len};
 }
 
+/* Whether the gradient of the bias of key j is added to what its tensor holds. */
+static inline bool adds_dbias(const fdma_problem *problem, int64_t j) {
+    return problem->add_dbias_carried && j < problem->carried_len;
+}
+
 /* Where a row of keys is in a tensor: its indices on the first two axes. */
 typedef struct key_indices {
     int64_t first, row;
@@ -275,4 +287,12 @@ static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h,
         return false;
     return !is_present(mask) ||
            ((const uint8_t *)mask->data)[offset_of_pair(problem, mask, b, h, i, j)] != 0;
+}
+
+/* Whether query i of head h attends to no key. */
+static inline bool is_empty_row(const fdma_problem *problem, int64_t b, int64_t h, int64_t i) {
+    int64_t j = 0;
+    while (j < problem->kv_len && !attends_to(problem, b, h, i, j))
+        j++;
+    return j == problem->kv_len;
 }

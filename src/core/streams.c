@@ -98,9 +98,11 @@ static void fill_sequence(const fdma_problem *stream, int64_t b, int64_t g, cons
                size);
         valid[n] = ((const int32_t *)table->position.data)[position] >= 0;
     }
-    memcpy(score + (size_t)rows * size,
-           (const uint8_t *)stream->score.data + (size_t)offset_of(&stream->score, b, g, 0) * size,
-           (size_t)stream->new_len * size);
+    if (stream->new_len > 0) // otherwise the score may have no memory
+        memcpy(score + (size_t)rows * size,
+               (const uint8_t *)stream->score.data +
+                   (size_t)offset_of(&stream->score, b, g, 0) * size,
+               (size_t)stream->new_len * size);
     for (int64_t j = 0; j < stream->new_len; j++)
         valid[rows + j] = is_valid_key(stream, b, j);
 }

@@ -64,11 +64,21 @@ static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
     return text;
 }
 
+fdma_status fdma_check_reserved(const char *name, const int32_t *reserved, size_t bytes) {
+    for (size_t n = 0; n < bytes / sizeof *reserved; n++)
+        FDMA_REQUIRE(reserved[n] == 0, FDMA_INVALID_ARGUMENT,
+                     "%s.reserved: is not zero, want 0: a struct begins as {0}", name);
+    return FDMA_OK;
+}
+
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes) {
     char list[96];
+    FDMA_REQUIRE(is_present(tensor), FDMA_INVALID_ARGUMENT,
+                 "%s: is absent, want a tensor of rank %d", name, rank);
     FDMA_REQUIRE(tensor->rank == rank, FDMA_INVALID_ARGUMENT, "%s: rank is %d, want %d", name,
                  tensor->rank, rank);
+    FDMA_TRY(fdma_check_reserved(name, tensor->reserved, sizeof tensor->reserved));
     FDMA_REQUIRE(fdma_dtype_size(tensor->dtype) > 0, FDMA_INVALID_ARGUMENT,
                  "%s: dtype is %d, want %s", name, (int)tensor->dtype,
                  list_dtypes(dtypes, list, sizeof list));

@@ -46,6 +46,9 @@ static inline bool is_empty(const fdma_tensor *tensor) {
     return false;
 }
 
+/* Checks that the reserved words of a struct, which the message names, are 0. */
+fdma_status fdma_check_reserved(const char *name, const int32_t *reserved, size_t bytes);
+
 /* Checks rank, dtype and that no axis is negative, so that the shape can be used. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);

@@ -95,6 +95,8 @@ static double value_without_keys(const tensor_entry *entry) {
 /* Fills the last axis of a tensor. */
 static void fill_row(const fdma_tensor *tensor, int64_t offset, int64_t count, double value) {
     const size_t size = fdma_dtype_size(tensor->dtype);
+    if (count == 0) // the tensor may have no memory
+        return;
     if (value == 0)
         memset((uint8_t *)tensor->data + (size_t)offset * size, 0, (size_t)count * size);
     else if (tensor->dtype == FDMA_INT32)

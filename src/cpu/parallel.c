@@ -9,6 +9,7 @@
 #include "cpu/parallel.h"
 
 #include "core/integers.h"
+#include "cpu/quota.h"
 #include "cpu/simd/modes.h"
 
 #include <unistd.h>
@@ -21,7 +22,8 @@ int32_t fdma_usable_cpus(void) {
 #if defined(__linux__)
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0)
-        return CPU_COUNT(&set);
+        return (int32_t)min(CPU_COUNT(&set),
+                            fdma_quota_cpus("/proc/self/cgroup", "/sys/fs/cgroup"));
 #endif
 #if defined(_SC_NPROCESSORS_ONLN)
     return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
@@ -43,6 +45,14 @@ enum {
     most_threads = 1024,
     spin_ns = 50000, // how long a thread spins before it sleeps
 };
+
+int fdma_defer_cancellation(void) {
+    int before = PTHREAD_CANCEL_ENABLE;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+    return before;
+}
+
+void fdma_allow_cancellation(int before) { pthread_setcancelstate(before, NULL); }
 
 /* One call of fdma_parallel_for(). */
 typedef struct parallel_job {
@@ -175,11 +185,13 @@ static pthread_once_t started = PTHREAD_ONCE_INIT;
 static int32_t default_threads;
 
 static void start_pool(void) {
+    const int before = fdma_defer_cancellation();           // reading files may be cancelled
     const char *const variable = getenv("OMP_NUM_THREADS"); // of a list, strtol() reads the first
     const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
     default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
     empty_pool();
     pthread_atfork(NULL, NULL, empty_pool);
+    fdma_allow_cancellation(before);
 }
 
 static void post_job(parallel_job *job) {
@@ -227,15 +239,23 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     return (int32_t)min(wanted, max(tasks, 1));
 }
 
+/* The job is on this thread's stack: a thread that is cancelled ends when no worker uses it. */
 static void run_together(int32_t threads, int64_t count, parallel_task task, const void *context) {
     parallel_job job = {
         .task = task, .context = context, .count = count, .threads = threads, .joined = 1};
+    const int before = fdma_defer_cancellation();
     post_job(&job);
     run_tasks(&job, 0);
     close_job(&job);
+    fdma_allow_cancellation(before);
+    pthread_testcancel();
 }
 
 #else
+
+int fdma_defer_cancellation(void) { return 0; }
+
+void fdma_allow_cancellation(int before) { (void)before; }
 
 int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     (void)asked, (void)tasks;

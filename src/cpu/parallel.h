@@ -6,11 +6,17 @@
 /* Does task `index` on thread number `thread`, whose scratch memory it may use. */
 typedef void (*parallel_task)(const void *context, int64_t index, int32_t thread);
 
-/* CPUs that this process may run on. */
+/* Between these two calls pthread_cancel() does not end this thread. The first returns what the
+ * second is given. */
+int fdma_defer_cancellation(void);
+void fdma_allow_cancellation(int before);
+
+/* CPUs that this process may use: those that it may run on, and no more than the quota of its
+ * cgroup allows. */
 int32_t fdma_usable_cpus(void);
 
 /* The number of threads for `tasks` tasks if exec.threads is `asked`. 0 asks for OMP_NUM_THREADS
- * if the environment sets it, else for the CPUs that this process may run on. */
+ * if the environment sets it, else for fdma_usable_cpus(). */
 int32_t fdma_thread_count(int32_t asked, int64_t tasks);
 
 /* The same for tasks that take about `microseconds` altogether on one thread: no more threads than

@@ -30,6 +30,11 @@ static size_t backward_workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
+static real dlse_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
+    const fdma_tensor *const dlse = &problem->dlse;
+    return is_present(dlse) ? load(dlse, offset_of(dlse, b, h, i)) : 0;
+}
+
 /* delta of a row, summed from the last channel to the first. In a row that keeps one key it is
  * equal to <dout, v>, which is subtracted from it: in the same order rounding errors would
  * cancel. */
@@ -39,10 +44,7 @@ static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t 
     for (int64_t d = problem->head_dim - 1; d >= 0; d--)
         sum += rounded(problem->dtype, load(dout, offset_of(dout, b, i, h) + d) *
                                            load(out, offset_of(out, b, i, h) + d));
-    sum = rounded(problem->dtype, sum);
-    return is_present(&problem->dlse)
-               ? sum - load(&problem->dlse, offset_of(&problem->dlse, b, h, i))
-               : sum;
+    return rounded(problem->dtype, sum) - dlse_of(problem, b, i, h);
 }
 
 /* What the gradients of a row depend on beside its q and dout. */
@@ -110,7 +112,7 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
         if (is_present(&problem->dbias)) {
             const key_row dbias =
                 number_of_key(problem, &problem->dbias, &problem->dbias_carried, b, g, j);
-            store(dbias.tensor, dbias.offset, sums->dbias[j]);
+            put(dbias.tensor, dbias.offset, sums->dbias[j], adds_dbias(problem, j));
         }
     }
 }
@@ -135,7 +137,9 @@ static real sink_gradient(const fdma_problem *problem, int64_t h) {
         for (int64_t i = 0; i < problem->q_len; i++) {
             const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
             if (sink != -infinity && lse != -infinity)
-                sum -= rounded(problem->dtype, exp(sink - lse)) * delta_of(problem, b, i, h);
+                sum -= rounded(problem->dtype, exp(sink - lse)) *
+                       (is_empty_row(problem, b, h, i) ? -dlse_of(problem, b, i, h)
+                                                       : delta_of(problem, b, i, h));
         }
     return sum;
 }

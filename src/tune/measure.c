@@ -6,6 +6,7 @@
  * both down. The best of many is partly luck, so it is measured once more, alone. */
 #include "core/error.h"
 #include "core/integers.h"
+#include "core/problem.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
 #include "tune/subject.h"
@@ -268,17 +269,15 @@ static fdma_status tune_subject(const fdma_tune_args *args, tuning_subject *subj
     return status;
 }
 
-fdma_status fdma_tune(const fdma_tune_args *args) {
-    FDMA_REQUIRE(args != NULL, FDMA_INVALID_ARGUMENT, "fdma_tune_args: is NULL, want a struct");
-    FDMA_REQUIRE(args->size == sizeof *args, FDMA_INVALID_ARGUMENT,
-                 "fdma_tune_args: size is %zu, want sizeof the struct, %zu", args->size,
-                 sizeof *args);
-    FDMA_REQUIRE(args->seconds >= 0 && args->seconds < INFINITY, FDMA_INVALID_ARGUMENT,
-                 "seconds: is %g, want a finite number, 0 or more", args->seconds);
+fdma_status fdma_tune(const fdma_tune_args *caller) {
+    fdma_tune_args args;
+    FDMA_TRY(fdma_copy_struct("fdma_tune_args", caller, sizeof args, &args, sizeof args));
+    FDMA_REQUIRE(args.seconds >= 0 && args.seconds < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "seconds: is %g, want a finite number, 0 or more", args.seconds);
     tuning_subject subject;
-    fdma_status status = fdma_begin_subject(args, &subject);
+    fdma_status status = fdma_begin_subject(&args, &subject);
     if (status == FDMA_OK)
-        status = tune_subject(args, &subject);
+        status = tune_subject(&args, &subject);
     fdma_end_subject(&subject);
     return status;
 }

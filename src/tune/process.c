@@ -2,6 +2,7 @@
  * it is stored, and is neither changed nor freed afterwards. One that was replaced is kept, and
  * found again if it returns, so that memory grows by different tunings only. */
 #include "core/error.h"
+#include "cpu/parallel.h"
 #include "tune/tune.h"
 
 #include <stdatomic.h>
@@ -40,7 +41,7 @@ static const fdma_tuning *keep(fdma_tuning *made) {
 
 /* Two threads may come here at once: both read the file, and one of them stores what it has. The
  * message of this thread's last failing call stays as it was. */
-static const fdma_tuning *read_environment(void) {
+static const fdma_tuning *read_file_of_environment(void) {
     char before[512], why[512];
     const char *const path = getenv("FDMA_TUNING");
     const fdma_tuning *found = &none, *unread = NULL;
@@ -58,6 +59,14 @@ static const fdma_tuning *read_environment(void) {
         return unread; // what another thread has stored
     if (refused)
         fprintf(stderr, "fdma: FDMA_TUNING is ignored: %s\n", why);
+    return found;
+}
+
+/* A thread that was cancelled meanwhile would leave the file open. */
+static const fdma_tuning *read_environment(void) {
+    const int before = fdma_defer_cancellation();
+    const fdma_tuning *const found = read_file_of_environment();
+    fdma_allow_cancellation(before);
     return found;
 }
 

@@ -103,7 +103,7 @@ static void caches_without_their_tensors_are_not_dropped(void) {
     const fdma_cache right = new_cache(&cases[1], FDMA_FLOAT32);
     fdma_cache wrong = right;
     wrong.table = (fdma_table){0};
-    check_drop_refused(wrong, "cache.table.position: rank is 0, want 3");
+    check_drop_refused(wrong, "cache.table.position: is absent, want a tensor of rank 3");
     wrong = right, wrong.sequences = 9;
     check_drop_refused(wrong, "cache.table.position: axis 0 has 5 elements, want 9");
     wrong = right, wrong.window++;
@@ -146,7 +146,7 @@ static void contradictions_are_refused(void) {
     args = right, args.cache.sequences = 7;
     check_decode_refused(&args, "cache.k: axis 0 has 5 elements, want 7");
     args = right, args.score = (fdma_tensor){0};
-    check_decode_refused(&args, "dt_proj: rank is 0, want 2, or else a score");
+    check_decode_refused(&args, "dt_proj: is absent, want a tensor of rank 2, or else a score");
     args = right, args.cache.window = 8;
     check_decode_refused(&args, "cache.k: axis 1 has 7 elements, want window + recent, 8");
     args = right, args.cache.kv_heads = 4;

@@ -151,8 +151,9 @@ static fdma_cache copy_in_pages(const fdma_cache *cache, int64_t page_len) {
     copy.k = new_tensor(cache->dtype, pages, page_len, kv_heads, head_dim);
     copy.v = new_tensor(cache->dtype, pages, page_len, kv_heads, head_dim);
     copy.bias = copy_tensor(cache->bias);
-    copy.table = (fdma_table){copy_tensor(cache->table.score), copy_tensor(cache->table.position),
-                              copy_tensor(cache->table.seen)};
+    copy.table = (fdma_table){.score = copy_tensor(cache->table.score),
+                              .position = copy_tensor(cache->table.position),
+                              .seen = copy_tensor(cache->table.seen)};
     copy.page_table = new_tensor(FDMA_INT32, cache->sequences, columns, -1, -1);
     for (int64_t n = 0; n < pages; n++)
         ((int32_t *)copy.page_table.data)[n] = (int32_t)(pages - 1 - n);

@@ -102,9 +102,9 @@ static void store_both(const whole_call *x, const fdma_cache *plain, const paged
                                .recent = x->test->recent,
                                .sinks = x->test->sinks};
     if (goes_on)
-        select.table_in = (fdma_table){positions_of(plain->table.score, 0, s, s + 1),
-                                       positions_of(plain->table.position, 0, s, s + 1),
-                                       positions_of(plain->table.seen, 0, s, s + 1)};
+        select.table_in = (fdma_table){.score = positions_of(plain->table.score, 0, s, s + 1),
+                                       .position = positions_of(plain->table.position, 0, s, s + 1),
+                                       .seen = positions_of(plain->table.seen, 0, s, s + 1)};
     CHECK_OK(run_select(&select));
     fdma_cache_store_args args = {.size = sizeof args,
                                   .cache = *plain,
@@ -308,6 +308,46 @@ static void missing_pages_hide_their_keys(void) {
     }
 }
 
+/* A sink that would enter a missing page is lost. The sinks are then the first keys that are left,
+ * of which a token that competes evicts none. */
+static void lost_sinks_have_successors(void) {
+    enum { calls = 3, tokens = 4 };
+    static const struct {
+        stream_case rules;
+        int32_t positions[calls][4];
+    } lost[] = {
+        {{4, 0, 1, 64, 12, FDMA_BIAS_LINEAR, 0, 1}, {{-1, 1, 2, 3}, {-1, 1, 5, 6}, {-1, 1, 9, 10}}},
+        {{4, 0, 2, 64, 12, FDMA_BIAS_LINEAR, 0, 1}, {{-1, 1, 2, 3}, {-1, 1, 2, 7}, {-1, 1, 2, 11}}},
+        {{2, 2, 1, 64, 12, FDMA_BIAS_LINEAR, 0, 1}, {{-1, 1, 2, 3}, {-1, 1, 5, 6}, {-1, 1, 9, 10}}},
+    };
+    const kernel_list kernels = kernels_for("decode", backend_dtype());
+    for (int c = 0; c < TEST_COUNT(lost) * kernels.count; c++) {
+        const char *const kernel = kernels.name[c / TEST_COUNT(lost)];
+        const int rule = c % TEST_COUNT(lost);
+        uint64_t state = 2;
+        const whole_call x = new_whole(&lost[rule].rules, backend_dtype());
+        const paged_cache paged = new_paged(&lost[rule].rules, backend_dtype(), 1, &state);
+        if (!is_taken(&x, &paged.cache, kernel))
+            continue;
+        for (int64_t n = 0; n < count_of(x.score); n++)
+            ((float *)x.score.data)[n] = (float)(n % lost[rule].rules.len); // rise
+        give_pages(&paged, 2, tokens);
+        *entry_of(&paged, 2, 0) = -1;
+        for (int n = 0; n < calls; n++) {
+            test_context("%s, rules %d, call %d", kernel, rule, n);
+            const int32_t passed[streams] = {tokens * n};
+            step next = {.batch = 1, .new_len = tokens, .q_len = 1, .index = {2}};
+            next.tokens[0] = next.commit[0] = tokens;
+            make_step(&x, passed, &next);
+            run_step(&x, &paged.cache, &next, kernel);
+            for (int64_t row = 0; row < kv_heads * 4; row++)
+                CHECK_INT(int_at(paged.cache.table.position, 2, row / 4, row % 4),
+                          lost[rule].positions[n][row % 4]);
+        }
+        test_free_all();
+    }
+}
+
 /* A copy lacks the rows whose page one of the sequences lacks; copied to itself, a sequence keeps
  * its positions. */
 static void rows_without_pages_are_not_copied(void) {
@@ -432,6 +472,7 @@ static const test_entry tests[] = {
     TEST(pages_by_every_kernel),
     TEST(prefixes_are_shared),
     TEST(missing_pages_hide_their_keys),
+    TEST(lost_sinks_have_successors),
     TEST(rows_without_pages_are_not_copied),
     TEST(missing_pages_are_the_sequences_own),
     TEST(corrupt_page_tables_do_no_harm),

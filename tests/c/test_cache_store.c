@@ -344,7 +344,7 @@ static void wrong_selections_are_refused(void) {
     wrong = right, wrong.scope = FDMA_SCOPE_GLOBAL;
     check_selection_refused(&store, wrong, "selection: its scope is global, want causal");
     wrong = right, wrong.slot = (fdma_tensor){0};
-    check_selection_refused(&store, wrong, "slot: rank is 0, want 3");
+    check_selection_refused(&store, wrong, "slot: is absent, want a tensor of rank 3");
     wrong = right, wrong.kv_len = 40;
     check_selection_refused(&store, wrong, "selection: was made for kv_len 40, want 20");
     wrong = right, wrong.expiry.shape[2] = wrong.slot.shape[2] = wrong.kv_len = 19;

@@ -294,6 +294,10 @@ static void sizes_of_structs_are_checked(void) {
             x->args.size = wrong[s];
             check_rejected(x, &want);
         }
+        call *const x = right_call((fdma_operation)i, true);
+        const expectation later = {FDMA_INVALID_ARGUMENT, {"size is 100000", "later", "0.2.0"}, 0};
+        x->args.size = 100000;
+        check_rejected(x, &later);
     }
 }
 
@@ -324,6 +328,8 @@ static void structs_may_be_longer(void) {
         CHECK_OK(operations[i].call(longer));
         longer[size - 1] = 1;
         CHECK_INT(operations[i].call(longer), FDMA_UNSUPPORTED);
+        CHECK_WORD(fdma_last_error(), number((int64_t)size));
+        CHECK_WORD(fdma_last_error(), "compiled with a later fdma.h than this library, 0.2.0");
         CHECK_INT(operations[i].workspace(longer, &bytes), FDMA_UNSUPPORTED);
         CHECK_INT(bytes, 99);
     }

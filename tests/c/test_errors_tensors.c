@@ -174,8 +174,8 @@ static bool may_be_absent(const tensor_entry *entry) {
 static void check_ranks(const tensor_entry *entry, fdma_tensor tensor) {
     const int32_t rank = tensor.rank, wrong[] = {0, -1, 5, rank - 1, rank + 1};
     for (int i = 0; i < TEST_COUNT(wrong); i++) {
-        const expectation want = {
-            FDMA_INVALID_ARGUMENT, {entry->name, number(wrong[i]), number(rank)}, 0};
+        const char *const is = wrong[i] == 0 ? "is absent" : number(wrong[i]);
+        const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, is, number(rank)}, 0};
         tensor.rank = wrong[i];
         if (wrong[i] != 0 || !may_be_absent(entry)) /* rank 0: absent */
             check_tensor(entry, tensor, "has another rank", &want);
@@ -261,8 +261,18 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
     check_tensor(entry, tensor, "lies where the workspace ends", &want);
 }
 
+static void check_reserved(const tensor_entry *entry, fdma_tensor tensor) {
+    const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, "reserved", "is not zero"}, 0};
+    for (int n = 0; n < TEST_COUNT(tensor.reserved); n++) {
+        tensor.reserved[n] = n - 5;
+        check_tensor(entry, tensor, "has a reserved word", &want);
+        tensor.reserved[n] = 0;
+    }
+}
+
 static void check_tensor_of(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
     check_ranks(entry, tensor);
+    check_reserved(entry, tensor);
     check_axes(entry, tensor, with_optional);
     check_dtypes(entry, tensor);
     check_strides(entry, tensor);
@@ -329,10 +339,51 @@ static void page_tables_are_checked(void) {
     }
 }
 
+static void check_words(call *x, int32_t *words, size_t bytes, const char *name) {
+    const expectation want = {FDMA_INVALID_ARGUMENT, {name, "is not zero"}, 0};
+    for (size_t n = 0; n < bytes / sizeof *words; n++) {
+        test_context("%s: %s, word %zu", operations[x->operation].name, name, n);
+        words[n] = 1;
+        check_rejected(x, &want);
+        words[n] = 0;
+    }
+}
+
+/* The reserved words of a table count if it is there. */
+static void check_table_words(call *x, fdma_table *table, const char *name) {
+    check_words(x, table->reserved, sizeof table->reserved, name);
+}
+
+static void check_cache_words(call *x, fdma_cache *cache) {
+    size_t bytes = 0;
+    check_words(x, cache->reserved, sizeof cache->reserved, "cache.reserved");
+    check_table_words(x, &cache->table, "cache.table.reserved");
+    cache->reserved[2] = 7;
+    CHECK_INT(fdma_cache_bytes(cache, &bytes), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "cache.reserved: is not zero, want 0: a struct begins as {0}");
+    CHECK_INT(fdma_cache_init(cache, right.memory), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_cache_drop(cache, 0), FDMA_INVALID_ARGUMENT);
+    CHECK(is_untouched());
+}
+
+static void reserved_words_are_checked(void) {
+    call *x = right_call_with(operation_select, true, 4, 0);
+    check_table_words(x, &x->args.select.table_in, "table_in.reserved");
+    check_table_words(x, &x->args.select.table_out, "table_out.reserved");
+    x = right_call_with(operation_attention, true, 4, 0);
+    check_table_words(x, &x->args.attention.table_in, "table_in.reserved");
+    check_table_words(x, &x->args.attention.table_out, "table_out.reserved");
+    x = right_call(operation_decode, true);
+    check_cache_words(x, &x->args.decode.cache);
+    x = right_call(operation_cache_store, true);
+    check_cache_words(x, &x->args.cache_store.cache);
+    x = right_call(operation_cache_copy, true);
+    check_cache_words(x, &x->args.cache_copy.cache);
+}
+
 static const test_entry tests[] = {
-    TEST(list_is_as_documented),
-    TEST(tensors_are_checked),
-    TEST(tensors_of_streams_are_checked),
+    TEST(list_is_as_documented),   TEST(reserved_words_are_checked),
+    TEST(tensors_are_checked),     TEST(tensors_of_streams_are_checked),
     TEST(page_tables_are_checked),
 };
 

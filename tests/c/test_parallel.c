@@ -89,6 +89,55 @@ static void several_callers_at_once(void) {
     }
 }
 
+/* The two tasks of a call that is cancelled while it waits for its worker. */
+typedef struct cancelled_call {
+    pthread_t caller;
+    _Atomic int begun, done; /* tasks */
+} cancelled_call;
+
+/* The caller's own task ends at once, that of the worker after the caller has begun to wait. */
+static void cancel_task(const void *context, int64_t index, int32_t thread) {
+    const struct timespec pause = {.tv_nsec = 20000000};
+    cancelled_call *const c = (cancelled_call *)(uintptr_t)context;
+    (void)index;
+    c->begun++;
+    while (c->begun < 2)
+        sched_yield();
+    if (thread == 0)
+        pthread_cancel(c->caller);
+    else
+        nanosleep(&pause, NULL);
+    c->done++;
+}
+
+static void *call_and_be_cancelled(void *context) {
+    cancelled_call *const c = context;
+    c->caller = pthread_self();
+    fdma_parallel_for(2, 2, cancel_task, c);
+    return NULL;
+}
+
+/* A cancelled thread ends, but not while a worker has its job, and not with the pool locked. */
+static void cancellation_waits_for_workers(void) {
+    const pid_t child = fork();
+    if (child == 0) {
+        cancelled_call call = {0};
+        pthread_t thread;
+        void *result = NULL;
+        alarm(60);
+        if (fdma_thread_count(2, 2) < 2)
+            _exit(0);
+        if (pthread_create(&thread, NULL, call_and_be_cancelled, &call) != 0 ||
+            pthread_join(thread, &result) != 0)
+            _exit(1);
+        const int ended = result == PTHREAD_CANCELED && call.done == 2;
+        _exit(ended && is_done_once(most_workers, 100, 1000) ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 /* Threads of the parent do not exist in the child; its first call finds new ones. */
 static void children_have_threads(void) {
     CHECK(is_done_once(most_workers, 100, 1000));
@@ -210,6 +259,7 @@ static const test_entry tests[] = {
     TEST(tasks_are_done_once),
     TEST(several_callers_at_once),
     TEST(children_have_threads),
+    TEST(cancellation_waits_for_workers),
     TEST(modes_are_the_tasks_own),
     TEST(waiting_leaves_the_cpu_alone),
 };

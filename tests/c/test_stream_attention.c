@@ -114,9 +114,9 @@ static void attend_piece(const whole_call *x, piece *one, int64_t end, const cha
     one->score = new_output(FDMA_FLOAT32, streams, kv_heads, end - first, -1);
     if (x->bias.rank > 0)
         one->bias = new_output(FDMA_FLOAT32, streams, kv_heads, end - first, -1);
-    one->table_out = (fdma_table){new_output(FDMA_FLOAT32, streams, kv_heads, rows, -1),
-                                  new_output(FDMA_INT32, streams, kv_heads, rows, -1),
-                                  new_output(FDMA_INT32, streams, -1, -1, -1)};
+    one->table_out = (fdma_table){.score = new_output(FDMA_FLOAT32, streams, kv_heads, rows, -1),
+                                  .position = new_output(FDMA_INT32, streams, kv_heads, rows, -1),
+                                  .seen = new_output(FDMA_INT32, streams, -1, -1, -1)};
     fdma_attention_args args = attention_args(x, kernel);
     args.q = one->q, args.k = one->k, args.v = one->v, args.key_valid = one->key_valid;
     args.out = one->out, args.lse = one->lse, args.score = one->score, args.bias = one->bias;
@@ -368,6 +368,38 @@ static void fused_gradients_are_those_of_the_steps(void) {
         CHECK_BYTES(pairs[n][0].data, pairs[n][1].data, bytes_of(pairs[n][1]));
 }
 
+/* With `accumulate` the gradient of bias_carried is added to what its tensor holds, as all others
+ * are; fdma_backward() overwrites it, as it does dbias. */
+static void check_added(const char *kernel, fdma_dtype dtype) {
+    static piece pieces[most_pieces];
+    const whole_call x = new_stream(dtype, FDMA_BIAS_EXP, true);
+    attend_stream(&x, 80, test_backend.run != NULL ? "cuda" : NULL, pieces);
+    fdma_attention_backward_args want = fused_backward_args(&x, &pieces[1], kernel), found;
+    if (!call_takes(operation_attention_backward, &want))
+        return;
+    CHECK_OK(run_attention_backward(&want));
+    found = fused_backward_args(&x, &pieces[1], kernel);
+    const fdma_tensor held[] = {found.dbias_carried, found.da},
+                      sums[] = {want.dbias_carried, want.da};
+    for (int n = 0; n < TEST_COUNT(held); n++)
+        for (int64_t at = 0; at < count_of(held[n]); at++)
+            ((float *)held[n].data)[at] = 1;
+    found.accumulate = 1;
+    CHECK_OK(run_attention_backward(&found));
+    int64_t zeros = 0;
+    for (int n = 0; n < TEST_COUNT(held); n++)
+        for (int64_t at = 0; at < count_of(held[n]); at++) {
+            const double sum = (double)((const float *)sums[n].data)[at];
+            const double terms = (double)stream_len * (1 + fabs(sum));
+            CHECK_NEAR((double)((const float *)held[n].data)[at], 1 + sum,
+                       sum == 0 ? 0 : terms * step_of(FDMA_FLOAT32));
+            zeros += sum == 0;
+        }
+    CHECK(zeros > 0 && zeros < count_of(held[0])); // of keys that no query keeps any more
+}
+
+static void fused_gradients_are_added(void) { for_each_kernel("backward", check_added); }
+
 /* ---- bad arguments ---- */
 
 static void check_refused(const fdma_attention_args *right, size_t field, fdma_tensor given,
@@ -459,6 +491,7 @@ static const test_entry tests[] = {
     TEST(pieces_by_every_kernel),
     TEST(gradients_pass_through_carried_keys),
     TEST(fused_gradients_are_those_of_the_steps),
+    TEST(fused_gradients_are_added),
     TEST(contradictions_are_refused),
     TEST(forward_with_carried_keys_is_causal),
 };

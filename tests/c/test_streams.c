@@ -310,10 +310,36 @@ static void backward_by_every_kernel(void) {
     for_each_kernel("backward", backward_counts_carried_keys);
 }
 
+/* Tensors without elements have no memory. A piece without keys leaves a stream as it is. */
+static void a_piece_may_have_no_keys(void) {
+    static int32_t seen[] = {3}, position[] = {2, 0, -1}, expiry[3], slot[3];
+    static float score[] = {1, 2, 0};
+    const kernel_list kernels = kernels_of("select");
+    for (int n = 0; n < kernels.count && test_backend.run == NULL; n++) {
+        fdma_selection selection = {.size = sizeof selection,
+                                    .expiry = fdma_tensor_3d(expiry, FDMA_INT32, 1, 1, 3),
+                                    .slot = fdma_tensor_3d(slot, FDMA_INT32, 1, 1, 3)};
+        fdma_select_args args = {
+            .size = sizeof args,
+            .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, 1, 1, 0),
+            .table_in = {.score = fdma_tensor_3d(score, FDMA_FLOAT32, 1, 1, 3),
+                         .position = fdma_tensor_3d(position, FDMA_INT32, 1, 1, 3),
+                         .seen = fdma_tensor_1d(seen, FDMA_INT32, 1)},
+            .selection = &selection,
+            .window = 3,
+            .exec.kernel = kernels.name[n]};
+        test_context("%s", kernels.name[n]);
+        CHECK_OK(run_select(&args));
+        CHECK(expiry[0] == 3 && expiry[1] == 3 && expiry[2] == 2);
+        CHECK(slot[0] == 0 && slot[1] == 1 && slot[2] == -1);
+    }
+    CHECK(kernels.count > 0);
+}
+
 static const test_entry tests[] = {
     TEST(selection_does_not_depend_on_cuts), TEST(streams_end_at_the_last_position),
     TEST(corrupt_tables_do_no_harm),         TEST(forward_by_every_kernel),
-    TEST(backward_by_every_kernel),
+    TEST(backward_by_every_kernel),          TEST(a_piece_may_have_no_keys),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -2,6 +2,7 @@
  * needs exactly that much, test_errors.c shows.) */
 #include "calls.h"
 #include "core/kernel.h"
+#include "cpu/parallel.h"
 
 enum { long_length = 1 << 20 };
 
@@ -95,10 +96,30 @@ static void queries_need_no_data(void) {
     }
 }
 
+/* A call on more threads than its workspace was asked for says how many. */
+static void messages_name_the_threads(void) {
+    enum { len = 512, heads = 4, dim = 64 };
+    float *const data = test_alloc(2 * len * heads * dim * sizeof(float));
+    const fdma_tensor q = fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, dim);
+    fdma_tensor out = q;
+    out.data = data + len * heads * dim;
+    fdma_forward_args args = {
+        .size = sizeof args, .q = q, .k = q, .v = q, .out = out, .causal = 1, .exec.threads = 1};
+    CHECK_OK(fdma_forward_workspace(&args, &args.exec.workspace_size));
+    args.exec.workspace = test_alloc(args.exec.workspace_size);
+    CHECK_OK(fdma_forward(&args));
+    args.exec.threads = 4;
+    if (fdma_thread_count(4, 4) < 4)
+        return; // built without threads
+    CHECK_INT(fdma_forward(&args), FDMA_WORKSPACE_TOO_SMALL);
+    CHECK_WORD(fdma_last_error(), "or more with 4 threads");
+}
+
 static const test_entry tests[] = {
     TEST(memory_is_linear),
     TEST(pieces_are_aligned),
     TEST(queries_need_no_data),
+    TEST(messages_name_the_threads),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

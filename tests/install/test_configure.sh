@@ -1,9 +1,28 @@
 #!/bin/sh
 # Configures the project as a user does who names nothing: with Makefiles, and with CUDA where nvcc
-# is found.
+# and a driver are found. As a part of another project it has no CUDA, and leaves the build type alone.
 #   test_configure.sh CMAKE SOURCE_DIRECTORY
 set -eu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$1" -S "$2" -B "$scratch" -G "Unix Makefiles"
 [ -e "$scratch/Makefile" ]
+# Nothing is built: ctest says so in a few lines, and does not search for every program.
+said=$("$(dirname "$1")/ctest" --test-dir "$scratch" -N 2>&1 || true)
+echo "$said" | grep "No test is built: cmake --build $scratch"
+[ "$(echo "$said" | wc -l)" -lt 20 ]
+
+mkdir "$scratch/outer"
+cat >"$scratch/outer/CMakeLists.txt" <<'END'
+cmake_minimum_required(VERSION 3.22)
+project(outer LANGUAGES C)
+add_subdirectory("${INNER}" inner)
+if(CMAKE_BUILD_TYPE OR fdma_has_cuda OR TARGET fdma_tool)
+  message(FATAL_ERROR "build type '${CMAKE_BUILD_TYPE}', or CUDA or the command is built")
+endif()
+get_directory_property(has_cuda DIRECTORY "${INNER}" DEFINITION fdma_has_cuda)
+if(has_cuda)
+  message(FATAL_ERROR "a subproject builds the CUDA backend")
+endif()
+END
+"$1" -S "$scratch/outer" -B "$scratch/outer/build" -G "Unix Makefiles" "-DINNER=$(cd "$2" && pwd)"

@@ -29,11 +29,34 @@ echo "pkg-config, static"
     "$libdir/libfdma.a" $(pkg-config --static --libs fdma | sed 's/-lfdma\b//')
 "$scratch/static"
 
+echo "the soname: with the minor version while the major one is 0"
+number() { sed -n "s/^#define FDMA_VERSION_$1 //p" "$prefix/include/fdma.h"; }
+compatible=$(number MAJOR)
+[ "$compatible" != 0 ] || compatible=0.$(number MINOR)
+readelf -d "$libdir/libfdma.so" | grep -q "soname: \[libfdma.so.$compatible\]"
+
 echo "find_package"
 "$cmake" -S "$here" -B "$scratch/package" -DCMAKE_PREFIX_PATH="$prefix" \
     -DCMAKE_C_COMPILER="$compiler" >/dev/null
 "$cmake" --build "$scratch/package"
 "$scratch/package/use"
+
+echo "find_package of other versions"
+has_version() {
+    rm -rf "$scratch/versions"
+    mkdir "$scratch/versions"
+    printf '%s\n' "cmake_minimum_required(VERSION 3.22)" "project(versions LANGUAGES NONE)" \
+        "find_package(fdma $1 REQUIRED)" >"$scratch/versions/CMakeLists.txt"
+    "$cmake" -S "$scratch/versions" -B "$scratch/versions/build" -DCMAKE_PREFIX_PATH="$prefix" \
+        >"$scratch/versions/log" 2>&1
+}
+has_version "$compatible"
+for version in 0.1 "$(($(number MAJOR) + 1))" "$(number MAJOR).$(($(number MINOR) + 1))"; do
+    if has_version "$version"; then
+        echo "find_package(fdma $version) accepts $compatible"
+        exit 1
+    fi
+done
 
 echo "the installed command"
 "$prefix/bin/fdma" info >/dev/null

@@ -17,9 +17,17 @@ os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so")
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmarks")]
 
 
+SUM_ORDER = os.environ.get("FDMA_TEST_SUM_ORDER")  # a seed, or nothing: see sum_order.py
+kept = []
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not LIBRARY.is_file():
         raise pytest.UsageError(f"no library at {LIBRARY}: run `make`, or set FDMA_LIBRARY")
+    if SUM_ORDER:
+        from sum_order import replace_products
+
+        kept.append(replace_products(int(SUM_ORDER)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -90,11 +98,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/lm/reference.py."""
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers have the same bits on every CPU and in every row."""
+    import sum_order
+    import torch
+
+    monkeypatch.setattr(torch.nn.functional, "linear", sum_order.exact_linear)
+
+
+@pytest.fixture
+def lm(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/lm/reference.py. Equal bytes have equal scores in the first layer."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "lm"))
+    import sum_order
+
     import reference
 
+    monkeypatch.setattr(reference, "linear", sum_order.exact_linear)
     return reference
 
 
@@ -107,5 +127,5 @@ def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quality, "READ_EVERY", 1)
     monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
-    monkeypatch.setattr(quality_evaluate, "FACT_TEXTS", 1)
+    monkeypatch.setattr(quality_evaluate, "NEEDLE_TEXTS", 1)
     monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator
+from typing import Any, NamedTuple
 
 import flash_dmattn.transformers as ours
 import pytest
 import torch
 import transformers
+from transformers.generation import utils as generation
 from transformers.models.doge import modeling_doge
 
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -63,20 +64,80 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5
     assert (found - wanted).abs().max() <= allowed * max(1.0, wanted.abs().max())
 
 
+def separate_scores(*models: Any) -> None:
+    """Gives Doge models scores that differ by much more than rounding. In the first layer those of
+    equal tokens would be equal but for the last bits of matrix products: to what enters it, a row
+    for each position is added."""
+    random = torch.Generator().manual_seed(7)
+    table = 0.02 * torch.randn(1024, 64, generator=random)
+    weights = [torch.randn(2, 32, generator=random) for _ in models[0].model.layers]
+
+    def add(layer: Any, args: Any, given: dict[str, Any]) -> Any:
+        return (args[0] + table[given["position_ids"]], *args[1:]), given
+
+    for model in models:
+        model.model.layers[0].register_forward_pre_hook(add, with_kwargs=True)
+        for layer, weight in zip(model.model.layers, weights):
+            attention = layer.self_attn
+            attention.dt_proj.weight.data.copy_(weight)
+            attention.A.data.copy_(torch.tensor([-1.5, 1.5]))
+            if attention.dt_proj.bias is not None:
+                attention.dt_proj.bias.data.mul_(0.2)
+                attention.v_proj.bias.data.mul_(0.2)
+
+
+def make_separate(name: str, **changes: Any) -> tuple[Any, Any]:
+    """make_models(), with scores that differ where the model has some."""
+    models = make_models(name, **changes)
+    if name.startswith("doge"):
+        separate_scores(*models)
+    return models
+
+
+# In units of the last bit, relative to a score, or to the largest logit or sum of their logarithms:
+# several times the errors of the evaluations that are compared.
+MARGIN = 16
+
+
+def best(x: torch.Tensor, k: int, margin: Any) -> Any:
+    """torch.topk(), if the k best are above the next one by more than margin(the least of them)."""
+    found = x.topk(min(k + 1, x.shape[-1]))
+    if k < x.shape[-1]:
+        last, following = found.values[..., k - 1], found.values[..., k]
+        hidden = following < -1e6
+        assert (hidden | (last - following > margin(last))).all(), "rounding decides what is best"
+    return Best(found.values[..., :k], found.indices[..., :k])
+
+
+class Best(NamedTuple):
+    values: torch.Tensor
+    indices: torch.Tensor
+
+
+def best_logits(x: torch.Tensor, k: int, **rest: Any) -> Any:
+    margin = MARGIN * torch.finfo(x.dtype).eps * x.abs().masked_fill(x < -1e6, 0).max()
+    return best(x, k, lambda least: margin)
+
+
+def likeliest(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    return best_logits(x, 1).indices[..., 0]
+
+
+def draw(p: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """As torch.multinomial() draws one."""
+    return best_logits(p.log() - torch.empty_like(p).exponential_().log(), num_samples).indices
+
+
 @pytest.fixture
-def ties_by_recency(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of keys with equal scores torch.topk() takes any, whereas here the newest rank first."""
+def decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and tokens are chosen by more than rounding, or the test fails."""
 
-    class Best:
-        def __init__(self, x: torch.Tensor, k: int) -> None:
-            order = x.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-            self.indices = x.shape[-1] - 1 - order[..., :k]
-
-    def topk(x: torch.Tensor, k: int, dim: int = -1, **rest: Any) -> Any:
-        return Best(x, k)
+    def topk(x: torch.Tensor, k: int, **rest: Any) -> Any:
+        return best(x, k, lambda least: MARGIN * torch.finfo(x.dtype).eps * least)
 
     monkeypatch.setattr(modeling_doge, "torch", Module(torch, topk=topk))
-    yield
+    choices = {"argmax": likeliest, "topk": best_logits, "multinomial": draw}
+    monkeypatch.setattr(generation, "torch", Module(torch, **choices))
 
 
 class Module:

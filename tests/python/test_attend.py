@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,22 @@ from safetensors import numpy as files
 from tool import EXAMPLE, attend_json, attend_tensors, make_inputs, refusal, run_tool
 
 ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
+
+
+def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    files.save_file(make_inputs(), path)
+    content = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    os.link(path, tmp_path / "hard")
+    (tmp_path / "folder").mkdir()
+    for name in ("in.safetensors", "link", "hard", "folder/../in.safetensors"):
+        line = refusal("attend", path, "--window", "4", "--out", tmp_path / name)
+        assert f"--out is '{tmp_path / name}', which is the input, want another file" in line
+    assert "which is the input" in refusal(
+        "attend", tmp_path / "link", "--window", "4", "--out", path
+    )
+    assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize(

@@ -36,20 +36,20 @@ def test_empty_sequences_are_known_on_the_host() -> None:
     where = torch.tensor([1], dtype=torch.int32)
     for layer in range(2):
         attend(cache, tuple(one[1:2] for one in rows), weights, layer, index=where)
-    assert cache._empty == [[False] * BATCH] * 2
+    assert cache._empty == [False] * 2
     cache.drop(2)
     cache.reorder(torch.arange(BATCH))  # its numbers are not known on the host
-    assert cache._empty == [[False] * BATCH] * 2
+    assert cache._empty == [False] * 2
     for b in range(BATCH):
-        assert not any(map(all, cache._empty))
+        assert not any(cache._empty)
         cache.drop(b)
-    assert cache._empty == [[True] * BATCH] * 2
+    assert cache._empty == [True] * 2
     cache.reorder(torch.zeros(BATCH).long())
-    assert cache._empty == [[True] * BATCH] * 2
+    assert cache._empty == [True] * 2
     assert_close(attend(cache, rows, weights, 1), expected)
     attend(cache, cut(rows, 0, 3), weights, draft=True)
-    assert cache._empty == [[True] * BATCH, [False] * BATCH]
+    assert cache._empty == [True, False]
     attend(cache, cut(rows, 3, 1), weights)
-    assert cache._empty == [[False] * BATCH] * 2
+    assert cache._empty == [False] * 2
     cache.reset()
-    assert cache._empty == [[True] * BATCH] * 2
+    assert cache._empty == [True] * 2

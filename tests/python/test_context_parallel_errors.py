@@ -334,7 +334,7 @@ def test_wrong_groups() -> None:
             assert one[name]["kind"] == "ValueError"
             assert one[name]["message"].startswith("group: is a mesh of 2 dimensions, want one")
         assert one["no group"]["kind"] == "TypeError"
-        assert one["no group"]["message"].startswith("group: is a str, want a ProcessGroup")
+        assert one["no group"]["message"].startswith("group: is 'all of them', a str, want")
     without = found[ODD]["group without this rank"]
     assert without["kind"] == "ValueError"
     assert without["message"] == "group: does not have this process as a rank"

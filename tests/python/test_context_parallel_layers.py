@@ -370,8 +370,8 @@ def test_a_cache_needs_no_ranks() -> None:
         rules = {"window": layer.window, "recent": layer.recent}
         cache = DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, **rules)
         want = layer(make_states(case)[0], cache=cache)
-    for one in on_ranks("cache"):
-        assert torch.equal(one, want)
+    for one in on_ranks("cache"):  # processes whose matrix products may have other last bits
+        torch.testing.assert_close(one, want)
 
 
 def test_autocast() -> None:

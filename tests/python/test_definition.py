@@ -1,25 +1,18 @@
 """The definition that benchmarks compare with, against the tests' own evaluation, autograd and
-PyTorch; and the benchmarks that time calls, on the CPU."""
+PyTorch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import backward_performance
 import definition
-import definition_times
 import evaluate
-import flash_dmattn
-import forward_performance
 import pytest
 import torch
-from cases import with_sdpa
 from definition import Named
 from definition_cases import CASES, Case, Inputs, square
 from definition_stages import Stages
-from programs import assert_refused, help_of
 
-PERFORMANCE = (forward_performance, backward_performance)
 SMALL = square(1, 4, 2, 16, 24, 5)
 RULES = [
     {},
@@ -149,56 +142,3 @@ def test_errors() -> None:
     assert not overflow.fits and overflow.ratio == torch.inf
     assert not definition.Comparison("kept keys", 1.0).fits
     assert definition.Comparison("kept keys", 0.0).ratio == 0
-
-
-# ---- benchmarks that time calls ----
-
-
-def test_masks() -> None:
-    inputs = Inputs(SMALL, "cpu", torch.float32)
-    score, _ = flash_dmattn.score(inputs.value, *inputs.weights)
-    want = definition.kept_keys(SMALL, score, None)
-    assert torch.equal(definition_times.best_keys(score, SMALL.window), want)
-
-
-@with_sdpa
-@pytest.mark.parametrize("program", PERFORMANCE, ids=lambda x: x.__name__)
-def test_performance(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--device cpu --quick --lengths 40 64 --window 16".split()
-    assert program.main(options) == 0
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 * 4
-    assert all(float(row.split()[-3]) > 0 for row in rows)
-    assert float(rows[0].split()[-1]) == 1
-
-
-@with_sdpa
-def test_wrong_outputs_are_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    function = flash_dmattn.flash_dmattn_func
-
-    def unmasked(*rows: torch.Tensor, **options: Any) -> torch.Tensor:
-        return function(*rows[:3], **options)
-
-    monkeypatch.setattr(flash_dmattn, "flash_dmattn_func", unmasked)
-    options = "--device cpu --quick --lengths 64 --window 16".split()
-    assert forward_performance.main(options) == 1
-    assert "b1/h8g2/d64/n64/w16: outputs differ by " in capsys.readouterr().err
-
-
-@with_sdpa
-def test_training_computes_gradients() -> None:
-    inputs = Inputs(SMALL, "cpu", torch.float32)
-    peers = definition_times.peers_of(inputs, training=True)
-    assert len(peers) == 4
-    for run in peers.values():
-        out = run()
-        with pytest.raises(RuntimeError, match="second time"):
-            out.sum().backward()
-
-
-@pytest.mark.parametrize("program", PERFORMANCE, ids=lambda x: x.__name__)
-def test_usage(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--device" in help_of(program.main, capsys)
-    assert_refused(program.main, "--device tpu", "--device", capsys)

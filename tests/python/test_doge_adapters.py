@@ -17,13 +17,14 @@ import flash_dmattn.transformers as ours  # noqa: E402
 from doge_models import (  # noqa: E402
     LENGTH,
     assert_near,
+    decided,
     make_models,
+    make_separate,
     make_tokens,
     registered,
-    ties_by_recency,
 )
 
-__all__ = ["registered", "ties_by_recency"]  # fixtures
+__all__ = ["decided", "registered"]  # fixtures
 
 
 class Adapter(torch.nn.Module):
@@ -82,9 +83,9 @@ def test_logits_and_gradients(left: int, change: Any) -> None:
 
 
 @changed
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_generated_tokens(change: Any) -> None:
-    models = make_models("doge")
+    models = make_separate("doge")
     change(*models)
     tokens = make_tokens(2, LENGTH)  # more than one piece
     given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}

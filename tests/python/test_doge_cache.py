@@ -14,20 +14,20 @@ from doge_models import (  # noqa: E402
     CONFIGS,
     LENGTH,
     assert_near,
-    make_models,
+    decided,
+    make_separate,
     make_tokens,
     registered,
-    ties_by_recency,
 )
 
-__all__ = ["registered", "ties_by_recency"]  # fixtures
+__all__ = ["decided", "registered"]  # fixtures
 
 DOGE = ("doge", "doge with biases", "doge, all keys")
 
 
 def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
-    eager, selected = make_models(name)
+    eager, selected = make_separate(name)
     tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0
     given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
@@ -40,19 +40,24 @@ def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, 
 
 @pytest.mark.parametrize("name", DOGE)
 @pytest.mark.parametrize(
-    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]
+    "given",
+    [
+        {"do_sample": False},
+        {"do_sample": True},
+        {"do_sample": False, "num_beams": 3, "max_new_tokens": 12},
+    ],
 )
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
     wanted, found, cache = generate_both(name, **given)
     assert torch.equal(found, wanted)
-    assert cache.get_seq_length() == 89
+    assert cache.get_seq_length() == wanted.shape[1] - 1
     rows = {layer.kept.keys.key.shape[1] for layer in cache.layers}
     assert rows == {CONFIGS[name].keep_window_size}  # whatever the length
 
 
 def test_prompts_in_several_calls() -> None:
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens = make_tokens(2, LENGTH)
     cache = ours.DogeCache(selected.config)
     with torch.no_grad():
@@ -68,7 +73,7 @@ def test_prompts_in_several_calls() -> None:
 
 
 def test_sequences_are_moved() -> None:
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens = make_tokens(2, 60)
     cache = ours.DogeCache(selected.config)
     with torch.no_grad():
@@ -83,11 +88,11 @@ def test_sequences_are_moved() -> None:
 
 
 def test_bad_caches() -> None:
-    _, selected = make_models("doge")
-    eager_llama, llama = make_models("llama")
+    _, selected = make_separate("doge")
+    eager_llama, llama = make_separate("llama")
     tokens = make_tokens(1, 10)
     other = ours.DogeCache(CONFIGS["doge with biases"])
-    with pytest.raises(ValueError, match="cache: its window is 9, want the model's keep_window"):
+    with pytest.raises(ValueError, match="cache: its keep_window_size is 9, want the model.s"):
         selected(tokens, past_key_values=other)
     for model in (llama, eager_llama):
         with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
@@ -109,12 +114,14 @@ def generate_counted(model: Any, *tokens: torch.Tensor, **given: Any) -> tuple[t
 
 @pytest.mark.parametrize("name", DOGE)
 @pytest.mark.parametrize("drafts", [3, 30])
+@pytest.mark.usefixtures("decided")
 def test_assisted_generation(name: str, drafts: int) -> None:
     """Candidates from the prompt itself, which repeats, so that some of them are accepted."""
-    _, selected = make_models(name)
+    eager, selected = make_separate(name)
     tokens = make_tokens(1, 40).repeat(1, 3)
     given = {"max_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
     wanted = selected.generate(tokens, **given)
+    eager(wanted)  # whose choice of keys is decided
     cache = ours.DogeCache(selected.config)
     drafted = {"prompt_lookup_num_tokens": drafts, "max_matching_ngram_size": 1}
     found, calls = generate_counted(selected, tokens, past_key_values=cache, **drafted, **given)
@@ -124,15 +131,17 @@ def test_assisted_generation(name: str, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("name", DOGE)
+@pytest.mark.usefixtures("decided")
 def test_assistant_models(name: str) -> None:
     """The assistant is the model with other weights in its last layer: it is right sometimes."""
-    _, selected = make_models(name)
-    _, assistant = make_models(name)
+    eager, selected = make_separate(name)
+    _, assistant = make_separate(name)
     last = assistant.model.layers[-1].mlp.down_proj.weight
     torch.nn.init.normal_(last, std=0.05)
     given = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
     tokens = make_tokens(1, 50)
     wanted = selected.generate(tokens, **given)
+    eager(wanted)  # whose choice of keys is decided
     cache = ours.DogeCache(selected.config)
     given = {**given, "assistant_model": assistant}
     found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
@@ -140,10 +149,47 @@ def test_assistant_models(name: str) -> None:
     assert 5 < calls < 50  # some candidates were accepted
 
 
+@pytest.mark.parametrize("length", [30, 100])
+def test_assisted_generation_after_padding(length: int) -> None:
+    """What comes behind the last padding can be removed, in prompts of fewer than 64 tokens too.
+    All keys are kept, as the scores of equal tokens tie up to rounding."""
+    _, selected = make_separate("doge, all keys")
+    tokens, mask = make_tokens(1, length // 2).repeat(1, 2), torch.ones(1, length, dtype=torch.long)
+    mask[0, :3] = 0
+    given = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    given.update(prompt_lookup_num_tokens=5, max_matching_ngram_size=1, attention_mask=mask)
+    cache = ours.DogeCache(selected.config)
+    found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
+    assert 1 < calls < 30  # some candidates were accepted
+    mask = torch.cat((mask, torch.ones(1, 30, dtype=torch.long)), 1)
+    with torch.no_grad():
+        logits = selected(found, attention_mask=mask).logits[:, length - 1 : -1]
+    chosen = logits.gather(2, found[:, length:, None])[..., 0]
+    assert_near(chosen, logits.amax(2))
+
+
+def test_crop_behind_padding() -> None:
+    _, selected = make_separate("doge")
+    tokens, others = make_tokens(1), make_tokens(2)[1:]
+    mask = torch.ones(1, LENGTH, dtype=torch.long)
+    mask[0, :5] = mask[0, 20:24] = 0
+    cache = ours.DogeCache(selected.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        wanted = selected(tokens, attention_mask=mask).logits[:, 24:]
+        given = {"past_key_values": cache, "attention_mask": mask[:, :50]}
+        selected(torch.cat((tokens[:, :24], others[:, :26]), 1), **given)
+        cache.crop(-26)
+        given["attention_mask"] = mask
+        assert_near(selected(tokens[:, 24:], **given).logits, wanted)
+        with pytest.raises(ValueError, match="want 0 to -64: a DogeCache can remove"):
+            cache.crop(-65)
+
+
 @pytest.mark.parametrize("pieces", [[70, 1, 1, 5, 13], [10, 40, 40], [90]])
 def test_crop(pieces: list[int]) -> None:
     """Removed tokens leave no trace, whatever was evicted while they were there."""
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens, others = make_tokens(1), make_tokens(2)[1:]
     cache, seen = ours.DogeCache(selected.config), 0
     cache.activate_past_recording()
@@ -164,7 +210,7 @@ def test_crop(pieces: list[int]) -> None:
 
 def test_drafts_that_nothing_settles() -> None:
     """Without crop() the newest 64 tokens can be removed, and the older ones have entered."""
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens = make_tokens(1)
     cache = ours.DogeCache(selected.config)
     cache.activate_past_recording()
@@ -181,7 +227,7 @@ def test_drafts_that_nothing_settles() -> None:
 
 
 def test_bad_crops() -> None:
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens = make_tokens(1, 40)
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[0, 30] = 0
@@ -203,9 +249,10 @@ def test_bad_crops() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.usefixtures("decided")
 def test_static_caches_compile_once(padded: bool) -> None:
     """generate() compiles the model for one token, and not again as the length grows."""
-    _, selected = make_models("doge")
+    eager, selected = make_separate("doge")
     graphs = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -218,6 +265,8 @@ def test_static_caches_compile_once(padded: bool) -> None:
     mask[0, : 11 * padded] = 0
     given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     wanted = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
+    written = torch.cat((mask, torch.ones(2, 40, dtype=torch.long)), 1)
+    eager(wanted, attention_mask=written)  # whose choice of keys is decided
     torch._dynamo.reset()
     for _ in range(2):  # the second time with another cache
         cache = ours.DogeCache(selected.config, static=True)
@@ -229,7 +278,7 @@ def test_static_caches_compile_once(padded: bool) -> None:
 
 def test_padding_among_single_tokens() -> None:
     """A row may end before the others do: its padding leaves no trace."""
-    _, selected = make_models("doge")
+    _, selected = make_separate("doge")
     tokens = make_tokens(2, 60)
     cache = ours.DogeCache(selected.config)
     with torch.no_grad():
@@ -246,10 +295,10 @@ def test_padding_among_single_tokens() -> None:
         assert_near(found[:1], selected(tokens[:1]).logits[:, 51:])
 
 
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_many_tokens() -> None:
     """500 tokens after a prompt of 200, with a window of 64."""
-    eager, selected = make_models("doge", keep_window_size=64, max_position_embeddings=1024)
+    eager, selected = make_separate("doge", keep_window_size=64, max_position_embeddings=1024)
     tokens = make_tokens(1, 200)
     given = {"max_new_tokens": 500, "min_new_tokens": 500, "do_sample": False, "pad_token_id": 0}
     wanted = eager.generate(tokens, **given)
@@ -257,14 +306,16 @@ def test_many_tokens() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.usefixtures("decided")
 def test_prompts_that_generate_cuts_and_continues() -> None:
     """prefill_chunk_size, and a second prompt after the tokens of the first."""
-    _, selected = make_models("doge")
+    eager, selected = make_separate("doge")
     tokens = make_tokens(1, 150)
     given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     wanted = [selected.generate(tokens[:, :90], **given)]
     wanted.append(selected.generate(torch.cat((wanted[0], tokens[:, 90:]), 1), **given))
     cache = ours.DogeCache(selected.config)
+    eager(wanted[1])  # whose choice of keys is decided
     cut = {"past_key_values": cache, "prefill_chunk_size": 16, **given}
     found = [selected.generate(tokens[:, :90], **cut)]
     longer = torch.cat((found[0], tokens[:, 90:]), 1)

@@ -200,8 +200,8 @@ def test_contradictions() -> None:
         ("selection_method", "best", "ValueError: is 'best', want 'exact' or 'approximate'"),
         ("min_density_threshold", 1.5, "ValueError: is 1.5, want a number above 0, up to 1"),
         ("min_density_threshold", float("nan"), "ValueError: is nan, want a number above 0, up to"),
-        ("mixed_processing", 1, "TypeError: is 1, a int, want a bool"),
-        ("use_reordering", None, "TypeError: is None, a NoneType, want a bool"),
+        ("mixed_processing", 1, "TypeError: is 1, an int, want a bool"),
+        ("use_reordering", None, "TypeError: is None, want a bool"),
         ("block_size", 0, "ValueError: is 0, want 1 or more, or None for the kernel's"),
         ("max_sequence_length", -1, "ValueError: is -1, want 1 or more, or None for no limit"),
         ("max_batch_size", True, "TypeError: is True, a bool, want an int"),
@@ -272,8 +272,8 @@ def test_packed_sequences(called: list[str]) -> None:
     assert called == ["score", "attention", "flash_dma_attention"]
     pack(DynamicMaskOptions(5, max_sequence_length=KV_LEN, max_batch_size=3))
     for words, options in (
-        (r"query: has 3 sequences, want at most options\.max_batch", {"max_batch_size": 2}),
-        (r"query: axis 1 has 40 elements, want at most options\.", {"max_sequence_length": 39}),
+        (r"q: has 3 sequences, want at most options\.max_batch", {"max_batch_size": 2}),
+        (r"q: axis 1 has 40 elements, want at most options\.", {"max_sequence_length": 39}),
         (r"is 5, want at most options\.max_selection_ratio, 0\.1,", {"max_selection_ratio": 0.1}),
     ):
         with pytest.raises(ValueError, match=words):
@@ -326,7 +326,7 @@ def test_layers_that_contradict_options() -> None:
         words = f"options: its keep_window_size is 8, want window, {window}"
         with pytest.raises(ValueError, match=words):
             make_layer(options, window=window)
-    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, 8, window=8)
+    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, 8, window=8, recent=0)
     with torch.no_grad():
         make_layer(None)(torch.randn(2, 5, 32), cache=cache)
         with pytest.raises(ValueError, match="cache: is given, want None for a layer with options"):

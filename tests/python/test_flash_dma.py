@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import flash_dma
@@ -42,6 +43,7 @@ def test_against_torch(heads: int, dtype: torch.dtype) -> None:
     output, lse, p, rng_state = flash_dma.fwd(
         *(query, key, value, zoh.requires_grad_(), mask.to(dtype)),
         is_causal=True,
+        keep_window_size=KV_LEN - 1,
         softcap=2.0,
         return_softmax=True,
     )
@@ -68,21 +70,27 @@ def test_only_what_is_asked_for() -> None:
     assert p.numel() == 0 and rng_state.numel() == 0 and rng_state.dtype == torch.int64
 
 
-def test_the_size_of_the_window_changes_nothing() -> None:
+def test_a_mask_counts_if_there_are_more_keys_than_the_window() -> None:
     query, key, value, _ = make_rows()
     mask, zoh = make_pairs(PAIRS)
-    wide, narrow = (
-        flash_dma.fwd(query, key, value, zoh, mask.float(), keep_window_size=size)[0]
-        for size in (2048, 1)
+    under, beside = (
+        flash_dmattn.attention(query, key, value, attn_mask=one, attn_bias=zoh)[0]
+        for one in (mask, None)
     )
-    assert torch.equal(wide, narrow)
-    assert not torch.equal(wide, flash_dma.fwd(query, key, value, zoh, None)[0])
+    assert not torch.equal(under, beside)
+    for size, want in ((1, under), (KV_LEN - 1, under), (KV_LEN, beside), (2048, beside)):
+        for given in (mask, mask.float()):
+            options = {"keep_window_size": size}
+            assert torch.equal(flash_dma.fwd(query, key, value, zoh, given, **options)[0], want)
+    numbers = {"attn_mask": mask.float(), "attn_bias": zoh}
+    assert torch.equal(flash_dmattn.flash_dmattn_func(query, key, value, **numbers), under)
 
 
 def test_a_mask_of_zeros_gives_zeros() -> None:
     query, key, value, _ = make_rows()
     zeros = torch.zeros(PAIRS)
-    output, lse, p, _ = flash_dma.fwd(query, key, value, zeros, zeros, return_softmax=True)
+    options = {"keep_window_size": 1, "return_softmax": True}
+    output, lse, p, _ = flash_dma.fwd(query, key, value, zeros, zeros, **options)
     assert (output == 0).all() and torch.isneginf(lse).all() and (p == 0).all()
 
 
@@ -90,14 +98,15 @@ def test_dropout() -> None:
     query, key, value, _ = make_rows()
     mask, zoh = make_pairs(PAIRS)
     given = (query, key, value, zoh, mask)
-    first = flash_dma.fwd(*given, p_dropout=0.4, gen=torch.Generator().manual_seed(3))
-    again = flash_dma.fwd(*given, None, 0.4, gen=torch.Generator().manual_seed(3))
+    fwd = functools.partial(flash_dma.fwd, keep_window_size=4)
+    first = fwd(*given, p_dropout=0.4, gen=torch.Generator().manual_seed(3))
+    again = fwd(*given, None, 0.4, gen=torch.Generator().manual_seed(3))
     rng_state = first[3]
     assert torch.equal(first[0], again[0]) and torch.equal(rng_state, again[3])
     options = {"attn_bias": zoh, "attn_mask": mask, "dropout_p": 0.4, "rng_state": rng_state}
     want = flash_dmattn.attention(query, key, value, **options)[0]
     assert torch.equal(first[0], want)
-    assert not torch.equal(want, flash_dma.fwd(*given)[0])
+    assert not torch.equal(want, fwd(*given)[0])
 
 
 def test_out() -> None:
@@ -134,7 +143,9 @@ def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_dma_cuda, "get_available_backends", lambda: ["cpu", "reference"])
     with pytest.raises(NotImplementedError, match=r"^flash_dma_cuda\.fwd: there is no CUDA device"):
         flash_dma_cuda.fwd(*rows, None, None)
+    assert not flash_dma_cuda.CUDA_AVAILABLE
     monkeypatch.setattr(flash_dma_cuda, "get_available_backends", lambda: ["cuda", "cpu"])
+    assert flash_dma_cuda.CUDA_AVAILABLE
     with pytest.raises(ValueError, match=r"^q: is on cpu, want a CUDA device; flash_dma\.fwd"):
         flash_dma_cuda.fwd(*rows, None, None)
 
@@ -147,5 +158,5 @@ def test_on_a_device() -> None:
     want = attend_in_torch(*rows, None, mask, zoh, causal=True)
     given = [x.cuda() for x in (*rows, zoh, mask.bfloat16())]
     for module in (flash_dma, flash_dma_cuda):
-        found = module.fwd(*given, is_causal=True)[0].cpu().double()
+        found = module.fwd(*given, is_causal=True, keep_window_size=1)[0].cpu().double()
         torch.testing.assert_close(found, want, atol=32 * step, rtol=8 * step)

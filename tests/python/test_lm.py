@@ -13,7 +13,7 @@ import evaluate
 import pytest
 import torch
 from flash_dmattn import DynamicMaskAttention
-from lm_cases import FOLDER, PROGRAM, RANDOM_BYTES, TEXT, generate, loss_of
+from lm_cases import FOLDER, PROGRAM, RANDOM_BYTES, TEXT, assert_likeliest, generate, loss_of
 from programs import ROOT, output_of, python, run
 from safetensors.torch import load_file, save_file
 
@@ -121,7 +121,8 @@ def test_losses_are_those_of_the_formulas(
             weights = (model.weights[f"{name}{one}"] for one in ("dt_proj.weight", "A"))
             score = evaluate.score(heads[2], *weights, double)
             rules = {one: model.size(one) for one in ("recent", "sinks")}
-            kept = evaluate.kept_keys(score, model.window(layer), "causal", **rules)
+            rounded = score.float()  # in which equal bytes are equal whatever their sums' order
+            kept = evaluate.kept_keys(rounded, model.window(layer), "causal", **rules)
             mask = evaluate.visible_keys(length, length, True, kept)
             bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
         return evaluate.attention(*heads, mask, double, bias=bias)[0].float()
@@ -200,8 +201,7 @@ def test_greedy_text_is_that_of_pytorch(
     model, start = write(form), bytes(RANDOM_BYTES[: PROMPTS[prompt]].tolist())
     written = generate(model, start, "--temperature", "0", "--bytes", "200")
     assert len(written) == 200 and len(set(written)) > 20
-    logits = logits_before(lm, model, start, written)
-    assert logits.argmax(1).tolist() == [*written]
+    assert_likeliest(logits_before(lm, model, start, written), written)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

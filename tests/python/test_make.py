@@ -53,3 +53,10 @@ def test_warnings_as_errors(argument: str, value: str, tmp_path: Path) -> None:
 def test_the_demo_builds_what_is_installed(tmp_path: Path) -> None:
     assert "--target fdma_installed" in commands("demo", smi=None, folder=tmp_path)
     assert "add_custom_target(fdma_installed" in (ROOT / "cmake/fdma_install.cmake").read_text()
+
+
+def test_full_runs_what_takes_long(tmp_path: Path) -> None:
+    printed = commands("full", smi=None, folder=tmp_path)
+    for target in ("test", "gates"):
+        assert f"FDMA_FULL=1 make --no-print-directory {target}" in printed
+    assert "-m pytest tests/python" in printed

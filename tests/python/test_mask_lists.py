@@ -108,9 +108,9 @@ def test_compiled(device: str) -> None:
 def test_bad_input() -> None:
     rows, mask = make_call("cpu")
     query, key, _ = rows
-    with pytest.raises(TypeError, match="attn_mask: is a NoneType, want a torch.Tensor"):
+    with pytest.raises(TypeError, match="attn_mask: is None, want a torch.Tensor"):
         flash_dmattn.mask_lists(query, key, None)
-    with pytest.raises(TypeError, match="query: is a str"):
+    with pytest.raises(TypeError, match="query: is 'query', a str, want"):
         flash_dmattn.mask_lists("query", key, mask)
     with pytest.raises(ValueError, match="attn_mask: axis 3 has 169 elements"):
         flash_dmattn.mask_lists(query, key, mask[..., 1:])

@@ -1,5 +1,5 @@
-"""benchmarks/quality*.py: losses by how far back the text is that is repeated, and recall of facts
-that nothing marks."""
+"""benchmarks/quality*.py: losses by how far back the text is that is repeated, and recall of
+needles that nothing marks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import quality_evaluate
-import quality_facts
+import quality_needles
 import quality_results
 import torch
 from quality_cases import LENGTH, refusal_of, train
@@ -57,32 +57,32 @@ def test_losses_are_those_of_their_class() -> None:
 
 
 @pytest.mark.parametrize("distance", [1024, 4096])
-def test_facts_are_stated_and_asked_for(distance: int) -> None:
-    source = np.frombuffer(b"a few words without facts " * 1000, np.uint8)
-    kinds = quality_facts.facts(source, 8192, distance, 3, seed=5)
+def test_needles_are_stated_and_asked_for(distance: int) -> None:
+    source = np.frombuffer(b"a few words without needles " * 1000, np.uint8)
+    kinds = quality_needles.needles(source, 8192, distance, 3, seed=5)
     assert set(kinds) == set(FORMS)
     for kind, episodes in kinds.items():
         for row, questions in zip(episodes.text, episodes.questions):
             text = row.tobytes()
-            assert len(text) == 8193 and len(questions) == quality_facts.FACTS
+            assert len(text) == 8193 and len(questions) == quality_needles.NEEDLES
             found = {}  # values and their positions by the name before them
             for match in FORMS[kind].finditer(text):
                 found.setdefault(match[1], []).append((match.start(2), match[2]))
-            assert len(found) == quality_facts.FACTS
+            assert len(found) == quality_needles.NEEDLES
             for one in questions:
                 ((stated, value), (asked, again)) = next(
                     pair for pair in found.values() if pair[1][0] == one.asked
                 )
                 assert (stated, value, len(value)) == (one.stated, again, one.size)
-                most = quality_facts.GROUP * quality_facts.SLOT
+                most = quality_needles.GROUP * quality_needles.SLOT
                 assert asked == one.asked and abs(asked - stated - distance) < most
 
 
-def test_facts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needles_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that predicts the byte `distance` back knows all values that are in order."""
     source = np.frombuffer(bytes(range(97, 123)) * 1000, np.uint8)
-    monkeypatch.setattr(quality_facts, "GROUP", 1)
-    monkeypatch.setattr(quality_evaluate, "FACT_TEXTS", 2)
+    monkeypatch.setattr(quality_needles, "GROUP", 1)
+    monkeypatch.setattr(quality_evaluate, "NEEDLE_TEXTS", 2)
     evaluation = quality_evaluate.Evaluation(source, 4096, 2, 2, torch.device("cpu"))
     monkeypatch.setattr(evaluation, "_expiries", lambda _, text: [np.zeros((2, 1, 4096), int)])
 
@@ -95,10 +95,10 @@ def test_facts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
             near = torch.nn.functional.pad(text, (self.back, 0))[:, : text.shape[1]]
             return 20 * torch.nn.functional.one_hot(near, 256).float()
 
-    right, wrong = (evaluation.facts(Copies(back)) for back in (1023, 1022))
+    right, wrong = (evaluation.needles(Copies(back)) for back in (1023, 1022))
     assert [row["kind"] for row in right] == list(FORMS)
     for row in right:
-        assert row["distance"] == 1024 and row["questions"] == 2 * quality_facts.FACTS
+        assert row["distance"] == 1024 and row["questions"] == 2 * quality_needles.NEEDLES
         assert (row["accuracy"], row["kept_by_any_head"]) == (1.0, 0.0) and row["bits"] < 1e-3
     assert all(row["accuracy"] < 1 for row in wrong)
 
@@ -107,7 +107,7 @@ def test_runs_say_what_they_read(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = train(corpus, tmp_path, "sliding")
-    assert log["final"]["facts"] == []  # a sequence of 512 bytes has no room for any
+    assert log["final"]["needles"] == []  # a sequence of 512 bytes has no room for any
     assert sum(row["bytes"] for row in log["final"]["by_repetition"]) == 2 * LENGTH
     (first, row) = quality_results.join([tmp_path / "sliding-tiny-0.json"], "none")
     assert row["sha256"] == log["sha256"] and len(set(log["sha256"].values())) == 2

@@ -136,16 +136,34 @@ def test_old_tables_are_found(tmp_path: Path) -> None:
     assert done.returncode == 1 and "has 0 tables none" in done.stderr
 
 
-def test_a_training_step_in_c(tmp_path: Path) -> None:
-    output = run_c(ROOT / "examples" / "train_step.c", tmp_path)
-    assert output.count("slope by differences") == 5
-    assert "loss before the step" in output
+C_EXAMPLES = {  # what each prints
+    "train_step": ["slope by differences", "loss before the step"],
+    "generate": [
+        "cache 86.0 kB for any number of tokens; all keys would take 3072.0 kB",
+        "the whole sequence: 0 of 2000 tokens differ",
+    ],
+    "context_parallel": ["received by each rank"],
+}
 
 
-def test_generating_in_c(tmp_path: Path) -> None:
-    output = run_c(ROOT / "examples" / "generate.c", tmp_path, "3000")
-    assert "cache 86.0 kB for any number of tokens; all keys would take 3072.0 kB" in output
-    assert "the whole sequence: 0 of 2000 tokens differ" in output
+@pytest.mark.parametrize("name", C_EXAMPLES)
+def test_examples_in_c(name: str, tmp_path: Path) -> None:
+    """The first commands in the head of the file compile it and run it, as they stand."""
+    for folder in ("include", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "build").symlink_to(LIBRARY.parent)
+    head = (ROOT / "examples" / f"{name}.c").read_text().split("*/")[0]
+    lines = re.search(r"^ \*     cc (?:.*\n)+?(?= \*\n)", head, re.M)
+    assert lines
+    commands = re.sub(r"^ \*     ?", "", lines[0], flags=re.M)
+    output = output_of(run("sh", "-ec", commands, cwd=tmp_path, env={"LD_LIBRARY_PATH": None}))
+    assert all(words in output for words in C_EXAMPLES[name])
+    strict = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-Iinclude")
+    output_of(run("cc", *strict, f"examples/{name}.c", cwd=tmp_path))
+    program = tmp_path / name
+    assert output_of(run(program, "--help", cwd=tmp_path)).startswith(f"usage: {name}")
+    wrong = run(program, "--wrong", cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("usage: ")
 
 
 def test_the_example_with_torch(tmp_path: Path) -> None:

@@ -98,6 +98,24 @@ MALFORMED = {
     "newline in a name": (pack({"x\ny": 1}), "tensor 'x?y': not an object"),
     "terminal escape in a name": (pack({"x\x9b31m": 1}), "tensor 'x\\xc2\\x9b31m': not an object"),
     **{str(changes): (pack(entry(**changes), DATA), words) for changes, words in FIELDS},
+    **{
+        f"number {number.decode()}": (
+            pack(json.dumps(entry()).encode().replace(b"[0, 8]", number), DATA),
+            f"header: number '{words}' at byte",
+        )
+        for number, words in [
+            (b"[0.0,8]", "0.0"),
+            (b"[0,80e-1]", "80e-1"),
+            (b"[-0,8]", "-0"),
+            (b"[00,8]", "00"),
+            (b"[0,08]", "08"),
+            (b"[0,8E0]", "8E0"),
+        ]
+    },
+    "fraction in a shape": (
+        pack(b'{"x":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}', DATA),
+        "header: number '2.0' at byte 37",
+    ),
 }
 
 
@@ -112,6 +130,32 @@ def test_malformed_file(tmp_path: Path, case: str) -> None:
     assert words in line
     assert out_path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+# Every dtype that the safetensors library writes (0.8.0), with the bits of an element.
+DTYPES = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
+    **{"I64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
+
+
+def test_other_tensors_have_any_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    tensors = make_inputs()
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        end = len(data) + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [len(data), end]}
+        data += np.ascontiguousarray(tensor).tobytes()
+    for dtype, bits in DTYPES.items():
+        offsets = [len(data), len(data) + bits]  # of eight elements
+        header[f'other {dtype} 0.0 "-0'] = {"dtype": dtype, "shape": [8], "data_offsets": offsets}
+        data += bytes(bits)
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+    path.write_bytes(pack(header, data))
+    assert attend_json(path, "--window", "4")["keys_per_query"] == 4
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

@@ -270,10 +270,10 @@ def test_targets_of_keys_that_hardly_get_attention() -> None:
 @pytest.mark.parametrize(
     "changed, error, message",
     [
-        ({"dt_proj": None}, TypeError, "dt_proj: is a NoneType, want a torch.Tensor"),
-        ({"heads": [1.0]}, TypeError, "heads: is 1.0, a float, want an int"),
+        ({"dt_proj": None}, TypeError, "dt_proj: is None, want a torch.Tensor"),
+        ({"heads": [1.0]}, TypeError, "heads: is [1.0], a list, want a list of ints"),
         ({"heads": [1, 1]}, ValueError, "heads: is [1, 1], want each head once"),
-        ({"query": 1}, TypeError, "query: is a int, want a torch.Tensor"),
+        ({"query": 1}, TypeError, "query: is 1, an int, want a torch.Tensor"),
         ({"key": torch.ones(1)}, ValueError, "key: rank is 1, want 4; key is [batch, kv_len"),
         ({"query": torch.ones(1, 40, 3, 8)}, ValueError, "has 3 heads, want a multiple of key's"),
         ({"query": torch.ones(1, 41, 4, 8)}, ValueError, "key: axis 1 has 40 elements, want 41"),

@@ -22,15 +22,9 @@ EVICTING = f"{SMALL} --window 12 --recent 4"
 ON_CPU = "--device cpu"
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """A row does not depend on the others, as it does in the last bits of a matrix product. Equal
-    bytes have equal scores in the first layer: these bits would decide which of them are kept."""
-    out = (x[..., None, :] * weight).sum(-1)
-    return out if bias is None else out + bias
-
-
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+def example(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Equal bytes have equal scores in the first layer."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import serve
     import serve_draft
@@ -38,7 +32,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     import serve_loop
     import serve_model
 
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
     modules = (serve, serve_draft, serve_full, serve_loop, serve_model)
     return SimpleNamespace(**{one.__name__: one for one in modules}, main=serve.main)
 

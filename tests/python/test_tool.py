@@ -29,8 +29,9 @@ def test_help(command: list[str], flag: str) -> None:
         assert all(f"\n  {one} " in done.stdout for one in COMMANDS)
 
 
-def test_version() -> None:
-    done = run_tool("--version")
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_version(word: str) -> None:
+    done = run_tool(word)
     assert done.returncode == 0 and done.stderr == ""
     assert re.fullmatch(r"fdma \d+\.\d+\.\d+\n", done.stdout)
 
@@ -43,7 +44,8 @@ def test_no_command() -> None:
 
 # Arguments of `fdma`, and words of the line that refuses them.
 REFUSED = {
-    "atend": "'atend'",
+    "atend": "no command 'atend'; did you mean 'attend'?",
+    "nonsense": "no command 'nonsense'; see fdma --help",
     "attend --tread 2": "--tread",
     "check --tread 2": "--tread",
     "bench --tread 2": "--tread",
@@ -67,7 +69,16 @@ REFUSED = {
     "attend EXAMPLE --window 4 --kernel nonsense": "nonsense",
     "attend f --window \x1b": "\\x1b",
     "\x1b[31m": "\\x1b",
-    "check no-such-case": "no case matches 'no-such-case'",
+    "check no-such-case": "no case matches 'no-such-case'; fdma check --list prints",
+    "check paddin/lft": "no case matches 'paddin/lft'; did you mean 'padding/left'?",
+    "check padding --kernel cup/scalar": "'cup/scalar'; did you mean 'cpu/scalar",
+    "bench selct/iid": "no case matches 'selct/iid'; did you mean 'select/iid/",
+    "bench --kernel refrence": "--kernel is 'refrence'; did you mean 'reference'?",
+    "bench --kernel nonsense": "--kernel is 'nonsense', want a kernel that fdma info lists",
+    "attend f --window 4 --kernel cpu/skalar": "did you mean 'cpu/scalar",
+    "attend - --window 4": "standard input cannot be read, want a file",
+    "attend f --window 4 --score s --a b": "--score excludes --dt-proj and --a",
+    "attend f --window 4 --layout bhdl": "--layout is 'bhdl', want one of blhd, bhld",
     "check padding --kernel cpu/av": "--kernel is 'cpu/av'",
     "check --device x": "want cpu, cuda or a number",
     "check --device 99": "--device is '99'",
@@ -201,7 +212,9 @@ def test_check_shows_progress_on_a_terminal() -> None:
     arguments = ("check", "padding/left", "--kernel", "reference")
     stdout, progress = run_on_terminal(*arguments)
     quiet = run_tool(*arguments)
-    assert quiet.stderr == "" and quiet.stdout == stdout
+    seconds = r" in +[\d.]+ s;"
+    assert quiet.stderr == ""
+    assert re.sub(seconds, "", quiet.stdout) == re.sub(seconds, "", stdout)
     assert len(re.findall(r"\r\d+ of \d+  padding/left\S* (f32|f16|bf16) ", progress)) >= 3
     assert "\n" not in progress
     assert progress.endswith(f"\r{' ' * 79}\r")
@@ -211,8 +224,70 @@ def test_check_reports_every_kernel() -> None:
     kernels = [
         line.split()[:2] for line in run_tool("info").stdout.split("available")[1].split("\n")[1:-1]
     ]
-    reported = [line.split()[:2] for line in run_tool("check", "padding/left").stdout.splitlines()]
+    _, report = run_tool("check", "padding/left").stdout.split("\n\n")
+    reported = [line.split()[:2] for line in report.splitlines()]
     assert [kernel for kernel in kernels if not kernel[0].startswith("cuda/")] == reported[:-1]
+
+
+def heed_signals() -> None:
+    """Which a shell's background jobs ignore."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_check_reports_as_it_goes(number: signal.Signals) -> None:
+    """Also into a pipe; and a signal ends it with the results so far."""
+    arguments = [TOOL, "check", "padding", "--kernel", "cpu/scalar"]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    ) as check:
+        assert check.stdout is not None
+        first = check.stdout.readline()
+        check.send_signal(number)
+        rest = check.stdout.read()
+        assert check.wait(timeout=60) == -number
+    family = re.fullmatch(
+        r"(\S+) +(\d+) cases in +[\d.]+ s; so far (\d+) passed, 0 failed\n", first
+    )
+    assert family is not None and int(family[3]) > int(family[2])
+    assert "stopped: not all cases were checked\n" in rest
+    assert re.search(r"^cpu/scalar +score +\d+ cases", rest, re.M)
+    total = re.search(r"(\d+) passed, 0 failed\n$", rest)
+    assert total is not None and int(total[1]) >= int(family[3])
+
+
+def test_check_says_that_all_cases_take_long() -> None:
+    with subprocess.Popen(
+        [TOOL, "check"], stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    ) as check:
+        assert check.stdout is not None
+        line = check.stdout.readline()
+        check.kill()
+    assert "minutes" in line and "FILTER, --one-dtype and --kernel" in line
+
+
+@pytest.mark.parametrize(("command", "some"), [("check", "padding/left"), ("bench", "select/nan")])
+def test_names_of_cases(command: str, some: str) -> None:
+    names = run_tool(command, "--list").stdout.splitlines()
+    assert len(names) == len(set(names)) > 20 and all("/" in name for name in names)
+    chosen = run_tool(command, some, "--list").stdout.splitlines()
+    assert chosen == [name for name in names if some in name] != []
+
+
+def test_info_as_json() -> None:
+    found = json.loads(run_tool("info", "--json").stdout)
+    lines = [line.split() for line in run_tool("info").stdout.splitlines()]
+    assert f"fdma {found['fdma']}\n" == run_tool("--version").stdout
+    listed = {(one["name"], one["operation"]) for one in found["kernels"]}
+    assert {("cpu/scalar", "select"), ("reference", "forward")} <= listed
+    for one in found["kernels"]:
+        (line,) = (x for x in lines if x[:2] == [one["name"], one["operation"]])
+        assert line[2] == ("yes" if one["missing"] is None else "no:")
+    cpu = found["devices"][0]
+    assert cpu["cores"] >= 1 and lines[3] == [
+        *("f32", cpu["forward"]["f32"], cpu["decode"]["f32"], cpu["backward"]["f32"])
+    ]
 
 
 def test_check_takes_each_case_in_one_dtype() -> None:
@@ -317,21 +392,36 @@ def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted_bench_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_interrupted_bench_keeps_its_rows(tmp_path: Path, number: signal.Signals) -> None:
+    """The file takes the place of the old one with its first row, and is valid from then on."""
     path = tmp_path / "bench.json"
     path.write_text("old")
-    arguments = [TOOL, "bench", "forward/dense", "--json", path]
+    arguments = [TOOL, "bench", "score/", "--json", path]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    ) as bench:
+        assert bench.stdout is not None
+        printed = [bench.stdout.readline() for _ in range(4)]  # the fourth is the first case
+        deadline = time.monotonic() + 60
+        while path.read_text() == "old" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        bench.send_signal(number)
+        assert bench.wait(timeout=60) == -number
+    machine, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert machine["cores"] >= 1 and rows[0]["case"] == printed[3].split()[0]
+    assert list(tmp_path.iterdir()) == [path]
 
-    def heed_signal() -> None:  # which a shell's background jobs ignore
-        signal.signal(number, signal.SIG_DFL)
 
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, preexec_fn=heed_signal) as bench:
+def test_bench_that_is_stopped_early_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text("old")
+    arguments = [TOOL, "bench", "forward/dense/f32/d128/n8192", "--json", path]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, preexec_fn=heed_signals) as bench:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(list(tmp_path.iterdir())) == 2  # the temporary file
-        bench.send_signal(number)
-        assert bench.wait(timeout=60) == -number
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(timeout=60) == -signal.SIGTERM
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_text() == "old"

@@ -18,14 +18,15 @@ from doge_models import (  # noqa: E402
     CONFIGS,
     LENGTH,
     assert_near,
+    decided,
     make_models,
+    make_separate,
     make_tokens,
     registered,
-    ties_by_recency,
 )
 from transformers.models.doge import modeling_doge  # noqa: E402
 
-__all__ = ["registered", "ties_by_recency"]  # fixtures
+__all__ = ["decided", "registered"]  # fixtures
 
 every_model = pytest.mark.parametrize("name", CONFIGS)
 
@@ -39,8 +40,9 @@ def padding(left: int, right: int) -> torch.Tensor:
 
 @every_model
 @pytest.mark.parametrize("left, right", [(0, 0), (20, 0), (0, 20), (7, 30)])
+@pytest.mark.usefixtures("decided")
 def test_logits(name: str, left: int, right: int) -> None:
-    eager, selected = make_models(name)
+    eager, selected = make_separate(name)
     tokens, mask = make_tokens(), padding(left, right)
     with torch.no_grad():
         wanted = eager(tokens, attention_mask=mask).logits
@@ -67,9 +69,10 @@ def test_gradients(name: str) -> None:
 
 
 @every_model
+@pytest.mark.usefixtures("decided")
 def test_packed(name: str) -> None:
     """One row whose position_ids begin anew, and the same with cu_seq_lens_q."""
-    eager, selected = make_models(name)
+    eager, selected = make_separate(name)
     tokens = make_tokens(1)
     ends = [0, 30, 31, LENGTH]
     positions = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:])])[None]
@@ -87,9 +90,9 @@ def test_packed(name: str) -> None:
 
 @every_model
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.usefixtures("ties_by_recency")
+@pytest.mark.usefixtures("decided")
 def test_generated_tokens(name: str, cache: str | None) -> None:
-    eager, selected = make_models(name)
+    eager, selected = make_separate(name)
     given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0

@@ -136,8 +136,9 @@ def test_wrong_shapes(kind: type[Exception], words: str, change: dict[str, Any])
 
 
 def test_wrong_files(tmp_path: Path) -> None:
-    refused(ValueError, "none: cannot be opened", load_tuning, tmp_path / "none")
-    refused(TypeError, "file: is 3, a int, want a path or None", load_tuning, 3)
+    refused(FileNotFoundError, "want a file that is there", load_tuning, tmp_path / "none")
+    refused(ValueError, "cannot be", load_tuning, tmp_path)  # a folder
+    refused(TypeError, "file: is 3, an int, want a path or None", load_tuning, 3)
     refused(TypeError, "shapes: has 3, want TuningShape objects", tune, [3])
     refused(ValueError, "seconds: is -1", lambda: tune([SHAPE], seconds=-1))
     wrong = write(tmp_path / "wrong", choosing(split_keys=-1))

@@ -3,6 +3,7 @@
 #include "attend/attend.h"
 
 #include "commands.h"
+#include "common/arrays.h"
 #include "common/device.h"
 #include "common/options.h"
 #include "common/output.h"
@@ -17,6 +18,7 @@
 
 static const char *const scope_words[] = {"causal", "global", NULL}; // from FDMA_SCOPE_CAUSAL on
 static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma_bias_form
+static const char *const layout_words[] = {"blhd", "bhld", NULL};        // attend_layout
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
 static const option option_table[] = {
@@ -42,6 +44,21 @@ static const option option_table[] = {
      offsetof(attend_options, softcap), OPTION_NUMBER, false},
     {"--dtype", "D", "f32, f16 or bf16: q, k and v are converted (default: as in the file)",
      dtype_words, offsetof(attend_options, dtype), OPTION_CHOICE, false},
+    {"--layout", "L",
+     "of q, k and v in FILE, and of out: blhd is [batch, len, heads, head_dim]\n"
+     "(default), bhld [batch, heads, len, head_dim]",
+     layout_words, offsetof(attend_options, layout), OPTION_CHOICE, false},
+    {"--q", "NAME", "the name of q in FILE (default q)", NULL,
+     offsetof(attend_options, names[ATTEND_Q]), OPTION_TEXT, false},
+    {"--k", "NAME", "of k", NULL, offsetof(attend_options, names[ATTEND_K]), OPTION_TEXT, false},
+    {"--v", "NAME", "of v", NULL, offsetof(attend_options, names[ATTEND_V]), OPTION_TEXT, false},
+    {"--score", "NAME", "of score", NULL, offsetof(attend_options, names[ATTEND_SCORE]),
+     OPTION_TEXT, false},
+    {"--dt-proj", "NAME", "of dt_proj, which is then taken even if there is a score", NULL,
+     offsetof(attend_options, names[ATTEND_DT_PROJ]), OPTION_TEXT, false},
+    {"--a", "NAME", "of a", NULL, offsetof(attend_options, names[ATTEND_A]), OPTION_TEXT, false},
+    {"--list", NULL, "print the names, dtypes and shapes of FILE's tensors, and run nothing", NULL,
+     offsetof(attend_options, list), OPTION_FLAG, false},
     {"--kernel", "NAME", "a kernel that fdma info lists, or its name up to a '/'", NULL,
      offsetof(attend_options, kernel), OPTION_TEXT, false},
     {"--device", "D",
@@ -67,6 +84,8 @@ static const command_line command = {
         "FILE holds q [batch, q_len, q_heads, head_dim], k and v [batch, kv_len, kv_heads,\n"
         "head_dim], and either score [batch, kv_heads, kv_len] or dt_proj [kv_heads,\n"
         "kv_heads * head_dim] and a [kv_heads], all floating point; other tensors are ignored.\n"
+        "Of a file that has both, score is taken. tools/capture.py writes such a file from a\n"
+        "layer of a model.\n"
         "\n"
         "Dense and selected attention run in turn, up to 25 times. For long inputs only some\n"
         "queries are compared with the reference; the report says how many. If FILE of --out is "
@@ -75,6 +94,7 @@ static const command_line command = {
     .operand = "FILE.safetensors",
     .operand_offset = offsetof(attend_options, file),
     .operand_required = true,
+    .unless = "--list",
     .option_count = sizeof option_table / sizeof option_table[0],
     .options = option_table,
 };
@@ -84,17 +104,22 @@ static int refuse(const char *path) {
     return EXIT_FAILED;
 }
 
-static int write_results(const char *path, const attend_results *results) {
+static int write_results(const char *path, const attend_results *results, int layout) {
     static const char *const names[] = {"out", "lse"};
-    const fdma_tensor tensors[] = {results->out, results->lse};
+    const bool swapped = layout == LAYOUT_BHLD;
+    const fdma_tensor out = swapped ? swap_axes(&results->out) : results->out;
+    const fdma_tensor tensors[] = {out, results->lse};
     output_file output;
-    if (open_output(path, &output) != 0)
-        return refuse(path);
-    if (safetensors_write(output.stream, 2, names, tensors) != 0) {
+    bool failed = open_output(path, &output) != 0;
+    if (!failed && safetensors_write(output.stream, 2, names, tensors) != 0) {
         abandon_output(&output);
-        return refuse(path);
+        failed = true;
     }
-    return commit_output(&output) != 0 ? refuse(path) : EXIT_DONE;
+    failed = failed || commit_output(&output) != 0;
+    const int code = failed ? refuse(path) : EXIT_DONE;
+    if (swapped)
+        free(out.data);
+    return code;
 }
 
 static int attend(const attend_options *options, attend_inputs *inputs, attend_results *results) {
@@ -109,7 +134,7 @@ static int attend(const attend_options *options, attend_inputs *inputs, attend_r
     if (code == EXIT_DONE && options->decode > 0)
         code = decode_tokens(options, inputs, results, &summary.decoded);
     if (code == EXIT_DONE && options->out != NULL)
-        code = write_results(options->out, results);
+        code = write_results(options->out, results, options->layout);
     if (code != EXIT_DONE)
         return code;
     summary.mass = measure_mass(results);
@@ -146,22 +171,42 @@ static void free_tensors(attend_inputs *inputs, attend_results *results) {
         free(owned[t].data);
 }
 
+static int check_options(const attend_options *options) {
+    const char *const *names = options->names;
+    if (options->scope == FDMA_SCOPE_CAUSAL && !options->causal)
+        print_error("fdma attend: --scope is 'causal', want --causal with it");
+    else if (options->threads > INT32_MAX)
+        print_error("fdma attend: --threads is %" PRId64 ", want 0 to %d", options->threads,
+                    INT32_MAX);
+    else if (names[ATTEND_SCORE] != NULL &&
+             (names[ATTEND_DT_PROJ] != NULL || names[ATTEND_A] != NULL))
+        print_error("fdma attend: --score excludes --dt-proj and --a");
+    else if (check_kernel(command.name, options->kernel))
+        return EXIT_DONE;
+    return EXIT_USAGE;
+}
+
 int attend_main(int argc, char **argv) {
     attend_options options = {.scope = -1, .bias = FDMA_BIAS_EXP, .dtype = -1};
     const int read = read_options(&command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
+    if (options.list)
+        return list_tensors(&options);
     if (options.scope < 0)
         options.scope = options.causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
     else
         options.scope += FDMA_SCOPE_CAUSAL; // the words begin with that one
-    if (options.scope == FDMA_SCOPE_CAUSAL && !options.causal) {
-        print_error("fdma attend: --scope is 'causal', want --causal with it");
+    if (check_options(&options) != EXIT_DONE)
+        return EXIT_USAGE;
+    if (options.out != NULL && is_same_file(options.out, options.file)) {
+        print_error("fdma attend: --out is '%s', which is the input, want another file",
+                    options.out);
         return EXIT_USAGE;
     }
-    if (options.threads > INT32_MAX) {
-        print_error("fdma attend: --threads is %" PRId64 ", want 0 to %d", options.threads,
-                    INT32_MAX);
+    if (options.out != NULL && is_same_file(options.out, options.file)) {
+        print_error("fdma attend: --out is '%s', which is the input, want another file",
+                    options.out);
         return EXIT_USAGE;
     }
     options.device = find_device(command.name, options.where);

@@ -7,29 +7,51 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+/* The tensors of a file. */
+typedef enum attend_tensor {
+    ATTEND_Q,
+    ATTEND_K,
+    ATTEND_V,
+    ATTEND_SCORE,
+    ATTEND_DT_PROJ,
+    ATTEND_A,
+    attend_tensor_count,
+} attend_tensor;
+
+typedef enum attend_layout { LAYOUT_BLHD, LAYOUT_BHLD } attend_layout;
+
+/*! attend_name() - what the tensor is called in options, messages and reports. */
+const char *attend_name(attend_tensor tensor);
+
 typedef struct attend_options {
     const char *file;
-    const char *kernel; /* NULL: the fastest */
-    const char *out;    /* NULL: nothing is written */
-    const char *where;  /* value of --device; NULL: the CPU */
+    const char *names[attend_tensor_count]; /* in the file; NULL: attend_name() */
+    const char *kernel;                     /* NULL: the fastest */
+    const char *out;                        /* NULL: nothing is written */
+    const char *where;                      /* value of --device; NULL: the CPU */
     int64_t window, recent, sinks;
     int64_t decode; /* positions, the last ones, that are decoded one by one */
     int64_t threads;
     double scale;
     double softcap;
     bool causal;
-    bool json;
+    bool json, list;
     int scope;      /* fdma_scope; while options are read an index of the words, -1: by `causal` */
     int bias;       /* fdma_bias_form */
     int dtype;      /* fdma_dtype - 1; -1: as in the file */
+    int layout;     /* attend_layout: of q, k and v in the file, and of out */
     int32_t device; /* fdma_exec.device */
 } attend_options;
 
-/* Contiguous tensors in the dtype that runs. Either score or both of dt_proj and a are there. */
+/* Contiguous tensors in the dtype that runs, [batch, len, heads, head_dim] in any layout of the
+ * file. Either score or both of dt_proj and a are there. */
 typedef struct attend_inputs {
     fdma_tensor q, k, v;
     fdma_tensor score;
     fdma_tensor dt_proj, a;
+    const char *dtypes[attend_tensor_count]; /* in the file, such as "F32"; NULL: was not read */
+    int64_t nans[attend_tensor_count];       /* elements that are NaN */
+    bool leaves_projection;                  /* the file has dt_proj and a, too; score was taken */
 } attend_inputs;
 
 /* Milliseconds. Dense and selected runs alternate; sample n of each is of the same round. */
@@ -46,6 +68,7 @@ typedef struct attend_results {
     fdma_tensor out, lse;             /* over the kept keys */
     fdma_tensor dense_out, dense_lse; /* over all visible keys, with the same bias */
     const char *kernel;               /* that ran forward */
+    int64_t threads;                  /* of the CPU, that ran; 0: unknown */
     attend_times times;
 } attend_results;
 
@@ -88,6 +111,9 @@ typedef struct attend_summary {
 
 /*! read_inputs() - input.c: the tensors of the file, converted to the dtype that runs. */
 int read_inputs(const attend_options *options, attend_inputs *inputs);
+
+/*! list_tensors() - input.c: prints name, dtype and shape of every tensor of the file. */
+int list_tensors(const attend_options *options);
 
 /*! run_attention() - run.c: scores, selection, attention over the kept and over all keys. */
 int run_attention(const attend_options *options, const attend_inputs *inputs,

@@ -3,14 +3,33 @@
 #include "attend/draw.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
 
 // without causal masking all lines are the same, and a few of them are enough
 enum { COLUMNS = 72, CAUSAL_LINES = 20, ALIKE_LINES = 5, LABEL = 7 };
 
 static const struct {
     double above; /* fraction of its pairs that are kept */
-    const char *glyph;
-} shades[] = {{0.75, "█"}, {0.5, "▓"}, {0.25, "▒"}, {0.0, "░"}};
+    const char *glyph, *ascii;
+} shades[] = {{0.75, "█", "#"}, {0.5, "▓", "+"}, {0.25, "▒", "-"}, {0.0, "░", "."}};
+
+enum { SHADES = sizeof shades / sizeof shades[0] };
+
+/* Whether the locale that the environment names, if it names one, has the glyphs. */
+static bool is_utf8(void) {
+    static const char *const variables[] = {"LC_ALL", "LC_CTYPE", "LANG"};
+    for (size_t v = 0; v < sizeof variables / sizeof variables[0]; v++) {
+        const char *locale = getenv(variables[v]);
+        if (locale != NULL && locale[0] != '\0')
+            return strstr(locale, "UTF") != NULL || strstr(locale, "utf") != NULL;
+    }
+    return true;
+}
+
+static const char *glyph_of(int shade) {
+    return is_utf8() ? shades[shade].glyph : shades[shade].ascii;
+}
 
 int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry, int64_t q_len,
                      bool causal, int64_t first, int64_t count) {
@@ -26,9 +45,9 @@ int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry,
 }
 
 static const char *shade_of(double fraction) {
-    for (size_t s = 0; s < sizeof shades / sizeof shades[0]; s++)
+    for (int s = 0; s < SHADES; s++)
         if (fraction > shades[s].above)
-            return shades[s].glyph;
+            return glyph_of(s);
     return " ";
 }
 
@@ -70,5 +89,6 @@ void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len
     }
     fprintf(stream, "%*sa character covers %.3g queries x %.3g keys\n", LABEL, "",
             (double)q_len / (double)lines, (double)kv_len / (double)columns);
-    fprintf(stream, "%*s of which are kept: ░ some ▒ > 1/4 ▓ > 1/2 █ > 3/4\n", LABEL - 1, "");
+    fprintf(stream, "%*s of which are kept: %s some %s > 1/4 %s > 1/2 %s > 3/4\n", LABEL - 1, "",
+            glyph_of(3), glyph_of(2), glyph_of(1), glyph_of(0));
 }

@@ -7,6 +7,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 static const char *scope_name(int scope) {
     return scope == FDMA_SCOPE_CAUSAL ? "causal" : "global";
@@ -66,6 +67,24 @@ kept_keys count_kept_keys(const attend_options *options, const attend_results *r
     return keys;
 }
 
+/* What a reader may not expect: dtypes that differ, NaN, scores that are not taken. */
+static void print_surprises(FILE *stream, const attend_options *options,
+                            const attend_inputs *inputs) {
+    const char *const *dtypes = inputs->dtypes;
+    if (strcmp(dtypes[ATTEND_Q], dtypes[ATTEND_K]) != 0 ||
+        strcmp(dtypes[ATTEND_Q], dtypes[ATTEND_V]) != 0)
+        fprintf(stream, "             in the file q is %s, k %s, v %s\n", dtypes[ATTEND_Q],
+                dtypes[ATTEND_K], dtypes[ATTEND_V]);
+    if (options->layout == LAYOUT_BHLD)
+        fprintf(stream, "             in the file [batch, heads, len, head_dim], and so is out\n");
+    for (int t = 0; t < attend_tensor_count; t++)
+        if (inputs->nans[t] > 0)
+            fprintf(stream, "             %s has %" PRId64 " NaN\n", attend_name(t),
+                    inputs->nans[t]);
+    if (inputs->leaves_projection)
+        fprintf(stream, "             score is taken; the file has dt_proj and a too\n");
+}
+
 static void print_input(FILE *stream, const attend_options *options, const attend_inputs *inputs) {
     const int64_t *q = inputs->q.shape;
     const int64_t *k = inputs->k.shape;
@@ -75,6 +94,7 @@ static void print_input(FILE *stream, const attend_options *options, const atten
             "\n             q [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
             "], k and v [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], %s\n",
             q[0], q[1], q[2], q[3], k[0], k[1], k[2], k[3], dtype_name(inputs->q.dtype));
+    print_surprises(stream, options, inputs);
     fprintf(stream, "  attention  window %" PRId64, options->window);
     if (options->recent > 0)
         fprintf(stream, ", recent %" PRId64, options->recent);
@@ -188,6 +208,21 @@ static void json_times(FILE *stream, const char *name, const samples *times) {
     fputs("]", stream);
 }
 
+/* Of each tensor that was read the dtype in the file, and how many elements are NaN. */
+static void json_inputs(FILE *stream, const attend_options *options, const attend_inputs *inputs) {
+    const char *between = "";
+    fprintf(stream, ", \"layout\": \"%s\", \"inputs\": {",
+            options->layout == LAYOUT_BHLD ? "bhld" : "blhd");
+    for (int t = 0; t < attend_tensor_count; t++) {
+        if (inputs->dtypes[t] == NULL)
+            continue;
+        fprintf(stream, "%s\"%s\": {\"dtype\": \"%s\", \"nan\": %" PRId64 "}", between,
+                attend_name(t), inputs->dtypes[t], inputs->nans[t]);
+        between = ", ";
+    }
+    fputs("}", stream);
+}
+
 static void json_options(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                          const attend_results *results) {
     fprintf(stream, "{\"file\": ");
@@ -207,7 +242,8 @@ static void json_options(FILE *stream, const attend_options *options, const atte
     json_field(stream, "scale",
                options->scale > 0 ? options->scale : 1 / sqrt((double)inputs->q.shape[3]));
     json_field(stream, "softcap", options->softcap);
-    fprintf(stream, ", \"threads\": %" PRId64, options->threads);
+    fprintf(stream, ", \"threads\": %" PRId64, results->threads);
+    json_inputs(stream, options, inputs);
 }
 
 static void json_decoded(FILE *stream, const decoded_tokens *decoded) {

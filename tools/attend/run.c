@@ -5,6 +5,7 @@
 #include "commands.h"
 #include "common/arrays.h"
 #include "common/device.h"
+#include "common/machine.h"
 #include "common/text.h"
 
 #include <math.h>
@@ -199,7 +200,10 @@ static int run_calls(const attend_options *options, const attend_inputs *inputs,
         execs[call]->workspace = workspace;
         execs[call]->workspace_size = bytes;
     }
+    const int64_t before = count_threads(); // the library keeps those that it starts
     fdma_status status = time_rounds(calls, inputs->score.rank == 0, &results->times);
+    if (before > 0 && options->device == 0)
+        results->threads = count_threads() - before + 1;
     if (status == FDMA_OK)
         status = fdma_forward_kernel(&calls->selected, &results->kernel);
     const int code = status == FDMA_OK ? EXIT_DONE : refuse(options);

@@ -7,6 +7,7 @@
 #include "common/device.h"
 #include "common/json.h"
 #include "common/machine.h"
+#include "common/nearest.h"
 #include "common/options.h"
 #include "common/output.h"
 #include "common/progress.h"
@@ -27,13 +28,15 @@ typedef struct bench_options {
     const char *kernel; /* NULL: the dispatched one */
     const char *where;  /* value of --device; NULL: the CPU */
     int64_t threads;
-    bool all;
+    bool all, list;
     int32_t device; /* fdma_exec.device */
 } bench_options;
 
 static const option option_table[] = {
-    {"--json", "FILE", "also write the figures to FILE, one JSON object per line", NULL,
-     offsetof(bench_options, json), OPTION_TEXT, false},
+    {"--json", "FILE",
+     "also write the figures to FILE, one JSON object per line, as they come:\n"
+     "FILE is valid at any time, also if the program is stopped",
+     NULL, offsetof(bench_options, json), OPTION_TEXT, false},
     {"--threads", "N", "CPU threads (default 1)", NULL, offsetof(bench_options, threads),
      OPTION_COUNT, false},
     {"--device", "D", "cpu (default), cuda, or a number; devices have cases of their own", NULL,
@@ -42,6 +45,8 @@ static const option option_table[] = {
      offsetof(bench_options, kernel), OPTION_TEXT, false},
     {"--all", NULL, "run every available kernel; the reference only with --kernel reference", NULL,
      offsetof(bench_options, all), OPTION_FLAG, false},
+    {"--list", NULL, "print the names of the cases, and run none", NULL,
+     offsetof(bench_options, list), OPTION_FLAG, false},
 };
 
 static const command_line command = {
@@ -129,10 +134,23 @@ static void print_figures(const char *name, const char *kernel, const bench_figu
     fflush(stdout);
 }
 
+static int refuse(const char *path) {
+    print_error("fdma bench: %s: cannot be written: %s", path, strerror(errno));
+    return EXIT_FAILED;
+}
+
+/* The file gets its name with its first row. */
+static int add_row(output_file *json, const char *name, const char *kernel,
+                   const bench_options *options, const bench_figures *figures) {
+    write_json(json->stream, name, kernel, options, figures);
+    return publish_output(json) != 0 ? refuse(options->json) : EXIT_DONE;
+}
+
 /* A kernel that does not take the case is an error, but with --all it is left out. */
 static int bench_one(const bench_options *options, const bench_case *item, const char *kernel,
-                     FILE *json) {
+                     output_file *json) {
     char name[BENCH_NAME];
+    int code = EXIT_DONE;
     bench_figures figures;
     bench_case_name(item, name);
     show_progress("%s %s ...", name, kernel != NULL ? kernel : "");
@@ -147,15 +165,16 @@ static int bench_one(const bench_options *options, const bench_case *item, const
     } else {
         print_figures(name, job->kernel, &figures);
         if (json != NULL)
-            write_json(json, name, job->kernel, options, &figures);
+            code = add_row(json, name, job->kernel, options, &figures);
     }
     if (job != NULL)
         close_job(job);
-    return status != FDMA_OK ? EXIT_USAGE : EXIT_DONE;
+    return status != FDMA_OK ? EXIT_USAGE : code;
 }
 
 /* Runs the case on every available kernel but the reference, which would take hours. */
-static int bench_every_kernel(const bench_options *options, const bench_case *item, FILE *json) {
+static int bench_every_kernel(const bench_options *options, const bench_case *item,
+                              output_file *json) {
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) != FDMA_OK || kernel.missing != NULL ||
@@ -170,7 +189,7 @@ static int bench_every_kernel(const bench_options *options, const bench_case *it
     return EXIT_DONE;
 }
 
-static int bench_cases(const bench_options *options, FILE *json) {
+static int bench_cases(const bench_options *options, output_file *json) {
     int code = EXIT_DONE;
     printf("%-52s %-*s %10s %8s %8s %8s %8s %8s %8s\n", "case", kernel_width(), "kernel", "ms",
            "spread", "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
@@ -185,22 +204,48 @@ static int bench_cases(const bench_options *options, FILE *json) {
     return code;
 }
 
-static int refuse(const char *path) {
-    print_error("fdma bench: %s: cannot be written: %s", path, strerror(errno));
-    return EXIT_FAILED;
-}
-
 static int bench_to_file(const bench_options *options, const machine_info *machine) {
     output_file output;
     if (open_output(options->json, &output) != 0)
         return refuse(options->json);
     write_machine_json(output.stream, machine);
-    const int code = bench_cases(options, output.stream);
-    if (code != EXIT_DONE)
+    const int code = bench_cases(options, &output);
+    if (output.stream != NULL && code != EXIT_DONE)
         abandon_output(&output);
-    else if (commit_output(&output) != 0)
+    else if (output.stream != NULL && commit_output(&output) != 0)
         return refuse(options->json);
     return code;
+}
+
+static int refuse_filter(const bench_options *options) {
+    char names[2][BENCH_NAME]; // the nearest one, and one that is tried
+    int nearest_at = 0;
+    nearest_name nearest = {.typed = options->filter};
+    for (int64_t index = 0; index < bench_case_count(options->device); index++) {
+        char *const name = names[1 - nearest_at];
+        bench_case_name(bench_case_at(options->device, index), name);
+        offer_name(&nearest, name, true);
+        if (nearest.name == name)
+            nearest_at = 1 - nearest_at;
+    }
+    print_unknown("fdma bench: no case matches", options->filter, nearest.name,
+                  "fdma bench --list prints their names");
+    return EXIT_USAGE;
+}
+
+static int count_matches(const bench_options *options, bool print) {
+    int count = 0;
+    for (int64_t index = 0; index < bench_case_count(options->device); index++) {
+        char name[BENCH_NAME];
+        const bench_case *item = bench_case_at(options->device, index);
+        if (!matches(item, options->filter))
+            continue;
+        bench_case_name(item, name);
+        if (print)
+            printf("%s\n", name);
+        count++;
+    }
+    return count;
 }
 
 static int check_options(const bench_options *options) {
@@ -214,11 +259,9 @@ static int check_options(const bench_options *options) {
         print_error("fdma bench: --all and --kernel exclude each other");
         return EXIT_USAGE;
     }
-    for (int64_t index = 0; index < bench_case_count(options->device); index++)
-        if (matches(bench_case_at(options->device, index), options->filter))
-            return EXIT_DONE;
-    print_error("fdma bench: no case matches '%s'", options->filter);
-    return EXIT_USAGE;
+    if (!check_kernel(command.name, options->kernel))
+        return EXIT_USAGE;
+    return count_matches(options, options->list) > 0 ? EXIT_DONE : refuse_filter(options);
 }
 
 int bench_main(int argc, char **argv) {
@@ -228,7 +271,7 @@ int bench_main(int argc, char **argv) {
         return read;
     options.device = find_device(command.name, options.where);
     const int code = options.device < 0 ? EXIT_USAGE : check_options(&options);
-    if (code != EXIT_DONE)
+    if (code != EXIT_DONE || options.list)
         return code;
     machine_info machine;
     find_machine(&machine, options.device);

@@ -36,6 +36,23 @@ void check_count(check_tally *tally, const check_problem *problem, fdma_status s
         printf("the error of %s is %.3g times the tolerance\n", error->tensor, error->ratio);
 }
 
+void check_say(const char *line) {
+    fputs(line, stdout);
+    fflush(stdout);
+}
+
+void check_report_family(const char *name, int cases, const check_tally *tallies, int count,
+                         double seconds) {
+    int passed = 0, failed = 0;
+    for (int i = 0; i < count; i++) {
+        passed += tallies[i].passed;
+        failed += tallies[i].failed;
+    }
+    printf("%-10.*s %3d cases in %6.1f s; so far %d passed, %d failed\n", (int)strcspn(name, "/"),
+           name, cases, seconds, passed, failed);
+    fflush(stdout);
+}
+
 /* A kernel of the CPU takes all cases of a dtype or none: one that refuses some is at fault. Decode
  * kernels take few queries only. */
 static bool refuses_some(const check_tally *tally) {
@@ -85,6 +102,7 @@ static int report_coverage(const check_coverage *coverage) {
 int check_report(const check_tally *tallies, int count, const check_coverage *coverage) {
     int passed = 0, failed = coverage != NULL ? report_coverage(coverage) : 0;
     int64_t compared = 0;
+    printf("\n");
     for (int i = 0; i < count; i++) {
         const check_tally *tally = &tallies[i];
         const bool unknown = check_find_operation(tally->info.operation) == NULL;

@@ -24,6 +24,14 @@ typedef struct check_coverage {
 void check_count(check_tally *tally, const check_problem *problem, fdma_status status,
                  const check_error *error);
 
+/*! check_say() - a line on standard output, at once. */
+void check_say(const char *line);
+
+/*! check_report_family() - prints a line for a family of cases that is done: how many cases, how
+ *  many failures so far, how long it took. `name` is that of one of the cases. */
+void check_report_family(const char *name, int cases, const check_tally *tallies, int count,
+                         double seconds);
+
 /*! check_report() - prints a line for each kernel and the sums. `coverage` is NULL if not all
  *  kernels were asked. Returns the exit code. */
 int check_report(const check_tally *tallies, int count, const check_coverage *coverage);

@@ -160,6 +160,27 @@ fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype) {
     return copy;
 }
 
+fdma_tensor swap_axes(const fdma_tensor *source) {
+    const int64_t *const from = source->shape;
+    const int64_t shape[4] = {from[0], from[2], from[1], from[3]};
+    const fdma_tensor copy = allocate_array(source->dtype, 4, shape);
+    const size_t row = (size_t)from[3] * dtype_bytes(source->dtype);
+    for (int64_t i = 0; i < from[0] * from[1] * from[2]; i++) {
+        const int64_t b = i / (from[1] * from[2]), x = i / from[2] % from[1], y = i % from[2];
+        const int64_t to = (b * from[2] + y) * from[1] + x;
+        memcpy((char *)copy.data + (size_t)to * row, (const char *)source->data + (size_t)i * row,
+               row);
+    }
+    return copy;
+}
+
+int64_t count_nans(const fdma_tensor *tensor) {
+    int64_t nans = 0;
+    for (int64_t index = element_count(tensor) - 1; index >= 0; index--)
+        nans += isnan(load_element(tensor->data, tensor->dtype, index)) != 0;
+    return nans;
+}
+
 double rounding_step(fdma_dtype dtype, double magnitude) {
     const int digits = dtype == FDMA_FLOAT16 ? 11 : dtype == FDMA_BFLOAT16 ? 8 : FLT_MANT_DIG;
     const int lowest = dtype == FDMA_FLOAT16 ? -13 : FLT_MIN_EXP; // of normal numbers

@@ -21,6 +21,13 @@ fdma_tensor allocate_array(fdma_dtype dtype, int32_t rank, const int64_t *shape)
  *  is contiguous, and aligned to its elements. */
 fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype);
 
+/*! swap_axes() - a contiguous copy of a contiguous array of rank 4 whose axes 1 and 2 are
+ *  exchanged. */
+fdma_tensor swap_axes(const fdma_tensor *source);
+
+/*! count_nans() - of a contiguous array in a floating dtype. */
+int64_t count_nans(const fdma_tensor *tensor);
+
 /*! load_element(), store_element() - element `index` of an array; floating dtypes are rounded to
  *  nearest, ties to even. Integers are loaded only. */
 double load_element(const void *data, fdma_dtype dtype, int64_t index);

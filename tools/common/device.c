@@ -3,6 +3,7 @@
 
 #include "commands.h"
 #include "common/arrays.h"
+#include "common/nearest.h"
 #include "common/text.h"
 #include "common/timing.h"
 
@@ -100,6 +101,27 @@ int32_t find_device(const char *command, const char *text) {
 
 bool runs_on(const char *kernel, int32_t device) {
     return (strncmp(kernel, "cuda/", 5) == 0) == (device > 0);
+}
+
+bool selects_kernel(const char *kernel, const char *name) {
+    const size_t length = strlen(kernel);
+    return strncmp(kernel, name, length) == 0 && (name[length] == '\0' || name[length] == '/');
+}
+
+bool check_kernel(const char *command, const char *kernel) {
+    if (kernel == NULL || selects_kernel("cuda", kernel))
+        return true;
+    nearest_name nearest = {.typed = kernel};
+    for (int32_t index = 0; index < fdma_kernel_count(); index++) {
+        if (selects_kernel(kernel, fdma_kernel_name(index)))
+            return true;
+        offer_name(&nearest, fdma_kernel_name(index), true);
+    }
+    if (nearest.name != NULL)
+        print_error("%s: --kernel is '%s'; did you mean '%s'?", command, kernel, nearest.name);
+    else
+        print_error("%s: --kernel is '%s', want a kernel that fdma info lists", command, kernel);
+    return false;
 }
 
 int kernel_width(void) {

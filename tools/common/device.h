@@ -16,6 +16,13 @@ const char *why_no_device(void);
 /*! runs_on() - whether the kernel of that name is one of `device`. */
 bool runs_on(const char *kernel, int32_t device);
 
+/*! selects_kernel() - whether `kernel` is that name, or the beginning of it up to a '/'. */
+bool selects_kernel(const char *kernel, const char *name);
+
+/*! check_kernel() - whether a value of --kernel selects kernels of this build; true for NULL, and
+ *  for those of CUDA, of which the library says what is missing. Else there is a line on stderr. */
+bool check_kernel(const char *command, const char *kernel);
+
 /*! kernel_width() - the length of the longest kernel name, the width of columns of such names. */
 int kernel_width(void);
 

@@ -6,6 +6,7 @@
 #include "common/json.h"
 #include "fdma.h"
 
+#include <dirent.h>
 #include <limits.h>
 #include <string.h>
 #include <time.h>
@@ -92,4 +93,15 @@ void write_machine_json(FILE *stream, const machine_info *machine) {
     fputs(", \"commit\": ", stream);
     json_string(stream, machine->commit[0] != '\0' ? machine->commit : NULL);
     fputs("}\n", stream);
+}
+
+int64_t count_threads(void) {
+    DIR *tasks = opendir("/proc/self/task");
+    int64_t count = 0;
+    if (tasks == NULL)
+        return 0;
+    for (const struct dirent *one = readdir(tasks); one != NULL; one = readdir(tasks))
+        count += one->d_name[0] != '.';
+    closedir(tasks);
+    return count;
 }

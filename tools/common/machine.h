@@ -20,3 +20,6 @@ void print_machine(const machine_info *machine, int threads);
 
 /*! write_machine_json() - one line of JSON: machine, cores, device, compiler, date, commit. */
 void write_machine_json(FILE *stream, const machine_info *machine);
+
+/*! count_threads() - of this process, or 0 where the system does not say. */
+int64_t count_threads(void);

@@ -1,8 +1,9 @@
 /* See common/options.h. Options are "--name value" or "--name=value"; there is at most one operand,
- * and "--" precedes one that begins with a dash. */
+ * and "--" precedes one that begins with a dash and has more characters. */
 #include "common/options.h"
 
 #include "commands.h"
+#include "common/nearest.h"
 #include "common/text.h"
 
 #include <errno.h>
@@ -11,45 +12,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NAME_MAX_LENGTH = 31, NEAR_MISS = 3 };
-
-/* Levenshtein distance, for "did you mean"; `name` has at most NAME_MAX_LENGTH characters. */
-static size_t edit_distance(const char *typed, const char *name) {
-    size_t distance[NAME_MAX_LENGTH + 1]; // from typed[0 .. t] to each prefix of the name
-    const size_t length = strlen(name);
-    for (size_t i = 0; i <= length; i++)
-        distance[i] = i;
-    for (size_t t = 1; typed[t - 1] != '\0'; t++) {
-        size_t diagonal = distance[0];
-        distance[0] = t;
-        for (size_t i = 1; i <= length; i++) {
-            const size_t replaced = diagonal + (typed[t - 1] != name[i - 1]);
-            diagonal = distance[i];
-            distance[i] = distance[i - 1] < distance[i] ? distance[i - 1] + 1 : distance[i] + 1;
-            if (replaced < distance[i])
-                distance[i] = replaced;
-        }
-    }
-    return distance[length];
-}
-
-static const char *nearest_name(const command_line *command, const char *typed) {
-    const char *best = NULL;
-    size_t best_distance = NEAR_MISS;
-    for (int o = 0; o < command->option_count; o++) {
-        const size_t distance = edit_distance(typed, command->options[o].name);
-        if (distance < best_distance) {
-            best_distance = distance;
-            best = command->options[o].name;
-        }
-    }
-    return best;
-}
-
 static int refuse_unknown(const command_line *command, const char *typed) {
-    const char *near = nearest_name(command, typed);
-    if (near != NULL)
-        print_error("%s: no option %s; did you mean %s?", command->name, typed, near);
+    nearest_name nearest = {.typed = typed};
+    for (int o = 0; o < command->option_count; o++)
+        offer_name(&nearest, command->options[o].name, false);
+    if (nearest.name != NULL)
+        print_error("%s: no option %s; did you mean %s?", command->name, typed, nearest.name);
     else
         print_error("%s: no option %s; see %s --help", command->name, typed, command->name);
     return EXIT_USAGE;
@@ -165,10 +133,10 @@ static int read_option(const command_line *command, int argc, char **argv, int *
     return store_value(command, known, argv[*at], values);
 }
 
-static bool was_given(const option *known, int argc, char **argv) {
-    const size_t length = strlen(known->name);
+static bool was_given(const char *name, int argc, char **argv) {
+    const size_t length = strlen(name);
     for (int at = 1; at < argc; at++)
-        if (strncmp(argv[at], known->name, length) == 0 &&
+        if (strncmp(argv[at], name, length) == 0 &&
             (argv[at][length] == '\0' || argv[at][length] == '='))
             return true;
     return false;
@@ -180,9 +148,11 @@ static int check_required(const command_line *command, bool operand_given, int a
                     command->name);
         return EXIT_USAGE;
     }
+    if (command->unless != NULL && was_given(command->unless, argc, argv))
+        return OPTIONS_READ;
     for (int o = 0; o < command->option_count; o++) {
         const option *known = &command->options[o];
-        if (known->required && !was_given(known, argc, argv)) {
+        if (known->required && !was_given(known->name, argc, argv)) {
             print_error("%s: %s %s is missing; see %s --help", command->name, known->name,
                         known->value, command->name);
             return EXIT_USAGE;
@@ -204,7 +174,7 @@ int read_options(const command_line *command, int argc, char **argv, void *value
         }
         if (!options_end && strcmp(argv[at], "--") == 0) {
             options_end = true;
-        } else if (!options_end && argv[at][0] == '-') {
+        } else if (!options_end && argv[at][0] == '-' && argv[at][1] != '\0') {
             const int read = read_option(command, argc, argv, &at, values);
             if (read != OPTIONS_READ)
                 return read;

@@ -32,6 +32,7 @@ typedef struct command_line {
     const char *operand;   /* the operand's name in the help text; NULL: there is none */
     size_t operand_offset; /* of a const char * */
     bool operand_required;
+    const char *unless; /* a flag with which no option is required; NULL: there is none */
     int option_count;
     const option *options;
 } command_line;

@@ -1,4 +1,5 @@
-/* See common/output.h: write under a temporary name, sync, rename. */
+/* See common/output.h: write under a temporary name, sync, rename. A file that is published early
+ * is renamed first, and grows by whole lines. */
 #define _XOPEN_SOURCE 700
 
 #include "common/output.h"
@@ -168,21 +169,45 @@ static void sync_directory(const char *path) {
     free(directory);
 }
 
-int commit_output(output_file *output) {
+/* Renames the temporary file, which from then on is not removed. */
+static int rename_temporary(output_file *output) {
+    const sigset_t before = block_deadly();
+    const bool failed = rename(output->temporary, output->path) != 0;
+    const int reason = errno;
+    if (!failed) {
+        set_unfinished(NULL);
+        free(output->temporary);
+        output->temporary = NULL;
+    }
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    errno = reason;
+    return failed ? -1 : 0;
+}
+
+int publish_output(output_file *output) {
     bool failed = fflush(output->stream) != 0 || ferror(output->stream) != 0;
     if (!failed && output->temporary != NULL)
+        failed = rename_temporary(output) != 0;
+    if (failed)
+        abandon_output(output);
+    return failed ? -1 : 0;
+}
+
+int commit_output(output_file *output) {
+    bool failed = fflush(output->stream) != 0 || ferror(output->stream) != 0;
+    if (!failed && output->path != NULL)
         failed = fsync(fileno(output->stream)) != 0;
     if (!failed) {
         failed = fclose(output->stream) != 0;
         output->stream = NULL;
     }
     if (!failed && output->temporary != NULL)
-        failed = rename(output->temporary, output->path) != 0;
+        failed = rename_temporary(output) != 0;
     if (failed) {
         abandon_output(output);
         return -1;
     }
-    if (output->temporary != NULL)
+    if (output->path != NULL)
         sync_directory(output->path);
     forget(output);
     return 0;
@@ -196,6 +221,12 @@ void abandon_output(output_file *output) {
         unlink(output->temporary);
     forget(output);
     errno = reason;
+}
+
+bool is_same_file(const char *path, const char *other) {
+    struct stat one, two;
+    return stat(path, &one) == 0 && stat(other, &two) == 0 && one.st_dev == two.st_dev &&
+           one.st_ino == two.st_ino;
 }
 
 bool is_standard_output(const char *path) {

@@ -42,10 +42,11 @@ static const struct {
     const char *name;
     uint64_t bits;
 } dtypes[] = {
-    {"F64", 64}, {"F32", 32},    {"F16", 16},    {"BF16", 16},   {"I64", 64},
-    {"I32", 32}, {"I16", 16},    {"I8", 8},      {"U64", 64},    {"U32", 32},
-    {"U16", 16}, {"U8", 8},      {"BOOL", 8},    {"F8_E5M2", 8}, {"F8_E4M3", 8},
-    {"C64", 64}, {"F8_E8M0", 8}, {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},
+    {"F64", 64},    {"F32", 32},    {"F16", 16},        {"BF16", 16},       {"I64", 64},
+    {"I32", 32},    {"I16", 16},    {"I8", 8},          {"U64", 64},        {"U32", 32},
+    {"U16", 16},    {"U8", 8},      {"BOOL", 8},        {"C64", 64},        {"F8_E5M2", 8},
+    {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E5M2FNUZ", 8}, {"F8_E4M3FNUZ", 8}, {"F6_E2M3", 6},
+    {"F6_E3M2", 6}, {"F4", 4},
 };
 
 static uint64_t read_little_endian(const uint8_t *bytes) {
@@ -78,6 +79,35 @@ static int check_text(const char *text, size_t count, message_buffer message) {
                           at + PREFIX_BYTES);
         if (values > VALUE_LIMIT)
             return refuse(message, "header: more than %d values", VALUE_LIMIT);
+    }
+    return 0;
+}
+
+static bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+/* Checks that numbers are written as plain integers: the tree no longer shows 0.0, 128e1, -0 and
+ * 00. `text` is JSON without NUL characters. */
+static int check_numbers(const char *text, size_t count, message_buffer message) {
+    bool in_string = false;
+    for (size_t at = 0; at < count; at++) {
+        const char c = text[at];
+        if (in_string) {
+            at += c == '\\';
+            in_string = c != '"';
+            continue;
+        }
+        in_string = c == '"';
+        if (c != '-' && !is_digit(c))
+            continue;
+        size_t digits = at, end = at;
+        while (digits < count && is_digit(text[digits]))
+            digits++;
+        for (end = digits; end < count && strchr("+-.Ee0123456789", text[end]) != NULL; end++)
+            continue;
+        if (digits < end || (c == '0' && digits > at + 1))
+            return refuse(message, "header: number '%.*s' at byte %zu, want a plain integer",
+                          (int)(end - at < 32 ? end - at : 32), text + at, at + PREFIX_BYTES);
+        at = end - 1;
     }
     return 0;
 }
@@ -293,7 +323,9 @@ static int parse_text(const char *text, size_t length, safetensors *file, messag
     if (end != text + length)
         return refuse(message, "header: text after its end, at byte %td",
                       end - text + PREFIX_BYTES);
-    return read_tree(file, PREFIX_BYTES + length, message);
+    return read_tree(file, PREFIX_BYTES + length, message) == 0
+               ? check_numbers(text, length, message)
+               : -1;
 }
 
 int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that every #include goes the way the architecture allows.
 
 A zone is a part of the tree; a file belongs to the first zone whose prefix its path begins with.
@@ -20,6 +21,7 @@ ZONES = (
     ("reference", "src/reference/"),
     ("cpu row", "src/cpu/cpu.h"),
     ("cpu threads", "src/cpu/parallel."),
+    ("cpu threads", "src/cpu/quota."),
     ("cpu simd", "src/cpu/simd/"),
     ("cpu common", "src/cpu/common/"),
     ("cpu score", "src/cpu/score/"),
@@ -112,7 +114,7 @@ ALLOWED = {
     "cuda probabilities": CUDA_KERNEL,
     "cuda": ("public", "core", "cuda row", "cuda devices"),
     "tune": ("public", "core", "cpu row", "cpu threads"),
-    "entry": ("public", "core", "reference row", "cpu row", "cuda row", "tune"),
+    "entry": ("public", "core", "reference row", "cpu row", "cpu threads", "cuda row", "tune"),
     "ort": ("public",),
     "extension": (),
     "cases": (),

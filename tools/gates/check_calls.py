@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check who defines what a header declares, and that no files call each other in a circle.
 
 A function that a header declares is defined in the header's folder, or in one above or below it,

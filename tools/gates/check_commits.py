@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check the messages of new commits: "area: what", and a body if the reason is speed.
 
     check_commits.py [--self-test] [BASE]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that attention on the CPU takes no more instructions for a kept pair than it should.
 
 Each case of CASES runs once under valgrind (see instructions.c), which counts the instructions of

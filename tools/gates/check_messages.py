@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that messages.txt lists every message of the library and of the command `fdma`.
 
 After a change of messages, --update writes the list anew. It is there to be read as a whole: each

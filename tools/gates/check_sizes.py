@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that functions have at most 60 lines and files at most 500, in C, Python and shell, and
 that lines of C, whose comments clang-format leaves alone, have at most 100 columns.
 

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that a shared library exports exactly the functions that fdma.h declares."""
 
 from __future__ import annotations

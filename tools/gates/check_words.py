@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check that words which docs/glossary.md replaces are not used.
 
 Some words are banned everywhere; others, which plain English needs, only as parts of names in
@@ -36,11 +37,11 @@ IN_NAMES = {
     "floor": "threshold",
     "fact": "what it holds",
 }
-# Words of others ("chunked prefill", transformers' argument for it, torch's functions, C's
+# Words of others ("chunked prefill", transformers' arguments for it, torch's functions, C's
 # floorf()), and verbs: share_elements().
 EXCEPTIONS = re.compile(
-    r"chunked prefill|prefill_chunk_size|\.chunk\(|floorf?\(|_floor_p[sd]\b|in[-_ ]place"
-    r"|(?<![a-zA-Z0-9_])(share|place|note|carry)_(?=[a-z])"
+    r"chunked prefill|(prefill|attention)_chunk_size|\.chunk\(|floorf?\(|_floor_p[sd]\b"
+    r"|in[-_ ]place|(?<![a-zA-Z0-9_])(share|place|note|carry)_(?=[a-z])"
 )
 
 CODE = (*c_source.SUFFIXES, ".def", ".inc", ".py")

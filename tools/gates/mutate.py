@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Plants the faults of faults.py and mask_faults.py, one at a time: a test must fail for each.
 
     mutate.py [--texts] [--everything] [NAME ...]

@@ -194,6 +194,31 @@ cpu_headers_alone() {
     done
 }
 
+# Tests of models where matrix products have other last bits: those of another order of the sums
+# (tests/python/sum_order.py), or of other CPUs. Such bits must not decide which keys or tokens are
+# chosen. With FDMA_FULL=1 all tests of these files, under every setting.
+last_bits() {
+    set -- FDMA_TEST_SUM_ORDER=1 \
+        ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
+    chosen='generated or assist or greedy or formulas or alone or same_tokens'
+    if [ "${FDMA_FULL:-0}" = 1 ]; then
+        chosen=test
+        set -- "$@" FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
+            ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
+            ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,OMP_NUM_THREADS=1 \
+            ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX,OMP_NUM_THREADS=2
+    fi
+    fails=0
+    for setting in "$@"; do
+        echo "== $setting"
+        # shellcheck disable=SC2046 # a list of variables
+        env $(echo "$setting" | tr , ' ') OMP_WAIT_POLICY=passive "$python" -m pytest -q \
+            $(printf 'tests/python/test_%s.py ' doge_adapters doge_cache transformers lm lm_nope \
+                lm_qk_norm serve) -k "$chosen" || fails=1
+    done
+    [ "$fails" = 0 ]
+}
+
 neon_runs() { # whether a program for 64-bit ARM can be built and run here
     echo 'int main(void) { return 0; }' |
         aarch64-linux-gnu-gcc -x c - -o "$logs/neon_runs" &&
@@ -291,6 +316,8 @@ form_and_cpus() {
     gate cpu_headers cpu_headers_alone
     gate refused refused_builds
     gate demo_installs install_after_demo
+    echo "      running tests of models with matrix products of other last bits"
+    gate last_bits last_bits
     echo "      compiling with gcc and clang, and running the C tests of clang's build"
     gate gcc gcc_build
     gate clang clang_tests

@@ -4,11 +4,22 @@
 #include "commands.h"
 #include "common/arrays.h"
 #include "common/device.h"
+#include "common/json.h"
 #include "common/options.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
+
+typedef struct info_options {
+    bool json;
+} info_options;
+
+static const option option_table[] = {
+    {"--json", NULL, "print one JSON object instead, for reports of faults", NULL,
+     offsetof(info_options, json), OPTION_FLAG, false},
+};
 
 static const command_line command = {
     .name = "fdma info",
@@ -17,6 +28,8 @@ static const command_line command = {
     .more = "A tuning is read from the file that the environment variable FDMA_TUNING names.\n"
             "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
             "1024 keys; the list of all kernels marks them with the dtypes that they would run.\n",
+    .option_count = sizeof option_table / sizeof option_table[0],
+    .options = option_table,
 };
 
 static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
@@ -151,10 +164,13 @@ static void print_kernels(const device_choice choices[2]) {
     }
 }
 
-int info_main(int argc, char **argv) {
-    const int read = read_options(&command, argc, argv, NULL);
-    if (read != OPTIONS_READ)
-        return read;
+#ifdef FDMA_HAVE_CJSON
+static const bool has_files = true;
+#else
+static const bool has_files = false;
+#endif
+
+static void print_info(void) {
     device_choice choices[2] = {no_choice, no_choice};
     printf("fdma       %s\n", fdma_version());
     for (int32_t device = 0; device < fdma_device_count(); device++) {
@@ -166,12 +182,81 @@ int info_main(int argc, char **argv) {
     printf("\n");
     print_cpu();
     print_devices();
-#ifdef FDMA_HAVE_CJSON
-    printf("files      safetensors\n");
-#else
-    printf("files      none: fdma is built without cJSON (libcjson-dev)\n");
-#endif
+    printf("files      %s\n",
+           has_files ? "safetensors" : "none: fdma is built without cJSON (libcjson-dev)");
     print_tuning();
     print_kernels(choices);
+}
+
+static void json_choice(const char *name, const char *const kernels[dtype_count]) {
+    printf(", \"%s\": {", name);
+    for (int d = 0; d < dtype_count; d++) {
+        printf("%s\"%s\": ", d > 0 ? ", " : "", dtype_name(dtypes[d]));
+        json_string(stdout, kernels[d]);
+    }
+    printf("}");
+}
+
+static void json_devices(void) {
+    printf(", \"devices\": [");
+    for (int32_t d = 0; d < fdma_device_count(); d++) {
+        fdma_device_info device = {.size = sizeof device};
+        const bool known = fdma_describe_device(d, &device) == FDMA_OK;
+        const device_choice choice = choose_kernels(d);
+        printf("%s{\"name\": ", d > 0 ? ", " : "");
+        json_string(stdout, known ? device.name : NULL);
+        printf(", \"cores\": %d, \"features\": ", device.cores);
+        json_string(stdout, known ? device.features : NULL);
+        json_choice("forward", choice.forward);
+        json_choice("decode", choice.decode);
+        json_choice("backward", choice.backward);
+        printf("}");
+    }
+    printf("]");
+}
+
+static void json_kernels(void) {
+    const char *between = "";
+    printf(", \"kernels\": [");
+    for (int32_t index = 0; index < fdma_kernel_count(); index++) {
+        fdma_kernel_info kernel = {.size = sizeof kernel};
+        if (fdma_describe_kernel(index, &kernel) != FDMA_OK)
+            continue;
+        printf("%s{\"name\": \"%s\", \"operation\": \"%s\", \"missing\": ", between, kernel.name,
+               kernel.operation);
+        json_string(stdout, kernel.missing);
+        printf("}");
+        between = ", ";
+    }
+    printf("]");
+}
+
+static void print_json(void) {
+    const char *line;
+    printf("{\"fdma\": \"%s\"", fdma_version());
+    json_devices();
+    printf(", \"cuda\": ");
+    json_string(stdout, fdma_device_count() == 1 ? why_no_device() : NULL);
+    printf(", \"files\": ");
+    json_bool(stdout, has_files);
+    printf(", \"tuning\": [");
+    for (int32_t n = 0; (line = fdma_tuning_line(n)) != NULL; n++) {
+        fputs(n > 0 ? ", " : "", stdout);
+        json_string(stdout, line);
+    }
+    printf("]");
+    json_kernels();
+    printf("}\n");
+}
+
+int info_main(int argc, char **argv) {
+    info_options options = {0};
+    const int read = read_options(&command, argc, argv, &options);
+    if (read != OPTIONS_READ)
+        return read;
+    if (options.json)
+        print_json();
+    else
+        print_info();
     return EXIT_DONE;
 }

@@ -80,8 +80,11 @@ static void begin_table(key_table *table) {
 }
 
 static void write_dbias(const fdma_problem *problem, const row_range *rows, int64_t j, float sum) {
-    if (is_present(&problem->dbias))
-        *key_float(problem, &problem->dbias, &problem->dbias_carried, rows->b, rows->g, j) = sum;
+    if (!is_present(&problem->dbias))
+        return;
+    float *const to =
+        key_float(problem, &problem->dbias, &problem->dbias_carried, rows->b, rows->g, j);
+    *to = adds_dbias(problem, j) ? *to + sum : sum;
 }
 
 static void *dk_row(const fdma_problem *problem, const row_range *rows, int64_t j) {

@@ -63,13 +63,30 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     return tile;
 }
 
+static double dlse_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
+    return is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0;
+}
+
 /* delta = <dout, out> - dlse of the row of query i and query head h, in double precision: where a
  * row has all its weight on one key, dP - delta cancels to the last bits. */
 static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     const double product =
         product_of_rows(head_row(&problem->dout, b, i, h), head_row(&problem->out, b, i, h),
                         problem->dtype, problem->head_dim);
-    return product - (is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0);
+    return product - dlse_of_row(problem, b, i, h);
+}
+
+/* Whether a row attends to no key, and its lse is therefore the sink logit. Only a row with numbers
+ * that are not finite is looked at: 0 times these is NaN, but the others, times a P of 0, are 0. */
+static bool is_empty_beside_sink(const fdma_problem *problem, const row_range *rows, int64_t lane,
+                                 float lse, double delta) {
+    const int64_t row = rows->first + lane, h = rows->g * problem->group + row % problem->group;
+    const void *const q = row_of_lane(problem, &problem->q, rows, lane);
+    if (lse != sink_of_row(problem, rows->g, row))
+        return false;
+    if (isfinite(delta) && isfinite(product_of_rows(q, q, problem->dtype, problem->head_dim)))
+        return false;
+    return is_empty_row(problem, rows->b, h, row / problem->group);
 }
 
 /* Loads lse and delta of every row, but for empty ones. Gradients are multiplied by
@@ -80,13 +97,17 @@ static void load_lse_and_delta(const fdma_problem *problem, const row_range *row
     for (int64_t lane = 0; lane < used_lanes(rows); lane++) {
         const float lse =
             lane < rows->count ? *float_of_lane(problem, &problem->lse, rows, lane) : -INFINITY;
-        tile->left_out[lane] = lse == -INFINITY;
-        tile->lse[lane] = tile->left_out[lane] ? INFINITY : lse;
+        tile->left_out[lane] = true;
+        tile->lse[lane] = INFINITY;
         tile->minus_delta[lane] = 0;
-        if (tile->left_out[lane])
+        if (lse == -INFINITY)
             continue;
         const int64_t row = rows->first + lane, h = rows->g * problem->group + row % problem->group;
         const double delta = delta_of_row(problem, rows->b, row / problem->group, h);
+        if (is_empty_beside_sink(problem, rows, lane, lse, delta))
+            continue;
+        tile->left_out[lane] = false;
+        tile->lse[lane] = lse;
         tile->minus_delta[lane] = (float)(-delta / scale);
     }
 }

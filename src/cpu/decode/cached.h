@@ -71,7 +71,7 @@ static void decode_head_task(const void *context, int64_t index, int32_t thread)
         fdma_decode_head(problem, index / problem->kv_heads, index % problem->kv_heads);
     fdma_arena arena = scratch_of_thread(cached->scratch, cached->scratch_size, thread);
     const head_selection selection = fdma_take_selection(&arena, problem);
-    const live_rows live = take_live_rows(&arena, problem);
+    live_rows live = take_live_rows(&arena, problem);
     fdma_clear_queries(&head);
     if (head.sequence < 0 || head.tokens == 0)
         return;

@@ -10,14 +10,18 @@
 /* The rows of one kv head, as the tokens of the call so far leave them. */
 typedef struct live_rows {
     int64_t rows, sinks, recent;
+    int32_t sink_end;  /* sinks have positions before it; found when all rows have keys, as no sink
+                          leaves after that; -1 until then */
     int32_t *order;    /* [rows] of the score */
     int32_t *position; /* [rows]; -1: empty */
     int32_t *key;      /* [rows]: the row's number, or that of the token that has taken it over */
 } live_rows;
 
 static live_rows take_live_rows(fdma_arena *arena, const fdma_problem *problem) {
-    live_rows live = {
-        .rows = problem->carried_len, .sinks = problem->sinks, .recent = problem->recent};
+    live_rows live = {.rows = problem->carried_len,
+                      .sinks = problem->sinks,
+                      .recent = problem->recent,
+                      .sink_end = -1};
     live.order = take_ints(arena, live.rows);
     live.position = take_ints(arena, live.rows);
     live.key = take_ints(arena, live.rows);
@@ -85,29 +89,45 @@ static int32_t newest_position(const live_rows *live, int64_t count, int32_t end
     return low;
 }
 
+/* The end of the positions of the sinks, the oldest rows. They are the first rows, too, unless a
+ * sink was lost with a page. */
+static int32_t find_sink_end(const live_rows *live) {
+    const int32_t rows = (int32_t)live->rows, sinks = (int32_t)min(live->sinks, live->rows);
+    int32_t newest = -1, least = INT32_MAX;
+    for (int32_t row = 0; row < sinks; row++)
+        newest = live->position[row] > newest ? live->position[row] : newest;
+    for (int32_t row = sinks; row < rows; row++)
+        least = least_of(least, live->position[row]);
+    return newest < least ? least : newest_position(live, rows - sinks, 0);
+}
+
 /* The worst row of those that compete: no sink, and older than `newest`. -1 if there is none. Each
  * pass finds a minimum without branches, so that it is done in vectors: the least score, the oldest
  * position that has it, and the row that has both. */
 static int64_t worst_row(const live_rows *live, int32_t newest) {
     const int32_t *const order = live->order, *const position = live->position;
-    const int32_t first = (int32_t)min(live->sinks, live->rows), rows = (int32_t)live->rows;
+    const int32_t end = live->sink_end, rows = (int32_t)live->rows;
     int32_t least = INT32_MAX, oldest = INT32_MAX, worst = INT32_MAX;
-    for (int32_t row = first; row < rows; row++)
-        least = least_of(least, number_if(position[row] < newest, order[row]));
-    for (int32_t row = first; row < rows; row++)
-        oldest = least_of(
-            oldest, number_if((order[row] == least) & (position[row] < newest), position[row]));
-    for (int32_t row = first; row < rows; row++)
+    for (int32_t row = 0; row < rows; row++)
+        least = least_of(least,
+                         number_if((position[row] >= end) & (position[row] < newest), order[row]));
+    for (int32_t row = 0; row < rows; row++)
+        oldest = least_of(oldest, number_if((order[row] == least) & (position[row] >= end) &
+                                                (position[row] < newest),
+                                            position[row]));
+    for (int32_t row = 0; row < rows; row++)
         worst = least_of(worst, number_if((order[row] == least) & (position[row] == oldest), row));
     return worst < INT32_MAX ? worst : -1;
 }
 
 /* The row that token m takes: an empty one, else that of the key that it evicts; -1 if it is itself
  * the worst. */
-static int64_t row_for_token(const live_rows *live, int32_t position, int32_t order) {
+static int64_t row_for_token(live_rows *live, int32_t position, int32_t order) {
     const int64_t empty = first_empty(live), others = live->recent - 1;
     if (empty < live->rows)
         return empty;
+    if (live->sink_end < 0)
+        live->sink_end = find_sink_end(live);
     const int32_t newest = others > 0 ? newest_position(live, others, position) : INT32_MAX;
     const int64_t worst = worst_row(live, newest);
     const bool competes = live->recent == 0;
@@ -115,8 +135,7 @@ static int64_t row_for_token(const live_rows *live, int32_t position, int32_t or
 }
 
 /* Writes the expiry and the slot of every row and token. */
-static void evict_keys(const decode_head *head, const live_rows *live,
-                       const head_selection *selection) {
+static void evict_keys(const decode_head *head, live_rows *live, const head_selection *selection) {
     const fdma_problem *const problem = head->problem;
     const int32_t rows = (int32_t)live->rows, kv_len = rows + (int32_t)head->tokens;
     load_rows(head, live, selection);

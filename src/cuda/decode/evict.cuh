@@ -117,12 +117,13 @@ template <int threads> struct evict_memory {
 template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
-    int32_t newest;  // keys at this position and later are recent: they do not compete
-    int32_t arrived; // tokens so far
-    int32_t buffer;  // of the two in shared memory
-    bool is_alive;   // the token of this thread has arrived and is not evicted
-    bool is_stale;   // `worst` has to be found again
-    worst_key worst; // of the keys of this thread
+    int32_t newest;   // keys at this position and later are recent: they do not compete
+    int32_t sink_end; // with pages, the sinks are the keys before this position
+    int32_t arrived;  // tokens so far
+    int32_t buffer;   // of the two in shared memory
+    bool is_alive;    // the token of this thread has arrived and is not evicted
+    bool is_stale;    // `worst` has to be found again
+    worst_key worst;  // of the keys of this thread
 };
 
 /* How many keys of the (b, g) are at a position or later. */
@@ -143,12 +144,10 @@ __device__ static int32_t count_from(evict_memory<threads> &shared, evict_state<
     return all;
 }
 
-/* The position from which on there are `count` keys: the `count`-th last one of the stream, unless
- * padding stands in between. */
+/* The position from which on there are `count` keys; `likely`, 1 or more, is tried first. */
 template <int threads, typename keys>
 __device__ static int32_t newest_position(evict_memory<threads> &shared, evict_state<keys> &state,
-                                          int32_t rows, int32_t count) {
-    const int32_t likely = max(token_position(state.stream, state.arrived) - count, 1);
+                                          int32_t rows, int32_t count, int32_t likely) {
     int32_t low = 0, high = INT32_MAX - 1; // from `low` on there are `count` keys or more
     for (int32_t middle = likely; low < high; middle = low + (high - low) / 2 + 1) {
         const int32_t found = count_from(shared, state, rows, middle);
@@ -156,6 +155,23 @@ __device__ static int32_t newest_position(evict_memory<threads> &shared, evict_s
         high = found > count ? high : found == count ? middle : middle - 1;
     }
     return low;
+}
+
+/* The end of the sinks, which are the oldest keys of the rows and, if there are too few, the first
+ * tokens. They have the first rows, too, unless a sink was lost with a page. */
+template <int threads, typename keys>
+__device__ static int32_t find_sink_end(evict_memory<threads> &shared, evict_state<keys> &state,
+                                        const decode_plan &plan) {
+    const int32_t others = count_from(shared, state, plan.rows, 0) - plan.sinks;
+    return others > 0 ? newest_position(shared, state, plan.rows, others, plan.sinks)
+                      : token_position(state.stream, -others);
+}
+
+/* Whether a key, which has this row, is a sink. */
+template <typename keys>
+__device__ static bool is_sink(const evict_state<keys> &state, const decode_plan &plan,
+                               competitor key, int32_t row) {
+    return plan.pages.number == NULL ? row < plan.sinks : position_of(key) < state.sink_end;
 }
 
 /* Has a key compete, unless it is recent or a sink. */
@@ -174,10 +190,10 @@ template <int threads, typename keys>
 __device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
                                      const decode_plan &plan) {
     const int32_t token = threadIdx.x;
-    const int32_t position = token_position(state.stream, token);
+    const competitor key = competitor_of(shared.order[token], token_position(state.stream, token));
     if (state.is_alive)
-        add_key(&state.worst, state.newest, competitor_of(shared.order[token], position),
-                plan.rows + token, shared.slot[token] < plan.sinks);
+        add_key(&state.worst, state.newest, key, plan.rows + token,
+                is_sink(state, plan, key, shared.slot[token]));
 }
 
 /* Looks at all keys of this thread. */
@@ -193,7 +209,7 @@ __device__ static void find_own_worst(const evict_memory<threads> &shared, evict
         });
     else
         state.rows.each(plan.rows, [&](int32_t row, competitor key) {
-            add_key(&worst, state.newest, key, row, row < plan.sinks);
+            add_key(&worst, state.newest, key, row, is_sink(state, plan, key, row));
         });
     state.worst = worst;
     add_own_token(shared, state, plan);
@@ -280,12 +296,17 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     if (token < plan.new_len)
         shared.order[token] = score_order(new_score[token]);
     __syncthreads(); // also for what the caller has written: a row may be another thread's there
+    if (plan.sinks > 0 && plan.pages.number != NULL)
+        state.sink_end = find_sink_end(shared, state, plan);
     while (state.arrived < stream.tokens) {
         if (state.is_stale)
             find_own_worst(shared, state, plan);
         const worst_key worst = find_worst(shared, state);
         if (plan.recent > 1 && !is_empty_row(worst.key) && state.newest == INT32_MAX) {
-            state.newest = newest_position(shared, state, plan.rows, plan.recent - 1);
+            // the (recent - 1)-th last position of the stream, unless padding stands in between
+            const int32_t others = plan.recent - 1;
+            const int32_t likely = max(token_position(stream, state.arrived) - others, 1);
+            state.newest = newest_position(shared, state, plan.rows, others, likely);
             state.is_stale = true;
         } else {
             add_token(shared, state, plan, worst, marks);

@@ -5,23 +5,67 @@
 #include "cuda/device/rows.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/boundaries.cuh"
+#include "cuda/plan/selection.cuh"
 
 extern "C" {
 #include "core/pair_sums.h"
 }
 
+/* How many keys a row attends to, of those that this lane looks at. */
+__device__ static float count_own_keys(const forward_plan &plan, const selection_view &selection,
+                                       int64_t b, int32_t h, int32_t i) {
+    const head_selection of =
+        selection_of(plan, selection, (int)(b * plan.kv_heads) + h / plan.group);
+    const int32_t p = query_position(plan, (int32_t)b, i);
+    float count = 0;
+    for (int32_t j = threadIdx.x % row_lanes; j < of.kv_len; j += row_lanes)
+        count += p < record_expiry(plan, of, j) &&
+                 (!plan.by_position || p >= first_position(plan, j)) &&
+                 is_unmasked(plan.mask, b, h, i, j);
+    return count;
+}
+
+/* Whether a row attends to no key, and its lse is therefore the sink logit. Only a row with numbers
+ * that are not finite is looked at: 0 times these is NaN, but the others, times a P of 0, are 0.
+ * row_lanes lanes take a row; they differ in `i`, and all of a warp call this. */
+template <typename element>
+__device__ static bool is_empty_beside_sink(const backward_plan &plan,
+                                            const selection_view &selection, int64_t head,
+                                            int32_t i, float lse, float delta) {
+    const forward_plan &forward = plan.forward;
+    const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
+    const float sink = forward.sink_logit != NULL ? forward.sink_logit[h] : -INFINITY;
+    // lse has been an exponent of 2 in between, which costs its last bits
+    const bool is_sink = i < forward.q_len && fabsf(lse - sink) <= 1e-6f * fabsf(sink);
+    if (!__any_sync(~0u, is_sink))
+        return false;
+    float zero = delta * 0; // NaN if a number is not finite
+    const element *const q = row_of<element>(forward.q, head, forward.q_heads, is_sink ? i : 0);
+    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
+         d += row_lanes * vec_channels) {
+        float x[vec_channels];
+        load_vec(x, q + d, false);
+        for (int n = 0; n < vec_channels; n++)
+            zero = fmaf(x[n], 0, zero);
+    }
+    zero = row_sum(zero);
+    const bool is_searched = is_sink && isnan(zero);
+    const float own = is_searched ? count_own_keys(forward, selection, b, (int32_t)h, i) : 0;
+    const float count = row_sum(own);
+    return is_searched && count == 0;
+}
+
 /* Writes row_lse and row_delta of the rows of a query head from row `first` on. row_lanes lanes
  * take a row. */
 template <typename element>
-__device__ static void find_row_stats(const backward_plan &plan, int64_t head, int32_t first,
-                                      bool aligned) {
+__device__ static void find_row_stats(const backward_plan &plan, const selection_view &selection,
+                                      int64_t head, int32_t first, bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
     const int32_t i = first + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
     const bool there = i < forward.q_len;
     const float lse = there ? forward.lse.at(b, h)[i] : -INFINITY;
-    const bool empty = lse == -INFINITY; // a row of NaN is not
     float delta = 0;
     if (there) { // even if it is empty: to wait for lse first would take longer
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
@@ -37,12 +81,21 @@ __device__ static void find_row_stats(const backward_plan &plan, int64_t head, i
         }
     }
     delta = row_sum(delta);
+    if (there && plan.dlse.data != NULL)
+        delta -= plan.dlse.at(b, h)[i];
+    const bool empty = // a row of NaN is not
+        is_empty_beside_sink<element>(plan, selection, head, i, lse, delta) || lse == -INFINITY;
     if (lane != 0)
         return;
-    if (!empty && plan.dlse.data != NULL)
-        delta -= plan.dlse.at(b, h)[i];
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
+}
+
+/* What an empty row, or one past q_len, adds to dsink_logit. */
+__device__ static float dlse_of_empty(const backward_plan &plan, int32_t b, int32_t h, int32_t i) {
+    const bool adds = plan.dlse.data != NULL && i < plan.forward.q_len &&
+                      plan.forward.lse.at(b, h)[i] != -INFINITY;
+    return adds ? plan.dlse.at(b, h)[i] : 0;
 }
 
 /* dsink_logit: minus the sum of the sink's probability times delta, over all rows of a query head.
@@ -57,7 +110,9 @@ static __global__ void __launch_bounds__(row_threads)
     for (int32_t b = 0; b < plan.forward.batch; b++) {
         const int64_t first = ((int64_t)b * plan.forward.q_heads + h) * plan.rows;
         for (int32_t i = threadIdx.x; i < plan.rows && sink != -INFINITY; i += row_threads)
-            sum -= exp2f(sink - plan.row_lse[first + i]) * plan.row_delta[first + i];
+            sum += plan.row_lse[first + i] == INFINITY
+                       ? dlse_of_empty(plan, b, h, i)
+                       : -exp2f(sink - plan.row_lse[first + i]) * plan.row_delta[first + i];
     }
     sums[threadIdx.x] = sum;
     __syncthreads();
@@ -68,8 +123,8 @@ static __global__ void __launch_bounds__(row_threads)
     plan.dsink_logit[h] = plan.accumulate ? plan.dsink_logit[h] + sum : sum;
 }
 
-/* Clears dbias and, unless they accumulate, dk and dv, of the keys of a kv head from key `first`
- * on. row_lanes lanes take a key. */
+/* Clears dbias, dk and dv, unless they are added to what they hold, of the keys of a kv head from
+ * key `first` on. row_lanes lanes take a key. */
 __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32_t first,
                                   bool aligned) {
     const forward_plan &forward = plan.forward;
@@ -80,7 +135,7 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
         return;
     // a call without keys of its own may have no memory for dbias, and yet some for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
-    if (has_dbias && lane == 0)
+    if (has_dbias && lane == 0 && !adds_dbias(plan, j))
         *dbias_of_key(plan, b, g, j) = 0;
     if (plan.accumulate)
         return;
@@ -108,7 +163,8 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
  * kernel that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
-    begin_rows(const __grid_constant__ backward_plan plan, const int32_t key_blocks,
+    begin_rows(const __grid_constant__ backward_plan plan,
+               const __grid_constant__ selection_view selection, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
     const int64_t head = head_of_block();
     const int32_t n = (int32_t)blockIdx.x - key_blocks;
@@ -120,7 +176,7 @@ static __global__ void __launch_bounds__(row_threads)
     if (n < 0)
         clear_keys(plan, head, (int32_t)blockIdx.x * block_rows, aligned_keys);
     else
-        find_row_stats<element>(plan, head * plan.forward.group + n / row_blocks,
+        find_row_stats<element>(plan, selection, head * plan.forward.group + n / row_blocks,
                                 n % row_blocks * block_rows, aligned_rows);
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0)
         griddepcontrol_wait();
@@ -274,6 +330,7 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dsink_logit = (float *)problem->dsink_logit.data;
     plan->dpairs = pairs_of(&problem->dattn_bias, problem->q_heads);
     plan->accumulate = problem->accumulate;
+    plan->add_dbias_carried = problem->add_dbias_carried;
     plan->deterministic = problem->deterministic;
 }
 
@@ -387,7 +444,8 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
     return launch("backward",
                   problem->dtype == FDMA_FLOAT16 ? begin_rows<__half> : begin_rows<__nv_bfloat16>,
                   {grid_of(blocks, key_heads), dim3(row_threads), 0, start}, problem, *plan,
-                  (int32_t)key_blocks, (int32_t)row_blocks, aligned, has_aligned_sums(*plan));
+                  fdma_cuda_describe_selection(problem, &plan->forward), (int32_t)key_blocks,
+                  (int32_t)row_blocks, aligned, has_aligned_sums(*plan));
 }
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {

@@ -87,6 +87,7 @@ struct backward_plan {
     bool is_rolling;         // each query block has a list; otherwise a slot never changes its key
     bool slot_per_key;       // a causal selection is a mask by expiry, without lists
     bool accumulate, deterministic;
+    bool add_dbias_carried; // to what it holds
 };
 
 /* Where dk and dv of a key begin, and where its dbias is. */
@@ -102,6 +103,11 @@ __device__ static element *dv_of_key(const backward_plan &plan, int64_t b, int64
 
 __device__ static float *dbias_of_key(const backward_plan &plan, int64_t b, int64_t g, int32_t j) {
     return number_of_key(plan.dbias, plan.dbias_carried, plan.forward.carried_len, b, g, j);
+}
+
+/* Whether the dbias of a key is added to what its tensor holds. */
+__device__ static bool adds_dbias(const backward_plan &plan, int32_t j) {
+    return plan.add_dbias_carried && j < plan.forward.carried_len;
 }
 
 /* Whether dk and dv of all keys can be written 16 bytes at a time. */

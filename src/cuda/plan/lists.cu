@@ -28,20 +28,6 @@ __device__ static float record_bias(const forward_plan &plan, const head_selecti
     return log2_e * (j < plan.carried_len ? of.bias_carried[j] : of.bias[j - plan.carried_len]);
 }
 
-/* The expiry of a key's record: INT32_MIN if it is never kept or does not exist, INT32_MAX if it
- * outlives all queries. */
-__device__ static int32_t record_expiry(const forward_plan &plan, const head_selection &selection,
-                                        int32_t j) {
-    const int32_t end = sequence_end(plan, selection, j);
-    const bool is_dense = selection.expiry == NULL || j >= selection.kv_len;
-    const int32_t given = is_dense ? end : selection.expiry[j];
-    const int32_t expiry = plan.sequences.ranges == NULL ? given : min(given, end);
-    const bool kept = expiry > j && (plan.causal || expiry == end);
-    if (!kept || !is_valid(selection, j))
-        return INT32_MIN;
-    return expiry == selection.kv_len ? INT32_MAX : expiry;
-}
-
 /* The record of a misfit, by which every row that could keep it becomes NaN. */
 __device__ static key_record misfit_record(const forward_plan &plan, const head_selection &of,
                                            int32_t j) {
@@ -193,7 +179,7 @@ static size_t roll_bytes(const forward_plan &plan, const selection_view &selecti
     return (size_t)(table + arriving) * sizeof(int32_t);
 }
 
-static selection_view describe_selection(const fdma_problem *problem, const forward_plan *plan) {
+selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const forward_plan *plan) {
     selection_view selection = {};
     const int64_t heads = problem->batch * problem->kv_heads;
     selection.expiry = numbers_of<const int32_t>(&problem->expiry);
@@ -221,7 +207,7 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
 
 static fdma_status build_selection_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
-    const selection_view selection = describe_selection(problem, plan);
+    const selection_view selection = fdma_cuda_describe_selection(problem, plan);
     if (problem->plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));

@@ -63,3 +63,19 @@ __device__ static int32_t sequence_end(const forward_plan &plan, const head_sele
                                        int32_t j) {
     return plan.sequences.ranges == NULL ? of.kv_len : plan.sequences.ranges[j].y;
 }
+
+/* The expiry of a key's record: INT32_MIN if it is never kept or does not exist, INT32_MAX if it
+ * outlives all queries. */
+__device__ static int32_t record_expiry(const forward_plan &plan, const head_selection &selection,
+                                        int32_t j) {
+    const int32_t end = sequence_end(plan, selection, j);
+    const bool is_dense = selection.expiry == NULL || j >= selection.kv_len;
+    const int32_t given = is_dense ? end : selection.expiry[j];
+    const int32_t expiry = plan.sequences.ranges == NULL ? given : min(given, end);
+    const bool kept = expiry > j && (plan.causal || expiry == end);
+    if (!kept || !is_valid(selection, j))
+        return INT32_MIN;
+    return expiry == selection.kv_len ? INT32_MAX : expiry;
+}
+
+selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const forward_plan *plan);

@@ -63,8 +63,31 @@ template <class config> struct backward_consumer {
 
     __device__ dq_adder<config> adder(void) const { return {memory, index}; }
 
+    /* Waits for the queries of a step, and clears those of empty rows. */
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
+        clear_empty(stage_of(step));
+    }
+
+    /* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN.
+     * Each consumer does so before it reads them, and all write the same zeros. */
+    __device__ void clear_empty(int32_t stage) {
+        constexpr int vecs = config::q_rows * config::row_bytes / 16, line_vecs = line_bytes / 16;
+        const float *const lse = memory->lse[stage];
+        bool some = false;
+#pragma unroll
+        for (int from = 0; from < config::q_rows; from += 32)
+            some |= lse[from + threadIdx.x % 32] == INFINITY;
+        if (!__any_sync(~0u, some)) // the same in every warp
+            return;
+#pragma unroll 1
+        for (int n = threadIdx.x % warpgroup_threads; n < vecs; n += warpgroup_threads)
+            if (lse[n / line_vecs % config::q_rows] == INFINITY) {
+                ((uint4 *)memory->q[stage])[n] = make_uint4(0, 0, 0, 0);
+                ((uint4 *)memory->dout[stage])[n] = make_uint4(0, 0, 0, 0);
+            }
+        fence_proxy_async();
+        sync_consumer(index);
     }
 
     /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */

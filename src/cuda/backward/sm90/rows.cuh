@@ -117,7 +117,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, dv_factor<config>(plan), dv);
     } else if (plan.dbias.data != NULL && is_first) {
         float *const to = dbias_of_key(plan, work.b, work.g, row.key);
-        *to = config::is_diagonal ? *to + dbias : dbias;
+        *to = config::is_diagonal || adds_dbias(plan, row.key) ? *to + dbias : dbias;
     }
 }
 

@@ -1,6 +1,6 @@
-"""Facts that nothing marks, for quality.py: what a model recalls of text as people write it.
+"""Needles that nothing marks, for quality.py: what a model recalls of text as people write it.
 
-A fact has a name and a value of random letters or digits. It is stated in held-out text, in place
+A needle has a name and a value of random letters or digits. It is stated in held-out text, in place
 of some of its bytes, and stands there once more, `distance` bytes later; the second time its value
 is asked for. Names and values are random, so that only memory predicts a value. The four kinds
 stand side by side in the same texts:
@@ -22,13 +22,13 @@ from quality_recall import GROUP, LETTERS, Episodes, Question, cut_random
 
 SMALL = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 DIGITS = np.frombuffer(b"0123456789", np.uint8)
-FACTS = 4  # of each kind in a text
+NEEDLES = 4  # of each kind in a text
 SLOT = 64  # bytes from one statement to the next
 DISTANCES = (1024, 4096, 7168, 16384, 32768, 57344, 131072, 229376)
 
 
 class Kind(NamedTuple):
-    """A fact is `before`, a name, `between`, a value and `after`."""
+    """A needle is `before`, a name, `between`, a value and `after`."""
 
     before: bytes
     name: tuple[np.ndarray, int]  # its letters, and how many
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     after: bytes
 
     def draw(self, random: np.random.Generator) -> tuple[bytes, int]:
-        """A fact, and where its value begins in it."""
+        """A needle, and where its value begins in it."""
         name, value = (
             letters[random.integers(len(letters), size=count)].tobytes()
             for letters, count in (self.name, self.value)
@@ -52,7 +52,7 @@ KINDS = {
     "identifier": Kind(b" ", (SMALL, 5), b"_", (SMALL, 5), b"("),
     "brackets": Kind(b"[", (LETTERS, 3), b"", (LETTERS, 3), b"]"),
 }
-BLOCK = FACTS * len(KINDS) * SLOT  # bytes that statements take
+BLOCK = NEEDLES * len(KINDS) * SLOT  # bytes that statements take
 
 
 def distances_of(length: int) -> list[int]:
@@ -60,38 +60,38 @@ def distances_of(length: int) -> list[int]:
     return [one for one in DISTANCES if BLOCK <= one <= length - BLOCK]
 
 
-def write(text: np.ndarray, at: int, fact: bytes) -> int:
-    text[at : at + len(fact)] = np.frombuffer(fact, np.uint8)
+def write(text: np.ndarray, at: int, needle: bytes) -> int:
+    text[at : at + len(needle)] = np.frombuffer(needle, np.uint8)
     return at
 
 
 def state_and_ask(
     text: np.ndarray, distance: int, random: np.random.Generator
 ) -> dict[str, list[Question]]:
-    """Write FACTS facts of each kind into a text, at a random position, and again `distance` bytes
-    later, where groups of them change their order. Returns the questions of each kind."""
-    kinds = random.permutation(np.repeat(list(KINDS), FACTS)).tolist()
+    """Write NEEDLES needles of each kind into a text, at a random position, and again `distance`
+    bytes later, where groups of them change their order. Returns the questions of each kind."""
+    kinds = random.permutation(np.repeat(list(KINDS), NEEDLES)).tolist()
     begin = int(random.integers(len(text) - distance - BLOCK + 1))
-    facts, stated = [], []
+    needles, stated = [], []
     for number, kind in enumerate(kinds):
-        fact, offset = KINDS[kind].draw(random)
-        within = int(random.integers(SLOT - len(fact) + 1))
-        stated.append(write(text, begin + number * SLOT + within, fact) + offset)
-        facts.append((fact, offset, within))
+        needle, offset = KINDS[kind].draw(random)
+        within = int(random.integers(SLOT - len(needle) + 1))
+        stated.append(write(text, begin + number * SLOT + within, needle) + offset)
+        needles.append((needle, offset, within))
     questions: dict[str, list[Question]] = {kind: [] for kind in KINDS}
-    for first in range(0, len(facts), GROUP):
-        for place, number in enumerate(first + random.permutation(GROUP)):
-            fact, offset, within = facts[number]
-            asked = write(text, begin + distance + (first + place) * SLOT + within, fact) + offset
+    for first in range(0, len(needles), GROUP):
+        for index, number in enumerate(first + random.permutation(GROUP)):
+            needle, offset, within = needles[number]
+            asked = write(text, begin + distance + (first + index) * SLOT + within, needle) + offset
             size = KINDS[kinds[number]].value[1]
             questions[kinds[number]].append(Question(stated[number], asked, size))
     return questions
 
 
-def facts(
+def needles(
     source: np.ndarray, length: int, distance: int, texts: int, seed: int
 ) -> dict[str, Episodes]:
-    """`texts` sequences of held-out text with facts, and the questions of each kind about them."""
+    """`texts` sequences of held-out text with needles, and the questions of each kind."""
     random = np.random.default_rng((seed, distance, texts))
     text = cut_random(source, texts, length + 1, random)
     asked = [state_and_ask(row, distance, random) for row in text]

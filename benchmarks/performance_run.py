@@ -1,0 +1,124 @@
+"""Runs forward_performance.py and backward_performance.py: options, tables, JSON, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import definition_times
+import original_times
+import torch
+from arguments import Parser, folder, whole_number
+from definition_cases import Case, Inputs, choose_dtype
+from definition_run import make_parser, parse
+from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
+
+LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
+WINDOW = 1024
+ORIGINAL = Rounds(5, 40, 0.25)  # of each of many cases
+SIZES = ("lengths", "windows", "q_len", "batch", "heads")  # that the original's tables have
+Lines = Iterator[tuple[list[dict[str, Any]], str]]
+
+MORE = """
+--original times the rows of the tables in the original's README (see benchmarks/original_tables.py
+for where they are from), which have 2 query heads on 1 kv head, with head_dim 128 and 64. Columns:
+fused, ms of flash_dma_attention(), which computes scores and selects keys; given, of
+flash_dmattn_func() under a mask and a bias of every pair; masked, of SDPA under the same; dense, of
+SDPA over all keys; how many times as fast as masked are fused and given, and as dense is fused; the
+speed-up of the original over SDPA under a mask, and whether ours is at least that. Where it is not,
+the line says how many times as fast as on the original's machine SDPA and our call are. Times are
+between two synchronizations; those of a backward call leave the forward call out.
+
+FOLDER gets forward-original-cuda.json, or a name with backward, performance or cpu; table.py reads
+it. Exit status: 0 done; 1 wrong outputs, or a file that cannot be written; 2 bad usage.
+"""
+
+
+def make_arguments(program: str, document: str | None) -> Parser:
+    parser = make_parser(program, document)
+    parser.epilog = MORE
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few rounds")
+    add("--out", type=folder, metavar="FOLDER", help="also write the rows to a file in it")
+    add("--lengths", type=whole_number, nargs="+", metavar="N", help="numbers of keys")
+    windows = {"type": whole_number, "nargs": "+", "metavar": "N"}
+    add("--windows", "--window", **windows, help=f"keys that a query keeps (default: {WINDOW})")
+    add("--q-len", type=whole_number, metavar="N", help="queries, the last ones (default: all)")
+    add("--batch", type=whole_number, metavar="N", help="sequences (default: 1)")
+    heads = {"type": whole_number, "nargs": 2, "metavar": ("Q", "KV")}
+    add("--heads", **heads, help="query heads and kv heads (default: 8 2)")
+    add("--head-dim", type=whole_number, nargs="+", metavar="N", help="channels (default: 64)")
+    add("--original", action="store_true", help="the rows of the original's README")
+    add("--divide", type=whole_number, metavar="N", help="divide the original's sizes by this")
+    return parser
+
+
+def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse sizes that contradict each other, and fill in those that are absent."""
+    given = [name for name in SIZES if getattr(args, name) is not None]
+    if args.original and given:
+        parser.error(f"--{given[0].replace('_', '-')}: is given, want none with --original")
+    if args.divide is not None and not args.original:
+        parser.error("--divide: is given, want none without --original")
+    args.head_dim = args.head_dim or (original_times.HEAD_DIMS if args.original else [64])
+    for size in args.head_dim:
+        if size % 8 or size > 256:
+            parser.error(f"--head-dim: is {size}, want a multiple of 8 up to 256")
+    args.lengths = args.lengths or LENGTHS[args.device]
+    args.windows, args.batch = args.windows or [WINDOW], args.batch or 1
+    args.heads = args.heads or [8, 2]
+    if args.heads[0] % args.heads[1]:
+        parser.error(
+            f"--heads: is {args.heads[0]}, want a multiple of {args.heads[1]}, the kv heads"
+        )
+    if args.q_len is not None and args.q_len > min(args.lengths):
+        parser.error(f"--q-len: is {args.q_len}, want at most --lengths, {min(args.lengths)}")
+
+
+def time_cases(args: argparse.Namespace, training: bool, rounds: Rounds) -> Lines:
+    """The rows of each case of the given sizes, and how they are shown."""
+    print(f"{'case':40} {'peer':20} {'ms':>10} {'spread':>7} {'times':>7}")
+    for length in args.lengths:
+        for window in args.windows:
+            for head_dim in args.head_dim:
+                q_len = args.q_len or length
+                case = Case("", args.batch, *args.heads, head_dim, q_len, length, window)
+                inputs = Inputs(case, args.device, choose_dtype(args))
+                for row in definition_times.measure(inputs, training, args.device, rounds):
+                    line = "{:40} {:20} {:10.3f} {:7.3f} {:7.3f}".format(*row)
+                    yield [row._asdict()], line
+
+
+def time_original(args: argparse.Namespace, training: bool, rounds: Rounds) -> Lines:
+    """The rows of each case of the original's table, and how they are shown."""
+    print(original_times.HEADER)
+    how = (training, args.device, choose_dtype(args), rounds)
+    for case, published in original_times.make_cases(training, args.head_dim, args.divide or 1):
+        rows = list(original_times.measure(case, published, *how))
+        yield rows, original_times.describe(rows)
+
+
+def run_performance(
+    program: str, document: str | None, training: bool, arguments: list[str] | None
+) -> int:
+    """Time every case. Exit status: 0 done; 1 wrong outputs; 2 bad usage."""
+    parser = make_arguments(program, document)
+    args = parse(parser, arguments)
+    check_arguments(parser, args)
+    usual, run = (ORIGINAL, time_original) if args.original else (USUAL, time_cases)
+    what = "backward" if training else "forward"
+    name = f"{what}-{'original' if args.original else 'performance'}-{args.device}.json"
+    found = [{**find_machine(args.device), "dtype": str(choose_dtype(args)).split(".")[1]}]
+    try:
+        with torch.set_grad_enabled(training):
+            for rows, line in run(args, training, QUICK if args.quick else usual):
+                print(line, flush=True)
+                found += rows
+                if args.out is not None:
+                    write_whole(args.out / name, found)
+    except (Disagreement, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    return 0

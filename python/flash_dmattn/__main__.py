@@ -1,0 +1,133 @@
+"""The command of the package: what this machine has, and which kernels run on it.
+
+    python -m flash_dmattn info            as text
+    python -m flash_dmattn info --json     for reports of faults
+    python -m flash_dmattn version
+
+`info` prints what `fdma info` prints, of the library that the package uses, and the versions of
+Python and PyTorch. Exit status: 0 done; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+from typing import Any
+
+import torch
+
+from . import _direct, _library
+
+DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "f64": 4}  # fdma_dtype
+OPERATIONS = ("forward", "decode", "backward")
+LENGTH, HEADS, HEAD_DIM = 1024, 8, 128  # of the calls whose kernels are shown
+
+
+def chosen(operation: str, args: _library.Sized) -> str | None:
+    """The kernel that would run; None if there is none."""
+    name = ctypes.c_char_p()
+    ask = getattr(_library.library, f"fdma_{operation}_kernel")
+    status = ask(ctypes.byref(args), ctypes.byref(name))
+    return name.value.decode() if status == _library.OK and name.value else None
+
+
+def choices(device: int) -> dict[str, dict[str, str | None]]:
+    """The kernels of causal calls, by operation and dtype."""
+    make, where = _library.library.fdma_tensor_4d, _library.Exec(device=device)
+    found: dict[str, dict[str, str | None]] = {name: {} for name in OPERATIONS}
+    for name, dtype in DTYPES.items():
+        x = make(None, dtype, 1, LENGTH, HEADS, HEAD_DIM)
+        one = make(None, dtype, 1, 1, HEADS, HEAD_DIM)
+        lse = _library.library.fdma_tensor_3d(None, DTYPES["f32"], 1, HEADS, LENGTH)
+        shared = {"k": x, "v": x, "causal": 1, "exec": where}
+        backward = dict.fromkeys(("dout", "out", "q", "dq", "dk", "dv"), x)
+        for operation, query in (("forward", x), ("decode", one)):
+            args = _library.ForwardArgs(q=query, out=query, **shared)
+            found[operation][name] = chosen("forward", args)
+        args = _library.BackwardArgs(lse=lse, **backward, **shared)
+        found["backward"][name] = chosen("backward", args)
+    return found
+
+
+def describe(device: int) -> dict[str, Any]:
+    info = _library.DeviceInfo()
+    _library.check(_library.library.fdma_describe_device(device, ctypes.byref(info)))
+    named = {"name": info.name.decode(), "cores": info.cores, "features": info.features.decode()}
+    return {**named, **choices(device)}
+
+
+def tuning() -> list[str]:
+    lines: list[str] = []
+    while (line := _library.library.fdma_tuning_line(len(lines))) is not None:
+        lines.append(line.decode())
+    return lines
+
+
+def collect() -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "fdma": _library.version(),
+        "library": str(_library.find()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "extension_module": _direct.NATIVE is not None,
+        "built_with_cuda": _library.has_cuda(),
+        "devices": [describe(n) for n in range(_library.library.fdma_device_count())],
+        "tuning": tuning(),
+        "kernels": [kernel._asdict() for kernel in _library.kernels()],
+    }
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """What `info` prints."""
+    module = "with" if found["extension_module"] else "without"
+    width = max(len(kernel["name"]) for kernel in found["kernels"])
+    lines = [
+        f"fdma       {found['fdma']}, {found['library']}",
+        f"python     {found['python']}, torch {found['torch']}, {module} the extension module",
+    ]
+    for number, device in enumerate(found["devices"]):
+        where = f"cuda {number}" if number else "cpu"
+        unit = "multiprocessors" if number else "cores"
+        lines += ["", f"{where:10} {device['name']}, {device['cores']} {unit}"]
+        lines.append(f"features   {device['features'] or 'none that kernels use'}")
+        titles = ("forward", "one query (decode)")
+        lines.append(f"runs       {titles[0]:{width}} {titles[1]:{width}} backward")
+        for dtype in DTYPES:
+            names = [device[operation][dtype] or "none" for operation in OPERATIONS]
+            lines.append(f"  {dtype:8} {names[0]:{width}} {names[1]:{width}} {names[2]}")
+    if len(found["devices"]) == 1:
+        why = (
+            "no device is found" if found["built_with_cuda"] else "the library has no CUDA kernels"
+        )
+        lines += ["", f"cuda       none: {why}"]
+    lines += ["tuning" + ("" if found["tuning"] else "     none: calls follow the rules")]
+    lines += [f"  {line}" for line in found["tuning"]]
+    lines += ["", f"{'kernel':{width}} {'operation':14} available"]
+    for kernel in found["kernels"]:
+        state = "yes" if kernel["missing"] is None else f"no: lacks {kernel['missing']}"
+        lines.append(f"{kernel['name']:{width}} {kernel['operation']:14} {state}")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_dmattn", description="What this machine has, and what runs on it."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    info = commands.add_parser("info", help="versions, CPU features, devices, kernels")
+    info.add_argument("--json", action="store_true", help="one JSON object, for reports of faults")
+    commands.add_parser("version", help="the version of the library")
+    given = parser.parse_args(arguments)
+    if given.command == "version":
+        print(_library.version())
+    elif given.json:
+        print(json.dumps(collect()))
+    else:
+        print("\n".join(lines_of(collect())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""One cache for layers that keep different numbers of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _arguments, _types
+from .cache import DynamicMaskCache
+
+if TYPE_CHECKING:
+    from .nn import DynamicMaskAttention
+
+
+class LayerCaches:
+    """The cache of a list of layers, whose windows may differ.
+
+    It stands in the place of a DynamicMaskCache and has its methods: each layer is called with it
+    and with its number in the list. Layers of equal sizes and rules share a DynamicMaskCache.
+
+    Args:
+        layers: a list of DynamicMaskAttention, in the order of their numbers.
+        batch: sequences.
+        static: as in DynamicMaskCache.
+
+    Attributes:
+        caches: the DynamicMaskCache of each kind of layer.
+
+    Raises:
+        TypeError: layers of another kind, or a batch that is not an int.
+        ValueError: no layers, a batch below 1, or a layer that has no cache.
+
+    Example:
+        >>> windows = 12, 12, 40
+        >>> layers = [flash_dmattn.DynamicMaskAttention(64, 4, 2, window) for window in windows]
+        >>> cache = flash_dmattn.LayerCaches(layers, batch=2)
+        >>> x = torch.randn(2, 100, 64)
+        >>> with torch.no_grad():
+        ...     for number, layer in enumerate(layers):
+        ...         x = layer(x, cache=cache, layer=number)
+        >>> cache.get_seq_length(), len(cache.caches)
+        (100, 2)
+
+    Source: docs/algorithm.md, streams.
+    """
+
+    def __init__(
+        self, layers: Iterable[DynamicMaskAttention], batch: int, *, static: bool = False
+    ) -> None:
+        if not isinstance(layers, Iterable) or isinstance(layers, str):
+            raise _types.refusal("layers", layers, "a list of DynamicMaskAttention")
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        layers = list(layers)
+        for number, layer in enumerate(layers):
+            if not hasattr(layer, "new_cache"):
+                found = _types.describe(layer)
+                raise TypeError(f"layers: has {found}, want DynamicMaskAttention layers")
+            own = (layer.kv_heads, layer.head_dim, layer.window, layer.recent, layer.sinks)
+            like = layer.A if layer.window is not None else layer.k_proj.weight
+            kinds.setdefault((*own, like.dtype, like.device), []).append(number)
+        if not layers:
+            raise ValueError("layers: is empty, want one or more")
+        self.caches: list[DynamicMaskCache] = []
+        by_layer: dict[int, tuple[DynamicMaskCache, int]] = {}
+        for numbers in kinds.values():
+            first = layers[numbers[0]]
+            cache = first.new_cache(batch, layers=len(numbers), static=static)
+            self.caches.append(cache)
+            by_layer.update((number, (cache, at)) for at, number in enumerate(numbers))
+        self._by_layer = [by_layer[number] for number in range(len(layers))]
+        self.layers, self.batch, self.static = len(layers), self.caches[0].batch, static
+
+    def of_layer(self, layer: int) -> tuple[DynamicMaskCache, int]:
+        """The cache of a layer, and the layer's number in it."""
+        if not 0 <= _arguments.check_int("layer", layer) < self.layers:
+            raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
+        return self._by_layer[layer]
+
+    def attend(self, layer: int, *arguments: Any, **options: Any) -> torch.Tensor:
+        """As DynamicMaskCache.attend()."""
+        cache, number = self.of_layer(layer)
+        return cache.attend(number, *arguments, **options)
+
+    def positions(self, layer: int, length: int, index: torch.Tensor | None = None) -> torch.Tensor:
+        """As DynamicMaskCache.positions()."""
+        cache, number = self.of_layer(layer)
+        return cache.positions(number, length, index)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that have not been committed, in the first layer."""
+        return self.caches[0].drafts
+
+    def crop(self, count: int) -> None:
+        """As DynamicMaskCache.crop()."""
+        for cache in self.caches:
+            cache.crop(count)
+
+    def commit(self, count: torch.Tensor | int | None = None) -> None:
+        """As DynamicMaskCache.commit()."""
+        for cache in self.caches:
+            cache.commit(count)
+
+    def reorder(self, beam_idx: torch.Tensor) -> None:
+        """As DynamicMaskCache.reorder()."""
+        for cache in self.caches:
+            cache.reorder(beam_idx)
+
+    def drop(self, b: int) -> None:
+        """As DynamicMaskCache.drop()."""
+        for cache in self.caches:
+            cache.drop(b)
+
+    def reset(self) -> None:
+        """Empty all sequences, and forget drafts."""
+        for cache in self.caches:
+            cache.reset()
+
+    def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
+        """As DynamicMaskCache.get_seq_length()."""
+        cache, number = self.of_layer(layer)
+        return cache.get_seq_length(number)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of all tensors of the caches, which never change. Drafts are not counted."""
+        return sum(cache.memory_bytes for cache in self.caches)
+
+    def __repr__(self) -> str:
+        lines = "".join(f"\n    {cache!r}," for cache in self.caches)
+        return f"LayerCaches({lines}\n)"

@@ -1,0 +1,8 @@
+/* The quota of a cgroup, by which Linux limits the CPU time of a container. */
+#pragma once
+
+#include <stdint.h>
+
+/* How many CPUs the quotas of this process's cgroup and of those above it allow, rounded up;
+ * INT32_MAX: there is none. membership: as /proc/self/cgroup; mount: as /sys/fs/cgroup. */
+int32_t fdma_quota_cpus(const char *membership, const char *mount);

@@ -1,0 +1,53 @@
+"""`python -m flash_dmattn`: it finds what the `fdma` command finds."""
+
+from __future__ import annotations
+
+import json
+
+import flash_dmattn
+import pytest
+import torch
+from flash_dmattn import __main__ as command
+from tool import run_tool
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    command.main([*arguments])
+    return capsys.readouterr().out
+
+
+def test_info_as_the_command_finds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "info", "--json"))
+    wanted = json.loads(run_tool("info", "--json").stdout)
+    for name in ("fdma", "devices", "tuning", "kernels"):
+        assert found[name] == wanted[name], name
+    assert found["torch"] == torch.__version__
+
+
+def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "info", "--json"))
+    lines = [line.split() for line in printed(capsys, "info").splitlines()]
+    for kernel in found["kernels"]:
+        (line,) = (x for x in lines if x[:2] == [kernel["name"], kernel["operation"]])
+        assert line[2] == ("yes" if kernel["missing"] is None else "no:")
+    cpu = found["devices"][0]
+    for dtype, kernel in cpu["forward"].items():
+        names = [kernel, cpu["decode"][dtype], cpu["backward"][dtype]]
+        assert [dtype, *names] in lines
+    assert ["features", *cpu["features"].split()] in lines
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "version") == f"{flash_dmattn.__version__}\n"
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main(["infos"])
+    assert refused.value.code == 2 and "'infos'" in capsys.readouterr().err
+
+
+def test_the_message_of_an_unknown_backend_names_it() -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(NotImplementedError, match="python -m flash_dmattn info"):
+        flash_dmattn.attention(x, x, x, backend="nonsense")
