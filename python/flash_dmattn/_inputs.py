@@ -206,3 +206,29 @@ def call_renamed(names: dict[str, str], function: Callable[..., Any], *args: Any
     except (TypeError, ValueError, NotImplementedError) as error:
         message = NAMED.sub(lambda found: names.get(found[0], found[0]), str(error))
         raise type(error)(message) from None
+
+
+def spread(
+    attn_bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """attn_bias with a number for each pair of every query head: PyTorch adds up the gradients of
+    one that is broadcast. The call refuses one that does not fit query, key and value."""
+    if any(x.dim() != 4 for x in (attn_bias, query, key, value)):
+        return attn_bias
+    batch, q_len, q_heads = query.shape[:3]
+    heads, kv_heads = attn_bias.shape[1], key.shape[2]
+    if heads == kv_heads and 0 < kv_heads < q_heads and q_heads % kv_heads == 0:
+        of_group = attn_bias[:, :, None].expand(-1, -1, q_heads // kv_heads, -1, -1)
+        attn_bias = of_group.flatten(1, 2)
+    shape = (batch, q_heads, q_len, key.shape[1])
+    fits = all(size in (1, want) for size, want in zip(attn_bias.shape, shape))
+    return attn_bias.expand(shape) if fits else attn_bias
+
+
+def is_added_in_any_order(attn_bias: Any, deterministic: bool) -> bool:
+    """Whether kernels of a device would have to add up the gradient of a bias in a fixed order,
+    which they cannot if it is broadcast."""
+    if not isinstance(attn_bias, torch.Tensor) or not attn_bias.is_cuda:
+        return False
+    is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()
+    return bool(is_fixed) and attn_bias.requires_grad and torch.is_grad_enabled()

@@ -49,7 +49,15 @@ from . import (
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
-from ._inputs import draw_state, finish, kernel_dropout, pad_head_dim, refuse_tangents
+from ._inputs import (
+    draw_state,
+    finish,
+    is_added_in_any_order,
+    kernel_dropout,
+    pad_head_dim,
+    refuse_tangents,
+    spread,
+)
 
 ROWS = ("query", "key", "value")
 Tensors = Tuple[torch.Tensor, ...]
@@ -350,6 +358,8 @@ def attention(
     rows, _, head_dim = pad_head_dim(_autocast("query", (query, key, value)))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
     kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
+    if is_added_in_any_order(attn_bias, deterministic):
+        attn_bias = spread(attn_bias, *rows)
     out, lse = ops.ATTENTION(
         *rows,
         *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),

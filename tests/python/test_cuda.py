@@ -256,3 +256,21 @@ def test_after_a_fault_the_cpu_works() -> None:
 def test_threads_that_have_not_used_the_device() -> None:
     """The first CUDA call of a thread, and of PyTorch's thread for gradients, is the library's."""
     output_of(python("-c", FRESH_THREADS))
+
+
+@on_device
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_gradients_of_broadcast_biases_are_the_same_from_run_to_run(heads: int) -> None:
+    """flash-dmattn's programs have a bias for each kv head, and ask for determinism."""
+    rows = [torch.randn(1, 300, count, 32, device="cuda").bfloat16() for count in (8, 2, 2)]
+    attn_bias = torch.randn(1, heads, 300, 300, device="cuda").bfloat16()
+    found = []
+    for _ in range(3):
+        given = [x.clone().requires_grad_() for x in (*rows, attn_bias)]
+        out = flash_dmattn.flash_dmattn_func(
+            *given[:3], attn_bias=given[3], is_causal=True, deterministic=True
+        )
+        found.append(torch.autograd.grad(out.float().square().sum(), given))
+    for one, other in ((found[0], found[1]), (found[0], found[2])):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+    assert found[0][3].shape == attn_bias.shape and found[0][3].abs().max() > 0

@@ -9,6 +9,7 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import ops
+from flash_dmattn._inputs import spread
 
 BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
 Tensors = Tuple[torch.Tensor, ...]
@@ -240,3 +241,28 @@ def test_wrong_dtypes() -> None:
     for wrong in (attn_bias.half(), mask):
         with pytest.raises(NotImplementedError, match="attn_bias: dtype is .*, supported: float32"):
             flash_dmattn.attention(query, key, value, attn_bias=wrong)
+
+
+@pytest.mark.parametrize("heads", [1, KV_HEADS, Q_HEADS])
+@pytest.mark.parametrize("axes", list(itertools.product((False, True), repeat=3)))
+def test_spread_biases_are_the_broadcast_ones(heads: int, axes: tuple[bool, ...]) -> None:
+    """As calls on a device need them whose gradients are to be the same from run to run."""
+    sizes = [size if whole else 1 for size, whole in zip((BATCH, Q_LEN, KV_LEN), axes)]
+    rows = make_rows()[:3]
+    _, attn_bias = make_pairs((sizes[0], heads, *sizes[1:]))
+    found = []
+    for change in (lambda x: x, lambda x: spread(x, *rows)):
+        given = attn_bias.clone().requires_grad_()
+        out, _ = flash_dmattn.attention(*rows, attn_bias=change(given))
+        found.append((out, torch.autograd.grad(out.square().sum(), given)[0]))
+    assert spread(attn_bias, *rows).shape == (BATCH, Q_HEADS, Q_LEN, KV_LEN)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 3, 1), (1, 1, 1), (2, 3, 37, 54)])
+def test_biases_that_do_not_fit_are_refused_as_they_are(shape: tuple[int, ...]) -> None:
+    attn_bias, rows = torch.zeros(shape), make_rows()[:3]
+    assert spread(attn_bias, *rows).shape[-1] == shape[-1]
+    with pytest.raises(ValueError, match="attn_bias: (axis|rank)"):
+        flash_dmattn.attention(*rows, attn_bias=spread(attn_bias, *rows))
