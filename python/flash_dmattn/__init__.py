@@ -1,5 +1,7 @@
 """Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from . import _library, _versions  # noqa: F401 (refuses an old PyTorch)

@@ -161,11 +161,11 @@ def check_ranks(
     check_dropout(dropout, "dropout")
     if group is None:
         return None
-    if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group
-        raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     for name, given in zip(("gap", "memory_hidden", "options"), absent):
         require(given is None, f"{name}: is given, want None with process_group")
     require(dropout == 0, f"dropout: is {dropout}, want 0 with process_group")
+    if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group
+        raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     return LayerRanks(group)
 
 
@@ -191,7 +191,8 @@ def check_cache(
     require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
     for name in ("window", "recent", "sinks"):
         found, want = getattr(cache.keys, name), getattr(module, name)
-        require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
+        if found != want:
+            raise ValueError(f"cache: its {name} is {found}, want the layer's, {want}")
     if index is None and isinstance(cache, DynamicMaskCache) and cache.batch != x.shape[0]:
         count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
         raise ValueError(f"cache: has {count}, x has {x.shape[0]}")

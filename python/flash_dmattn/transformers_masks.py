@@ -180,11 +180,13 @@ def make_mask(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask
-    layout = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    layout.update(q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask)
-    layout["device"] = device
+    layout = {
+        **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
+        **{"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask},
+        "device": device,
+    }
     given = {**rest, **layout, "mask_function": mask_function, "use_vmap": use_vmap}
-    given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    given = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if looks_at_masks(type(config)):
         return eager_mask(**given)
     if isinstance(config, DogeConfig):  # its layers have their rules

@@ -314,8 +314,9 @@ def flash_dmattn_varlen_func(
         results = call_renamed(names, _attend_under, rows, pairs, given, return_attn_probs)
     else:
         _refuse_pairs(attn_mask, attn_bias)
-        given.update(recent=recent, sinks=sinks, gap=gap, scope=scope, bias_form=bias_form)
-        given.update(dt_bias=dt_bias, options=options, return_attn_probs=return_attn_probs)
+        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
+        scores = {"bias_form": bias_form, "dt_bias": dt_bias, "options": options}
+        given = {**given, **rules, **scores, "return_attn_probs": return_attn_probs}
         rows += (dt_proj, a_coef, _window_of(options, keep_window_size))
         results = call_renamed(names, flash_dma_attention, *rows, **given, return_lse=True)
     return _without_batch(results if return_lse else (results[0], *results[2:]))

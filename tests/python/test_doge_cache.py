@@ -15,6 +15,7 @@ from doge_models import (  # noqa: E402
     LENGTH,
     assert_near,
     decided,
+    make_models,
     make_separate,
     make_tokens,
     registered,
@@ -153,7 +154,7 @@ def test_assistant_models(name: str) -> None:
 def test_assisted_generation_after_padding(length: int) -> None:
     """What comes behind the last padding can be removed, in prompts of fewer than 64 tokens too.
     All keys are kept, as the scores of equal tokens tie up to rounding."""
-    _, selected = make_separate("doge, all keys")
+    _, selected = make_models("doge, all keys")
     tokens, mask = make_tokens(1, length // 2).repeat(1, 2), torch.ones(1, length, dtype=torch.long)
     mask[0, :3] = 0
     given = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}

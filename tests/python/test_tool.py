@@ -182,12 +182,13 @@ def test_hostile_path_in_messages(tmp_path: Path) -> None:
 
 
 def test_hostile_path_in_reports(tmp_path: Path) -> None:
-    path = tmp_path / HOSTILE
+    path, out = tmp_path / HOSTILE, tmp_path / "out" / HOSTILE
+    out.parent.mkdir()
     files.save_file(make_inputs(), path)
-    report = attend_json(path, "--window", "4", "--out", path)  # decodes: it is UTF-8
-    assert report["file"] == f"{tmp_path}/\ufffd\x1b[31m\x9b€.safetensors" == report["out"]
-    files.save_file(make_inputs(), path)
-    done = run_tool("attend", path, "--window", "4", "--out", path)
+    report = attend_json(path, "--window", "4", "--out", out)  # decodes: it is UTF-8
+    shown = "\ufffd\x1b[31m\x9b€.safetensors"
+    assert (report["file"], report["out"]) == (f"{tmp_path}/{shown}", f"{tmp_path}/out/{shown}")
+    done = run_tool("attend", path, "--window", "4", "--out", out)
     assert done.stdout.count("\\xff\\x1b[31m\\xc2\\x9b€.safetensors\n") == 2
     assert "\x1b" not in done.stdout
 

@@ -60,7 +60,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_contents(wheel: Path) -> None:
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     folder = ROOT / "python"
-    sources = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.[pt]y*")}
+    paths = [path for ending in ("py", "pyi", "typed") for path in folder.rglob(f"*/*.{ending}")]
+    sources = {path.relative_to(folder).as_posix() for path in paths}
     assert {"flash_dmattn/_library.py", "flash_dma/py.typed"} < sources
     assert {f"{name}/__init__.py" for name in PACKAGES} < sources
     built = {"flash_dmattn/libfdma.so", *(["flash_dmattn/_native.abi3.so"] if HAS_HEADERS else [])}
