@@ -111,19 +111,19 @@ template <int threads> struct evict_memory {
     int32_t count[2][warps];
     int32_t order[most_new_tokens]; // of the tokens' scores
     int32_t slot[most_new_tokens];  // the row that a token took, or -1
+    int32_t sink_end;               // with pages, the sinks are the keys before this position
 };
 
 /* What a thread knows of its (b, g). */
 template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
-    int32_t newest;   // keys at this position and later are recent: they do not compete
-    int32_t sink_end; // with pages, the sinks are the keys before this position
-    int32_t arrived;  // tokens so far
-    int32_t buffer;   // of the two in shared memory
-    bool is_alive;    // the token of this thread has arrived and is not evicted
-    bool is_stale;    // `worst` has to be found again
-    worst_key worst;  // of the keys of this thread
+    int32_t newest;  // keys at this position and later are recent: they do not compete
+    int32_t arrived; // tokens so far
+    int32_t buffer;  // of the two in shared memory
+    bool is_alive;   // the token of this thread has arrived and is not evicted
+    bool is_stale;   // `worst` has to be found again
+    worst_key worst; // of the keys of this thread
 };
 
 /* How many keys of the (b, g) are at a position or later. */
@@ -168,10 +168,10 @@ __device__ static int32_t find_sink_end(evict_memory<threads> &shared, evict_sta
 }
 
 /* Whether a key, which has this row, is a sink. */
-template <typename keys>
-__device__ static bool is_sink(const evict_state<keys> &state, const decode_plan &plan,
+template <int threads>
+__device__ static bool is_sink(const evict_memory<threads> &shared, const decode_plan &plan,
                                competitor key, int32_t row) {
-    return plan.pages.number == NULL ? row < plan.sinks : position_of(key) < state.sink_end;
+    return plan.pages.number == NULL ? row < plan.sinks : position_of(key) < shared.sink_end;
 }
 
 /* Has a key compete, unless it is recent or a sink. */
@@ -193,7 +193,7 @@ __device__ static void add_own_token(const evict_memory<threads> &shared, evict_
     const competitor key = competitor_of(shared.order[token], token_position(state.stream, token));
     if (state.is_alive)
         add_key(&state.worst, state.newest, key, plan.rows + token,
-                is_sink(state, plan, key, shared.slot[token]));
+                is_sink(shared, plan, key, shared.slot[token]));
 }
 
 /* Looks at all keys of this thread. */
@@ -209,7 +209,7 @@ __device__ static void find_own_worst(const evict_memory<threads> &shared, evict
         });
     else
         state.rows.each(plan.rows, [&](int32_t row, competitor key) {
-            add_key(&worst, state.newest, key, row, is_sink(state, plan, key, row));
+            add_key(&worst, state.newest, key, row, is_sink(shared, plan, key, row));
         });
     state.worst = worst;
     add_own_token(shared, state, plan);
@@ -296,8 +296,12 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     if (token < plan.new_len)
         shared.order[token] = score_order(new_score[token]);
     __syncthreads(); // also for what the caller has written: a row may be another thread's there
-    if (plan.sinks > 0 && plan.pages.number != NULL)
-        state.sink_end = find_sink_end(shared, state, plan);
+    if (plan.pages.number != NULL) { // the same for all threads
+        const int32_t end = plan.sinks > 0 ? find_sink_end(shared, state, plan) : 0;
+        if (token == 0)
+            shared.sink_end = end;
+        __syncthreads();
+    }
     while (state.arrived < stream.tokens) {
         if (state.is_stale)
             find_own_worst(shared, state, plan);
