@@ -178,7 +178,7 @@
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
  * are bit-equal for every number of threads, and a sequence's result does not depend on the others
  * of its batch. Sums may differ in their last bits between kernels, and so between machines. A
- * thread can be cancelled in a call. dlclose() leaves the library in memory.
+ * thread can be cancelled in a call, but for fdma_tune(). dlclose() leaves the library in memory.
  *
  * Tuning. On the CPU a call chooses its kernel, the rows of its tiles, how many keys are in a split
  * and how many threads it wakes, by rules that do not know the machine. A tuning has other choices,

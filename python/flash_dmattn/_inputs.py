@@ -64,7 +64,7 @@ def pad_head_dim(
     fits = [isinstance(x, torch.Tensor) and x.shape[3:] == rows[0].shape[3:] for x in rows]
     if not all(fits):
         return rows, dt_proj, None
-    if dt_proj is not None:
+    if isinstance(dt_proj, torch.Tensor):
         kv_heads = rows[-1].shape[2]
         if dt_proj.dim() != 2 or dt_proj.shape[1] != kv_heads * head_dim:
             return rows, dt_proj, None
@@ -150,7 +150,7 @@ def as_bool_mask(
     for axis, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[axis] > 1:
             mask = mask.narrow(axis, 0, 1)
-    if _is_on_host(mask) and mask.numel() > 0 and (least := mask.amin().item()) < 0:
+    if _is_on_host(mask) and mask.numel() > 0 and not (least := mask.amin().item()) >= 0:
         raise ValueError(
             f"{name}: has the number {least:g}, want 1.0 and 0.0: give it as {added}, or as "
             "booleans"

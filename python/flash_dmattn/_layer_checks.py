@@ -100,13 +100,17 @@ def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> 
         raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
 
 
+# The second one is that of torch.nn.MultiheadAttention.
+PLAIN = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
 def check_input(name: str, x: torch.Tensor | None, linear: nn.Module) -> None:
     """check_like() of what a projection gets, unless that may be more than its weight: it has been
     replaced or has hooks, such as those that bring a weight from another device."""
     if x is None or torch.compiler.is_compiling():
         return
-    is_plain = type(linear) is nn.Linear and "forward" not in vars(linear)
-    if is_plain and not linear._forward_pre_hooks:
+    is_plain = type(linear) in PLAIN and "forward" not in vars(linear)
+    if is_plain and not linear._forward_pre_hooks and not linear.weight.is_meta:
         check_like(name, x, "the layer", linear.weight)
 
 

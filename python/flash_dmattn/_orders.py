@@ -9,17 +9,27 @@ Order = Tuple[str, ...]
 Named = Dict[str, Any]
 
 
+# Arguments that flash-dmattn's functions do not have.
+OURS = ("softmax_scale", "scale", "causal", "generator", "dt_proj", "a_coef", "dt_bias", "options")
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a number can only mean yes or no: a bool, also of NumPy or PyTorch, 0 or 1."""
+    kind = type(value).__name__
+    return kind in ("bool", "bool_") or isinstance(value, int) and value in (0, 1)
+
+
 def has_scale(args: tuple[Any, ...], named: Named) -> bool:
     """Whether `args` begin with scale, is_causal and softcap, as in flash-dmattn, not with
     dropout_p, softmax_scale and a bool, as in flash-attn. A scale is never 0. A first one that can
     be both is a scale."""
     first, second, third, *_ = (*args, None, None, None)
     is_number = isinstance(first, (int, float))  # others are refused under this name
-    if not is_number or isinstance(second, bool) or "dropout_p" in named:
+    if not is_number or is_flag(second) or "dropout_p" in named:
         return True
-    if first == 0 or second is not None or isinstance(third, bool):
+    if first == 0 or second is not None or is_flag(third):
         return False
-    return not any(name in named for name in ("softmax_scale", "scale", "causal"))
+    return not any(name in named for name in OURS)
 
 
 def in_any_order(

@@ -82,9 +82,10 @@ def flash_dmattn_qkvpacked_func(
 
     Source: arXiv:2508.02124.
     """
-    options = (scale, is_causal, softcap, deterministic, return_attn_probs)
+    options = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
+    options = {**options, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     rows = _unpack("qkv", qkv, "batch, len, 3, heads, head_dim")
-    return call_renamed(IN_QKV, flash_dmattn_func, *rows, attn_mask, attn_bias, *options)
+    return call_renamed(IN_QKV, flash_dmattn_func, *rows, attn_mask, attn_bias, **options)
 
 
 def flash_dmattn_kvpacked_func(
@@ -124,9 +125,10 @@ def flash_dmattn_kvpacked_func(
 
     Source: arXiv:2508.02124.
     """
-    options = (scale, is_causal, softcap, deterministic, return_attn_probs)
+    options = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
+    options = {**options, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     rows = (q, *_unpack("kv", kv, "batch, kv_len, 2, kv_heads, head_dim"))
-    return call_renamed(IN_KV, flash_dmattn_func, *rows, attn_mask, attn_bias, *options)
+    return call_renamed(IN_KV, flash_dmattn_func, *rows, attn_mask, attn_bias, **options)
 
 
 def flash_dmattn_varlen_qkvpacked_func(

@@ -93,6 +93,14 @@ class LayerCaches:
         """Tokens that have not been committed, in the first layer."""
         return self.caches[0].drafts
 
+    def _check_drafts(self, name: str) -> None:
+        """Caches with as many drafts refuse the same calls, so that the first one refuses them."""
+        lengths = [
+            0 if one is None else one.key.shape[1] for cache in self.caches for one in cache._drafts
+        ]
+        if min(lengths) != max(lengths):
+            raise ValueError(f"{name}: the layers have {lengths} drafts, want as many in each")
+
     def crop(self, count: int) -> None:
         """As DynamicMaskCache.crop()."""
         for cache in self.caches:
@@ -100,6 +108,7 @@ class LayerCaches:
 
     def commit(self, count: torch.Tensor | int | None = None) -> None:
         """As DynamicMaskCache.commit()."""
+        self._check_drafts("count")
         for cache in self.caches:
             cache.commit(count)
 
@@ -110,6 +119,7 @@ class LayerCaches:
 
     def drop(self, b: int) -> None:
         """As DynamicMaskCache.drop()."""
+        self._check_drafts("b")
         for cache in self.caches:
             cache.drop(b)
 

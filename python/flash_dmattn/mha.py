@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from . import _arguments, _types
 from ._inputs import check_dropout, check_probabilities_fit, draw_state
-from ._layer_checks import HEAD_DIM_MAX, check_like, check_types, require
+from ._layer_checks import HEAD_DIM_MAX, check_input, check_types, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
@@ -285,7 +285,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         for name, row in (("query", query), ("key", key), ("value", value)):
             _types.check_tensor(name, row)
-            check_like(name, row, "the layer", self.out_proj.weight)
+            check_input(name, row, self.out_proj)
         _types.check_tensors({"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
         _types.check_flags(
             ("need_weights", "average_attn_weights", "is_causal"),

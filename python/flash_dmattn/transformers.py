@@ -124,7 +124,7 @@ def attend(
         s_aux: optional [q_heads], sink logits.
         position_bias: optional [batch or 1, q_heads or 1, q_len, kv_len], added to the logits.
         sinks: optional [batch, q_heads, q_len, 1], sink logits of each query.
-        position_ids: [batch, q_len]; they begin anew where sequences are packed.
+        position_ids: [batch, q_len]; not looked at, as the mask says what is packed.
         cu_seq_lens_q: optional [sequences + 1], where they begin.
         rest: other arguments that a layer passes on.
 
@@ -144,8 +144,7 @@ def attend(
     check_others(module, rest)
     q_len = query.shape[2]
     if attention_mask is not None:
-        packing = (position_ids, cu_seq_lens_q)
-        key, value, options = read_mask(attention_mask, key, value, q_len, *packing)
+        key, value, options = read_mask(attention_mask, key, value, q_len, cu_seq_lens_q)
     else:
         starts = find_starts(None, cu_seq_lens_q, q_len, key.shape[2])
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
@@ -198,13 +197,17 @@ class DogeAttention(StockDogeAttention):
         query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
         if isinstance(cache, DogeCache):
             cache._check(self.config)
+            if rest.get("cu_seq_lens_q") is not None:
+                raise ValueError("cu_seq_lens_q: is given, want None with a DogeCache")
             kept = cache.layers[self.layer_idx]
             if isinstance(kept, KeptKeys):
                 out = kept.attend(self, query, key, value, attention_mask)
                 return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        given = (attention_mask, position_ids, rest.get("cu_seq_lens_q"))
+        # as in transformers, which looks for packed sequences only where there is no cache
+        own_positions = position_ids if cache is None else None
+        given = (attention_mask, own_positions, rest.get("cu_seq_lens_q"))
         key, value, options = padding_and_packing(key, value, query.shape[2], *given)
         options["dropout_p"] = self.attention_dropout if self.training else 0.0
         out = self._attend(*(x.transpose(1, 2) for x in (query, key, value)), options)

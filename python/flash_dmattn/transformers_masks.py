@@ -17,7 +17,7 @@ A static cache has room for more than the `keys` keys that are filled in.
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
 from typing import Any, Callable, NamedTuple
 
@@ -82,23 +82,36 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
     return Rules(any(one.causal for one in found), *(windows or [None]), *(packed or [None]))
 
 
+def module_of(kind: type) -> Any:
+    """The module with the models that have this kind of configuration, or None."""
+    return sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+
+
 @torch.compiler.assume_constant_result
-@functools.lru_cache(maxsize=None)
 def looks_at_masks(kind: type) -> bool:
     """Whether models with this kind of configuration compute with the numbers of a mask before
     their attention does: those that choose keys by an index of their own, or compress them."""
-    source = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+    source = module_of(kind)
     names = () if source is None else vars(source)
     return any(name.endswith(("Indexer", "Compressor")) for name in names)
 
 
-def is_packed_form(function: Callable[..., Any], local_size: int | None) -> bool:
+@torch.compiler.assume_constant_result
+def has_blocks(kind: type) -> bool:
+    """Whether models with this kind of configuration have blocks of tokens that see each other in
+    both directions, such as those of an image."""
+    source = module_of(kind)
+    return source is None or "block_sequence_ids" in inspect.getsource(source)
+
+
+def is_packed_form(function: Callable[..., Any], local_size: int | None, config: Any) -> bool:
     """Whether Dynamo traces the causal mask that transformers makes of position_ids. Without a
     cache it has this form for every model; they are not looked at (see find_starts())."""
     return (
         torch.compiler.is_dynamo_compiling()
         and local_size is None
         and getattr(function, "__code__", None) is BOTH
+        and not has_blocks(type(config))
     )
 
 
@@ -191,7 +204,7 @@ def make_mask(
         return eager_mask(**given)
     if isinstance(config, DogeConfig):  # its layers have their rules
         return padding_of(**layout)
-    if not use_vmap and is_packed_form(mask_function, rest.get("local_size")):
+    if not use_vmap and is_packed_form(mask_function, rest.get("local_size"), config):
         return in_window(Rules(causal=True), layout)
     rules = None if use_vmap else rules_of(mask_function)
     if rules == Rules():  # the same for all queries
@@ -229,7 +242,7 @@ def find_starts(
     """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
 
     Args:
-        position_ids: [batch, q_len], which begin at 0 in each sequence.
+        position_ids: [batch, q_len], which go up by 1 in each sequence.
         sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
             which the host waits; not while a graph is traced.
         q_len: number of queries.
@@ -244,7 +257,7 @@ def find_starts(
         return None
     if q_len != kv_len or q_len < 2:
         return None
-    begins = position_ids[..., 1:] == 0
+    begins = position_ids.diff(dim=-1) != 1
     if not begins.any():
         return None
     if position_ids.shape[0] != 1:
@@ -323,7 +336,6 @@ def read_mask(
     key: torch.Tensor,
     value: torch.Tensor,
     q_len: int,
-    position_ids: torch.Tensor | None,
     sizes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """What a mask of make_mask(), or one of the model's own with four axes, means.
@@ -333,7 +345,6 @@ def read_mask(
         key: [batch, kv_heads, kv_len, head_dim].
         value: [batch, kv_heads, kv_len, head_dim].
         q_len: number of queries.
-        position_ids: [batch, q_len] or None, as in find_starts().
         sizes: as in find_starts().
 
     Returns:
@@ -357,7 +368,7 @@ def read_mask(
     row = mask if rank == 2 else mask.select(-2, 0)
     if has_starts:
         is_all = row.shape[0] == 0
-        starts = find_starts(position_ids, sizes, q_len, key.shape[2]) if is_all else row
+        starts = find_starts(None, sizes, q_len, key.shape[2]) if is_all else row
         options = {"starts": starts}
     else:
         key, value, options = padding_and_packing(key, value, q_len, row, None, sizes)

@@ -4,6 +4,9 @@
  * mount itself is the container's cgroup. So files that are missing count as no quota.
  *
  * Source: Linux, Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE // O_CLOEXEC
+#endif
 #include "cpu/quota.h"
 
 #include "core/integers.h"
@@ -19,7 +22,7 @@ enum { path_bytes = 2048, text_bytes = 4096 };
 
 /* Reads the beginning of a file; "" if it cannot be read. Not by stdio, which allocates. */
 static void read_text(const char *path, char *text, size_t bytes) {
-    const int file = open(path, O_RDONLY);
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
     const ssize_t size = file >= 0 ? read(file, text, bytes - 1) : 0;
     text[size > 0 ? size : 0] = '\0';
     if (file >= 0)

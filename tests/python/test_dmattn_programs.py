@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import flash_dmattn
+import numpy as np
 import pytest
 import torch
 from flash_dmattn import flash_dmattn_func, flash_dmattn_interface, flash_dmattn_varlen_func
@@ -130,7 +131,7 @@ def test_messages_have_the_names_of_the_call() -> None:
         rows = dict(zip(names, (query, key, value[:, 1:])))
         with pytest.raises(ValueError, match=f"^{names[2]}: axis 1 has .* {names[1]} has"):
             flash_dmattn_func(**rows)
-        with pytest.raises(TypeError, match=f"^{names[0]}: is a "):
+        with pytest.raises(TypeError, match=f"^{names[0]}: is .*, a list"):
             flash_dmattn_func(**{**rows, names[0]: [1.0]})
 
 
@@ -171,6 +172,30 @@ def test_packed_tensors() -> None:
         ValueError, match=r"^qkv: shape is \[2, 9, 2, 2, 16\], want \[batch, len, 3, heads"
     ):
         flash_dmattn_interface.flash_dmattn_qkvpacked_func(qkv[:, :, 1:])
+
+
+@pytest.mark.parametrize("flag", [1, 0, np.True_, True])
+def test_flags_are_no_numbers(flag: Any) -> None:
+    """By name there is no doubt, and by position 0.3 before a flag is a scale."""
+    query, qkv = torch.randn(2, 9, HEADS, 16), torch.randn(2, 9, 3, KV_HEADS, 16)
+    key, value = qkv[:, :, 1], qkv[:, :, 2]
+    want = flash_dmattn_func(query, key, value, scale=0.3, is_causal=bool(flag))
+    of_kv = flash_dmattn_interface.flash_dmattn_kvpacked_func
+    assert torch.equal(of_kv(query, qkv[:, :, 1:], scale=0.3, is_causal=flag), want)
+    assert torch.equal(flash_dmattn_func(query, key, value, None, None, 0.3, flag), want)
+    want = flash_dmattn_func(key, key, value, scale=0.3, is_causal=bool(flag))
+    of_qkv = flash_dmattn_interface.flash_dmattn_qkvpacked_func
+    assert torch.equal(of_qkv(qkv[:, :, [1, 1, 2]], scale=0.3, is_causal=flag), want)
+    with pytest.raises(ValueError, match="^scale: is 0, want a positive number"):
+        of_qkv(qkv, scale=0.0, is_causal=flag)
+
+
+def test_names_of_this_package_say_that_a_number_is_dropout() -> None:
+    rows = make_packed()
+    torch.manual_seed(7)
+    want = flash_dmattn_varlen_func(*rows, *SIZES, dropout_p=0.5)
+    generator = torch.Generator().manual_seed(7)
+    assert torch.equal(flash_dmattn_varlen_func(*rows, *SIZES, 0.5, generator=generator), want)
 
 
 def test_packed_tensors_of_packed_sequences() -> None:

@@ -127,3 +127,20 @@ def test_what_caches_look_like(layers: list[DynamicMaskAttention]) -> None:
     both = LayerCaches(layers, BATCH)
     assert repr(both).startswith("LayerCaches(\n    DynamicMaskCache(layers=2, batch=2,")
     assert repr(both).count("0 tokens") == 2
+
+
+@torch.no_grad()
+def test_a_refused_commit_changes_nothing(layers: list[DynamicMaskAttention]) -> None:
+    x, cache = states(), LayerCaches(layers, BATCH)
+    run(layers, x[:, :10], cache)
+    for number, length in enumerate((3, 2, 3)):
+        layers[number](x[:, :length], cache=cache, layer=number, draft=True)
+    seen = [one.keys.seen.clone() for one in cache.caches]
+    with pytest.raises(
+        ValueError, match=r"^count: the layers have \[3, 3, 2\] drafts, want as many"
+    ):
+        cache.commit(3)
+    with pytest.raises(ValueError, match="^b: the layers have"):
+        cache.drop(0)
+    assert all(torch.equal(one.keys.seen, was) for one, was in zip(cache.caches, seen))
+    assert cache.drafts == 3

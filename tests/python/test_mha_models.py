@@ -203,3 +203,16 @@ def test_transformer_decoder_with_windows(monkeypatch: pytest.MonkeyPatch) -> No
     mask = torch.nn.Transformer.generate_square_subsequent_mask(6)
     first = block(x[:6], memory, tgt_mask=mask, tgt_is_causal=True)
     torch.testing.assert_close(first, whole[:6])
+
+
+def test_offloaded_weights() -> None:
+    """accelerate has them on meta, but during a call of the module."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    layer = flash_dmattn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad():
+        want = layer(x, x, x)[0]
+        accelerate.cpu_offload(layer, execution_device="cpu")
+        assert layer.out_proj.weight.is_meta
+        assert torch.equal(layer(x, x, x)[0], want)

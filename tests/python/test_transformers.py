@@ -89,6 +89,20 @@ def test_packed(name: str) -> None:
 
 
 @every_model
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("begins", [(5, 5), (0, 1), (4, 100)])
+@pytest.mark.usefixtures("decided")
+def test_positions_that_begin_anew(name: str, begins: tuple[int, int], use_cache: bool) -> None:
+    """Sequences are packed where transformers says so: at any jump, without a cache."""
+    eager, selected = make_separate(name)
+    positions = torch.cat([torch.arange(20) + begin for begin in begins])[None]
+    given = {"position_ids": positions, "use_cache": use_cache}
+    with torch.no_grad():
+        wanted = eager(make_tokens(1, 40), **given).logits
+        assert_near(selected(make_tokens(1, 40), **given).logits, wanted)
+
+
+@every_model
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.usefixtures("decided")
 def test_generated_tokens(name: str, cache: str | None) -> None:

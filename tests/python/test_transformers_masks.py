@@ -18,10 +18,11 @@ from doge_models import (  # noqa: E402
     make_tokens,
     registered,
 )
-from flash_dmattn import functional  # noqa: E402
+from flash_dmattn import functional, transformers_masks  # noqa: E402
 
 __all__ = ["registered"]  # a fixture
 
+TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 PAIRS = ("attn_mask", "attn_bias")  # of numbers for each query and key
 ENDS = [0, 30, 31, LENGTH]
 POSITIONS = torch.cat([torch.arange(b - a) for a, b in zip(ENDS, ENDS[1:])])[None]
@@ -54,6 +55,14 @@ def test_no_mask_of_pairs(name: str, windows: tuple[int, ...], padded: bool) -> 
         assert options["starts"].tolist() == ENDS
         assert not options.keys() & set(PAIRS)
         assert ("selection" in options) == (number in windows)
+
+
+def test_blocks_have_a_mask_in_compiled_code() -> None:
+    """Dynamo cannot tell them from packed sequences."""
+    kinds = {transformers.LlamaConfig: False, transformers.Gemma3TextConfig: True}
+    for kind, has_blocks in kinds.items():
+        transformers.AutoModel.from_config(kind(**TINY))  # loads its module
+        assert transformers_masks.has_blocks(kind) == has_blocks
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

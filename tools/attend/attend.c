@@ -204,11 +204,6 @@ int attend_main(int argc, char **argv) {
                     options.out);
         return EXIT_USAGE;
     }
-    if (options.out != NULL && is_same_file(options.out, options.file)) {
-        print_error("fdma attend: --out is '%s', which is the input, want another file",
-                    options.out);
-        return EXIT_USAGE;
-    }
     options.device = find_device(command.name, options.where);
     if (options.device < 0)
         return EXIT_USAGE;
