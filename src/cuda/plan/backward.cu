@@ -11,13 +11,16 @@ extern "C" {
 #include "core/pair_sums.h"
 }
 
-/* How many keys a row attends to, of those that this lane looks at. */
-__device__ static float count_own_keys(const forward_plan &plan, const selection_view &selection,
-                                       int64_t b, int32_t h, int32_t i) {
+/* How many keys a row attends to, of those that this lane looks at. Not inline, as it is rare and
+ * would take registers. */
+__device__ static __noinline__ float count_own_keys(const forward_plan &plan,
+                                                    const selection_view &selection, int64_t b,
+                                                    int32_t h, int32_t i) {
     const head_selection of =
         selection_of(plan, selection, (int)(b * plan.kv_heads) + h / plan.group);
     const int32_t p = query_position(plan, (int32_t)b, i);
     float count = 0;
+#pragma unroll 1
     for (int32_t j = threadIdx.x % row_lanes; j < of.kv_len; j += row_lanes)
         count += p < record_expiry(plan, of, j) &&
                  (!plan.by_position || p >= first_position(plan, j)) &&
@@ -41,6 +44,7 @@ __device__ static bool is_empty_beside_sink(const backward_plan &plan,
         return false;
     float zero = delta * 0; // NaN if a number is not finite
     const element *const q = row_of<element>(forward.q, head, forward.q_heads, is_sink ? i : 0);
+#pragma unroll 1
     for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
          d += row_lanes * vec_channels) {
         float x[vec_channels];
