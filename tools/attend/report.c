@@ -79,7 +79,7 @@ static void print_surprises(FILE *stream, const attend_options *options,
         fprintf(stream, "             in the file [batch, heads, len, head_dim], and so is out\n");
     for (int t = 0; t < attend_tensor_count; t++)
         if (inputs->nans[t] > 0)
-            fprintf(stream, "             %s has %" PRId64 " NaN\n", attend_name(t),
+            fprintf(stream, "             %s has %" PRId64 " NaN\n", attend_name((attend_tensor)t),
                     inputs->nans[t]);
     if (inputs->leaves_projection)
         fprintf(stream, "             score is taken; the file has dt_proj and a too\n");
@@ -217,7 +217,7 @@ static void json_inputs(FILE *stream, const attend_options *options, const atten
         if (inputs->dtypes[t] == NULL)
             continue;
         fprintf(stream, "%s\"%s\": {\"dtype\": \"%s\", \"nan\": %" PRId64 "}", between,
-                attend_name(t), inputs->dtypes[t], inputs->nans[t]);
+                attend_name((attend_tensor)t), inputs->dtypes[t], inputs->nans[t]);
         between = ", ";
     }
     fputs("}", stream);
