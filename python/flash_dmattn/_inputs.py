@@ -150,7 +150,7 @@ def as_bool_mask(
     for axis, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[axis] > 1:
             mask = mask.narrow(axis, 0, 1)
-    if _is_on_host(mask) and mask.numel() > 0 and not (least := mask.amin().item()) >= 0:
+    if _is_on_host(mask) and mask.numel() > 0 and (least := mask.amin().item()) < 0:
         raise ValueError(
             f"{name}: has the number {least:g}, want 1.0 and 0.0: give it as {added}, or as "
             "booleans"

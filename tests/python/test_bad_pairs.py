@@ -179,11 +179,3 @@ def test_repeated_heads() -> None:
     rows, mask, bias = make("cpu")
     want = attention(rows, repeat_heads(mask), repeat_heads(bias))
     assert torch.equal(attention(rows, mask, bias), want)
-
-
-def test_numbers_that_are_no_mask() -> None:
-    rows, mask, _ = make("cpu")
-    numbers = mask.to(rows[0].dtype)
-    numbers[0, 0, 0, 0] = NAN
-    with pytest.raises(ValueError, match="^attn_mask: has the number nan, want 1.0 and 0.0"):
-        flash_dmattn.flash_dmattn_func(*rows, numbers)
