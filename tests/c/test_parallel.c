@@ -117,7 +117,7 @@ static void *call_and_be_cancelled(void *context) {
     return NULL;
 }
 
-/* The address sanitizer takes the frames that a cancelled thread has not left for use after scope. */
+/* The address sanitizer takes frames that a cancelled thread has not left for use after scope. */
 #if defined(__SANITIZE_ADDRESS__)
 enum { may_cancel = 0 };
 #else
