@@ -9,11 +9,20 @@ Order = Tuple[str, ...]
 Named = Dict[str, Any]
 
 
-# Arguments that flash-dmattn's functions do not have.
-OURS = ("softmax_scale", "scale", "causal", "generator", "dt_proj", "a_coef", "dt_bias", "options")
+# Names beside which a number is no scale: those of the scale, and of what flash-dmattn has not.
+BESIDE_DROPOUT = (
+    "softmax_scale",
+    "scale",
+    "causal",
+    "generator",
+    "dt_proj",
+    "a_coef",
+    "dt_bias",
+    "options",
+)
 
 
-def is_flag(value: Any) -> bool:
+def is_yes_or_no(value: Any) -> bool:
     """Whether a number can only mean yes or no: a bool, also of NumPy or PyTorch, 0 or 1."""
     kind = type(value).__name__
     return kind in ("bool", "bool_") or isinstance(value, int) and value in (0, 1)
@@ -25,11 +34,11 @@ def has_scale(args: tuple[Any, ...], named: Named) -> bool:
     be both is a scale."""
     first, second, third, *_ = (*args, None, None, None)
     is_number = isinstance(first, (int, float))  # others are refused under this name
-    if not is_number or is_flag(second) or "dropout_p" in named:
+    if not is_number or is_yes_or_no(second) or "dropout_p" in named:
         return True
-    if first == 0 or second is not None or is_flag(third):
+    if first == 0 or second is not None or is_yes_or_no(third):
         return False
-    return not any(name in named for name in OURS)
+    return not any(name in named for name in BESIDE_DROPOUT)
 
 
 def in_any_order(
