@@ -14,7 +14,7 @@
 enum {
     max_blocks = 40,
     max_elements = 1 << 14, /* of a tensor that gets memory */
-    max_struct = 4200,      /* bytes: beyond what any argument struct may have */
+    max_struct = 8200,      /* bytes: more than the largest size that a struct may state */
 };
 
 /* The input, read from its front; zeros after its end, which mean the plain choice everywhere. */
