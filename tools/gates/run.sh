@@ -2,9 +2,11 @@
 # Runs every gate, and prints a line for each. The exit status is 1 if any failed. The output of
 # each gate is in build/gates/NAME.log.
 #   run.sh [FUZZ_SECONDS]    how long each fuzzer runs; 30 by default
+# Builds and emulators that are slow run a sample of the tests, and FDMA_FULL=1 runs all of it.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 fuzz_seconds=${1:-30}
+full=${FDMA_FULL:-0}
 jobs=$(nproc)
 logs=build/gates
 python=.venv/bin/python
@@ -121,16 +123,28 @@ words_tested() {
     [ "$words" -gt 0 ] && [ "$missing" = 0 ]
 }
 
+# The tests of a sample where the compiler or the CPU is another one: those of the vocabulary, and of
+# the arithmetic of every operation.
+of_arithmetic='(test_(vocabulary|vocabulary_rows|math|pairs|kernels|select|attention|forward|backward|decode)|check_(window|softcap))$'
+
 clang_tests() {
+    set -- -R "$of_arithmetic"
+    [ "$full" != 1 ] || set -- -E "$most_rows"
     build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release -DFDMA_CHECK_BY_FAMILY=ON &&
-        c_tests 4 build/gates/clang -E "$most_rows"
+        c_tests 4 build/gates/clang "$@"
 }
 
+# The sample leaves out the ISAs whose kernels are the same C in other words of the vocabulary, and is
+# less optimized: with sanitizers a file of kernels takes a minute to compile.
 sanitized_tests() {
+    set -- 32 $narrow -DCMAKE_C_FLAGS_RELWITHDEBINFO=-O1\ -g
     # shellcheck disable=SC2046 # a list of options
-    cmake --preset asan -DFDMA_CHECK_BY_FAMILY=ON $(without_missing_isas) &&
+    [ "$full" != 1 ] || set -- 8 $(without_missing_isas)
+    divisor=$1
+    shift
+    cmake --preset asan -DFDMA_CHECK_BY_FAMILY=ON "$@" &&
         cmake --build --preset asan -j "$jobs" &&
-        OMP_NUM_THREADS=2 c_tests 8 build/asan -E "$most_rows"
+        OMP_NUM_THREADS=2 c_tests "$divisor" build/asan -E "$most_rows"
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
@@ -234,29 +248,27 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 # of code that is the same here. The emulator fails where a process of several threads forks, as
 # test_parallel does.
 neon_tests() {
+    set -- -R "$of_arithmetic"
+    [ "$full" != 1 ] ||
+        set -- -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$'
     build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
-        FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
-            -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$' &&
+        FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon "$@" &&
         QEMU_CPU=cortex-a72 FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
             -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
-# Every CUDA kernel for every device. Where `make` has compiled them for some with the same checks,
-# as under .ci/run, only for the others, and in one of the two 16-bit types: those in *_sm90_d* have
-# code for 9.0 alone, in any build.
+# Every CUDA kernel for every device, without a spilled register. The sample is for the oldest and for
+# 9.0, in one of the two 16-bit types.
 cuda_build() {
     options="-DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow"
-    built=$(sed -n 's/^FDMA_CUDA_ARCHITECTURES:[A-Z]*=//p' build/CMakeCache.txt)
     # shellcheck disable=SC2086 # lists of options and of targets
-    if ! gcc_is_built || ! grep 'nvcc_strict.sh --no-spills' build/CMakeFiles/rules.ninja; then
+    if [ "$full" = 1 ]; then
         build cuda $options -DFDMA_CUDA_ARCHITECTURES=
-    elif [ -n "$built" ]; then
-        others=$(cmake "-DBUILT=$built" -P tools/gates/other_architectures.cmake) || return 1
-        [ -n "$others" ] || return 0
-        configure cuda $options "-DFDMA_CUDA_ARCHITECTURES=$others" \
+    else
+        configure cuda $options "-DFDMA_CUDA_ARCHITECTURES=80;90" \
             -DCMAKE_CUDA_FLAGS=-DFDMA_ONE_ELEMENT || return 1
         kernels=$(ninja -C "$directory" -t targets all |
-            sed -n 's/^\(fdma_cuda_[a-z0-9_]*\): phony$/\1/p' | grep -v '_sm90_d[0-9]*$') &&
+            sed -n 's/^\(fdma_cuda_[a-z0-9_]*\): phony$/\1/p') &&
             cmake --build "$directory" -j "$jobs" --target $kernels
     fi
 }
@@ -269,17 +281,18 @@ emulated_tests() {
             test_cuda_query_blocks test_cuda_workspace test_probabilities test_sink_logit test_dropout
             test_masks test_mask_gradients test_mask_lists test_pair_gradients" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
-        c_tests 8 build/gates/emulated -R \
+        c_tests "$([ "$full" = 1 ] && echo 8 || echo 32)" build/gates/emulated -R \
             '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|query_blocks|workspace))$'
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
 # and the address sanitizer finds what they would.
 build_fuzzers() {
+    isas=$narrow
+    [ "$full" != 1 ] || isas=$(without_missing_isas)
     undefined="signed-integer-overflow;shift;bounds;integer-divide-by-zero;vla-bound;bool;enum"
-    # shellcheck disable=SC2046 # a list of options
-    build_targets "fuzz_safetensors fuzz_arguments" fuzz -DCMAKE_C_COMPILER=clang \
-        $(without_missing_isas) \
+    # shellcheck disable=SC2086 # a list of options
+    build_targets "fuzz_safetensors fuzz_arguments" fuzz -DCMAKE_C_COMPILER=clang $isas \
         -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
 }
 
@@ -344,7 +357,7 @@ form_and_cpus() {
 
 on_devices() {
     if command -v nvcc >/dev/null; then
-        echo "      compiling the CUDA kernels for every device, without a spilled register"
+        echo "      compiling the CUDA kernels, without a spilled register"
         gate cuda cuda_build
         echo "      running the CUDA kernels on an emulated device"
         gate emulated emulated_tests
