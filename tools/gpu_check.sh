@@ -107,6 +107,7 @@ backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes te
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }
+# shellcheck disable=SC2086 # lists of targets
 step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON \
     "-DFDMA_CUDA_ARCHITECTURES=$arch" &&
     step build 300 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool $tests \

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Check sizes in C, Python and shell.
 
-Functions have at most 60 lines (120 in CUDA, where a step of an algorithm stays on one page), files at
-most 900, and lines of C, whose comments clang-format leaves alone, at most 100 columns.
+Functions have at most 60 lines (120 in CUDA, where a step of an algorithm stays on one page), files
+at most 900, and lines of C, whose comments clang-format leaves alone, at most 100 columns.
 
 C is read as clang-format leaves it, by counting braces outside of comments, strings and
 preprocessor lines. A function's lines run from its signature to its closing brace.

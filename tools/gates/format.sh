@@ -1,11 +1,11 @@
 #!/bin/sh
-# Checks the format of all C and Python, and lints Python; --fix corrects what can be corrected.
+# Checks the format of all C and Python, and lints Python and shell; --fix corrects what can be corrected.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 bin=.venv/bin
 
 python_parts=
-for part in benchmarks examples python tests tools; do
+for part in benchmarks examples python research tests tools; do
     [ -d "$part" ] && python_parts="$python_parts $part"
 done
 
@@ -30,4 +30,6 @@ c_files | xargs -0 "$bin/clang-format" --dry-run -Werror || failed=1
 "$bin/ruff" format --check $python_parts || failed=1
 # shellcheck disable=SC2086
 "$bin/ruff" check $python_parts || failed=1
+find tools tests research examples -name '*.sh' -print0 2>/dev/null |
+    xargs -0 "$bin/shellcheck" .ci/run || failed=1
 exit $failed

@@ -104,11 +104,13 @@ c_tests() { # c_tests DIVISOR DIRECTORY CTEST_OPTION...: DIVISOR divides the num
 words_tested() {
     words=0
     missing=0
+    # shellcheck disable=SC2013 # no name has a space
     for header in $(grep -l 'vf vf_load(' src/cpu/simd/*.h); do
         [ -e "tests/c/vocabulary/$(basename "$header" .h).c" ] && continue
         echo "$header fails: tests/c/vocabulary has no file for it"
         missing=1
     done
+    # shellcheck disable=SC2013 # words
     for word in $(sed -n 's/^static inline [^(]*[ *]\([a-z0-9_]*\)(.*/\1/p' src/cpu/simd/scalar.h); do
         # a function that some ISA lacks is a helper, not a word
         for isa in avx2 avx512; do
@@ -137,6 +139,7 @@ clang_tests() {
 # The sample leaves out the ISAs whose kernels are the same C in other words of the vocabulary, and is
 # less optimized: with sanitizers a file of kernels takes a minute to compile.
 sanitized_tests() {
+    # shellcheck disable=SC2046,SC2086 # lists of options
     set -- 32 $narrow -DCMAKE_C_FLAGS_RELWITHDEBINFO=-O1\ -g
     # shellcheck disable=SC2046 # a list of options
     [ "$full" != 1 ] || set -- 8 $(without_missing_isas)
@@ -216,7 +219,7 @@ last_bits() {
         ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
     chosen='generated or assist or greedy or formulas or alone or same_tokens'
     if [ "${FDMA_FULL:-0}" = 1 ]; then
-        chosen=test
+        chosen='test'
         set -- "$@" FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
             ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,OMP_NUM_THREADS=1 \
@@ -293,7 +296,8 @@ build_fuzzers() {
     undefined="signed-integer-overflow;shift;bounds;integer-divide-by-zero;vla-bound;bool;enum"
     # shellcheck disable=SC2086 # a list of options
     build_targets "fuzz_safetensors fuzz_arguments" fuzz -DCMAKE_C_COMPILER=clang $isas \
-        -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
+        -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_C_FLAGS_RELWITHDEBINFO=-O1 -g" -DFDMA_THREADS=OFF \
+        -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
 }
 
 fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left in build/gates/fuzz
