@@ -252,8 +252,8 @@ FDMA_API const char *fdma_last_error(void);
 /*! fdma_status_name() - a status as text, for example "FDMA_INVALID_ARGUMENT". Never NULL. */
 FDMA_API const char *fdma_status_name(fdma_status status);
 
-/*! fdma_version() - the library's version, "major.minor.patch". The FDMA_VERSION macros are those
- *  of the header that the program was compiled with. */
+/*! fdma_version() - the library's version, "major.minor.patch". The FDMA_VERSION macros tell
+ *  the version of the header that the program was compiled with. */
 FDMA_API const char *fdma_version(void);
 
 /* Tensors */
