@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, one panel for each dtype;
-for a CUDA device, milliseconds against length, and useful FLOP/s relative to dense attention.
+"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, one panel for each dtype.
+For a CUDA device there is one panel, and a second picture, FILE-cases.svg, of the useful FLOP/s of
+each case relative to dense attention.
 
 peers.py --picture draws what it has measured; this script draws a file of peers.py --json:
 
@@ -92,33 +93,65 @@ def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -
     return f"{', '.join(where)}\n{', '.join(what)}; {counted}"
 
 
-CUDA_CASE = re.compile(r"(?P<kind>\w+)/bf16/h32g8/d128/n(?P<length>\d+)/w2048")
-CUDA_LINES = (
-    Line("attention", "masked", "SDPA, masked", "#E69F00", "^"),
-    Line("attention", "flash", "FlashAttention-2, dense", "#009E73", "v"),
-    Line("attention", "cudnn", "cuDNN, dense", "#CC79A7", "s"),
-    Line("attention", "fdma", "flash_dmattn, selected", "#0072B2", "D"),
+CUDA_CASE = re.compile(
+    r"(?P<kind>[\w-]+)/bf16(/b(?P<batch>\d+))?/h(?P<q_heads>\d+)g(?P<kv_heads>\d+)/d(?P<head_dim>\d+)"
+    r"/n(?P<length>\d+)(/w(?P<window>\d+))?"
 )
+DRAWN_LENGTHS = re.compile(r"attention/bf16/h32g8/d128/n(?P<length>\d+)/w2048")
+CUDA_LINES = (
+    Line("attention", "flash", "FlashAttention-2, all keys", "#009E73", "v"),
+    Line("attention", "cudnn", "cuDNN, all keys", "#CC79A7", "s"),
+    Line("attention", "fdma", "FlashDMA, 2,048 keys a query", "#0072B2", "D"),
+)
+KINDS = {  # the words for a kind of case
+    "attention": "forward",
+    "selected": "forward, selection given",
+    "dense": "forward, all keys",
+    "backward": "gradients",
+    "selected-backward": "gradients, selection given",
+    "dense-backward": "gradients, all keys",
+    "training": "forward and gradients",
+}
+PEERS = {"sm80": "kernels for 8.0", "deterministic": "deterministic"}  # others: orders of scores
 
 
 def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+    lengths = set()
     for line in CUDA_LINES:
         drawn = []
         for row in rows:
-            case = CUDA_CASE.fullmatch(row["case"])
-            if case and (case["kind"], row["peer"]) == (line.form, line.peer):
+            case = DRAWN_LENGTHS.fullmatch(row["case"])
+            if case and row["peer"] == line.peer:
                 drawn.append((int(case["length"]), row["ms"]))
-        lengths, times = zip(*sorted(drawn)) if drawn else ((), ())
-        axes.plot(
-            lengths, times, color=line.colour, marker=line.marker, markersize=5, label=line.label
-        )
+        own, times = zip(*sorted(drawn)) if drawn else ((), ())
+        lengths.update(own)
+        axes.plot(own, times, color=line.colour, marker=line.marker, markersize=5, label=line.label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("length (q_len = kv_len); 32 heads, 8 kv heads, head_dim 128, window 2048")
+    axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)])
+    axes.set_xlabel("length of the sequence")
     axes.set_ylabel("milliseconds")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color="0.9", linewidth=0.6)
     axes.legend(frameon=False)
+
+
+def words_of(row: dict[str, Any]) -> str:
+    """A case of a CUDA device and, if it is not the usual one, the peer."""
+    case = CUDA_CASE.fullmatch(row["case"])
+    assert case is not None
+    words = [f"{KINDS[case['kind']]}: {case['q_heads']} heads on {case['kv_heads']}"]
+    keys = f"{int(case['length']):,} keys"
+    words += [
+        f"head_dim {case['head_dim']}",
+        f"{case['batch']} x {keys}" if case["batch"] else keys,
+    ]
+    if case["window"]:
+        words.append(f"window {int(case['window']):,}")
+    _, _, form = row["peer"].partition("-")
+    if form:
+        words.append(PEERS.get(form, f"{form} scores"))
+    return ", ".join(words)
 
 
 def lowest_fraction(row: dict[str, Any]) -> float | None:
@@ -131,34 +164,35 @@ def lowest_fraction(row: dict[str, Any]) -> float | None:
     return float(bar) if words[:2] == ["of", "dense"] else None
 
 
-def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+def draw_fractions(rows: list[dict[str, Any]]) -> pyplot.Figure:
     shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
-    names = [
-        row["case"].replace("/bf16", "") + row["peer"].replace("fdma", "", 1).replace("-", ", ")
-        for row in shown
-    ]
     heights = range(len(shown))
-    axes.get_figure().set_figheight(max(6, 0.15 * len(shown)))
+    size = (9, 1.2 + 0.18 * len(shown))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     axes.barh(heights, [row["of_dense"] for row in shown], color="#0072B2")
     for height, row in zip(heights, shown):
         if (bar := lowest_fraction(row)) is not None:
             axes.plot([bar, bar], [height - 0.4, height + 0.4], color="#D55E00", linewidth=2)
-    axes.set_yticks(heights, names, fontsize="x-small")
-    axes.invert_yaxis()
+    axes.set_yticks(heights, [words_of(row) for row in shown], fontsize="small")
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.axvline(1, color="0.5", linewidth=0.8)
-    axes.set_xlabel("useful FLOP/s relative to dense attention (sm80: to FlashAttention-2)")
+    axes.set_xlabel("useful FLOP/s, of dense attention's")
+    return figure
 
 
 def draw_cuda(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
-    draw_times(left, rows)
-    draw_fractions(right, rows)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    where = f"{machine['machine']}, PyTorch {machine['torch']}"
-    words = f"{where}, bfloat16, causal, selection included"
-    figure.supxlabel(words, fontsize="small", color="0.35")
-    save(figure, out)
+    times, axes = pyplot.subplots(figsize=(9, 4.4), layout="constrained")
+    draw_times(axes, rows)
+    for figure, where in (
+        (times, out),
+        (draw_fractions(rows), out.with_name(f"{out.stem}-cases{out.suffix}")),
+    ):
+        figure.axes[0].spines[["top", "right"]].set_visible(False)
+        words = f"{machine['machine']}, PyTorch {machine['torch']}, bfloat16, causal"
+        if figure is times:
+            words += "; forward, selection included; 32 heads on 8, head_dim 128"
+        figure.supxlabel(words, fontsize="small", color="0.35")
+        save(figure, where)
 
 
 def save(figure: pyplot.Figure, out: Path) -> None:

@@ -1,33 +1,78 @@
 /* fdma.h - Flash Dynamic Mask Attention: attention of each query over its `window` best keys.
  *
- * This header is the manual. docs/algorithm.md has the mathematics, README.md a program to start
- * from, examples/train_step.c a layer that trains.
+ * This header is the manual. docs/c.md has a decode loop, README.md a first program,
+ * examples/train_step.c a layer that trains, docs/algorithm.md the mathematics. To generate text,
+ * read these three: "Making a call" below, fdma_cache and fdma_decode(). To attend or to train:
+ * "Making a call", fdma_attention() and fdma_attention_backward().
  *
- * What it computes
+ * Index
  *
- *   Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed from its
- *   value state with learned weights and independent of the query, and a query attends only to the
- *   `window` keys of highest score that it can see: O(q_len * window) time, linear memory, no mask
- *   of size q_len * kv_len. It may also keep the `recent` newest keys whatever their scores, and
- *   the first keys of the sequence, `sinks`; and it may leave out keys whose scores are more than
- *   `gap` below the best. Scores may also enter the logits as a bias, which is how their weights
- *   are learned.
+ *   This comment     Purpose, Making a call, Common to all operations, Names, Positions, Padding,
+ *                    Packed sequences, Preallocated keys, Masks, Streams, Dropout, Devices,
+ *                    Threads, Tuning, Traps
+ *   Status, Tensors  fdma_status, fdma_last_error(), fdma_tensor, fdma_tensor_4d(), fdma_exec
+ *   Attention        fdma_attention(), all steps in one call: what most programs want. The steps:
+ *                      fdma_score()    value states -> score and bias of each key
+ *                      fdma_select()   scores -> a selection: which queries keep each key
+ *                      fdma_forward()  q, k, v and a selection -> out, lse; without one: dense
+ *                    fdma_mask_lists(), fdma_probabilities(), fdma_lists()
+ *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode()
+ *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
+ *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
+ *   Then             Workspace, Kernels and devices, Tuning
  *
- *     fdma_score()     value states -> score and bias of each key
- *     fdma_select()    scores -> a selection, which says for each key which queries keep it
- *     fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
+ * Purpose. Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed
+ * from its value state with learned weights and independent of the query, and a query attends only
+ * to the `window` keys of highest score that it can see: O(q_len * window) time, linear memory, no
+ * mask of size q_len * kv_len. It may also keep the `recent` newest keys whatever their scores, and
+ * the first keys of the sequence, `sinks`; and it may leave out keys whose scores are more than
+ * `gap` below the best. Scores may also enter the logits as a bias, through which their weights
+ * learn. Call the single steps to reuse a selection, or with a score or bias of your own.
  *
- * Which call to use
+ * Making a call
  *
- *   fdma_attention()           all three in one call: what most programs want
- *   the three calls            to reuse a selection, or to supply your own scores or bias
- *   fdma_attention_backward()  gradients of fdma_attention(), for training
- *   fdma_backward() and fdma_score_backward()   gradients of the single calls
- *   fdma_probabilities()       the probabilities of every query and key, to look at
- *   fdma_decode()              attention of new tokens over a cache of bounded size, to generate
- *   fdma_merge()               joins attention over two disjoint sets of keys, such as a shared
- *                              prompt and each sequence's own keys
- *   fdma_lists()               writes a selection out as lists of keys, for kernels of your own
+ *   Fill the operation's argument struct and pass its address. `size` is the size of the struct
+ *   that the program was compiled with, so that later versions can append fields. Start from {0}: a
+ *   field left zero has its default, and a tensor left zero is absent. Fields named `reserved` must
+ *   be zero, in tensors, tables and caches too.
+ *
+ *     fdma_attention_args args = {.size = sizeof args, .window = 2048, .causal = 1};
+ *     args.q = fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *     args.k = fdma_tensor_4d(k, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *     args.v = fdma_tensor_4d(v, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *     args.dt_proj = fdma_tensor_2d(dt_proj, FDMA_BFLOAT16, kv_heads, kv_heads * head_dim);
+ *     args.a = fdma_tensor_1d(a, FDMA_FLOAT32, kv_heads);
+ *     args.out = fdma_tensor_4d(out, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *
+ *     size_t bytes;
+ *     if (fdma_attention_workspace(&args, &bytes) != FDMA_OK)
+ *         die(fdma_last_error());
+ *     args.exec.workspace = malloc(bytes);
+ *     args.exec.workspace_size = bytes;
+ *     if (fdma_attention(&args) != FDMA_OK)
+ *         die(fdma_last_error());
+ *
+ * Common to all operations. The comment on an operation adds only what is specific to it.
+ *
+ *   Shapes     beside each field of the argument struct. All q, k, v and out of a call (out_a
+ *              and out_b too) and their gradients share one dtype: float32, float16 or bfloat16.
+ *              head_dim is a multiple of 8 from 8 to 256, q_heads a positive multiple of kv_heads,
+ *              and kv_len at most INT32_MAX.
+ *   Units      scale multiplies <q, k>; logits, lse, bias and dbias are in nats; strides count
+ *              elements.
+ *   Ownership  The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
+ *              nothing before all arguments are checked. On the CPU it has finished when it
+ *              returns. On a device it does not wait: its tensors and workspace must stay until
+ *              the call's work on `stream` is done.
+ *   Workspace  is scratch memory that the caller lends to a call: at least as many bytes as
+ *              fdma_<operation>_workspace() says, for a given window linear in q_len and
+ *              kv_len; currently none for fdma_merge() and its gradients. It may have any alignment
+ *              and contents. It must not overlap a tensor of the call, nor the workspace of a call
+ *              that may run at the same time.
+ *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
+ *              elements with any other tensor: nothing works in place.
+ *   Errors     Every operation returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has
+ *              one line: the argument, its value and what is wanted, or why no kernel takes it.
  *
  * Names. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b batch, i query, j
  * key, h query head, g = h / (q_heads / kv_heads) kv head, d channel.
@@ -62,7 +107,7 @@
  * score, key_valid and the selection cut to their first kv_used[b] keys. Its query i stands at
  * position i + kv_used[b] - q_len, and a key that is kept to the end has expiry kv_used[b]. The
  * other keys are never read: their gradients are 0, their expiry is their own index and their slot
- * -1, and their scores are those of padding. Under a causal mask a query at a negative position is
+ * -1, and they have the scores of padding. Under a causal mask a query at a negative position is
  * an empty row. A selection that was made with kv_used is used with the same kv_used. Packed
  * sequences and streams have none. Numbers below 0 or above kv_len are refused; on a device, where
  * the host does not read them, they are clamped, and a replayed CUDA graph may find other ones.
@@ -75,8 +120,8 @@
  * 1 instead: it is broadcast, and nothing is expanded. The axis of heads may also have kv_heads
  * entries, which the query heads of a kv head share. They combine with everything else: a query
  * attends to the keys that attn_mask and all other rules let it keep. With packed sequences they
- * are indexed by positions in the packed tensors; with carried keys there are none. What attn_bias
- * holds for a query and a key that it does not keep does not matter, even if it is NaN. A mask is
+ * are indexed by positions in the packed tensors; with carried keys there are none. A number of
+ * attn_bias for a key that the query does not keep has no effect, even if it is NaN. A mask is
  * read once for all query heads that share it, and a tile of queries works on the keys that some of
  * them keep. So a mask that keeps few keys costs little more than attention to these, and its own
  * reading, only where neighbouring queries keep the same ones; else as much as one of most keys.
@@ -121,51 +166,6 @@
  * where a replayed CUDA graph may find other ones. Positions of packed sequences count from the
  * first of them. Calls with carried keys have no dropout.
  *
- * Making a call
- *
- *   Fill the operation's argument struct and pass its address. `size` is the size
- *   of the struct that the program was compiled with, so that later versions can append fields.
- *   Start from {0}: a field left zero has its default, and a tensor left zero is absent. Fields
- *   named `reserved` must be zero, in tensors, tables and caches too.
- *
- *     fdma_attention_args args = {.size = sizeof args, .window = 2048, .causal = 1};
- *     args.q = fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
- *     args.k = fdma_tensor_4d(k, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
- *     args.v = fdma_tensor_4d(v, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
- *     args.dt_proj = fdma_tensor_2d(dt_proj, FDMA_BFLOAT16, kv_heads, kv_heads * head_dim);
- *     args.a = fdma_tensor_1d(a, FDMA_FLOAT32, kv_heads);
- *     args.out = fdma_tensor_4d(out, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
- *
- *     size_t bytes;
- *     if (fdma_attention_workspace(&args, &bytes) != FDMA_OK)
- *         die(fdma_last_error());
- *     args.exec.workspace = malloc(bytes);
- *     args.exec.workspace_size = bytes;
- *     if (fdma_attention(&args) != FDMA_OK)
- *         die(fdma_last_error());
- *
- * What all operations share. The comment on an operation adds only what is specific to it.
- *
- *   Shapes     beside each field of the argument struct. All q, k, v and out of a call (out_a
- *              and out_b too) and their gradients share one dtype: float32, float16 or bfloat16.
- *              head_dim is a multiple of 8 from 8 to 256, q_heads a positive multiple of kv_heads,
- *              and kv_len at most INT32_MAX.
- *   Units      scale multiplies <q, k>; logits, lse, bias and dbias are in nats; strides count
- *              elements.
- *   Ownership  The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
- *              nothing before all arguments are checked. On the CPU it has finished when it
- *              returns. On a device it does not wait: its tensors and workspace must stay until
- *              the call's work on `stream` is done.
- *   Workspace  is scratch memory that the caller lends to a call: at least as many bytes as
- *              fdma_<operation>_workspace() says, for a given window linear in q_len and
- *              kv_len; currently none for fdma_merge() and its gradients. It may have any alignment
- *              and contents. It must not overlap a tensor of the call, nor the workspace of a call
- *              that may run at the same time.
- *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
- *              elements with any other tensor: nothing works in place.
- *   Errors     Every operation returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has
- *              one line: the argument, its value and what is wanted, or why no kernel takes it.
- *
  * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
  * All tensors and the workspace are then memory of that device. A call checks this unless
  * exec.trusted is set. The argument structs are read during the call and stay on the host. The call
@@ -192,9 +192,8 @@
  * q_heads / kv_heads; keys, kv_len; kept, the lesser of kv_len and window + recent. Batch and
  * threads are not among them, so that results depend on neither; under another tuning they differ
  * by rounding. The tuning may change while other threads make calls: each call follows one
- * throughout. A workspace stays large enough when it changes, since a call follows the rules where
- * the choices of the tuning need more than it was lent. After fork() a child has its parent's
- * tuning.
+ * throughout. A workspace stays large enough when it changes: a call follows the rules where
+ * the tuning needs more than it was lent. After fork() a child has its parent's tuning.
  *
  *     fdma_tune_args shape = {.size = sizeof shape, .dtype = FDMA_BFLOAT16, .window = 1024};
  *     shape.batch = 1, shape.q_len = shape.kv_len = 4096, shape.causal = 1;
@@ -211,8 +210,7 @@
  *   - A selection holds only for the number of keys that it was made for. When a key is appended,
  *     select again.
  *
- * Source: Trainable Dynamic Mask Sparse Attention, arXiv:2508.02124; FlashAttention,
- * arXiv:2205.14135.
+ * Source: arXiv:2508.02124, Trainable Dynamic Mask Sparse Attention; arXiv:2205.14135.
  */
 #ifndef FDMA_H
 #define FDMA_H
@@ -254,8 +252,8 @@ FDMA_API const char *fdma_last_error(void);
 /*! fdma_status_name() - a status as text, for example "FDMA_INVALID_ARGUMENT". Never NULL. */
 FDMA_API const char *fdma_status_name(fdma_status status);
 
-/*! fdma_version() - the library's version, "major.minor.patch". The FDMA_VERSION macros are those
- *  of the header that the program was compiled with. */
+/*! fdma_version() - the library's version, "major.minor.patch". The FDMA_VERSION macros tell
+ *  the version of the header that the program was compiled with. */
 FDMA_API const char *fdma_version(void);
 
 /* Tensors */
@@ -313,8 +311,8 @@ typedef struct fdma_exec {
     void *stream;          /* device only: a cudaStream_t; NULL is the default stream */
     const char *kernel;    /* NULL: the fastest kernel that supports the call. Otherwise a name, or
                               the beginning of one up to a '/': "cpu", "cpu/avx2". It forces kernels
-                              whose names begin with it; an operation that has none uses those with
-                              whose names it begins, so that one name serves a whole fused call */
+                              whose names begin with it. If an operation has none, kernels run whose
+                              name is a beginning of it, so that one name serves a fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
     int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds it,
                         else the CPUs that affinity and the cgroup's quota let this process use */
@@ -325,6 +323,8 @@ typedef struct fdma_exec {
                               ones may fail, fault, or write to other memory */
     int32_t reserved[3];
 } fdma_exec;
+
+/* Attention */
 
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
@@ -377,8 +377,8 @@ typedef enum fdma_scope {
  *  packed sequences each has its own end in place of kv_len, and slots of its own.
  *  Kept keys have slots, numbers below window + recent: a key that enters a full set takes over the
  *  slot of the key that leaves it, so the keys that a query keeps have distinct slots. A key that
- *  is never kept has slot -1. With a gap, slots are those of the selection without it: the slot of
- *  a key that leaves because of the gap is empty until the next key takes it.
+ *  is never kept has slot -1. With a gap keys have the slots of the selection without it: the slot
+ *  of a key that leaves because of the gap is empty until the next key takes it.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       window + recent may say less than what is kept, as after a change of window. On the
@@ -526,7 +526,7 @@ typedef struct fdma_forward_args {
  *  Use it with a selection that you keep or make yourself, or without one as plain (dense)
  *  attention with grouped heads, bias, softcap and padding. Ask for lse to train or to merge.
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j] + attn_bias[b,h,i,j],
- *             over kept keys only: with attn_mask, those of the other rules where it is not 0
+ *             over kept keys only: with attn_mask, the keys of the other rules where it is not 0
  *             lse[b,h,i] = log(exp(sink_logit[h]) + sum_j exp(s[i,j])), without the first term if
  *                          sink_logit is absent
  *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
@@ -552,7 +552,7 @@ FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
  *  Use it where forward and backward, or the layers of a model, have the same mask: on a device
  *  each call would read all of it, which may take longer than attention to the keys that it keeps.
  *  Ask fdma_mask_lists_size() for the bytes, call fdma_mask_lists() with the arguments of forward,
- *  and set mask_lists in those of every call that has the same attn_mask, key_valid, starts,
+ *  and set mask_lists in every call that has the same attn_mask, key_valid, starts,
  *  kv_used, selection and causal, and q and k of the same shape. Only mask_lists is written.
  *  Shapes     mask_lists [fdma_mask_lists_size()], whose address is a multiple of 16; on a device
  *             5/32 q_len * kv_len bytes for each head of the mask, and as many for each sequence
@@ -703,7 +703,7 @@ typedef struct fdma_cache {
 
 /*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take. With a
  *  page_table this excludes k, v and page_table, which the caller allocates.
- *  Errors     FDMA_INVALID_ARGUMENT for sizes below 1 or beyond those of a call, and wrong rules */
+ *  Errors     FDMA_INVALID_ARGUMENT for sizes below 1 or above the limits, and wrong rules */
 FDMA_API fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes);
 
 /*! fdma_cache_init() - places the tensors in `memory`, of the bytes that fdma_cache_bytes() says,
@@ -754,7 +754,7 @@ typedef struct fdma_cache_store_args {
  *  Workspace  currently none
  *  Edge       a selection changed by hand gives wrong rows, never an access out of bounds. Two
  *             entries of a batch with one index leave that sequence with wrong keys, and no other.
- *             What the cache has of other sequences is neither read nor written
+ *             Other sequences of the cache are neither read nor written
  *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots, has a gap
  *             or other rules than the cache, or another kv_len than the two above, or, on the CPU,
  *             a slot that the cache has no row for; starts with carried keys; an index beyond the
@@ -776,7 +776,7 @@ typedef struct fdma_cache_copy_args {
  *  with to = 0, 1, ... and from = the beam that each continues. Only rows that have a key are
  *  copied, so a short sequence is cheap; a sequence that is copied to itself costs nothing.
  *  Formula    sequence to[i] becomes what sequence from[i] was before the call
- *  Pages      rows go from the pages of from[i] to those of to[i]. Rows in a page that both have
+ *  Pages      rows of from[i] go to the pages of to[i]. Rows in a page that both have
  *             are not copied, and a row whose page one of them lacks becomes empty. To share a
  *             prefix, give to[i] its full pages, and a page of its own for the rows after these
  *  Workspace  O(threads * count)
@@ -810,7 +810,7 @@ typedef struct fdma_decode_args {
 } fdma_decode_args;
 
 /*! fdma_decode() - attention of new tokens over a cache and each other, which then enter the cache.
- *  Use it to generate: one token a call, or several of which only some turn out to be right
+ *  Use it to generate: one token a call, or several, if only some of them turn out right
  *  (speculative decoding). Its time does not depend on how many tokens have passed.
  *  A query attends to what it would attend to in the whole sequence; query i stands beside token
  *  i + new_len - q_len. So q_len = 1 asks for token new_len - 1 alone: where n_tokens is below
@@ -834,7 +834,7 @@ FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
 typedef struct fdma_backward_args {
     size_t size;           /* sizeof(fdma_backward_args) */
     fdma_tensor dout;      /* [batch, q_len, q_heads, head_dim]: the gradient of out */
-    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: the gradient of lse */
     fdma_tensor out;       /* fdma_forward()'s, for the inputs below */
     fdma_tensor lse;       /* fdma_forward()'s: [batch, q_heads, q_len] float32 */
     fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
@@ -932,7 +932,7 @@ FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
 typedef struct fdma_attention_backward_args {
     size_t size;           /* sizeof(fdma_attention_backward_args) */
     fdma_tensor dout;      /* [batch, q_len, q_heads, head_dim]: the gradient of out */
-    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: the gradient of lse */
     fdma_tensor out;       /* fdma_attention()'s, for the inputs below */
     fdma_tensor lse;       /* fdma_attention()'s: [batch, q_heads, q_len] float32 */
     fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
@@ -1005,7 +1005,7 @@ typedef struct fdma_merge_args {
     fdma_exec exec;
 } fdma_merge_args;
 
-/*! fdma_merge() - attention over two disjoint sets of keys, from that over each of them.
+/*! fdma_merge() - attention over two disjoint sets of keys, from attention over each of them.
  *  Use it if keys come in separate arrays: a prompt that sequences share and the keys of each, or
  *  shards of a sequence on several devices. For more than two sets, merge again.
  *  Formula    lse = log(exp(lse_a) + exp(lse_b))
@@ -1018,7 +1018,7 @@ FDMA_API fdma_status fdma_merge(const fdma_merge_args *args);
 typedef struct fdma_merge_backward_args {
     size_t size;      /* sizeof(fdma_merge_backward_args) */
     fdma_tensor dout; /* [batch, q_len, q_heads, head_dim]: the gradient of the merged out */
-    fdma_tensor dlse; /* optional [batch, q_heads, q_len] float32: that of the merged lse */
+    fdma_tensor dlse; /* optional [batch, q_heads, q_len] float32: of the merged lse */
     fdma_tensor out_a, lse_a, out_b, lse_b;     /* as in fdma_merge_args */
     fdma_tensor dout_a, dlse_a, dout_b, dlse_b; /* outputs, shaped as those above */
     fdma_exec exec;
@@ -1026,7 +1026,7 @@ typedef struct fdma_merge_backward_args {
 
 /*! fdma_merge_backward() - the gradients of fdma_merge() with respect to both partial results.
  *  Use it to train through fdma_merge(): give dout_a and dlse_a to the fdma_backward() of the first
- *  partial result as dout and dlse, and dout_b and dlse_b to that of the second.
+ *  partial result as dout and dlse, and dout_b and dlse_b to the one of the second.
  *  Formula    w = exp(lse_a - lse);  dout_a = w dout
  *             dlse_a = w (dlse + <dout, out_a - out>); and the same for b
  *  Edge       the gradients of an empty partial result are 0
@@ -1142,9 +1142,9 @@ typedef struct fdma_tune_trial {
     size_t size;           /* sizeof(fdma_tune_trial) */
     const char *operation; /* "forward" or "backward" */
     const char *kernel;    /* that ran */
-    const char *choice;    /* such as "tile_rows=256"; "rules": that of the rules */
+    const char *choice;    /* such as "tile_rows=256"; "rules": what the rules say */
     double seconds;        /* of one call, the median */
-    double ratio;          /* to those of a call by the rules, made in turn: the median */
+    double ratio;          /* over the seconds of a call by the rules, made in turn: the median */
     int32_t final;         /* nonzero: the last one of its operation, which calls follow from now */
     int32_t reserved;
 } fdma_tune_trial;
@@ -1160,7 +1160,7 @@ typedef struct fdma_tune_args {
     int32_t backward;        /* nonzero: fdma_backward() is measured too */
     int32_t threads;         /* as in fdma_exec */
     double seconds;          /* that measuring an operation takes, about; 0: 3 */
-    fdma_tune_report report; /* optional: called with each choice that two calls do not rule out */
+    fdma_tune_report report; /* optional: called after each choice that was measured in full */
     void *context;           /* of `report` */
 } fdma_tune_args;
 
@@ -1174,7 +1174,7 @@ typedef struct fdma_tune_args {
  *             seconds below 0, and without memory for the shape */
 FDMA_API fdma_status fdma_tune(const fdma_tune_args *args);
 
-/*! fdma_tuning_load() - replaces the tuning of the process by that of a file; NULL: by none.
+/*! fdma_tuning_load() - replaces the tuning of the process by a file; NULL: by none.
  *  A file is text: "fdma-tuning 1", the version of the library, name and features of the CPU, then
  *  a line for each class. Each number of a line has a range, and 0 means the rules. A file of
  *  another version or CPU, or with a line that is not as fdma_tuning_save() writes it, is refused

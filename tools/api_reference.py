@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/api_reference.md from the docstrings of the Python package and from include/fdma.h.
+"""Writes the API reference from the docstrings of the Python package and from include/fdma.h.
 
-    api_reference.py [--check]
+    api_reference.py OUT.md     write the whole text to a file
+    api_reference.py --index    write the table of its names, docs/api_reference.md
+    api_reference.py --check    fail if docs/api_reference.md is not what --index would write
 
---check writes nothing, and fails if the file is not what would be written. It needs the package and
-its library: set PYTHONPATH and FDMA_LIBRARY as `make test` does.
+It needs the package and its library: set PYTHONPATH and FDMA_LIBRARY as `make test` does.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any
 import program
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only compare")
-    return parser.parse_args()
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument("out", nargs="?", type=Path, metavar="OUT.md", help="write the whole text")
+    form.add_argument("--index", action="store_true", help="write the table of names")
+    form.add_argument("--check", action="store_true", help="compare the table of names")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -37,15 +41,30 @@ import flash_dmattn.onnx
 import flash_dmattn.transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "docs" / "api_reference.md"
+INDEX = ROOT / "docs" / "api_reference.md"
 HEADER = ROOT / "include" / "fdma.h"
 WIDTH = 100
+MODULES = (
+    flash_dmattn,
+    flash_dmattn.distributed,
+    flash_dmattn.transformers,
+    flash_dmattn.onnx,
+    flash_dma,
+    flash_dma_cuda,
+)
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Example:")
 OPENING = """# API reference
 
-`tools/api_reference.py` writes this page from the docstrings of the package and from
-[fdma.h](../include/fdma.h), which is the manual of the C library. The tests run every Python
-example here, and the programs of [examples/](../examples).
+The docstrings of the Python package, whose examples the tests run, and the C header fdma.h.
+
+[Python](#python) · [C](#c)
+"""
+INDEX_OPENING = """# API reference
+
+Every public name of Python and C, with one line each. A Python name links to the module whose
+docstring has its arguments, results, errors and an example; a C name is documented above its
+declaration in [fdma.h](../include/fdma.h). `tools/api_reference.py reference.md` writes all of
+these texts into one file.
 
 [Python](#python) · [C](#c)
 """
@@ -122,15 +141,42 @@ def class_text(name: str, thing: type) -> Iterator[str]:
 
 def python_text() -> Iterator[str]:
     yield "## Python"
-    optional = (flash_dmattn.distributed, flash_dmattn.transformers, flash_dmattn.onnx)
-    modules = (flash_dmattn, *optional, flash_dma, flash_dma_cuda)
-    for module, name in [(one, name) for one in modules for name in one.__all__]:
-        thing = getattr(module, name)
-        yield f"### {module.__name__}.{name}"
-        yield fenced("python", signature_of(thing, name))
-        yield docstring_text(thing)
-        if inspect.isclass(thing):
-            yield from class_text(name, thing)
+    for module in MODULES:
+        for name in module.__all__:
+            thing = getattr(module, name)
+            yield f"### {module.__name__}.{name}"
+            yield fenced("python", signature_of(thing, name))
+            yield docstring_text(thing)
+            if inspect.isclass(thing):
+                yield from class_text(name, thing)
+
+
+def first_sentence(text: str) -> str:
+    """Of a text's first paragraph, as a cell of a table."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.) ", paragraph)[0].rstrip(".").replace("|", "\\|")
+
+
+def table_of(rows: list[str]) -> str:
+    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+
+
+def python_index() -> Iterator[str]:
+    yield "## Python"
+    for module in MODULES:
+        rows = []
+        for name in module.__all__:
+            thing = getattr(module, name)
+            source = f"../python/{thing.__module__.replace('.', '/')}"
+            path = (
+                f"{source}.py"
+                if (ROOT / "docs" / f"{source}.py").is_file()
+                else f"{source}/__init__.py"
+            )
+            line = first_sentence(inspect.getdoc(thing) or "")
+            rows.append(f"| [`{name}`]({path}) | {line} |")
+        yield f"### {module.__name__}"
+        yield table_of(rows)
 
 
 def comment_text(comment: str) -> str:
@@ -181,15 +227,36 @@ def c_text() -> Iterator[str]:
     yield from entry_text(title, text, code)
 
 
-def main() -> int:
-    given = parse()
-    text = "\n".join([OPENING, "\n\n".join([*python_text(), *c_text()]), ""])
-    if not given.check:
-        REFERENCE.write_text(text)
+def c_index() -> Iterator[str]:
+    yield "## C"
+    section, rows = "", []
+    for kind, found in [*declarations_of(HEADER.read_text()), ("section", "")]:
+        if kind == "section":
+            if rows:
+                yield f"### {section}"
+                yield table_of(rows)
+            section, rows = comment_text(found), []
+        elif kind == "entry":
+            title, _, text = comment_text(found).partition(" - ")
+            rows.append(f"| `{title}` | {first_sentence(text)} |")
+
+
+def document_of(opening: str, *blocks: str) -> str:
+    return "\n".join([opening, "\n\n".join(blocks), ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = parse(argv)
+    if given.out is not None:
+        given.out.write_text(document_of(OPENING, *python_text(), *c_text()))
         return 0
-    if REFERENCE.exists() and REFERENCE.read_text() == text:
+    text = document_of(INDEX_OPENING, *python_index(), *c_index())
+    if given.index:
+        INDEX.write_text(text)
         return 0
-    print(f"{REFERENCE.relative_to(ROOT)} is not up to date: run tools/api_reference.py")
+    if INDEX.exists() and INDEX.read_text() == text:
+        return 0
+    print(f"{INDEX} is not up to date: run tools/api_reference.py --index")
     return 1
 
 

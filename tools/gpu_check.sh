@@ -4,8 +4,8 @@
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
 #   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
-# log.txt, peers-cuda.json, peers-cuda.svg, host_time-cuda.json, decode-cuda.json, streams-cuda.json,
-# cuda.json (full) and tables.md.
+# log.txt, peers-cuda.json, peers-cuda.svg, peers-cuda-cases.svg, host_time-cuda.json, decode-cuda.json,
+# streams-cuda.json, cuda.json (full) and tables.md.
 # FDMA_COMMIT names the commit where there is no git.
 set -u
 length=full

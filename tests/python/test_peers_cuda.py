@@ -15,6 +15,7 @@ import peers_common
 import peers_cuda
 import peers_cuda_cases
 import peers_flash4
+import peers_picture
 import pytest
 import torch
 from programs import ROOT, output_of, python
@@ -228,8 +229,21 @@ def test_table_and_picture(tmp_path: Path) -> None:
 
     picture = tmp_path / "figures.svg"
     output_of(python(ROOT / "benchmarks" / "peers_picture.py", path, "--out", picture))
+    cases = (tmp_path / "figures-cases.svg").read_text()
+    assert cases.rstrip().endswith("</svg>")
+    # the least that each case of flash_dmattn must reach
+    assert cases.count("stroke: #d55e00") == 2
     drawn = picture.read_text()
-    assert drawn.rstrip().endswith("</svg>")
-    assert (
-        drawn.count("stroke: #d55e00") == 2
-    )  # the least that each case of flash_dmattn must reach
+    assert drawn.rstrip().endswith("</svg>") and "stroke: #0072b2" in drawn
+
+
+def test_words_of_cases() -> None:
+    """Every case that has a bar has words of its own."""
+    results = (ROOT / "benchmarks" / "results" / "peers-cuda.json").read_text().splitlines()[1:]
+    rows = [row for row in map(json.loads, results) if row["of_dense"] is not None]
+    words = [peers_picture.words_of(row) for row in rows if row["peer"].startswith("fdma")]
+    assert len(set(words)) == len(words) > 50
+    assert "forward: 16 heads on 4, head_dim 128, 32 x 512 keys, window 128" in words
+    assert words[-1] == (
+        "forward and gradients: 32 heads on 8, head_dim 128, 32,768 keys, window 2,048"
+    )

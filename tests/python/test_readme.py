@@ -1,6 +1,6 @@
-"""The README's examples are true: each ```c block compiles and runs, each ```python block runs, the
-lines that install the library and build with it work, README_zh.md has the same code, and the
-documents' tables are current.
+"""The examples of the README and of all pages of docs/ are true: each ```c block compiles and runs,
+each ```python block runs, the lines that install the library and build with it work, README_zh.md
+has the same code, links lead somewhere, and the documents' tables are current.
 
 A ```text block that follows an example directly is what it prints.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import flash_dmattn
 import pytest
 from programs import ROOT, output_of, python, run
 
@@ -46,23 +48,24 @@ def assert_printed(example: Example, output: str) -> None:
         assert output.split() == example.printed.split()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/integration.md"])
+DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def documents_with(language: str) -> list[str]:
+    return [name for name in DOCUMENTS if f"\n```{language}\n" in (ROOT / name).read_text()]
+
+
+@pytest.mark.parametrize("document", documents_with("python"))
 def test_python(document: str, tmp_path: Path) -> None:
-    for example in examples("python", document):
-        if "onnx" not in example.code:
-            run_python(example, tmp_path)
-
-
-def run_python(example: Example, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(example.code)
-    assert_printed(example, output_of(python("-W", "ignore", script, cwd=tmp_path)))
-
-
-def test_python_with_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnx_sessions")
-    (example,) = (one for one in examples("python", "docs/integration.md") if "onnx" in one.code)
-    run_python(example, tmp_path)
+    found = examples("python", document)
+    if any("flash_dmattn.onnx" in example.code for example in found):
+        pytest.importorskip("onnx_sessions")
+    if any("from transformers" in example.code for example in found):
+        pytest.importorskip("transformers")
+    for example in found:
+        script = tmp_path / "example.py"
+        script.write_text(example.code)
+        assert_printed(example, output_of(python("-W", "ignore", script, cwd=tmp_path)))
 
 
 def run_c(source: Path, tmp_path: Path, *arguments: str) -> str:
@@ -73,11 +76,59 @@ def run_c(source: Path, tmp_path: Path, *arguments: str) -> str:
     return output_of(run(program, *arguments, env={"LD_LIBRARY_PATH": str(LIBRARY.parent)}))
 
 
-def test_c(tmp_path: Path) -> None:
-    for example in examples("c"):
-        source = tmp_path / "example.c"
-        source.write_text(example.code)
-        assert_printed(example, run_c(source, tmp_path))
+def has_cuda(example: Example) -> bool:
+    return "<cuda_runtime.h>" in example.code
+
+
+@pytest.mark.parametrize("document", documents_with("c"))
+def test_c(document: str, tmp_path: Path) -> None:
+    for example in examples("c", document):
+        if not has_cuda(example):
+            source = tmp_path / "example.c"
+            source.write_text(example.code)
+            assert_printed(example, run_c(source, tmp_path))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_c_with_cuda(tmp_path: Path) -> None:
+    """Compiled and linked; run where there is a device."""
+    found = [x for name in documents_with("c") for x in examples("c", name) if has_cuda(x)]
+    assert found
+    for example in found:
+        (tmp_path / "example.c").write_text(example.code)
+        strict = ["-Xcompiler", "-std=c11,-Wall,-Wextra,-Werror", f"-I{ROOT / 'include'}"]
+        output_of(run("nvcc", "-c", *strict, "example.c", cwd=tmp_path))
+        link = [f"-L{LIBRARY.parent}", "-lfdma", "-lm", "-o", "example"]
+        output_of(run("nvcc", "example.o", *link, cwd=tmp_path))
+        if "cuda" in flash_dmattn.get_available_backends():
+            variables = {"LD_LIBRARY_PATH": str(LIBRARY.parent)}
+            assert_printed(example, output_of(run(tmp_path / "example", env=variables)))
+
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(document: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)", text, re.M)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "README_zh.md", "CONTRIBUTING.md"])
+def test_links(document: str) -> None:
+    """Every link to a file of the project, and to a heading of a page, leads there."""
+    path = ROOT / document
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, heading = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        if heading and target.suffix == ".md":
+            assert heading in anchors(target), link
 
 
 def test_installing(tmp_path: Path) -> None:
@@ -109,12 +160,11 @@ def test_the_chinese_readme_has_the_same_code() -> None:
 
 
 def test_goals_are_counted() -> None:
-    """Captions say how many goals of benchmarks/peers.py the results reach."""
+    """A caption says how many goals of benchmarks/peers.py the results reach."""
     lines = (ROOT / "benchmarks" / "results" / "peers-cuda.json").read_text().splitlines()
     met = [row["met"] for row in map(json.loads, lines) if row.get("goal")]
-    for document in ("README.md", "docs/performance.md"):
-        text = " ".join((ROOT / document).read_text().split())
-        assert f"{sum(met)} of {len(met)} are reached" in text
+    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    assert f"{sum(met)} of {len(met)} are reached" in text
 
 
 def test_tables_are_current() -> None:

@@ -27,8 +27,8 @@ def find(path: str, pattern: str) -> str:
 
 
 def oldest(program: str) -> str:
-    """What the table of docs/integration.md has."""
-    return find("docs/integration.md", rf"(?m)^\| {program} \| ([\d.]+) \|")
+    """What the table of docs/install.md has."""
+    return find("docs/install.md", rf"(?m)^\| {program} \| ([\d.]+) \|")
 
 
 def test_every_file_names_the_same() -> None:
