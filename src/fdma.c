@@ -18,8 +18,8 @@
 #include <string.h>
 
 /* In the order of preference. */
-static const kernel_backend backends[] = {fdma_cuda_tables, fdma_cpu_tables, fdma_reference_tables,
-                                          NULL};
+static const kernel_backend *const backends[] = {&fdma_cuda_backend, &fdma_cpu_backend,
+                                                 &fdma_reference_backend, NULL};
 
 typedef struct prepared_call {
     call_steps steps;
@@ -53,30 +53,21 @@ static fdma_status check_on_device(const fdma_problem *problem, check_depth dept
     return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
 }
 
-/* Whether a kernel of select takes the problem only with last_keys: then it writes them. */
-static bool writes_last_keys(const fdma_kernel *kernel, const fdma_problem *problem) {
-    fdma_problem without = *problem;
-    without.last_keys = (fdma_last_keys){0};
-    return is_present(&problem->last_keys.list) && kernel->refuses(&without) != NULL;
-}
-
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
     fdma_problem *const problems = call->steps.problems;
     size_t most = 0; // that a step needs
     FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
-    if (problems[0].exec.device != FDMA_CPU)
+    const bool on_device = problems[0].exec.device != FDMA_CPU;
+    if (on_device)
         FDMA_TRY(check_on_device(&problems[0], depth));
     else
         problems[0].tuning = tuning;
-    FDMA_TRY(fdma_split_call(&call->steps));
+    FDMA_TRY(fdma_split_call(on_device ? &fdma_cuda_backend : &fdma_cpu_backend, &call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
-        if (problems[i].operation == operation_select &&
-            !writes_last_keys(call->kernels[i], &problems[i]))
-            fdma_drop_last_keys(&call->steps);
-        if (problems[i].attending != NULL)
-            problems[i + 1].plan_is_made = fdma_cuda_makes_plan(call->kernels[i]);
+        if (problems[i].operation == operation_select)
+            fdma_link_select(call->kernels[i], &call->steps);
         const size_t bytes = step_workspace(call->kernels[i], &problems[i], depth);
         most = bytes > most ? bytes : most;
     }

@@ -124,7 +124,7 @@ static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *packe
 
 size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
                              check_depth depth) {
-    if (!is_present(&problem->starts) || !kernel->one_sequence)
+    if (!is_present(&problem->starts) || !has_trait(kernel, trait_one_sequence))
         return kernel->workspace(problem);
     fdma_arena arena = {0};
     take_scratch(&arena, problem);
@@ -165,7 +165,7 @@ static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *p
 }
 
 static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (!is_present(&problem->starts) || !kernel->one_sequence)
+    if (!is_present(&problem->starts) || !has_trait(kernel, trait_one_sequence))
         return kernel->run(problem);
     fdma_problem packed = fdma_prepare_cuts(problem, problem->only_checks);
     fdma_arena arena = fdma_arena_of(problem);
@@ -182,7 +182,8 @@ static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *
 }
 
 bool fdma_looks_first(const fdma_kernel *kernel, const fdma_problem *problem) {
-    return kernel->one_sequence && problem->operation == operation_backward && problem->selected;
+    return has_trait(kernel, trait_one_sequence) && problem->operation == operation_backward &&
+           problem->selected;
 }
 
 fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {

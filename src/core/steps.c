@@ -1,6 +1,7 @@
 /* Splits a fused call: fdma_attention() into score, select and forward; fdma_attention_backward()
  * into score (unless the bias is given), backward and score_backward, or, with FDMA_BIAS_NONE,
- * backward alone. Splits fdma_decode() on the CPU, without a given score, into score and decode. */
+ * backward alone. Splits fdma_decode() without a given score into score and decode, unless the
+ * kernels of decode compute the scores themselves. */
 #include "core/steps.h"
 
 #include "core/error.h"
@@ -42,7 +43,7 @@ static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
 }
 
 /* Adds the tensors that pass between the steps and that the caller did not give. */
-static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
+static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_problem *whole) {
     const bool forward = whole->operation == operation_attention;
     const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
     if (forward && !is_present(&whole->score))
@@ -51,7 +52,7 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
         whole->bias = take_key_floats(arena, whole);
     if (!forward && has_bias)
         whole->dbias = take_key_floats(arena, whole);
-    if (whole->last_positions > 0 && whole->exec.device != FDMA_CPU)
+    if (whole->last_positions > 0 && backend->writes_last_keys)
         add_last_keys(arena, whole);
     if (forward && !is_present(&whole->expiry))
         whole->expiry = take_key_ints(arena, whole);
@@ -110,13 +111,13 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
     return fdma_settle_problem(step, check_shapes);
 }
 
-static fdma_status split_fused(call_steps *steps) {
+static fdma_status split_fused(const kernel_backend *backend, call_steps *steps) {
     fdma_problem whole = steps->problems[0];
     fdma_arena arena = fdma_arena_of(&whole);
     const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
     const bool needs_score = has_bias && !is_present(&whole.bias);
     whole.last_positions = last_positions_of(&whole);
-    add_scratch(&arena, &whole);
+    add_scratch(backend, &arena, &whole);
     fdma_set_aside(&whole.exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
     steps->count = 0;
@@ -133,7 +134,7 @@ static fdma_status split_fused(call_steps *steps) {
     return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
 }
 
-/* The steps of fdma_decode() without a given score. Kernels of a device compute it themselves. */
+/* The steps of fdma_decode() without a given score, for kernels that do not compute it themselves. */
 static fdma_status split_decode(call_steps *steps) {
     fdma_problem whole = steps->problems[0];
     fdma_arena arena = fdma_arena_of(&whole);
@@ -146,18 +147,23 @@ static fdma_status split_decode(call_steps *steps) {
     return add_step(steps, &whole, operation_decode);
 }
 
-fdma_status fdma_split_call(call_steps *steps) {
+fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps) {
     const fdma_operation operation = steps->problems[0].operation;
     steps->count = 1;
     steps->lent = steps->problems[0].exec.workspace_size;
     steps->scratch = 0;
     if (operation == operation_decode && !is_present(&steps->problems[0].score) &&
-        steps->problems[0].exec.device == FDMA_CPU)
+        !backend->scores_tokens)
         return split_decode(steps);
-    return is_fused(operation) ? split_fused(steps) : FDMA_OK;
+    return is_fused(operation) ? split_fused(backend, steps) : FDMA_OK;
 }
 
-void fdma_drop_last_keys(call_steps *steps) {
-    for (int i = 0; i < steps->count; i++)
-        steps->problems[i].last_keys = (fdma_last_keys){0};
+void fdma_link_select(const fdma_kernel *select, call_steps *steps) {
+    for (int i = 0; i < steps->count; i++) {
+        fdma_problem *const step = &steps->problems[i];
+        if (!has_trait(select, trait_writes_last_keys))
+            step->last_keys = (fdma_last_keys){0};
+        step->plan_is_made =
+            step->operation == operation_forward && has_trait(select, trait_writes_plan);
+    }
 }

@@ -13,8 +13,9 @@ typedef struct call_steps {
 } call_steps;
 
 /* Replaces problems[0], if it is a fused call, by its steps. Tensors that the caller did not ask
- * for are taken from the workspace, and each step may use the rest of it. */
-fdma_status fdma_split_call(call_steps *steps);
+ * for are taken from the workspace, and each step may use the rest of it. `backend`: of exec.device. */
+fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps);
 
-/* Has a selection be in expiry and slot, where its kernel does not write last_keys. */
-void fdma_drop_last_keys(call_steps *steps);
+/* Tells the steps of a call which kernel of select has been chosen: forward works from what that
+ * kernel writes. */
+void fdma_link_select(const fdma_kernel *select, call_steps *steps);

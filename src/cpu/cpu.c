@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-const kernel_table *const fdma_cpu_tables[] = {
+static const kernel_table *const tables[] = {
 #if defined(FDMA_HAVE_AVX512)
     &fdma_cpu_avx512,
 #endif
@@ -39,6 +39,8 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_scalar,
     NULL,
 };
+
+const kernel_backend fdma_cpu_backend = {.tables = tables};
 
 #if defined(__x86_64__)
 

@@ -3,7 +3,8 @@
 
 #include "core/error.h"
 
-const kernel_table *const fdma_cuda_tables[] = {NULL};
+static const kernel_table *const tables[] = {NULL};
+const kernel_backend fdma_cuda_backend = {.tables = tables};
 
 int32_t fdma_cuda_count(void) { return 0; }
 
@@ -26,11 +27,6 @@ size_t fdma_cuda_mask_lists_size(const fdma_problem *problem) {
 
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
     return fdma_check_cuda(problem, check_all);
-}
-
-bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
-    (void)kernel;
-    return false;
 }
 
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {

@@ -14,11 +14,13 @@
 
 FDMA_CUDA_TABLES(DECLARE)
 
-const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
+static const kernel_table *const tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
-bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
-    return kernel == fdma_cuda_sm80_short.kernels || kernel == fdma_cuda_sm80_keep_all.kernels;
-}
+const kernel_backend fdma_cuda_backend = {
+    .tables = tables,
+    .scores_tokens = true,
+    .writes_last_keys = true,
+};
 
 enum { most_devices = 64 };
 

@@ -121,7 +121,7 @@ static fdma_status take_dtype(const char *path, int at, const char *name, tuning
 }
 
 static fdma_status take_kernel(const char *path, int at, const char *name, tuning_entry *entry) {
-    static const kernel_backend backends[] = {fdma_cpu_tables, NULL};
+    static const kernel_backend *const backends[] = {&fdma_cpu_backend, NULL};
     const fdma_kernel *kernel;
     if (strcmp(name, "rules") == 0)
         return FDMA_OK;

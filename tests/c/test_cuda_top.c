@@ -13,7 +13,7 @@ static const char kernel_name[] = "cuda/sm90/top";
 enum { most_positions = 16 };
 
 static const fdma_kernel *find_kernel(void) {
-    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+    for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++)
         for (int32_t i = 0; i < (*table)->count; i++)
             if (strcmp((*table)->kernels[i].name, kernel_name) == 0)
                 return &(*table)->kernels[i];

@@ -10,9 +10,11 @@
      .refuses = REFUSES,                                                                           \
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION,                                                                        \
-     .one_sequence = operation_##OPERATION != operation_lists &&                                   \
-                     operation_##OPERATION != operation_cache_store &&                             \
-                     operation_##OPERATION != operation_probabilities}
+     .traits = operation_##OPERATION != operation_lists &&                                         \
+                       operation_##OPERATION != operation_cache_store &&                           \
+                       operation_##OPERATION != operation_probabilities                            \
+                   ? trait_one_sequence                                                            \
+                   : 0}
 
 /* The kernels that depend on the vocabulary alone. They compute in float32. */
 #define VECTOR_KERNELS(NAME, MISSING)                                                              \

@@ -397,4 +397,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
-                                       workspace_of<fdma_cuda_plan_score>, run, true, false});
+                                       workspace_of<fdma_cuda_plan_score>, run, true, 0});

@@ -68,5 +68,6 @@ static fdma_status run(const fdma_problem *problem) {
         plan, (int32_t)problem->kv_heads, (int32_t)problem->kv_len, heads);
 }
 
-FDMA_CUDA_TABLE(fdma_cuda_sm80_keep_all, {"cuda/sm80/keep_all", operation_select, fdma_missing_sm80,
-                                          refuses, workspace_of<lay_out>, run, true, false});
+FDMA_CUDA_TABLE(fdma_cuda_sm80_keep_all,
+                {"cuda/sm80/keep_all", operation_select, fdma_missing_sm80, refuses,
+                 workspace_of<lay_out>, run, true, trait_writes_plan});

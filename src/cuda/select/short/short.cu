@@ -137,5 +137,6 @@ static fdma_status run(const fdma_problem *problem) {
     return choose(problem)->run(problem, call, space.plan);
 }
 
-FDMA_CUDA_TABLE(fdma_cuda_sm80_short, {"cuda/sm80/short", operation_select, fdma_missing_sm80,
-                                       refuses, workspace_of<lay_out>, run, true, false});
+FDMA_CUDA_TABLE(fdma_cuda_sm80_short,
+                {"cuda/sm80/short", operation_select, fdma_missing_sm80, refuses,
+                 workspace_of<lay_out>, run, true, trait_writes_plan});

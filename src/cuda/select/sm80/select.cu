@@ -320,4 +320,4 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_select, {"cuda/sm80", operation_select, fdma_missing_sm80, refuses,
-                                        workspace_of<lay_out>, run, true, false});
+                                        workspace_of<lay_out>, run, true, 0});

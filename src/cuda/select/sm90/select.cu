@@ -434,4 +434,4 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_select, {"cuda/sm90", operation_select, fdma_missing_sm90, refuses,
-                                        workspace_of<lay_out>, run, true, false});
+                                        workspace_of<lay_out>, run, true, 0});

@@ -319,4 +319,4 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_top, {"cuda/sm90/top", operation_select, fdma_missing_sm90, refuses,
-                                     workspace_of<lay_out>, run, true, false});
+                                     workspace_of<lay_out>, run, true, trait_writes_last_keys});
