@@ -37,9 +37,9 @@ static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
     int32_t *const slots = numbers == NULL ? NULL : numbers + b * g * n;
     whole->expiry = fdma_tensor_3d(numbers, FDMA_INT32, b, g, n);
     whole->slot = fdma_tensor_3d(slots, FDMA_INT32, b, g, n);
-    whole->last_keys.record = fdma_tensor_4d(numbers, FDMA_INT32, b, g, n, 2);
-    whole->last_keys.list = take_key_tensor(arena, whole, round_up(most, 4), FDMA_INT32);
-    whole->last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
+    whole->fused.last_keys.record = fdma_tensor_4d(numbers, FDMA_INT32, b, g, n, 2);
+    whole->fused.last_keys.list = take_key_tensor(arena, whole, round_up(most, 4), FDMA_INT32);
+    whole->fused.last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
 }
 
 /* Adds the tensors that pass between the steps and that the caller did not give. */
@@ -52,7 +52,7 @@ static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_p
         whole->bias = take_key_floats(arena, whole);
     if (!forward && has_bias)
         whole->dbias = take_key_floats(arena, whole);
-    if (whole->last_positions > 0 && backend->writes_last_keys)
+    if (whole->fused.last_positions > 0 && backend->writes_last_keys)
         add_last_keys(arena, whole);
     if (forward && !is_present(&whole->expiry))
         whole->expiry = take_key_ints(arena, whole);
@@ -83,8 +83,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .recent = whole->recent,
         .sinks = whole->sinks,
         .gap = whole->gap,
-        .last_positions = whole->last_positions,
-        .last_keys = whole->last_keys,
+        .fused = whole->fused,
         .slots = whole->slots,
         .scale = whole->scale,
         .softcap = whole->softcap,
@@ -106,7 +105,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         *problem_tensor(step, &table.entries[t]) = *tensor_at(whole, table.entries[t].member);
     if (is_attending(operation) && is_present(&whole->k_carried))
         step->key_valid = (fdma_tensor){0}; // the selection excludes the keys that are not valid
-    if (operation == operation_select && is_present(&whole->last_keys.list))
+    if (operation == operation_select && is_present(&whole->fused.last_keys.list))
         step->bias = whole->bias;
     return fdma_settle_problem(step, check_shapes);
 }
@@ -116,7 +115,7 @@ static fdma_status split_fused(const kernel_backend *backend, call_steps *steps)
     fdma_arena arena = fdma_arena_of(&whole);
     const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
     const bool needs_score = has_bias && !is_present(&whole.bias);
-    whole.last_positions = last_positions_of(&whole);
+    whole.fused.last_positions = last_positions_of(&whole);
     add_scratch(backend, &arena, &whole);
     fdma_set_aside(&whole.exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
@@ -125,7 +124,7 @@ static fdma_status split_fused(const kernel_backend *backend, call_steps *steps)
         FDMA_TRY(add_step(steps, &whole, operation_score));
         FDMA_TRY(add_step(steps, &whole, operation_select));
         FDMA_TRY(add_step(steps, &whole, operation_forward));
-        steps->problems[1].attending = &steps->problems[2];
+        steps->problems[1].fused.forward = &steps->problems[2];
         return FDMA_OK;
     }
     if (needs_score)
@@ -162,8 +161,8 @@ void fdma_link_select(const fdma_kernel *select, call_steps *steps) {
     for (int i = 0; i < steps->count; i++) {
         fdma_problem *const step = &steps->problems[i];
         if (!has_trait(select, trait_writes_last_keys))
-            step->last_keys = (fdma_last_keys){0};
-        step->plan_is_made =
+            step->fused.last_keys = (fdma_last_keys){0};
+        step->fused.plan_is_made =
             step->operation == operation_forward && has_trait(select, trait_writes_plan);
     }
 }

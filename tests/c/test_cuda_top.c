@@ -54,10 +54,10 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     device_copy_call(&there, &here);
     CHECK_OK(fdma_check_call(operation_select, &there.args, check_shapes, &call_problem));
     const int64_t most = call_problem.slots < n[2] ? call_problem.slots + positions - 1 : n[2];
-    call_problem.last_positions = positions;
+    call_problem.fused.last_positions = positions;
     call_problem.expiry = call_problem.slot = (fdma_tensor){0}; // last_keys take their place
     call_problem.bias = device_tensor(bias);
-    call_problem.last_keys = (fdma_last_keys){
+    call_problem.fused.last_keys = (fdma_last_keys){
         .list = new_on_device(n[0], n[1], most, 1),
         .count = new_on_device(n[0], n[1], 2, 1),
         .record = new_on_device(n[0], n[1], n[2], 2),
@@ -69,9 +69,9 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
         CHECK_OK(fdma_cuda_run_kernel(kernel, &call_problem));
         fdma_leave_cuda(&call_problem.exec, before);
         device_wait();
-        found->list = device_read(call_problem.last_keys.list);
-        found->count = device_read(call_problem.last_keys.count);
-        found->record = device_read(call_problem.last_keys.record);
+        found->list = device_read(call_problem.fused.last_keys.list);
+        found->count = device_read(call_problem.fused.last_keys.count);
+        found->record = device_read(call_problem.fused.last_keys.record);
     }
     device_free_after(kept);
     return taken;

@@ -184,9 +184,9 @@ forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries) {
     const int64_t heads = problem->batch * problem->kv_heads;
-    if (is_present(&problem->last_keys.list)) {
+    if (is_present(&problem->fused.last_keys.list)) {
         forward_plan plan = begin_plan(problem, block_queries);
-        take_last_keys(problem->last_keys, &plan);
+        take_last_keys(problem->fused.last_keys, &plan);
         return plan;
     }
     forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);

@@ -66,7 +66,7 @@ bool fdma_cuda_pads_unused(const fdma_problem *problem) {
     const bool is_score =
         problem->operation == operation_score || problem->operation == operation_score_backward;
     const bool is_select =
-        problem->operation == operation_select && !is_present(&problem->last_keys.list);
+        problem->operation == operation_select && !is_present(&problem->fused.last_keys.list);
     return is_present(&problem->kv_used) && (is_score || is_select);
 }
 
