@@ -2,13 +2,10 @@
  * steps. */
 #include "fdma.h"
 
+#include "core/adapter.h"
 #include "core/cache.h"
 #include "core/error.h"
-#include "core/packed.h"
-#include "core/pair_sums.h"
 #include "core/steps.h"
-#include "core/streams.h"
-#include "core/used.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
 #include "cuda/cuda.h"
@@ -23,22 +20,9 @@ static const kernel_backend *const backends[] = {&fdma_cuda_backend, &fdma_cpu_b
 
 typedef struct prepared_call {
     call_steps steps;
-    const fdma_kernel *kernels[most_steps];
+    adapted_kernel kernels[most_steps];
     size_t workspace; /* bytes that the call needs */
 } prepared_call;
-
-static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
-                             check_depth depth) {
-    if (kernel->on_device)
-        return fdma_cuda_workspace(kernel, problem);
-    fdma_arena arena = {0};
-    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
-    const size_t sums = fdma_arena_size(&arena);
-    if (is_present(&problem->kv_used))
-        return sums + fdma_used_workspace(kernel, &summed, depth);
-    return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
-                              : sums + fdma_kernel_workspace(kernel, &summed, depth);
-}
 
 /* The tuning that a call may follow; NULL: none. */
 static const fdma_tuning *tuning_of_call(fdma_operation operation) {
@@ -59,44 +43,30 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     size_t most = 0; // that a step needs
     FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
     const bool on_device = problems[0].exec.device != FDMA_CPU;
+    const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
     if (on_device)
         FDMA_TRY(check_on_device(&problems[0], depth));
     else
         problems[0].tuning = tuning;
-    FDMA_TRY(fdma_split_call(on_device ? &fdma_cuda_backend : &fdma_cpu_backend, &call->steps));
+    FDMA_TRY(fdma_split_call(backend, &call->steps));
     for (int i = 0; i < call->steps.count; i++) {
-        FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
+        adapted_kernel *const chosen = &call->kernels[i];
+        chosen->adapters = backend->adapters;
+        FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &chosen->kernel));
         if (problems[i].operation == operation_select)
-            fdma_link_select(call->kernels[i], &call->steps);
-        const size_t bytes = step_workspace(call->kernels[i], &problems[i], depth);
+            fdma_link_select(chosen->kernel, &call->steps);
+        const size_t bytes = fdma_adapted_workspace(chosen, &problems[i], depth);
         most = bytes > most ? bytes : most;
     }
     call->workspace = call->steps.scratch + most;
     return FDMA_OK;
 }
 
-static fdma_status run_on_host(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (has_table(problem))
-        return fdma_select_stream(kernel, problem);
-    fdma_arena arena = fdma_arena_of(problem);
-    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
-    FDMA_TRY(is_present(&problem->kv_used) ? fdma_run_used(kernel, &summed)
-                                           : fdma_run_kernel(kernel, &summed));
-    fdma_round_pair_sums(&summed, problem);
-    return FDMA_OK;
-}
-
-static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (!fdma_has_work(problem))
-        return FDMA_OK;
-    return kernel->on_device ? fdma_cuda_run_kernel(kernel, problem) : run_on_host(kernel, problem);
-}
-
 static fdma_status run_steps(const prepared_call *call) {
-    fdma_status status = FDMA_OK;
-    for (int i = 0; i < call->steps.count && status == FDMA_OK; i++)
-        status = run_step(call->kernels[i], &call->steps.problems[i]);
-    return status;
+    for (int i = 0; i < call->steps.count; i++)
+        if (fdma_has_work(&call->steps.problems[i]))
+            FDMA_TRY(fdma_run_adapted(&call->kernels[i], &call->steps.problems[i]));
+    return FDMA_OK;
 }
 
 static fdma_status run_prepared(const prepared_call *call) {
@@ -137,8 +107,8 @@ static bool depends_on_threads(const prepared_call *call) {
     for (int i = 0; i < call->steps.count; i++) {
         fdma_problem alone = call->steps.problems[i];
         alone.exec.threads = 1;
-        if (step_workspace(call->kernels[i], &alone, check_all) !=
-            step_workspace(call->kernels[i], &call->steps.problems[i], check_all))
+        if (fdma_adapted_workspace(&call->kernels[i], &alone, check_all) !=
+            fdma_adapted_workspace(&call->kernels[i], &call->steps.problems[i], check_all))
             return true;
     }
     return false;
@@ -190,7 +160,7 @@ static fdma_status ask_kernels(fdma_operation operation, const void *args, const
     prepared_call call;
     FDMA_TRY(prepare(operation, args, check_shapes, tuning_of_call(operation), &call));
     for (int i = 0; i < call.steps.count; i++)
-        names[call.steps.problems[i].operation] = call.kernels[i]->name;
+        names[call.steps.problems[i].operation] = call.kernels[i].kernel->name;
     return FDMA_OK;
 }
 

@@ -5,9 +5,10 @@
 
 /* What holds for some kernels, as bits. */
 typedef enum kernel_trait {
-    trait_one_sequence = 1, /* it knows no `starts`: core/packed.h cuts packed problems for it */
+    trait_one_sequence = 1, /* it knows no `starts`: core/packed.c cuts packed problems for it */
     trait_writes_last_keys = 2, /* select: it writes last_keys in place of expiry and slot */
     trait_writes_plan = 4,      /* select: it also writes what forward works from */
+    trait_checks_selection = 8, /* backward: it checks a selection with only_checks alone */
 } kernel_trait;
 
 /* One kernel of one operation. `run` may trust the problem and the size of its workspace. */
@@ -37,9 +38,10 @@ typedef struct kernel_table {
 /* The kernels of one part of the library, and what the steps of a call depend on. A list of backends
  * ends with NULL. */
 typedef struct kernel_backend {
-    const kernel_table *const *tables; /* the fastest point first; ends with NULL */
-    bool scores_tokens;                /* kernels of decode compute the scores of their tokens */
-    bool writes_last_keys;             /* a kernel of select has trait_writes_last_keys */
+    const kernel_table *const *tables;            /* the fastest point first; ends with NULL */
+    const struct kernel_adapter *const *adapters; /* of its kernels; see core/adapter.h */
+    bool scores_tokens;    /* kernels of decode compute the scores of their tokens */
+    bool writes_last_keys; /* a kernel of select has trait_writes_last_keys */
 } kernel_backend;
 
 /* Of the kernels that exec.kernel selects, chooses the first, in the order of the backends, that

@@ -136,6 +136,10 @@ fdma_status fdma_check_slots(const fdma_problem *problem);
 /* Whether any output has elements: if not, there is nothing to run. */
 bool fdma_has_work(const fdma_problem *problem);
 
+/* The same of a problem that is cut out of another: dsink_logit and dattn_bias, to which all cuts
+ * add, do not count. */
+bool fdma_cut_has_work(const fdma_problem *cut);
+
 const char *fdma_operation_name(fdma_operation operation);
 
 static inline bool is_fused(fdma_operation operation) {

@@ -4,6 +4,7 @@
 #endif
 #include "cpu/cpu.h"
 
+#include "core/adapter.h"
 #include "core/signatures.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
@@ -40,7 +41,7 @@ static const kernel_table *const tables[] = {
     NULL,
 };
 
-const kernel_backend fdma_cpu_backend = {.tables = tables};
+const kernel_backend fdma_cpu_backend = {.tables = tables, .adapters = fdma_host_adapters};
 
 #if defined(__x86_64__)
 

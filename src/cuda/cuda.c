@@ -16,8 +16,15 @@ FDMA_CUDA_TABLES(DECLARE)
 
 static const kernel_table *const tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
+static const kernel_adapter *const adapters[] = {
+    &fdma_cuda_used_adapter,
+    &fdma_cuda_stream_adapter,
+    NULL,
+};
+
 const kernel_backend fdma_cuda_backend = {
     .tables = tables,
+    .adapters = adapters,
     .scores_tokens = true,
     .writes_last_keys = true,
 };

@@ -1,5 +1,4 @@
-/* The CUDA backend as the library's entry points see it: its kernels, its devices, and running a
- * kernel on one. */
+/* The CUDA backend as the library's entry points see it: its kernels and its devices. */
 #pragma once
 
 #include "core/kernel.h"
@@ -19,12 +18,6 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 /* The bytes of mask_lists for a problem with attn_mask, and whether a call has as many of them. */
 size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
-
-/* The bytes of workspace that a kernel of this backend needs for a problem. */
-size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
-
-/* Runs a kernel of this backend on the current device. */
-fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);
 
 /* Makes exec.device the current device, unless the caller vouches that it is. `before`: which one
  * is current again after fdma_leave_cuda(). */

@@ -5,7 +5,7 @@
 #include "device.h"
 #include "scores.h"
 
-#include "core/kernel.h"
+#include "core/adapter.h"
 #include "cuda/cuda.h"
 
 static const char kernel_name[] = "cuda/sm90/top";
@@ -44,6 +44,7 @@ static fdma_tensor new_on_device(int64_t n0, int64_t n1, int64_t n2, int64_t n3)
 static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_t positions,
                         fdma_last_keys *found) {
     const fdma_kernel *const kernel = find_kernel();
+    const adapted_kernel adapted = {kernel, fdma_cuda_backend.adapters};
     const int64_t *const n = on_cpu->score.shape;
     const int kept = device_state.blocks;
     int before;
@@ -64,9 +65,9 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     };
     const bool taken = kernel->refuses(&call_problem) == NULL;
     if (taken) {
-        device_exec(&call_problem.exec, fdma_cuda_workspace(kernel, &call_problem));
+        device_exec(&call_problem.exec, fdma_adapted_workspace(&adapted, &call_problem, check_all));
         CHECK_OK(fdma_enter_cuda(&call_problem.exec, &before));
-        CHECK_OK(fdma_cuda_run_kernel(kernel, &call_problem));
+        CHECK_OK(fdma_run_adapted(&adapted, &call_problem));
         fdma_leave_cuda(&call_problem.exec, before);
         device_wait();
         found->list = device_read(call_problem.fused.last_keys.list);

@@ -222,7 +222,7 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     key_ring<config> ring;
     ring.stages = other + panel_bytes + threadIdx.x / 32 * params.stages * config::stage_bytes;
     if (params.key_valid != NULL)
-        griddepcontrol_wait(); // for find_valid(), see streams/used.cu
+        griddepcontrol_wait(); // for find_valid(), see adapt/used.cu
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
