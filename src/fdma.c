@@ -4,7 +4,10 @@
 
 #include "core/adapter.h"
 #include "core/cache.h"
+#include "core/checks.h"
 #include "core/error.h"
+#include "core/operations.h"
+#include "core/overlap.h"
 #include "core/steps.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
@@ -39,23 +42,24 @@ static fdma_status check_on_device(const fdma_problem *problem, check_depth dept
 
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
-    fdma_problem *const problems = call->steps.problems;
+    fdma_problem *const whole = &call->steps.whole;
     size_t most = 0; // that a step needs
-    FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
-    const bool on_device = problems[0].exec.device != FDMA_CPU;
+    FDMA_TRY(fdma_check_call(operation, args, depth, whole));
+    const bool on_device = whole->exec.device != FDMA_CPU;
     const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
     if (on_device)
-        FDMA_TRY(check_on_device(&problems[0], depth));
+        FDMA_TRY(check_on_device(whole, depth));
     else
-        problems[0].tuning = tuning;
+        whole->tuning = tuning;
     FDMA_TRY(fdma_split_call(backend, &call->steps));
     for (int i = 0; i < call->steps.count; i++) {
+        const fdma_problem *const step = &call->steps.problems[i];
         adapted_kernel *const chosen = &call->kernels[i];
         chosen->adapters = backend->adapters;
-        FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &chosen->kernel));
-        if (problems[i].operation == operation_select)
+        FDMA_TRY(fdma_choose_kernel(backends, step, &chosen->kernel));
+        if (step->operation == operation_select)
             fdma_link_select(chosen->kernel, &call->steps);
-        const size_t bytes = fdma_adapted_workspace(chosen, &problems[i], depth);
+        const size_t bytes = fdma_adapted_workspace(chosen, step, depth);
         most = bytes > most ? bytes : most;
     }
     call->workspace = call->steps.scratch + most;
@@ -70,7 +74,7 @@ static fdma_status run_steps(const prepared_call *call) {
 }
 
 static fdma_status run_prepared(const prepared_call *call) {
-    const fdma_exec *const exec = &call->steps.problems[0].exec;
+    const fdma_exec *const exec = &call->steps.whole.exec;
     int before;
     if (exec->device == FDMA_CPU)
         return run_steps(call);
@@ -99,7 +103,7 @@ static void note_selection(const fdma_problem *last) {
 }
 
 static int32_t most_threads_of(const prepared_call *call) {
-    return fdma_thread_count(call->steps.problems[0].exec.threads, INT64_MAX);
+    return fdma_thread_count(call->steps.whole.exec.threads, INT64_MAX);
 }
 
 /* Whether a step would need another workspace on one thread. */
@@ -128,7 +132,7 @@ static fdma_status prepare_run(fdma_operation operation, const void *args, prepa
     FDMA_REQUIRE(call->steps.lent >= call->workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call->steps.lent,
                  call->workspace);
-    return fdma_check_slots(&call->steps.problems[0]);
+    return fdma_check_slots(&call->steps.whole);
 }
 
 static fdma_status run(fdma_operation operation, const void *args) {
@@ -235,7 +239,7 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
                  "bytes: is NULL, want the address of a size_t");
     FDMA_TRY(prepare(operation_forward, args, check_shapes, NULL, &call));
-    const fdma_problem *const problem = &call.steps.problems[0];
+    const fdma_problem *const problem = &call.steps.whole;
     FDMA_TRY(require_mask(problem));
     *bytes = problem->exec.device == FDMA_CPU ? 0 : fdma_cuda_mask_lists_size(problem);
     return FDMA_OK;
@@ -244,7 +248,7 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
 fdma_status fdma_mask_lists(const fdma_forward_args *args) {
     prepared_call call;
     FDMA_TRY(prepare_run(operation_forward, args, &call));
-    fdma_problem *const problem = &call.steps.problems[0];
+    fdma_problem *const problem = &call.steps.whole;
     FDMA_TRY(require_mask(problem));
     if (problem->exec.device == FDMA_CPU) // whose kernels need no lists
         return FDMA_OK;

@@ -36,7 +36,6 @@ static bool is_checked_first(const fdma_kernel *kernel, const fdma_problem *prob
 }
 
 /* All sequences are checked before the gradients of one are written. */
-
 static fdma_status check_and_run(const adapted_kernel *inner, const fdma_problem *problem) {
     fdma_problem look = *problem;
     look.only_checks = true;

@@ -1,7 +1,10 @@
 /* The checks of tensors and sizes, driven by the list in signatures.c. */
+#include "core/checks.h"
+
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
+#include "core/overlap.h"
 #include "core/signatures.h"
 
 #include <math.h>

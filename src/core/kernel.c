@@ -2,6 +2,7 @@
 #include "core/kernel.h"
 
 #include "core/error.h"
+#include "core/operations.h"
 #include "core/tuning.h"
 
 #include <stdio.h>

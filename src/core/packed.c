@@ -4,6 +4,7 @@
 #include "core/packed.h"
 
 #include "core/adapter.h"
+#include "core/checks.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"

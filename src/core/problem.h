@@ -114,34 +114,6 @@ typedef struct fdma_problem {
  * where only the workspace size or the kernel is asked for. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
-/* Copies a caller's struct, which begins with its size and has `first_size` bytes at least: fields
- * that the caller's version of it lacks become zero, fields that this library does not know must be
- * zero. */
-fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_size, void *known,
-                             size_t known_size);
-
-/* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
- * and nothing is written to the caller's memory. */
-fdma_status fdma_check_call(fdma_operation operation, const void *args, check_depth depth,
-                            fdma_problem *problem);
-
-/* Checks the tensors of a problem that has its options, and adds the dtype, the sizes and what
- * follows from them. */
-fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
-
-/* Checks the slots of a selection in the host's memory, for the operations that rely on them:
- * fdma_lists() and fdma_cache_store(). */
-fdma_status fdma_check_slots(const fdma_problem *problem);
-
-/* Whether any output has elements: if not, there is nothing to run. */
-bool fdma_has_work(const fdma_problem *problem);
-
-/* The same of a problem that is cut out of another: dsink_logit and dattn_bias, to which all cuts
- * add, do not count. */
-bool fdma_cut_has_work(const fdma_problem *cut);
-
-const char *fdma_operation_name(fdma_operation operation);
-
 static inline bool is_fused(fdma_operation operation) {
     return operation == operation_attention || operation == operation_attention_backward;
 }

@@ -4,6 +4,7 @@
  * kernels of decode compute the scores themselves. */
 #include "core/steps.h"
 
+#include "core/checks.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
@@ -73,9 +74,9 @@ static int64_t last_positions_of(const fdma_problem *whole) {
 
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
  * the table of `operation`. */
-static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
-                            fdma_operation operation) {
-    fdma_problem *const step = &steps->problems[steps->count++];
+static fdma_status add_step(call_steps *steps, fdma_operation operation) {
+    const fdma_problem *const whole = &steps->whole;
+    fdma_problem *const step = &steps->split[steps->count++];
     const tensor_table table = fdma_tensors[operation];
     *step = (fdma_problem){
         .operation = operation,
@@ -111,47 +112,50 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
 }
 
 static fdma_status split_fused(const kernel_backend *backend, call_steps *steps) {
-    fdma_problem whole = steps->problems[0];
-    fdma_arena arena = fdma_arena_of(&whole);
-    const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
-    const bool needs_score = has_bias && !is_present(&whole.bias);
-    whole.fused.last_positions = last_positions_of(&whole);
-    add_scratch(backend, &arena, &whole);
-    fdma_set_aside(&whole.exec, &arena);
+    fdma_problem *const whole = &steps->whole;
+    fdma_arena arena = fdma_arena_of(whole);
+    const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
+    const bool needs_score = has_bias && !is_present(&whole->bias);
+    whole->fused.last_positions = last_positions_of(whole);
+    add_scratch(backend, &arena, whole);
+    fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
+    steps->problems = steps->split;
     steps->count = 0;
-    if (whole.operation == operation_attention) {
-        FDMA_TRY(add_step(steps, &whole, operation_score));
-        FDMA_TRY(add_step(steps, &whole, operation_select));
-        FDMA_TRY(add_step(steps, &whole, operation_forward));
+    if (whole->operation == operation_attention) {
+        FDMA_TRY(add_step(steps, operation_score));
+        FDMA_TRY(add_step(steps, operation_select));
+        FDMA_TRY(add_step(steps, operation_forward));
         steps->problems[1].fused.forward = &steps->problems[2];
         return FDMA_OK;
     }
     if (needs_score)
-        FDMA_TRY(add_step(steps, &whole, operation_score));
-    FDMA_TRY(add_step(steps, &whole, operation_backward));
-    return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
+        FDMA_TRY(add_step(steps, operation_score));
+    FDMA_TRY(add_step(steps, operation_backward));
+    return has_bias ? add_step(steps, operation_score_backward) : FDMA_OK;
 }
 
 /* The steps of fdma_decode() without a given score, for kernels that do not compute it themselves. */
 static fdma_status split_decode(call_steps *steps) {
-    fdma_problem whole = steps->problems[0];
-    fdma_arena arena = fdma_arena_of(&whole);
-    whole.score = take_key_floats(&arena, &whole);
-    fdma_set_aside(&whole.exec, &arena);
+    fdma_problem *const whole = &steps->whole;
+    fdma_arena arena = fdma_arena_of(whole);
+    whole->score = take_key_floats(&arena, whole);
+    fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
+    steps->problems = steps->split;
     steps->count = 0;
-    FDMA_TRY(add_step(steps, &whole, operation_score));
-    whole.dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
-    return add_step(steps, &whole, operation_decode);
+    FDMA_TRY(add_step(steps, operation_score));
+    whole->dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
+    return add_step(steps, operation_decode);
 }
 
 fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps) {
-    const fdma_operation operation = steps->problems[0].operation;
+    const fdma_operation operation = steps->whole.operation;
+    steps->problems = &steps->whole;
     steps->count = 1;
-    steps->lent = steps->problems[0].exec.workspace_size;
+    steps->lent = steps->whole.exec.workspace_size;
     steps->scratch = 0;
-    if (operation == operation_decode && !is_present(&steps->problems[0].score) &&
+    if (operation == operation_decode && !is_present(&steps->whole.score) &&
         !backend->scores_tokens)
         return split_decode(steps);
     return is_fused(operation) ? split_fused(backend, steps) : FDMA_OK;

@@ -7,6 +7,7 @@
  * Scores and their gradients do not depend on positions. For them the keys that do not exist are
  * keys that are not valid, and all sequences are one problem. */
 #include "core/adapter.h"
+#include "core/checks.h"
 #include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"

@@ -1,6 +1,7 @@
 /* The entries of a tuning, as lines of text too. A line is taken only if it is, to the last
  * character, what its entry is written as. */
 #include "core/error.h"
+#include "core/operations.h"
 #include "cpu/cpu.h"
 #include "tune/tune.h"
 

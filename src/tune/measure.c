@@ -6,7 +6,7 @@
  * both down. The best of many is partly luck, so it is measured once more, alone. */
 #include "core/error.h"
 #include "core/integers.h"
-#include "core/problem.h"
+#include "core/operations.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
 #include "tune/subject.h"

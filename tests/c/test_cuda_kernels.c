@@ -5,6 +5,7 @@
 #include "calls.h"
 
 #include "core/kernel.h"
+#include "core/operations.h"
 #include "cuda/cuda.h"
 
 typedef struct shape {

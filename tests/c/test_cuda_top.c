@@ -6,6 +6,7 @@
 #include "scores.h"
 
 #include "core/adapter.h"
+#include "core/operations.h"
 #include "cuda/cuda.h"
 
 static const char kernel_name[] = "cuda/sm90/top";

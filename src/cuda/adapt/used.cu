@@ -3,6 +3,9 @@
  * from compute capability 8.0. Scores know no positions, and need no more. A selection of so many
  * keys with padding behind them is that of the keys that exist, but for the expiry of those that are
  * kept to the end. */
+extern "C" {
+#include "core/operations.h"
+}
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/host.cuh"
