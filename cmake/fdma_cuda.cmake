@@ -54,7 +54,7 @@ set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -l
 
 foreach(source device/sequences score/score score/score_backward select/sm80/select select/short/short select/keep_all select/rules select/slots
                lists/lists merge/merge probabilities/probabilities plan/plan plan/lists plan/kept_keys plan/backward decode/evict decode/store
-               decode/copy streams/streams streams/tables streams/used)
+               decode/copy adapt/tables adapt/used)
   string(MAKE_C_IDENTIFIER ${source} name)
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()

@@ -2,13 +2,13 @@
  * steps. */
 #include "fdma.h"
 
+#include "core/adapter.h"
 #include "core/cache.h"
+#include "core/checks.h"
 #include "core/error.h"
-#include "core/packed.h"
-#include "core/pair_sums.h"
+#include "core/operations.h"
+#include "core/overlap.h"
 #include "core/steps.h"
-#include "core/streams.h"
-#include "core/used.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
 #include "cuda/cuda.h"
@@ -18,27 +18,14 @@
 #include <string.h>
 
 /* In the order of preference. */
-static const kernel_backend backends[] = {fdma_cuda_tables, fdma_cpu_tables, fdma_reference_tables,
-                                          NULL};
+static const kernel_backend *const backends[] = {&fdma_cuda_backend, &fdma_cpu_backend,
+                                                 &fdma_reference_backend, NULL};
 
 typedef struct prepared_call {
     call_steps steps;
-    const fdma_kernel *kernels[most_steps];
+    adapted_kernel kernels[most_steps];
     size_t workspace; /* bytes that the call needs */
 } prepared_call;
-
-static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
-                             check_depth depth) {
-    if (kernel->on_device)
-        return fdma_cuda_workspace(kernel, problem);
-    fdma_arena arena = {0};
-    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
-    const size_t sums = fdma_arena_size(&arena);
-    if (is_present(&problem->kv_used))
-        return sums + fdma_used_workspace(kernel, &summed, depth);
-    return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
-                              : sums + fdma_kernel_workspace(kernel, &summed, depth);
-}
 
 /* The tuning that a call may follow; NULL: none. */
 static const fdma_tuning *tuning_of_call(fdma_operation operation) {
@@ -53,63 +40,41 @@ static fdma_status check_on_device(const fdma_problem *problem, check_depth dept
     return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
 }
 
-/* Whether a kernel of select takes the problem only with last_keys: then it writes them. */
-static bool writes_last_keys(const fdma_kernel *kernel, const fdma_problem *problem) {
-    fdma_problem without = *problem;
-    without.last_keys = (fdma_last_keys){0};
-    return is_present(&problem->last_keys.list) && kernel->refuses(&without) != NULL;
-}
-
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
-    fdma_problem *const problems = call->steps.problems;
+    fdma_problem *const whole = &call->steps.whole;
     size_t most = 0; // that a step needs
-    FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
-    if (problems[0].exec.device != FDMA_CPU)
-        FDMA_TRY(check_on_device(&problems[0], depth));
+    FDMA_TRY(fdma_check_call(operation, args, depth, whole));
+    const bool on_device = whole->exec.device != FDMA_CPU;
+    const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
+    if (on_device)
+        FDMA_TRY(check_on_device(whole, depth));
     else
-        problems[0].tuning = tuning;
-    FDMA_TRY(fdma_split_call(&call->steps));
+        whole->tuning = tuning;
+    FDMA_TRY(fdma_split_call(backend, &call->steps));
     for (int i = 0; i < call->steps.count; i++) {
-        FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
-        if (problems[i].operation == operation_select &&
-            !writes_last_keys(call->kernels[i], &problems[i]))
-            fdma_drop_last_keys(&call->steps);
-        if (problems[i].attending != NULL)
-            problems[i + 1].plan_is_made = fdma_cuda_makes_plan(call->kernels[i]);
-        const size_t bytes = step_workspace(call->kernels[i], &problems[i], depth);
+        const fdma_problem *const step = &call->steps.problems[i];
+        adapted_kernel *const chosen = &call->kernels[i];
+        chosen->adapters = backend->adapters;
+        FDMA_TRY(fdma_choose_kernel(backends, step, &chosen->kernel));
+        if (step->operation == operation_select)
+            fdma_link_select(chosen->kernel, &call->steps);
+        const size_t bytes = fdma_adapted_workspace(chosen, step, depth);
         most = bytes > most ? bytes : most;
     }
     call->workspace = call->steps.scratch + most;
     return FDMA_OK;
 }
 
-static fdma_status run_on_host(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (has_table(problem))
-        return fdma_select_stream(kernel, problem);
-    fdma_arena arena = fdma_arena_of(problem);
-    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
-    FDMA_TRY(is_present(&problem->kv_used) ? fdma_run_used(kernel, &summed)
-                                           : fdma_run_kernel(kernel, &summed));
-    fdma_round_pair_sums(&summed, problem);
+static fdma_status run_steps(const prepared_call *call) {
+    for (int i = 0; i < call->steps.count; i++)
+        if (fdma_has_work(&call->steps.problems[i]))
+            FDMA_TRY(fdma_run_adapted(&call->kernels[i], &call->steps.problems[i]));
     return FDMA_OK;
 }
 
-static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (!fdma_has_work(problem))
-        return FDMA_OK;
-    return kernel->on_device ? fdma_cuda_run_kernel(kernel, problem) : run_on_host(kernel, problem);
-}
-
-static fdma_status run_steps(const prepared_call *call) {
-    fdma_status status = FDMA_OK;
-    for (int i = 0; i < call->steps.count && status == FDMA_OK; i++)
-        status = run_step(call->kernels[i], &call->steps.problems[i]);
-    return status;
-}
-
 static fdma_status run_prepared(const prepared_call *call) {
-    const fdma_exec *const exec = &call->steps.problems[0].exec;
+    const fdma_exec *const exec = &call->steps.whole.exec;
     int before;
     if (exec->device == FDMA_CPU)
         return run_steps(call);
@@ -138,7 +103,7 @@ static void note_selection(const fdma_problem *last) {
 }
 
 static int32_t most_threads_of(const prepared_call *call) {
-    return fdma_thread_count(call->steps.problems[0].exec.threads, INT64_MAX);
+    return fdma_thread_count(call->steps.whole.exec.threads, INT64_MAX);
 }
 
 /* Whether a step would need another workspace on one thread. */
@@ -146,8 +111,8 @@ static bool depends_on_threads(const prepared_call *call) {
     for (int i = 0; i < call->steps.count; i++) {
         fdma_problem alone = call->steps.problems[i];
         alone.exec.threads = 1;
-        if (step_workspace(call->kernels[i], &alone, check_all) !=
-            step_workspace(call->kernels[i], &call->steps.problems[i], check_all))
+        if (fdma_adapted_workspace(&call->kernels[i], &alone, check_all) !=
+            fdma_adapted_workspace(&call->kernels[i], &call->steps.problems[i], check_all))
             return true;
     }
     return false;
@@ -167,7 +132,7 @@ static fdma_status prepare_run(fdma_operation operation, const void *args, prepa
     FDMA_REQUIRE(call->steps.lent >= call->workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call->steps.lent,
                  call->workspace);
-    return fdma_check_slots(&call->steps.problems[0]);
+    return fdma_check_slots(&call->steps.whole);
 }
 
 static fdma_status run(fdma_operation operation, const void *args) {
@@ -199,7 +164,7 @@ static fdma_status ask_kernels(fdma_operation operation, const void *args, const
     prepared_call call;
     FDMA_TRY(prepare(operation, args, check_shapes, tuning_of_call(operation), &call));
     for (int i = 0; i < call.steps.count; i++)
-        names[call.steps.problems[i].operation] = call.kernels[i]->name;
+        names[call.steps.problems[i].operation] = call.kernels[i].kernel->name;
     return FDMA_OK;
 }
 
@@ -274,7 +239,7 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
                  "bytes: is NULL, want the address of a size_t");
     FDMA_TRY(prepare(operation_forward, args, check_shapes, NULL, &call));
-    const fdma_problem *const problem = &call.steps.problems[0];
+    const fdma_problem *const problem = &call.steps.whole;
     FDMA_TRY(require_mask(problem));
     *bytes = problem->exec.device == FDMA_CPU ? 0 : fdma_cuda_mask_lists_size(problem);
     return FDMA_OK;
@@ -283,7 +248,7 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
 fdma_status fdma_mask_lists(const fdma_forward_args *args) {
     prepared_call call;
     FDMA_TRY(prepare_run(operation_forward, args, &call));
-    fdma_problem *const problem = &call.steps.problems[0];
+    fdma_problem *const problem = &call.steps.whole;
     FDMA_TRY(require_mask(problem));
     if (problem->exec.device == FDMA_CPU) // whose kernels need no lists
         return FDMA_OK;

@@ -1,7 +1,10 @@
 /* The checks of tensors and sizes, driven by the list in signatures.c. */
+#include "core/checks.h"
+
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
+#include "core/overlap.h"
 #include "core/signatures.h"
 
 #include <math.h>
@@ -484,12 +487,22 @@ fdma_status fdma_check_slots(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-bool fdma_has_work(const fdma_problem *problem) {
+static bool is_of_all_cuts(const tensor_entry *entry) {
+    return entry->member == offsetof(fdma_problem, dsink_logit) ||
+           entry->member == offsetof(fdma_problem, dattn_bias);
+}
+
+static bool has_work(const fdma_problem *problem, bool is_cut) {
     const tensor_table table = fdma_tensors[problem->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         const fdma_tensor *const tensor = tensor_at(problem, entry->member);
-        if (is_output(entry) && is_present(tensor) && !is_empty(tensor))
+        if (is_output(entry) && is_present(tensor) && !is_empty(tensor) &&
+            !(is_cut && is_of_all_cuts(entry)))
             return true;
     }
     return false;
 }
+
+bool fdma_has_work(const fdma_problem *problem) { return has_work(problem, false); }
+
+bool fdma_cut_has_work(const fdma_problem *cut) { return has_work(cut, true); }

@@ -2,16 +2,17 @@
 #include "core/kernel.h"
 
 #include "core/error.h"
+#include "core/operations.h"
 #include "core/tuning.h"
 
 #include <stdio.h>
 #include <string.h>
 
-const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index) {
+const fdma_kernel *fdma_kernel_at(const kernel_backend *const *backends, int32_t index) {
     if (index < 0)
         return NULL;
     for (; *backends != NULL; backends++) {
-        for (const kernel_table *const *table = *backends; *table != NULL; table++) {
+        for (const kernel_table *const *table = (*backends)->tables; *table != NULL; table++) {
             if (index < (*table)->count)
                 return &(*table)->kernels[index];
             index -= (*table)->count;
@@ -43,7 +44,7 @@ static bool is_selected(const fdma_kernel *kernel, const fdma_problem *problem, 
                                                    : begins_with(forced, kernel->name));
 }
 
-static name_match match_of(const kernel_backend *backends, const fdma_problem *problem) {
+static name_match match_of(const kernel_backend *const *backends, const fdma_problem *problem) {
     const fdma_kernel *kernel;
     for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
         if (problem->exec.kernel == NULL || is_selected(kernel, problem, match_below))
@@ -51,7 +52,7 @@ static name_match match_of(const kernel_backend *backends, const fdma_problem *p
     return match_above;
 }
 
-static bool is_known(const kernel_backend *backends, const char *name) {
+static bool is_known(const kernel_backend *const *backends, const char *name) {
     const fdma_kernel *kernel;
     for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
         if (begins_with(kernel->name, name))
@@ -66,7 +67,7 @@ static int prefix_length(const char *name) {
                                : (size_t)(slash - name) + 1 + strcspn(slash + 1, "/"));
 }
 
-static fdma_status fail_unknown(const kernel_backend *backends, const char *name) {
+static fdma_status fail_unknown(const kernel_backend *const *backends, const char *name) {
     char names[400] = "";
     size_t used = 0;
     const char *previous = "";
@@ -108,7 +109,7 @@ static void add_refusal(refusal_list *list, const char *name, const char *verb,
 }
 
 /* Whether any selected kernel runs on this machine. If so, messages leave out those that do not. */
-static bool is_any_usable(const kernel_backend *backends, const fdma_problem *problem,
+static bool is_any_usable(const kernel_backend *const *backends, const fdma_problem *problem,
                           name_match match) {
     const fdma_kernel *kernel;
     for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
@@ -134,7 +135,7 @@ static call_text describe_call(const fdma_problem *problem) {
 }
 
 /* What the library lacks for this call; exec.kernel is named where the caller has set it. */
-static fdma_status fail_choice(const kernel_backend *backends, const fdma_problem *problem,
+static fdma_status fail_choice(const kernel_backend *const *backends, const fdma_problem *problem,
                                name_match match) {
     const bool usable = is_any_usable(backends, problem, match);
     const char *const verb = usable ? "does not support" : "needs";
@@ -161,7 +162,8 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
 }
 
 /* The kernel that the problem's tuning names, if it runs here and takes the problem; else NULL. */
-static const fdma_kernel *find_tuned(const kernel_backend *backends, const fdma_problem *problem) {
+static const fdma_kernel *find_tuned(const kernel_backend *const *backends,
+                                     const fdma_problem *problem) {
     const char *const name = fdma_tuned(problem)->kernel;
     fdma_problem named = *problem;
     named.exec.kernel = name; // kernels take more if they are called by their names
@@ -173,10 +175,10 @@ static const fdma_kernel *find_tuned(const kernel_backend *backends, const fdma_
 }
 
 /* The first selected kernel that runs here and takes the problem; NULL if none does. */
-static const fdma_kernel *find_first(const kernel_backend *backends, const fdma_problem *problem,
-                                     name_match match) {
+static const fdma_kernel *find_first(const kernel_backend *const *backends,
+                                     const fdma_problem *problem, name_match match) {
     for (; *backends != NULL; backends++)
-        for (const kernel_table *const *table = *backends; *table != NULL; table++)
+        for (const kernel_table *const *table = (*backends)->tables; *table != NULL; table++)
             for (const fdma_kernel *kernel = (*table)->kernels;
                  kernel < (*table)->kernels + (*table)->count; kernel++)
                 if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
@@ -185,7 +187,7 @@ static const fdma_kernel *find_first(const kernel_backend *backends, const fdma_
     return NULL;
 }
 
-fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
+fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma_problem *problem,
                                const fdma_kernel **picked) {
     const char *const forced = problem->exec.kernel;
     if (fdma_tuned(problem)->kernel[0] != '\0' && (*picked = find_tuned(backends, problem)) != NULL)

@@ -3,6 +3,14 @@
 
 #include "core/problem.h"
 
+/* What holds for some kernels, as bits. */
+typedef enum kernel_trait {
+    trait_one_sequence = 1, /* it knows no `starts`: core/packed.c cuts packed problems for it */
+    trait_writes_last_keys = 2, /* select: it writes last_keys in place of expiry and slot */
+    trait_writes_plan = 4,      /* select: it also writes what forward works from */
+    trait_checks_selection = 8, /* backward: it checks a selection with only_checks alone */
+} kernel_trait;
+
 /* One kernel of one operation. `run` may trust the problem and the size of its workspace. */
 typedef struct fdma_kernel {
     const char *name; /* a path: backend, point of the build matrix, variant */
@@ -13,9 +21,13 @@ typedef struct fdma_kernel {
     const char *(*refuses)(const fdma_problem *problem);
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
-    bool on_device;    /* its tensors are on exec.device, not on the CPU */
-    bool one_sequence; /* it knows no `starts`: core/packed.h cuts packed problems for it */
+    bool on_device;  /* its tensors are on exec.device, not on the CPU */
+    unsigned traits; /* a set of kernel_trait */
 } fdma_kernel;
+
+static inline bool has_trait(const fdma_kernel *kernel, kernel_trait trait) {
+    return (kernel->traits & trait) != 0;
+}
 
 /* The kernels of one point of the build matrix, fastest first. */
 typedef struct kernel_table {
@@ -23,17 +35,22 @@ typedef struct kernel_table {
     int32_t count;
 } kernel_table;
 
-/* A backend is a list of tables, the fastest point first, that ends with NULL; a list of backends
- * ends with NULL too. */
-typedef const kernel_table *const *kernel_backend;
+/* The kernels of one part of the library, and what the steps of a call depend on. A list of backends
+ * ends with NULL. */
+typedef struct kernel_backend {
+    const kernel_table *const *tables;            /* the fastest point first; ends with NULL */
+    const struct kernel_adapter *const *adapters; /* of its kernels; see core/adapter.h */
+    bool scores_tokens;    /* kernels of decode compute the scores of their tokens */
+    bool writes_last_keys; /* a kernel of select has trait_writes_last_keys */
+} kernel_backend;
 
 /* Of the kernels that exec.kernel selects, chooses the first, in the order of the backends, that
  * runs on this machine and takes this problem. */
-fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
+fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma_problem *problem,
                                const fdma_kernel **kernel);
 
 /* Kernel `index` of all backends in their order; NULL past the end. */
-const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index);
+const fdma_kernel *fdma_kernel_at(const kernel_backend *const *backends, int32_t index);
 
 /* Hands out pieces of the caller's workspace. With base NULL it only adds up their sizes. */
 typedef struct fdma_arena {

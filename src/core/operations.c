@@ -1,5 +1,8 @@
 /* From the argument struct of an operation to a problem: the options, the selection and exec. The
  * tensors are checked by checks.c. */
+#include "core/operations.h"
+
+#include "core/checks.h"
 #include "core/error.h"
 #include "core/signatures.h"
 #include "core/streams.h"

@@ -1,8 +1,9 @@
 /* Whether two tensors share elements. The test is exact for separate buffers and for interleaved
  * slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an overlap where
  * there is none, but it never misses one. */
+#include "core/overlap.h"
+
 #include "core/error.h"
-#include "core/tensor.h"
 
 /* The range of bytes that a tensor touches. With a period above 0, `first` is taken modulo the
  * period, and an axis whose stride is a multiple of it adds nothing: the range stands for itself

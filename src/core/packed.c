@@ -1,8 +1,10 @@
-/* A sequence of a packed problem is a problem whose tensors are views. Only `expiry` holds
- * positions: those of a given selection are copied relative to the sequence's start, and those that
- * select writes are moved afterwards. */
+/* Packed sequences, for kernels that do not take `starts`: each sequence is run as a problem of its
+ * own, whose tensors are views. Only `expiry` holds positions: those of a given selection are copied
+ * relative to the sequence's start, and those that select writes are moved afterwards. */
 #include "core/packed.h"
 
+#include "core/adapter.h"
+#include "core/checks.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
@@ -43,11 +45,23 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_
     }
 }
 
-/* The problem of some positions. Those after the last sequence are no `sequence`: none of their
- * keys is valid. */
-static fdma_problem cut_problem(const fdma_problem *packed, sequence_range own, bool sequence,
+/* The positions of a sequence, or those after the last one, of which no key is valid. */
+typedef struct packed_range {
+    sequence_range own;
+    bool is_sequence;
+} packed_range;
+
+/* The positions between two starts, or after the last one. */
+static packed_range range_at(const fdma_problem *packed, int64_t n) {
+    const int32_t *const starts = packed->starts.data;
+    const bool is_last = n + 1 == packed->starts.shape[0];
+    return (packed_range){{starts[n], is_last ? packed->kv_len : starts[n + 1]}, !is_last};
+}
+
+static fdma_problem cut_problem(const fdma_problem *packed, const packed_range *range,
                                 const packed_scratch *scratch) {
     const tensor_table table = fdma_tensors[packed->operation];
+    const sequence_range own = range->own;
     const int64_t count = own.end - own.first;
     fdma_problem one = *packed;
     for (size_t t = 0; t < table.count; t++)
@@ -58,21 +72,9 @@ static fdma_problem cut_problem(const fdma_problem *packed, sequence_range own, 
     one.kv_len = one.new_len = count;
     if (reads_expiry(packed))
         one.expiry = fdma_tensor_3d(scratch->expiry, FDMA_INT32, 1, packed->kv_heads, count);
-    if (!sequence)
+    if (!range->is_sequence)
         one.key_valid = fdma_tensor_2d(scratch->invalid, FDMA_UINT8, 1, count);
     return one;
-}
-
-/* The positions between two starts; after the last one, those to the end. */
-static sequence_range sequence_of_index(const fdma_problem *packed, int64_t n) {
-    const int32_t *const starts = packed->starts.data;
-    const bool is_last = n + 1 == packed->starts.shape[0];
-    return (sequence_range){starts[n], is_last ? packed->kv_len : starts[n + 1]};
-}
-
-/* Whether `n` is the index of a sequence, not of the positions after the last one. */
-static bool is_sequence(const fdma_problem *packed, int64_t n) {
-    return n + 1 < packed->starts.shape[0];
 }
 
 /* The expiry of the keys at `own`, relative to the first of them. */
@@ -95,100 +97,79 @@ static void move_expiry(const fdma_problem *packed, sequence_range own) {
             ((int32_t *)expiry->data)[g * expiry->stride[1] + j] += (int32_t)own.first;
 }
 
-static size_t sequence_workspace(const fdma_kernel *kernel, const fdma_problem *packed,
-                                 sequence_range own, bool sequence, bool any_len) {
+static size_t range_workspace(const adapted_kernel *inner, const fdma_problem *packed,
+                              const packed_range *range, check_depth depth) {
     const packed_scratch none = {0};
-    fdma_problem one = cut_problem(packed, own, sequence, &none);
-    one.any_len = any_len;
-    return own.end > own.first ? kernel->workspace(&one) : 0;
+    fdma_problem one = cut_problem(packed, range, &none);
+    one.any_len = depth == check_shapes;
+    return one.kv_len > 0 ? fdma_adapted_workspace(inner, &one, depth) : 0;
 }
 
-/* The workspace of the sequence that needs the largest one. */
-static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
+/* With check_all the workspace of the range that needs the largest one; with check_shapes one that
+ * suffices for every sequence, and for the positions after the last one. */
+static size_t largest_workspace(const adapted_kernel *inner, const fdma_problem *packed,
+                                check_depth depth) {
+    const packed_range any[] = {{{0, packed->kv_len}, true}, {{0, packed->kv_len}, false}};
+    const int64_t count = depth == check_all ? packed->starts.shape[0] : 2;
     size_t most = 0;
-    for (int64_t n = 0; n < packed->starts.shape[0]; n++) {
-        const size_t bytes = sequence_workspace(kernel, packed, sequence_of_index(packed, n),
-                                                is_sequence(packed, n), false);
+    for (int64_t n = 0; n < count; n++) {
+        const packed_range range = depth == check_all ? range_at(packed, n) : any[n];
+        const size_t bytes = range_workspace(inner, packed, &range, depth);
         most = bytes > most ? bytes : most;
     }
     return most;
 }
 
-/* A workspace that suffices for every sequence, and for the positions after the last one. */
-static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
-    const sequence_range all = {0, packed->kv_len};
-    const size_t sequence = sequence_workspace(kernel, packed, all, true, true);
-    const size_t rest = sequence_workspace(kernel, packed, all, false, true);
-    return sequence > rest ? sequence : rest;
-}
-
-size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
-                             check_depth depth) {
-    if (!is_present(&problem->starts) || !kernel->one_sequence)
-        return kernel->workspace(problem);
+static size_t workspace(const adapted_kernel *inner, const fdma_problem *problem,
+                        check_depth depth) {
     fdma_arena arena = {0};
     take_scratch(&arena, problem);
-    return fdma_arena_size(&arena) +
-           (depth == check_all ? most_workspace(kernel, problem) : any_workspace(kernel, problem));
+    return fdma_arena_size(&arena) + largest_workspace(inner, problem, depth);
 }
 
-fdma_problem fdma_prepare_cuts(const fdma_problem *problem, bool only_checks) {
+fdma_problem fdma_prepare_cuts(const fdma_problem *problem) {
     const fdma_tensor *const dsinks = &problem->dsink_logit;
     fdma_problem whole = *problem;
-    whole.only_checks = only_checks;
     whole.add_dsinks = true;
     whole.add_dattn_bias = true;
-    if (is_present(&problem->dattn_bias) && !only_checks)
+    if (problem->only_checks)
+        return whole;
+    if (is_present(&problem->dattn_bias))
         fdma_clear_tensor(&problem->dattn_bias);
-    if (is_present(dsinks) && !problem->add_dsinks && !only_checks)
+    if (is_present(dsinks) && !problem->add_dsinks)
         memset(dsinks->data, 0, (size_t)problem->q_heads * fdma_dtype_size(dsinks->dtype));
     return whole;
 }
 
-bool fdma_cut_has_work(fdma_problem cut) {
-    cut.dsink_logit = cut.dattn_bias = (fdma_tensor){0};
-    return fdma_has_work(&cut);
-}
-
-static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *packed, int64_t n,
-                                const packed_scratch *scratch) {
-    const sequence_range own = sequence_of_index(packed, n);
-    const fdma_problem one = cut_problem(packed, own, is_sequence(packed, n), scratch);
-    if (!fdma_cut_has_work(one))
+static fdma_status run_range(const adapted_kernel *inner, const fdma_problem *packed,
+                             const packed_range *range, const packed_scratch *scratch) {
+    const fdma_problem one = cut_problem(packed, range, scratch);
+    if (!fdma_cut_has_work(&one))
         return FDMA_OK;
     if (reads_expiry(packed))
-        copy_expiry(packed, own, scratch->expiry);
-    const fdma_status status = kernel->run(&one);
+        copy_expiry(packed, range->own, scratch->expiry);
+    const fdma_status status = fdma_run_adapted(inner, &one);
     if (packed->operation == operation_select)
-        move_expiry(packed, own);
+        move_expiry(packed, range->own);
     return status;
 }
 
-static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (!is_present(&problem->starts) || !kernel->one_sequence)
-        return kernel->run(problem);
-    fdma_problem packed = fdma_prepare_cuts(problem, problem->only_checks);
+static bool applies(const fdma_kernel *kernel, const fdma_problem *problem) {
+    return is_present(&problem->starts) && has_trait(kernel, trait_one_sequence);
+}
+
+static fdma_status run(const adapted_kernel *inner, const fdma_problem *problem) {
+    fdma_problem packed = fdma_prepare_cuts(problem);
     fdma_arena arena = fdma_arena_of(problem);
     const packed_scratch scratch = take_scratch(&arena, problem);
     fdma_set_aside(&packed.exec, &arena);
     if (packed.kv_len > 0) // otherwise there may be no workspace
         memset(scratch.invalid, 0, (size_t)packed.kv_len);
     for (int64_t n = 0; n < packed.starts.shape[0]; n++) {
-        const fdma_status status = run_sequence(kernel, &packed, n, &scratch);
-        if (status != FDMA_OK)
-            return status;
+        const packed_range range = range_at(&packed, n);
+        FDMA_TRY(run_range(inner, &packed, &range, &scratch));
     }
     return FDMA_OK;
 }
 
-bool fdma_looks_first(const fdma_kernel *kernel, const fdma_problem *problem) {
-    return kernel->one_sequence && problem->operation == operation_backward && problem->selected;
-}
-
-fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
-    fdma_problem look = *problem;
-    look.only_checks = true;
-    if (fdma_looks_first(kernel, problem))
-        FDMA_TRY(run_sequences(kernel, &look));
-    return run_sequences(kernel, problem);
-}
+const kernel_adapter fdma_packed_adapter = {applies, workspace, run};

@@ -1,8 +1,7 @@
-/* dattn_bias in 16 bits. Each of its elements is a sum in float32 that is rounded once. Kernels of
- * the CPU add to such sums in the workspace, as if they were a dattn_bias in float32. */
+/* dattn_bias in 16 bits. Each of its elements is a sum in float32 that is rounded once. */
 #pragma once
 
-#include "core/kernel.h"
+#include "core/problem.h"
 
 /* Whether the elements of dattn_bias have 16 bits. */
 static inline bool has_short_pairs(const fdma_problem *problem) {
@@ -24,10 +23,3 @@ static inline fdma_tensor dense_pairs(const fdma_tensor *dattn_bias, void *data,
         dense.stride[axis] = dattn_bias->stride[axis] == 0 ? 0 : stride;
     return dense;
 }
-
-/* The problem that kernels of the CPU run: where dattn_bias has 16 bits, it is replaced by float32
- * sums, which are taken from the arena and from the workspace that is left. */
-fdma_problem fdma_take_pair_sums(const fdma_problem *problem, fdma_arena *arena);
-
-/* Rounds what that problem has summed into the caller's dattn_bias. */
-void fdma_round_pair_sums(const fdma_problem *summed, const fdma_problem *problem);

@@ -46,6 +46,19 @@ typedef struct fdma_last_keys {
                            of the list alone */
 } fdma_last_keys;
 
+/* What passes from select to forward in a fused call on a device, beside the selection. In calls of
+ * their own all of it is 0. */
+typedef struct fused_steps {
+    const struct fdma_problem *forward; /* select: the step that attends to what it selects */
+    int64_t last_positions; /* select: only the last positions, so many up to the last key that
+                               exists, need a result; 0: all. Kernels may select for all */
+    fdma_last_keys
+        last_keys;     /* if present, kernels with trait_writes_last_keys write them, with the
+                                 bias, and forward reads them in place of expiry and slot. Other
+                                 kernels of select ignore them */
+    bool plan_is_made; /* forward: select has also made what forward works from */
+} fused_steps;
+
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
@@ -72,13 +85,8 @@ typedef struct fdma_problem {
     double gap;    /* of the selection; 0: off. If it is given and not made, slots may be empty */
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
     int64_t tile_len;
-    int64_t last_positions; /* select: at how many positions, up to the last key that exists, it has
-                               to be known which keys are kept; 0: at all. Kernels may ignore it */
-    fdma_last_keys last_keys; /* select writes them, with the bias, in place of expiry and slot; a
-                                 kernel that takes the problem without them, too, ignores them.
-                                 Forward reads them in place of expiry and slot */
-    double scale;             /* never 0 */
-    double softcap;           /* 0: off */
+    double scale;   /* never 0 */
+    double softcap; /* 0: off */
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: where its batch
                                             and its positions begin in those of the call, which
@@ -96,9 +104,7 @@ typedef struct fdma_problem {
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool only_mask_lists; /* forward: makes mask_lists, and writes nothing else */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
-    bool plan_is_made;    /* forward: the kernel of select has also made what forward works from */
-    const struct fdma_problem *attending; /* select: the step of a fused call that attends to what
-                                             it selects; else NULL */
+    fused_steps fused;
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */
     fdma_exec exec;
@@ -107,30 +113,6 @@ typedef struct fdma_problem {
 /* Which checks a call makes: check_shapes leaves out data and workspace, which may still be NULL
  * where only the workspace size or the kernel is asked for. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
-
-/* Copies a caller's struct, which begins with its size and has `first_size` bytes at least: fields
- * that the caller's version of it lacks become zero, fields that this library does not know must be
- * zero. */
-fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_size, void *known,
-                             size_t known_size);
-
-/* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
- * and nothing is written to the caller's memory. */
-fdma_status fdma_check_call(fdma_operation operation, const void *args, check_depth depth,
-                            fdma_problem *problem);
-
-/* Checks the tensors of a problem that has its options, and adds the dtype, the sizes and what
- * follows from them. */
-fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
-
-/* Checks the slots of a selection in the host's memory, for the operations that rely on them:
- * fdma_lists() and fdma_cache_store(). */
-fdma_status fdma_check_slots(const fdma_problem *problem);
-
-/* Whether any output has elements: if not, there is nothing to run. */
-bool fdma_has_work(const fdma_problem *problem);
-
-const char *fdma_operation_name(fdma_operation operation);
 
 static inline bool is_fused(fdma_operation operation) {
     return operation == operation_attention || operation == operation_attention_backward;

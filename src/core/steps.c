@@ -1,8 +1,10 @@
 /* Splits a fused call: fdma_attention() into score, select and forward; fdma_attention_backward()
  * into score (unless the bias is given), backward and score_backward, or, with FDMA_BIAS_NONE,
- * backward alone. Splits fdma_decode() on the CPU, without a given score, into score and decode. */
+ * backward alone. Splits fdma_decode() without a given score into score and decode, unless the
+ * kernels of decode compute the scores themselves. */
 #include "core/steps.h"
 
+#include "core/checks.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
@@ -36,13 +38,13 @@ static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
     int32_t *const slots = numbers == NULL ? NULL : numbers + b * g * n;
     whole->expiry = fdma_tensor_3d(numbers, FDMA_INT32, b, g, n);
     whole->slot = fdma_tensor_3d(slots, FDMA_INT32, b, g, n);
-    whole->last_keys.record = fdma_tensor_4d(numbers, FDMA_INT32, b, g, n, 2);
-    whole->last_keys.list = take_key_tensor(arena, whole, round_up(most, 4), FDMA_INT32);
-    whole->last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
+    whole->fused.last_keys.record = fdma_tensor_4d(numbers, FDMA_INT32, b, g, n, 2);
+    whole->fused.last_keys.list = take_key_tensor(arena, whole, round_up(most, 4), FDMA_INT32);
+    whole->fused.last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
 }
 
 /* Adds the tensors that pass between the steps and that the caller did not give. */
-static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
+static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_problem *whole) {
     const bool forward = whole->operation == operation_attention;
     const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
     if (forward && !is_present(&whole->score))
@@ -51,7 +53,7 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
         whole->bias = take_key_floats(arena, whole);
     if (!forward && has_bias)
         whole->dbias = take_key_floats(arena, whole);
-    if (whole->last_positions > 0 && whole->exec.device != FDMA_CPU)
+    if (whole->fused.last_positions > 0 && backend->writes_last_keys)
         add_last_keys(arena, whole);
     if (forward && !is_present(&whole->expiry))
         whole->expiry = take_key_ints(arena, whole);
@@ -72,9 +74,9 @@ static int64_t last_positions_of(const fdma_problem *whole) {
 
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
  * the table of `operation`. */
-static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
-                            fdma_operation operation) {
-    fdma_problem *const step = &steps->problems[steps->count++];
+static fdma_status add_step(call_steps *steps, fdma_operation operation) {
+    const fdma_problem *const whole = &steps->whole;
+    fdma_problem *const step = &steps->split[steps->count++];
     const tensor_table table = fdma_tensors[operation];
     *step = (fdma_problem){
         .operation = operation,
@@ -82,8 +84,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .recent = whole->recent,
         .sinks = whole->sinks,
         .gap = whole->gap,
-        .last_positions = whole->last_positions,
-        .last_keys = whole->last_keys,
+        .fused = whole->fused,
         .slots = whole->slots,
         .scale = whole->scale,
         .softcap = whole->softcap,
@@ -105,59 +106,67 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         *problem_tensor(step, &table.entries[t]) = *tensor_at(whole, table.entries[t].member);
     if (is_attending(operation) && is_present(&whole->k_carried))
         step->key_valid = (fdma_tensor){0}; // the selection excludes the keys that are not valid
-    if (operation == operation_select && is_present(&whole->last_keys.list))
+    if (operation == operation_select && is_present(&whole->fused.last_keys.list))
         step->bias = whole->bias;
     return fdma_settle_problem(step, check_shapes);
 }
 
-static fdma_status split_fused(call_steps *steps) {
-    fdma_problem whole = steps->problems[0];
-    fdma_arena arena = fdma_arena_of(&whole);
-    const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
-    const bool needs_score = has_bias && !is_present(&whole.bias);
-    whole.last_positions = last_positions_of(&whole);
-    add_scratch(&arena, &whole);
-    fdma_set_aside(&whole.exec, &arena);
+static fdma_status split_fused(const kernel_backend *backend, call_steps *steps) {
+    fdma_problem *const whole = &steps->whole;
+    fdma_arena arena = fdma_arena_of(whole);
+    const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
+    const bool needs_score = has_bias && !is_present(&whole->bias);
+    whole->fused.last_positions = last_positions_of(whole);
+    add_scratch(backend, &arena, whole);
+    fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
+    steps->problems = steps->split;
     steps->count = 0;
-    if (whole.operation == operation_attention) {
-        FDMA_TRY(add_step(steps, &whole, operation_score));
-        FDMA_TRY(add_step(steps, &whole, operation_select));
-        FDMA_TRY(add_step(steps, &whole, operation_forward));
-        steps->problems[1].attending = &steps->problems[2];
+    if (whole->operation == operation_attention) {
+        FDMA_TRY(add_step(steps, operation_score));
+        FDMA_TRY(add_step(steps, operation_select));
+        FDMA_TRY(add_step(steps, operation_forward));
+        steps->problems[1].fused.forward = &steps->problems[2];
         return FDMA_OK;
     }
     if (needs_score)
-        FDMA_TRY(add_step(steps, &whole, operation_score));
-    FDMA_TRY(add_step(steps, &whole, operation_backward));
-    return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
+        FDMA_TRY(add_step(steps, operation_score));
+    FDMA_TRY(add_step(steps, operation_backward));
+    return has_bias ? add_step(steps, operation_score_backward) : FDMA_OK;
 }
 
-/* The steps of fdma_decode() without a given score. Kernels of a device compute it themselves. */
+/* The steps of fdma_decode() without a given score, for kernels that do not compute it themselves. */
 static fdma_status split_decode(call_steps *steps) {
-    fdma_problem whole = steps->problems[0];
-    fdma_arena arena = fdma_arena_of(&whole);
-    whole.score = take_key_floats(&arena, &whole);
-    fdma_set_aside(&whole.exec, &arena);
+    fdma_problem *const whole = &steps->whole;
+    fdma_arena arena = fdma_arena_of(whole);
+    whole->score = take_key_floats(&arena, whole);
+    fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
+    steps->problems = steps->split;
     steps->count = 0;
-    FDMA_TRY(add_step(steps, &whole, operation_score));
-    whole.dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
-    return add_step(steps, &whole, operation_decode);
+    FDMA_TRY(add_step(steps, operation_score));
+    whole->dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
+    return add_step(steps, operation_decode);
 }
 
-fdma_status fdma_split_call(call_steps *steps) {
-    const fdma_operation operation = steps->problems[0].operation;
+fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps) {
+    const fdma_operation operation = steps->whole.operation;
+    steps->problems = &steps->whole;
     steps->count = 1;
-    steps->lent = steps->problems[0].exec.workspace_size;
+    steps->lent = steps->whole.exec.workspace_size;
     steps->scratch = 0;
-    if (operation == operation_decode && !is_present(&steps->problems[0].score) &&
-        steps->problems[0].exec.device == FDMA_CPU)
+    if (operation == operation_decode && !is_present(&steps->whole.score) &&
+        !backend->scores_tokens)
         return split_decode(steps);
-    return is_fused(operation) ? split_fused(steps) : FDMA_OK;
+    return is_fused(operation) ? split_fused(backend, steps) : FDMA_OK;
 }
 
-void fdma_drop_last_keys(call_steps *steps) {
-    for (int i = 0; i < steps->count; i++)
-        steps->problems[i].last_keys = (fdma_last_keys){0};
+void fdma_link_select(const fdma_kernel *select, call_steps *steps) {
+    for (int i = 0; i < steps->count; i++) {
+        fdma_problem *const step = &steps->problems[i];
+        if (!has_trait(select, trait_writes_last_keys))
+            step->fused.last_keys = (fdma_last_keys){0};
+        step->fused.plan_is_made =
+            step->operation == operation_forward && has_trait(select, trait_writes_plan);
+    }
 }

@@ -7,6 +7,7 @@
  * Empty rows stand first, as keys that are not valid: the keys of the call keep their indices. */
 #include "core/streams.h"
 
+#include "core/adapter.h"
 #include "core/element.h"
 #include "core/integers.h"
 
@@ -173,7 +174,7 @@ static void write_table(const fdma_problem *stream, int64_t b, int64_t g) {
     ((int32_t *)stream->table_out.seen.data)[b] = (int32_t)(seen + stream->new_len);
 }
 
-static fdma_status select_carried(const fdma_kernel *kernel, const fdma_problem *stream) {
+static fdma_status select_carried(const adapted_kernel *inner, const fdma_problem *stream) {
     fdma_arena arena = fdma_arena_of(stream);
     const stream_scratch scratch = take_scratch(&arena, stream);
     fdma_problem one = sequence_of(stream, &scratch);
@@ -185,25 +186,32 @@ static fdma_status select_carried(const fdma_kernel *kernel, const fdma_problem 
         sort_rows(stream, b, g, &scratch, row);
         fill_sequence(stream, b, g, row, &one);
     }
-    const fdma_status status = kernel->run(&one);
+    const fdma_status status = fdma_run_adapted(inner, &one);
     for (int64_t head = 0; head < heads && status == FDMA_OK; head++)
         write_selection(stream, head / stream->kv_heads, head % stream->kv_heads,
                         scratch.row + head * rows, &one);
     return status;
 }
 
-size_t fdma_select_stream_workspace(const fdma_kernel *kernel, const fdma_problem *stream) {
+static bool applies(const fdma_kernel *kernel, const fdma_problem *problem) {
+    (void)kernel;
+    return has_table(problem);
+}
+
+static size_t workspace(const adapted_kernel *inner, const fdma_problem *stream,
+                        check_depth depth) {
     if (!is_present(&stream->table_in.score))
-        return kernel->workspace(stream);
+        return fdma_adapted_workspace(inner, stream, depth);
     fdma_arena arena = {0};
     const stream_scratch scratch = take_scratch(&arena, stream);
     const fdma_problem one = sequence_of(stream, &scratch);
-    return fdma_arena_size(&arena) + kernel->workspace(&one);
+    return fdma_arena_size(&arena) + fdma_adapted_workspace(inner, &one, depth);
 }
 
-fdma_status fdma_select_stream(const fdma_kernel *kernel, const fdma_problem *stream) {
+static fdma_status run(const adapted_kernel *inner, const fdma_problem *stream) {
     const bool carried = is_present(&stream->table_in.score);
-    const fdma_status status = carried ? select_carried(kernel, stream) : kernel->run(stream);
+    const fdma_status status =
+        carried ? select_carried(inner, stream) : fdma_run_adapted(inner, stream);
     if (status != FDMA_OK || !is_present(&stream->table_out.score))
         return status;
     for (int64_t b = 0; b < stream->batch; b++)
@@ -211,3 +219,5 @@ fdma_status fdma_select_stream(const fdma_kernel *kernel, const fdma_problem *st
             write_table(stream, b, g);
     return FDMA_OK;
 }
+
+const kernel_adapter fdma_stream_adapter = {applies, workspace, run};

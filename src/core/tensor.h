@@ -1,4 +1,4 @@
-/* Tensors as arguments: whether one is well-formed, and whether two of them share elements. */
+/* Tensors as arguments, and whether one is well-formed. */
 #pragma once
 
 #include "fdma.h"
@@ -61,13 +61,3 @@ fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool 
 
 /* Writes 0 to all elements of a tensor of rank 4. */
 void fdma_clear_tensor(const fdma_tensor *tensor);
-
-typedef struct named_tensor {
-    const char *name;
-    const fdma_tensor *tensor;
-    bool output;
-} named_tensor;
-
-/* Checks that no output shares an element with another tensor, and that no tensor overlaps the
- * workspace. */
-fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);

@@ -1,12 +1,13 @@
-/* Each sequence is run as a problem of its own, whose tensors are views that end with the last key
- * that exists. If equally many keys exist in every sequence, all sequences are one problem. Such
- * problems do not write the outputs of keys that do not exist nor, under a causal mask, those of
- * queries before the first key. These outputs are filled in here.
+/* Sequences in which only the first kv_used keys exist, for kernels that do not take `kv_used`. Each
+ * is run as a problem of its own, whose tensors are views that end with the last key that exists. If
+ * equally many keys exist in every sequence, all sequences are one problem. Such problems do not
+ * write the outputs of keys that do not exist nor, under a causal mask, those of queries before the
+ * first key. These outputs are filled in here.
  *
  * Scores and their gradients do not depend on positions. For them the keys that do not exist are
  * keys that are not valid, and all sequences are one problem. */
-#include "core/used.h"
-
+#include "core/adapter.h"
+#include "core/checks.h"
 #include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"
@@ -187,7 +188,7 @@ static uint8_t *take_valid(fdma_arena *arena, const fdma_problem *whole) {
     return fdma_arena_take(arena, (size_t)(whole->batch * whole->kv_len));
 }
 
-static fdma_status run_masked(const fdma_kernel *kernel, const fdma_problem *whole) {
+static fdma_status run_masked(const adapted_kernel *inner, const fdma_problem *whole) {
     const int32_t *const used = whole->kv_used.data;
     fdma_arena arena = fdma_arena_of(whole);
     uint8_t *const valid = take_valid(&arena, whole);
@@ -196,7 +197,7 @@ static fdma_status run_masked(const fdma_kernel *kernel, const fdma_problem *who
             valid[b * whole->kv_len + j] = j < used[b] && is_valid_key(whole, b, j);
     fdma_problem one = mask_problem(whole, valid);
     fdma_set_aside(&one.exec, &arena);
-    return kernel->run(&one);
+    return fdma_run_adapted(inner, &one);
 }
 
 /* ---- all operations ---- */
@@ -210,65 +211,65 @@ static int64_t count_entries(const fdma_problem *whole) {
     return max(whole->batch, 1);
 }
 
-static size_t entries_workspace(const fdma_kernel *kernel, const fdma_problem *whole,
-                                const used_entries *entries, bool any_len) {
+static size_t entries_workspace(const adapted_kernel *inner, const fdma_problem *whole,
+                                const used_entries *entries, check_depth depth) {
     fdma_problem one = cut_problem(whole, entries);
-    one.any_len = any_len;
-    return kernel->workspace(&one);
+    one.any_len = depth == check_shapes;
+    return fdma_adapted_workspace(inner, &one, depth);
 }
 
 /* The workspace of the problem that needs the largest one. */
-static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *whole) {
+static size_t most_workspace(const adapted_kernel *inner, const fdma_problem *whole) {
     const int64_t batch = count_entries(whole);
     size_t most = 0;
     for (int64_t b = 0; b < whole->batch; b += batch) {
         const used_entries entries = entries_at(whole, b, batch);
-        const size_t bytes = entries_workspace(kernel, whole, &entries, false);
+        const size_t bytes = entries_workspace(inner, whole, &entries, check_all);
         most = bytes > most ? bytes : most;
     }
     return most;
 }
 
 /* A workspace that suffices for every kv_used, whether the problem has all entries or one. */
-static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *whole) {
+static size_t any_workspace(const adapted_kernel *inner, const fdma_problem *whole) {
     const used_entries all = {.batch = whole->batch, .keys = whole->kv_len};
     const used_entries one = {.batch = min(whole->batch, 1), .keys = whole->kv_len};
-    const size_t of_all = entries_workspace(kernel, whole, &all, true);
-    const size_t of_one = entries_workspace(kernel, whole, &one, true);
+    const size_t of_all = entries_workspace(inner, whole, &all, check_shapes);
+    const size_t of_one = entries_workspace(inner, whole, &one, check_shapes);
     return of_all > of_one ? of_all : of_one;
 }
 
-size_t fdma_used_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
-                           check_depth depth) {
+static bool applies(const fdma_kernel *kernel, const fdma_problem *problem) {
+    (void)kernel;
+    return is_present(&problem->kv_used);
+}
+
+static size_t workspace(const adapted_kernel *inner, const fdma_problem *problem,
+                        check_depth depth) {
     if (!is_of_scores(problem))
-        return depth == check_all ? most_workspace(kernel, problem)
-                                  : any_workspace(kernel, problem);
+        return depth == check_all ? most_workspace(inner, problem) : any_workspace(inner, problem);
     fdma_arena arena = {0};
     take_valid(&arena, problem);
     const fdma_problem one = mask_problem(problem, NULL);
-    return fdma_arena_size(&arena) + kernel->workspace(&one);
+    return fdma_arena_size(&arena) + fdma_adapted_workspace(inner, &one, depth);
 }
 
-static fdma_status run_entries(const fdma_kernel *kernel, const fdma_problem *problem,
-                               bool only_checks) {
+static fdma_status run_entries(const adapted_kernel *inner, const fdma_problem *problem) {
     const int64_t batch = count_entries(problem);
-    const fdma_problem whole = fdma_prepare_cuts(problem, only_checks);
+    const fdma_problem whole = fdma_prepare_cuts(problem);
     for (int64_t b = 0; b < whole.batch; b += batch) {
         const used_entries entries = entries_at(&whole, b, batch);
         const fdma_problem one = cut_problem(&whole, &entries);
-        if (!only_checks)
+        if (!whole.only_checks)
             fill_rest(&whole, &entries);
-        const fdma_status status = fdma_cut_has_work(one) ? kernel->run(&one) : FDMA_OK;
-        if (status != FDMA_OK)
-            return status;
+        if (fdma_cut_has_work(&one))
+            FDMA_TRY(fdma_run_adapted(inner, &one));
     }
     return FDMA_OK;
 }
 
-fdma_status fdma_run_used(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (is_of_scores(problem))
-        return run_masked(kernel, problem);
-    if (fdma_looks_first(kernel, problem))
-        FDMA_TRY(run_entries(kernel, problem, true));
-    return run_entries(kernel, problem, false);
+static fdma_status run(const adapted_kernel *inner, const fdma_problem *problem) {
+    return is_of_scores(problem) ? run_masked(inner, problem) : run_entries(inner, problem);
 }
+
+const kernel_adapter fdma_used_adapter = {applies, workspace, run};

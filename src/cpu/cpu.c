@@ -4,6 +4,7 @@
 #endif
 #include "cpu/cpu.h"
 
+#include "core/adapter.h"
 #include "core/signatures.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
@@ -12,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-const kernel_table *const fdma_cpu_tables[] = {
+static const kernel_table *const tables[] = {
 #if defined(FDMA_HAVE_AVX512)
     &fdma_cpu_avx512,
 #endif
@@ -39,6 +40,8 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_scalar,
     NULL,
 };
+
+const kernel_backend fdma_cpu_backend = {.tables = tables, .adapters = fdma_host_adapters};
 
 #if defined(__x86_64__)
 

@@ -3,6 +3,6 @@
 
 #include "core/kernel.h"
 
-extern const kernel_table *const fdma_cpu_tables[];
+extern const kernel_backend fdma_cpu_backend;
 
 fdma_status fdma_describe_cpu(fdma_device_info *info);

@@ -1,9 +1,12 @@
 /* Stands in for the CUDA backend in a library that is built without it: no kernels, no devices. */
 #include "cuda/cuda.h"
 
+#include "core/adapter.h"
 #include "core/error.h"
 
-const kernel_table *const fdma_cuda_tables[] = {NULL};
+static const kernel_table *const tables[] = {NULL};
+static const kernel_adapter *const adapters[] = {NULL};
+const kernel_backend fdma_cuda_backend = {.tables = tables, .adapters = adapters};
 
 int32_t fdma_cuda_count(void) { return 0; }
 
@@ -25,20 +28,6 @@ size_t fdma_cuda_mask_lists_size(const fdma_problem *problem) {
 }
 
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
-    return fdma_check_cuda(problem, check_all);
-}
-
-bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
-    (void)kernel;
-    return false;
-}
-
-size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
-    return kernel->workspace(problem);
-}
-
-fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
-    (void)kernel;
     return fdma_check_cuda(problem, check_all);
 }
 

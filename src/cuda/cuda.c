@@ -14,13 +14,22 @@
 
 FDMA_CUDA_TABLES(DECLARE)
 
-const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
+static const kernel_table *const tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
-bool fdma_cuda_makes_plan(const fdma_kernel *kernel) {
-    return kernel == fdma_cuda_sm80_short.kernels || kernel == fdma_cuda_sm80_keep_all.kernels;
-}
+static const kernel_adapter *const adapters[] = {
+    &fdma_cuda_used_adapter,
+    &fdma_cuda_stream_adapter,
+    NULL,
+};
 
-enum { most_devices = 64 };
+const kernel_backend fdma_cuda_backend = {
+    .tables = tables,
+    .adapters = adapters,
+    .scores_tokens = true,
+    .writes_last_keys = true,
+};
+
+enum { most_devices = 64 }; /* that the library describes; calls on further ones are refused */
 
 /* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth
  * of a second, and the process must not fork() afterwards. */
@@ -53,8 +62,7 @@ static cudaError_t ask_device(int32_t index, cuda_device *device) {
 static void ask_machine(void) {
     int count = 0;
     machine.status = cudaGetDeviceCount(&count);
-    count = count < most_devices ? count : most_devices;
-    for (int i = 0; i < count && machine.status == cudaSuccess; i++)
+    for (int i = 0; i < count && i < most_devices && machine.status == cudaSuccess; i++)
         machine.status = ask_device(i, &machine.devices[i]);
     machine.count = machine.status == cudaSuccess ? count : 0;
 }
@@ -70,7 +78,7 @@ const cuda_device *fdma_cuda_device(int32_t device) { return &this_machine()->de
 
 static bool has_capability(int32_t least, int32_t most) {
     const struct machine *const here = this_machine();
-    for (int32_t i = 0; i < here->count; i++)
+    for (int32_t i = 0; i < here->count && i < most_devices; i++)
         if (here->devices[i].capability >= least && here->devices[i].capability <= most)
             return true;
     return false;
@@ -118,6 +126,10 @@ static fdma_status check_there(const char *name, int32_t device) {
     FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT,
                  "%s: is %s, want at most %s, the last here", name, fdma_device_text(device).text,
                  fdma_device_text(here->count).text);
+    FDMA_REQUIRE(device <= most_devices, FDMA_UNSUPPORTED,
+                 "%s: is %s, want at most %s: the library knows the first %d devices of a machine",
+                 name, fdma_device_text(device).text, fdma_device_text(most_devices).text,
+                 most_devices);
     return FDMA_OK;
 }
 

@@ -1,10 +1,9 @@
-/* The CUDA backend as the library's entry points see it: its kernels, its devices, and running a
- * kernel on one. */
+/* The CUDA backend as the library's entry points see it: its kernels and its devices. */
 #pragma once
 
 #include "core/kernel.h"
 
-extern const kernel_table *const fdma_cuda_tables[];
+extern const kernel_backend fdma_cuda_backend;
 
 /* The number of CUDA devices; 0 also if there is no driver. */
 int32_t fdma_cuda_count(void);
@@ -19,15 +18,6 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 /* The bytes of mask_lists for a problem with attn_mask, and whether a call has as many of them. */
 size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
-
-/* Whether a kernel of select leaves in the workspace what the step behind it works from. */
-bool fdma_cuda_makes_plan(const fdma_kernel *kernel);
-
-/* The bytes of workspace that a kernel of this backend needs for a problem. */
-size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
-
-/* Runs a kernel of this backend on the current device. */
-fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);
 
 /* Makes exec.device the current device, unless the caller vouches that it is. `before`: which one
  * is current again after fdma_leave_cuda(). */

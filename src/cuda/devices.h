@@ -1,7 +1,7 @@
 /* The points of the CUDA build matrix, and what kernels ask of the devices of this machine. */
 #pragma once
 
-#include "core/kernel.h"
+#include "core/adapter.h"
 
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
@@ -27,6 +27,11 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
  * `device`, which must be current. `what` is the call, for messages. */
 fdma_status fdma_permit_shared(const char *what, const void *kernel, int32_t device, size_t bytes);
 fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int32_t device);
+
+/* What kernels of select and score do not know: keys that do not exist become padding, and carried
+ * keys become the front of a sequence. Kernels of lists, forward and backward know both. */
+extern const kernel_adapter fdma_cuda_used_adapter;   /* adapt/used.cu */
+extern const kernel_adapter fdma_cuda_stream_adapter; /* adapt/tables.cu */
 
 /* In a file that is compiled once for each head_dim: the names of its kernel, such as
  * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */

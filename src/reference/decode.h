@@ -2,16 +2,17 @@
  * cache's table and attended to with its keys. */
 #pragma once
 
+#include "core/adapter.h"
 #include "core/cache.h"
-#include "core/streams.h"
 #include "reference/forward.h"
 
 static size_t any_select_workspace(const fdma_problem *problem) {
     return fdma_reference_select_workspace(problem);
 }
 
-static const fdma_kernel select_kernel = {.workspace = any_select_workspace,
-                                          .run = fdma_reference_select};
+static const fdma_kernel plain_select = {.workspace = any_select_workspace,
+                                         .run = fdma_reference_select};
+static const adapted_kernel select_kernel = {&plain_select, fdma_host_adapters};
 
 /* The problem of fdma_select() for the new tokens of one kv head. */
 static fdma_problem selection_of(const decode_head *head, const head_selection *selection) {
@@ -49,7 +50,7 @@ static size_t decode_workspace(const fdma_problem *problem) {
     const head_selection selection = fdma_take_selection(&arena, problem);
     const decode_head head = {.problem = problem, .sequence = -1, .tokens = problem->new_len};
     const fdma_problem select = selection_of(&head, &selection);
-    const size_t selecting = fdma_select_stream_workspace(&select_kernel, &select);
+    const size_t selecting = fdma_adapted_workspace(&select_kernel, &select, check_shapes);
     const size_t attending = forward_workspace(problem);
     return fdma_arena_size(&arena) + (selecting > attending ? selecting : attending);
 }
@@ -63,7 +64,7 @@ static fdma_status decode_one(const fdma_problem *problem, int64_t b, int64_t g)
         return FDMA_OK;
     fdma_problem select = selection_of(&head, &selection);
     fdma_set_aside(&select.exec, &arena);
-    const fdma_status status = fdma_select_stream(&select_kernel, &select);
+    const fdma_status status = fdma_run_adapted(&select_kernel, &select);
     fdma_hide_missing_rows(&head, &selection);
     fdma_fill_bias(&head, &selection);
     fdma_problem forward = fdma_decode_forward(&head, &selection);

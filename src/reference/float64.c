@@ -11,4 +11,5 @@ static const fdma_kernel kernels[] = {
 };
 
 static const kernel_table table = {kernels, sizeof kernels / sizeof kernels[0]};
-const kernel_table *const fdma_reference_tables[] = {&table, &fdma_reference_float32, NULL};
+static const kernel_table *const tables[] = {&table, &fdma_reference_float32, NULL};
+const kernel_backend fdma_reference_backend = {.tables = tables, .adapters = fdma_host_adapters};

@@ -24,7 +24,7 @@ static size_t no_workspace(const fdma_problem *problem) {
 }
 
 #define KERNEL(OPERATION, WORKSPACE, RUN)                                                          \
-    {REFERENCE_NAME, operation_##OPERATION, nothing_missing, refuses, WORKSPACE, RUN, false, false}
+    {REFERENCE_NAME, operation_##OPERATION, nothing_missing, refuses, WORKSPACE, RUN, false, 0}
 
 #define REAL_KERNELS                                                                               \
     KERNEL(score, no_workspace, run_score), KERNEL(forward, forward_workspace, run_forward),       \

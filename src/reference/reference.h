@@ -6,7 +6,7 @@
 #include "core/kernel.h"
 
 extern const kernel_table fdma_reference_float32;
-extern const kernel_table *const fdma_reference_tables[];
+extern const kernel_backend fdma_reference_backend;
 
 size_t fdma_reference_select_workspace(const fdma_problem *problem);
 fdma_status fdma_reference_select(const fdma_problem *problem);

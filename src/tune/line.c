@@ -1,6 +1,7 @@
 /* The entries of a tuning, as lines of text too. A line is taken only if it is, to the last
  * character, what its entry is written as. */
 #include "core/error.h"
+#include "core/operations.h"
 #include "cpu/cpu.h"
 #include "tune/tune.h"
 
@@ -121,7 +122,7 @@ static fdma_status take_dtype(const char *path, int at, const char *name, tuning
 }
 
 static fdma_status take_kernel(const char *path, int at, const char *name, tuning_entry *entry) {
-    static const kernel_backend backends[] = {fdma_cpu_tables, NULL};
+    static const kernel_backend *const backends[] = {&fdma_cpu_backend, NULL};
     const fdma_kernel *kernel;
     if (strcmp(name, "rules") == 0)
         return FDMA_OK;

@@ -6,7 +6,7 @@
  * both down. The best of many is partly luck, so it is measured once more, alone. */
 #include "core/error.h"
 #include "core/integers.h"
-#include "core/problem.h"
+#include "core/operations.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
 #include "tune/subject.h"
@@ -164,7 +164,7 @@ static void add_choice(tuning_session *session, const tuning_choice *choice) {
 /* The other kernels of the operation that run here and take the call. The scalar ones are for
  * machines that have no other. */
 static fdma_status list_kernels(tuning_session *session) {
-    static const kernel_backend backends[] = {fdma_cpu_tables, NULL};
+    static const kernel_backend *const backends[] = {&fdma_cpu_backend, NULL};
     const fdma_kernel *kernel;
     session->count = 0;
     for (int32_t n = 0; (kernel = fdma_kernel_at(backends, n)) != NULL; n++) {

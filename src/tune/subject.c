@@ -7,6 +7,7 @@
 #include "core/element.h"
 #include "core/error.h"
 #include "core/kernel.h"
+#include "core/operations.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -5,6 +5,7 @@
 #include "calls.h"
 
 #include "core/kernel.h"
+#include "core/operations.h"
 #include "cuda/cuda.h"
 
 typedef struct shape {
@@ -70,7 +71,7 @@ static void check_kernel(const fdma_kernel *kernel, const shape *n, int determin
 
 static void workspaces_do_not_depend_on_addresses(void) {
     int backward = 0, score = 0;
-    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
+    for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
             const fdma_kernel *kernel = &(*table)->kernels[i];
             if (kernel->operation != operation_backward &&
@@ -114,7 +115,7 @@ static bool refuses_shape(const fdma_kernel *kernel, int64_t q_len) {
  * take any number, for callers that choose them by name; those of sm90 refuse few queries. */
 static void decode_takes_few_queries(void) {
     int decode = 0, tile = 0;
-    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
+    for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
             const fdma_kernel *kernel = &(*table)->kernels[i];
             const bool is_decode = strncmp(kernel->name, "cuda/sm80/decode/", 17) == 0;
@@ -164,7 +165,7 @@ static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t win
  * on the batch, because the kernels differ by rounding. A caller may choose it by name. */
 static void by_key_takes_calls_that_keep_most_pairs(void) {
     int found = 0;
-    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+    for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++)
         for (int32_t i = 0; i < (*table)->count; i++) {
             const fdma_kernel *kernel = &(*table)->kernels[i];
             if (!is_by_key(kernel))
@@ -195,7 +196,7 @@ static void by_key_asks_for_what_the_others_need(void) {
         const fdma_problem problem = problem_at(operation_backward, &kept[s], NULL, 0, 0);
         const char *const end = problem.head_dim == 64 ? "/d64" : "/d128";
         size_t asked = 0, most = 0;
-        for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+        for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++)
             for (int32_t i = 0; i < (*table)->count; i++) {
                 const fdma_kernel *kernel = &(*table)->kernels[i];
                 if (kernel->operation != operation_backward || strstr(kernel->name, end) == NULL)

@@ -5,7 +5,8 @@
 #include "device.h"
 #include "scores.h"
 
-#include "core/kernel.h"
+#include "core/adapter.h"
+#include "core/operations.h"
 #include "cuda/cuda.h"
 
 static const char kernel_name[] = "cuda/sm90/top";
@@ -13,7 +14,7 @@ static const char kernel_name[] = "cuda/sm90/top";
 enum { most_positions = 16 };
 
 static const fdma_kernel *find_kernel(void) {
-    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++)
+    for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++)
         for (int32_t i = 0; i < (*table)->count; i++)
             if (strcmp((*table)->kernels[i].name, kernel_name) == 0)
                 return &(*table)->kernels[i];
@@ -44,6 +45,7 @@ static fdma_tensor new_on_device(int64_t n0, int64_t n1, int64_t n2, int64_t n3)
 static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_t positions,
                         fdma_last_keys *found) {
     const fdma_kernel *const kernel = find_kernel();
+    const adapted_kernel adapted = {kernel, fdma_cuda_backend.adapters};
     const int64_t *const n = on_cpu->score.shape;
     const int kept = device_state.blocks;
     int before;
@@ -54,24 +56,24 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     device_copy_call(&there, &here);
     CHECK_OK(fdma_check_call(operation_select, &there.args, check_shapes, &call_problem));
     const int64_t most = call_problem.slots < n[2] ? call_problem.slots + positions - 1 : n[2];
-    call_problem.last_positions = positions;
+    call_problem.fused.last_positions = positions;
     call_problem.expiry = call_problem.slot = (fdma_tensor){0}; // last_keys take their place
     call_problem.bias = device_tensor(bias);
-    call_problem.last_keys = (fdma_last_keys){
+    call_problem.fused.last_keys = (fdma_last_keys){
         .list = new_on_device(n[0], n[1], most, 1),
         .count = new_on_device(n[0], n[1], 2, 1),
         .record = new_on_device(n[0], n[1], n[2], 2),
     };
     const bool taken = kernel->refuses(&call_problem) == NULL;
     if (taken) {
-        device_exec(&call_problem.exec, fdma_cuda_workspace(kernel, &call_problem));
+        device_exec(&call_problem.exec, fdma_adapted_workspace(&adapted, &call_problem, check_all));
         CHECK_OK(fdma_enter_cuda(&call_problem.exec, &before));
-        CHECK_OK(fdma_cuda_run_kernel(kernel, &call_problem));
+        CHECK_OK(fdma_run_adapted(&adapted, &call_problem));
         fdma_leave_cuda(&call_problem.exec, before);
         device_wait();
-        found->list = device_read(call_problem.last_keys.list);
-        found->count = device_read(call_problem.last_keys.count);
-        found->record = device_read(call_problem.last_keys.record);
+        found->list = device_read(call_problem.fused.last_keys.list);
+        found->count = device_read(call_problem.fused.last_keys.count);
+        found->record = device_read(call_problem.fused.last_keys.record);
     }
     device_free_after(kept);
     return taken;

@@ -5,6 +5,9 @@
 #include "right_call.h"
 
 #include "core/kernel.h"
+#include "cpu/cpu.h"
+#include "cuda/cuda.h"
+#include "reference/reference.h"
 
 static int is_operation(const char *name) {
     for (int o = 0; o < operation_attention; o++)
@@ -178,6 +181,26 @@ static void missing_features_are_named(void) {
     printf("%d kernels that this machine lacks\n", lacking);
 }
 
+/* ---- what backends say of their kernels ---- */
+
+static bool writes_last_keys(const kernel_backend *backend) {
+    const kernel_backend *const alone[] = {backend, NULL};
+    const fdma_kernel *kernel;
+    bool found = false;
+    for (int32_t i = 0; (kernel = fdma_kernel_at(alone, i)) != NULL; i++) {
+        const bool writes = has_trait(kernel, trait_writes_last_keys);
+        CHECK(!writes || kernel->operation == operation_select);
+        found |= writes;
+    }
+    return found;
+}
+
+static void backends_know_their_kernels(void) {
+    CHECK_INT(writes_last_keys(&fdma_cuda_backend), fdma_cuda_backend.writes_last_keys);
+    CHECK_INT(writes_last_keys(&fdma_cpu_backend), fdma_cpu_backend.writes_last_keys);
+    CHECK_INT(writes_last_keys(&fdma_reference_backend), fdma_reference_backend.writes_last_keys);
+}
+
 /* ---- the choice among rows, on machines that are made up ---- */
 
 static const char *lacks_nothing(void) { return NULL; }
@@ -195,19 +218,20 @@ static const char *takes_no_singles(const fdma_problem *problem) {
 }
 
 static const fdma_kernel made_up[] = {
-    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false, false},
-    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false, false},
-    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false, false},
-    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false, false},
-    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false, false},
-    {"cuda/sm1/d8", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
-    {"cuda/sm1/d9", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
-    {"cuda/sm1/d8", operation_merge, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
-    {"cuda/sm1/d9", operation_merge, lacks_nothing, takes_one_query, NULL, NULL, true, false},
+    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false, 0},
+    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false, 0},
+    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false, 0},
+    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false, 0},
+    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false, 0},
+    {"cuda/sm1/d8", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, 0},
+    {"cuda/sm1/d9", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, 0},
+    {"cuda/sm1/d8", operation_merge, lacks_nothing, takes_no_singles, NULL, NULL, true, 0},
+    {"cuda/sm1/d9", operation_merge, lacks_nothing, takes_one_query, NULL, NULL, true, 0},
 };
 static const kernel_table made_up_table = {made_up, TEST_COUNT(made_up)};
 static const kernel_table *const made_up_tables[] = {&made_up_table, NULL};
-static const kernel_backend made_up_backends[] = {made_up_tables, NULL};
+static const kernel_backend made_up_backend = {.tables = made_up_tables};
+static const kernel_backend *const made_up_backends[] = {&made_up_backend, NULL};
 
 static const struct {
     const char *kernel; /* forced */
@@ -421,6 +445,7 @@ static const test_entry tests[] = {
     TEST(unknown_names_are_refused),
     TEST(foreign_kernels_are_refused),
     TEST(missing_features_are_named),
+    TEST(backends_know_their_kernels),
     TEST(kernels_are_chosen_by_what_runs_here),
     TEST(features_and_kernels_agree),
     TEST(only_the_reference_takes_float64),

@@ -24,9 +24,9 @@ static fdma_problem new_problem(int64_t batch, int64_t kv_heads, int64_t kv_len,
 }
 
 static void select_reference(fdma_problem *problem) {
-    const kernel_backend backend[] = {fdma_reference_tables, NULL};
+    const kernel_backend *const backends[] = {&fdma_reference_backend, NULL};
     const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_kernel_at(backend, i)) != NULL; i++) {
+    for (int32_t i = 0; (row = fdma_kernel_at(backends, i)) != NULL; i++) {
         if (row->operation == operation_select) {
             exec_alloc(&problem->exec, row->workspace(problem));
             CHECK_INT(row->run(problem), FDMA_OK);

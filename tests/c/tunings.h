@@ -3,6 +3,7 @@
 
 #include "gradient.h"
 
+#include "core/operations.h"
 #include "tune/tune.h"
 
 #include <unistd.h>

@@ -3,6 +3,13 @@
 
 #include "core/kernel.h"
 
+#define KNOWS_STARTS(operation)                                                                    \
+    ((operation) == operation_lists || (operation) == operation_cache_store ||                     \
+     (operation) == operation_probabilities)
+#define CPU_TRAITS(operation)                                                                      \
+    ((KNOWS_STARTS(operation) ? 0u : trait_one_sequence) |                                         \
+     ((operation) == operation_backward ? trait_checks_selection : 0u))
+
 #define CPU_KERNEL(NAME, OPERATION, MISSING, REFUSES, FUNCTION)                                    \
     {.name = NAME,                                                                                 \
      .operation = operation_##OPERATION,                                                           \
@@ -10,9 +17,7 @@
      .refuses = REFUSES,                                                                           \
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION,                                                                        \
-     .one_sequence = operation_##OPERATION != operation_lists &&                                   \
-                     operation_##OPERATION != operation_cache_store &&                             \
-                     operation_##OPERATION != operation_probabilities}
+     .traits = CPU_TRAITS(operation_##OPERATION)}
 
 /* The kernels that depend on the vocabulary alone. They compute in float32. */
 #define VECTOR_KERNELS(NAME, MISSING)                                                              \

@@ -88,4 +88,4 @@ static fdma_status run(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_cached_d, FDMA_HEAD_DIM),
                 {FDMA_POINT_NAME("cuda/sm80/decode/d", FDMA_HEAD_DIM), operation_decode,
-                 fdma_missing_sm80, refuses, workspace_of<lay_out>, run, true, false});
+                 fdma_missing_sm80, refuses, workspace_of<lay_out>, run, true, 0});

@@ -131,7 +131,7 @@ static constexpr fdma_kernel kernel_of = {form_names[form],
                                           workspace_of<lay_out>,
                                           run<form>,
                                           true,
-                                          false};
+                                          0};
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_cached_d, FDMA_HEAD_DIM), kernel_of<by_cluster>,
                 kernel_of<by_one_block>, kernel_of<by_two_blocks>);

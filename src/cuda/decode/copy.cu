@@ -171,4 +171,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_cache_copy, {"cuda/sm80", operation_cache_copy, fdma_missing_sm80,
-                                            refuses, no_workspace, run, true, false});
+                                            refuses, no_workspace, run, true, 0});

@@ -246,4 +246,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_cache_store, {"cuda/sm80", operation_cache_store, fdma_missing_sm80,
-                                             refuses, workspace_of<lay_out>, run, true, false});
+                                             refuses, workspace_of<lay_out>, run, true, 0});

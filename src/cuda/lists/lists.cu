@@ -228,4 +228,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_lists, {"cuda/sm80", operation_lists, fdma_missing_sm80, refuses,
-                                       no_workspace, run, true, false});
+                                       no_workspace, run, true, 0});

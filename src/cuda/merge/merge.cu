@@ -191,6 +191,6 @@ static fdma_status run(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_merge,
                 {"cuda/sm80", operation_merge, fdma_missing_sm80, refuses, no_workspace, run, true,
-                 false},
+                 0},
                 {"cuda/sm80", operation_merge_backward, fdma_missing_sm80, refuses, no_workspace,
-                 run, true, false});
+                 run, true, 0});

@@ -208,7 +208,7 @@ selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const f
 static fdma_status build_selection_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = fdma_cuda_describe_selection(problem, plan);
-    if (problem->plan_is_made || plan->records == NULL || problem->kv_len == 0)
+    if (problem->fused.plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
     if (plan->list_tile > 0)
@@ -233,7 +233,7 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
     const bool are_given = is_present(&problem->mask_lists) && !problem->only_mask_lists;
-    if (is_present(&problem->last_keys.list)) // the selection has written them
+    if (is_present(&problem->fused.last_keys.list)) // the selection has written them
         return FDMA_OK;
     FDMA_TRY(build_selection_lists(problem, plan));
     if (plan->kept.list == NULL || are_given)

@@ -1,5 +1,8 @@
 /* The plan of a forward call, on the host: what it says of the problem, which problems it can hold,
  * and what it takes of the workspace. */
+extern "C" {
+#include "cuda/cuda.h"
+}
 #include "cuda/plan/plan.cuh"
 
 /* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
@@ -123,10 +126,22 @@ static kept_lists kept_lists_of(const fdma_problem *problem, fdma_arena *arena) 
     return lay_out_kept(problem, is_present(&problem->mask_lists) ? &given : arena);
 }
 
-size_t fdma_cuda_kept_size(const fdma_problem *problem) {
+size_t fdma_cuda_mask_lists_size(const fdma_problem *problem) {
     fdma_arena arena = {};
     lay_out_kept(problem, &arena);
     return arena.used;
+}
+
+fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
+    const fdma_tensor *const lists = &problem->mask_lists;
+    const size_t given = is_present(lists) ? (size_t)lists->shape[0] : 0;
+    const size_t wanted = fdma_cuda_mask_lists_size(problem);
+    FDMA_REQUIRE(given >= wanted, FDMA_INVALID_ARGUMENT,
+                 "mask_lists: axis 0 has %zu elements, want %zu or more", given, wanted);
+    FDMA_REQUIRE((uintptr_t)lists->data % alignof(uint4) == 0, FDMA_INVALID_ARGUMENT,
+                 "mask_lists: is at address %p, want a multiple of %zu", lists->data,
+                 alignof(uint4));
+    return FDMA_OK;
 }
 
 /* Has the plan work from what the selection of a call of few queries has listed. */
@@ -184,9 +199,9 @@ forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries) {
     const int64_t heads = problem->batch * problem->kv_heads;
-    if (is_present(&problem->last_keys.list)) {
+    if (is_present(&problem->fused.last_keys.list)) {
         forward_plan plan = begin_plan(problem, block_queries);
-        take_last_keys(problem->last_keys, &plan);
+        take_last_keys(problem->fused.last_keys, &plan);
         return plan;
     }
     forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);

@@ -306,9 +306,6 @@ const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_he
 /* Fills in what a plan says of the problem's tensors, sizes and options. */
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
 
-/* The bytes of kept_lists, which are aligned to 16. */
-size_t fdma_cuda_kept_size(const fdma_problem *problem);
-
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);

@@ -226,4 +226,4 @@ static fdma_status run(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_probabilities,
                 {"cuda/sm80", operation_probabilities, fdma_missing_sm80, refuses,
-                 workspace_of<lay_out>, run, true, false});
+                 workspace_of<lay_out>, run, true, 0});

@@ -222,7 +222,7 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     key_ring<config> ring;
     ring.stages = other + panel_bytes + threadIdx.x / 32 * params.stages * config::stage_bytes;
     if (params.key_valid != NULL)
-        griddepcontrol_wait(); // for find_valid(), see streams/used.cu
+        griddepcontrol_wait(); // for find_valid(), see adapt/used.cu
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
@@ -397,4 +397,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
-                                       workspace_of<fdma_cuda_plan_score>, run, true, false});
+                                       workspace_of<fdma_cuda_plan_score>, run, true, 0});

@@ -406,4 +406,4 @@ static const char *refuses(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_score_backward,
                 {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses,
-                 workspace_of<plan_gradients>, run, true, false});
+                 workspace_of<plan_gradients>, run, true, 0});

@@ -48,15 +48,15 @@ static const char *refuses(const fdma_problem *problem) {
 
 /* The plan of the forward call that follows, which lays it out in the same way. */
 static forward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    return problem->attending == NULL ? forward_plan{}
-                                      : fdma_cuda_plan_forward(problem->attending, arena);
+    return problem->fused.forward == NULL ? forward_plan{}
+                                          : fdma_cuda_plan_forward(problem->fused.forward, arena);
 }
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = lay_out(problem, &arena);
     const int64_t heads = problem->batch * problem->kv_heads;
-    const fdma_problem *const attending = problem->attending;
+    const fdma_problem *const forward = problem->fused.forward;
     if (heads == 0 || problem->kv_len == 0)
         return FDMA_OK;
     return launch(
@@ -64,9 +64,10 @@ static fdma_status run(const fdma_problem *problem) {
         {grid_of(divide_up(problem->kv_len, keep_threads), heads), dim3(keep_threads), 0,
          start_early},
         problem, numbers_of<int32_t>(&problem->expiry), numbers_of<int32_t>(&problem->slot),
-        attending == NULL ? number_view<const float>{} : numbers_of<const float>(&attending->bias),
+        forward == NULL ? number_view<const float>{} : numbers_of<const float>(&forward->bias),
         plan, (int32_t)problem->kv_heads, (int32_t)problem->kv_len, heads);
 }
 
-FDMA_CUDA_TABLE(fdma_cuda_sm80_keep_all, {"cuda/sm80/keep_all", operation_select, fdma_missing_sm80,
-                                          refuses, workspace_of<lay_out>, run, true, false});
+FDMA_CUDA_TABLE(fdma_cuda_sm80_keep_all,
+                {"cuda/sm80/keep_all", operation_select, fdma_missing_sm80, refuses,
+                 workspace_of<lay_out>, run, true, trait_writes_plan});

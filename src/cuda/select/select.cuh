@@ -292,25 +292,25 @@ __device__ static uint32_t number_flag(bool flag, uint32_t *next) {
     return first + __popc(lanes & lanemask_lt());
 }
 
-/* Key r of a thread has entry first + r * stride of next[]: like head[r], the entry of the key
+/* Key r of a thread has entry first + r * stride of next[]: like root[r], the entry of the key
  * before it in its chain, or its own if it is the first. Moves both to the first entry of the
  * chain. Each iteration halves the length of all chains. */
 template <int items>
-__device__ static void jump_to_heads(uint32_t *next, uint32_t (&head)[items], uint32_t first,
+__device__ static void jump_to_roots(uint32_t *next, uint32_t (&root)[items], uint32_t first,
                                      uint32_t stride) {
     bool changed = true;
     while (__syncthreads_or(changed)) {
         changed = false;
 #pragma unroll
         for (int r = 0; r < items; r++) {
-            const uint32_t farther = next[head[r]];
-            changed |= farther != head[r];
-            head[r] = farther;
+            const uint32_t farther = next[root[r]];
+            changed |= farther != root[r];
+            root[r] = farther;
         }
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < items; r++)
-            next[first + r * stride] = head[r];
+            next[first + r * stride] = root[r];
     }
 }
 

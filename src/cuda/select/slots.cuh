@@ -18,7 +18,7 @@
 /* [segments][kv_len], by number. */
 struct chain_space {
     uint32_t *parent; // then the slot, with the bit is_slot
-    uint32_t *head;   // the first key of the chain that the same block handles
+    uint32_t *root;   // the first key of the chain that the same block handles
 };
 
 struct slot_chains {

@@ -60,7 +60,7 @@ static fdma_status run_with(const fdma_problem *problem, const select_call &call
     const launch_shape shape = {dim3((unsigned)(problem->batch * problem->kv_heads)),
                                 dim3(config::threads), sizeof(short_memory<config>), start_after};
     return launch("select", select_short<config>, shape, problem, call, plan,
-                  numbers_of<const float>(&problem->attending->bias));
+                  numbers_of<const float>(&problem->fused.forward->bias));
 }
 
 /* A block that holds a segment. */
@@ -84,14 +84,14 @@ static const short_choice *choose(const fdma_problem *problem) {
 }
 
 static const char *refuses_call(const fdma_problem *problem) {
-    const fdma_problem *const attending = problem->attending;
-    if (attending == NULL)
+    const fdma_problem *const forward = problem->fused.forward;
+    if (forward == NULL)
         return "a selection by itself";
     if (problem->scope != FDMA_SCOPE_CAUSAL || is_present(&problem->starts) || problem->gap > 0)
         return "global scope, packed sequences or a gap";
     if (is_present(&problem->kv_used) || has_table(problem) || problem->carried_len > 0)
         return "kv_used, tables or carried keys";
-    if (problem->kv_len > most_short_keys || attending->q_len > problem->kv_len)
+    if (problem->kv_len > most_short_keys || forward->q_len > problem->kv_len)
         return "more than 4096 keys, or fewer keys than queries";
     return problem->slots >= problem->kv_len ? "no more keys than slots" : NULL;
 }
@@ -103,7 +103,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (refused != NULL)
         return refused;
     const short_choice *const choice = choose(problem);
-    const int64_t lists = divide_up(problem->attending->q_len, list_queries);
+    const int64_t lists = divide_up(problem->fused.forward->q_len, list_queries);
     if (lists * problem->slots > choice->entries)
         return "a window of so many keys for its queries";
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
@@ -120,7 +120,7 @@ struct short_space {
 
 static short_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     short_space space = {};
-    space.plan = fdma_cuda_plan_forward(problem->attending, arena);
+    space.plan = fdma_cuda_plan_forward(problem->fused.forward, arena);
     space.rules = fdma_cuda_lay_out_rules(problem, arena);
     return space;
 }
@@ -137,5 +137,6 @@ static fdma_status run(const fdma_problem *problem) {
     return choose(problem)->run(problem, call, space.plan);
 }
 
-FDMA_CUDA_TABLE(fdma_cuda_sm80_short, {"cuda/sm80/short", operation_select, fdma_missing_sm80,
-                                       refuses, workspace_of<lay_out>, run, true, false});
+FDMA_CUDA_TABLE(fdma_cuda_sm80_short,
+                {"cuda/sm80/short", operation_select, fdma_missing_sm80, refuses,
+                 workspace_of<lay_out>, run, true, trait_writes_plan});

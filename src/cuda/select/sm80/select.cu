@@ -265,7 +265,7 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     // these share memory, as each is used after the one before it
     space.allowance = space.sort.other;
     space.chains.parent = (uint32_t *)space.sort.other;
-    space.chains.head = space.chains.parent != NULL ? space.chains.parent + keys : NULL;
+    space.chains.root = space.chains.parent != NULL ? space.chains.parent + keys : NULL;
     space.rules = fdma_cuda_lay_out_rules(problem, arena);
     space.sequences = fdma_cuda_lay_out_sequences(problem, arena, true);
     space.first_index = take_first_index(problem, arena);
@@ -320,4 +320,4 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_select, {"cuda/sm80", operation_select, fdma_missing_sm80, refuses,
-                                        workspace_of<lay_out>, run, true, false});
+                                        workspace_of<lay_out>, run, true, 0});

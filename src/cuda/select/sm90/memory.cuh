@@ -31,7 +31,7 @@ template <class config> struct alignas(16) select_memory {
         struct {
             uint32_t parent[config::keys]; // by kept_index: that of the evicted key, then the slot
                                            // with the bit is_slot
-            uint32_t head[config::keys];   // the first key of the block that has the same slot
+            uint32_t root[config::keys];   // the first key of the block that has the same slot
         };
     };
     union {

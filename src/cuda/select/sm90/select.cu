@@ -145,11 +145,11 @@ __device__ static void match_evictions(select_memory<config> &shared, const clus
 
 /* ---- slots ---- */
 
-/* head: the first kept key of this block that has the same slot. Its parent is in an earlier block,
+/* root: the first kept key of this block that has the same slot. Its parent is in an earlier block,
  * or, if it is the first key of its slot, is the slot itself. */
 template <class config>
-__device__ static void find_heads(select_memory<config> &shared, const cluster_work &work,
-                                  const select_call &call, uint32_t (&head)[config::items]) {
+__device__ static void find_roots(select_memory<config> &shared, const cluster_work &work,
+                                  const select_call &call, uint32_t (&root)[config::items]) {
     const uint32_t first = work.block * config::keys;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
@@ -162,28 +162,28 @@ __device__ static void find_heads(select_memory<config> &shared, const cluster_w
         if (is_first)
             shared.parent[index] = number | is_slot;
         const uint32_t parent = shared.parent[index];
-        head[r] = parent >= first && !is_first ? parent - first : index;
-        shared.head[index] = head[r];
+        root[r] = parent >= first && !is_first ? parent - first : index;
+        shared.root[index] = root[r];
     }
-    jump_to_heads(shared.head, head, own_index<config>(work, 0), warp_lanes);
+    jump_to_roots(shared.root, root, own_index<config>(work, 0), warp_lanes);
 }
 
-/* Each head goes from head to head up to its slot. A parent that it reads may already have been
+/* Each root goes from root to root up to its slot. A parent that it reads may already have been
  * moved by another thread: then it is an earlier key of the same slot, or the slot, and the way is
  * shorter. */
 template <class config>
-__device__ static void follow_heads(select_memory<config> &shared, const cluster_work &work,
-                                    const uint32_t (&head)[config::items],
+__device__ static void follow_roots(select_memory<config> &shared, const cluster_work &work,
+                                    const uint32_t (&root)[config::items],
                                     select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t index = own_index<config>(work, r);
-        if (head[r] != index || work.block * config::keys + index >= shared.kept_total)
+        if (root[r] != index || work.block * config::keys + index >= shared.kept_total)
             continue;
         uint32_t slot = shared.parent[index];
         while ((slot & is_slot) == 0) {
             const uint32_t block = slot / config::keys;
-            const uint32_t first = load_at(block, &shared.head[slot % config::keys]);
+            const uint32_t first = load_at(block, &shared.root[slot % config::keys]);
             slot = load_at(block, &shared.parent[first]);
             *(volatile uint32_t *)&shared.parent[index] = slot;
         }
@@ -191,7 +191,7 @@ __device__ static void follow_heads(select_memory<config> &shared, const cluster
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        result.slot[r] = shared.parent[head[r]] & ~is_slot;
+        result.slot[r] = shared.parent[root[r]] & ~is_slot;
 }
 
 /* ---- results ---- */
@@ -256,10 +256,10 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
     match_evictions(shared, work, call);
     sync_blocks(work);
     if (call.slot.data != NULL) {
-        uint32_t head[config::items];
-        find_heads(shared, work, call, head);
+        uint32_t root[config::items];
+        find_roots(shared, work, call, root);
         sync_blocks(work);
-        follow_heads(shared, work, head, result);
+        follow_roots(shared, work, root, result);
     }
     arrive_blocks(work);
     write_causal(shared, work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
@@ -414,7 +414,7 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     space.rules = fdma_cuda_lay_out_rules(problem, arena);
     if (keeps_recent(problem) && is_present(&problem->slot)) {
         space.chains.parent = take<uint32_t>(arena, keys);
-        space.chains.head = take<uint32_t>(arena, keys);
+        space.chains.root = take<uint32_t>(arena, keys);
     }
     return space;
 }
@@ -434,4 +434,4 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_select, {"cuda/sm90", operation_select, fdma_missing_sm90, refuses,
-                                        workspace_of<lay_out>, run, true, false});
+                                        workspace_of<lay_out>, run, true, 0});

@@ -276,8 +276,8 @@ static const char *refuses(const fdma_problem *problem) {
     const char *const refused = refuses_scores(problem, fdma_refuses_before_sm90(problem));
     if (refused != NULL)
         return refused;
-    if (problem->last_positions == 0 || problem->last_positions > most_positions ||
-        !is_present(&problem->last_keys.list))
+    if (problem->fused.last_positions == 0 || problem->fused.last_positions > most_positions ||
+        !is_present(&problem->fused.last_keys.list))
         return "a selection for all positions";
     if (problem->scope != FDMA_SCOPE_CAUSAL)
         return "global scope";
@@ -289,7 +289,7 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 static last_output describe_output(const fdma_problem *problem) {
-    const fdma_last_keys *const last = &problem->last_keys;
+    const fdma_last_keys *const last = &problem->fused.last_keys;
     return {(int32_t *)last->list.data, last->list.shape[2], (int2 *)last->count.data,
             (key_record *)last->record.data, numbers_of<const float>(&problem->bias)};
 }
@@ -314,9 +314,9 @@ static fdma_status run(const fdma_problem *problem) {
                                 sizeof(top_memory) + cluster.items * threads * sizeof(uint32_t),
                                 start_early, cluster.blocks};
     return launch("select", select_last, shape, problem, call, describe_output(problem),
-                  (const int32_t *)problem->kv_used.data, (int32_t)problem->last_positions,
+                  (const int32_t *)problem->kv_used.data, (int32_t)problem->fused.last_positions,
                   cluster.blocks, cluster.items);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_top, {"cuda/sm90/top", operation_select, fdma_missing_sm90, refuses,
-                                     workspace_of<lay_out>, run, true, false});
+                                     workspace_of<lay_out>, run, true, trait_writes_last_keys});

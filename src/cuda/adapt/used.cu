@@ -1,10 +1,15 @@
-/* Keys that do not exist as padding (used.cuh), on any device from compute capability 8.0. Scores
- * know no positions, and need no more. A selection of so many keys with padding behind them is that
- * of the keys that exist, but for the expiry of those that are kept to the end. */
-#include "cuda/streams/used.cuh"
-
+/* Scores, selections and gradients of scores where only the first kv_used keys of each sequence
+ * exist, by kernels that know padding alone: keys that do not exist become padding. On any device
+ * from compute capability 8.0. Scores know no positions, and need no more. A selection of so many
+ * keys with padding behind them is that of the keys that exist, but for the expiry of those that are
+ * kept to the end. */
+extern "C" {
+#include "core/operations.h"
+}
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
+#include "cuda/device/host.cuh"
+#include "cuda/device/used.cuh"
 
 static constexpr int used_threads = 256;
 
@@ -62,22 +67,23 @@ static fdma_problem padded_problem(const fdma_problem *problem, const used_plan 
     return one;
 }
 
-bool fdma_cuda_pads_unused(const fdma_problem *problem) {
+static bool applies(const fdma_kernel *, const fdma_problem *problem) {
     const bool is_score =
         problem->operation == operation_score || problem->operation == operation_score_backward;
     const bool is_select =
-        problem->operation == operation_select && !is_present(&problem->last_keys.list);
+        problem->operation == operation_select && !is_present(&problem->fused.last_keys.list);
     return is_present(&problem->kv_used) && (is_score || is_select);
 }
 
-size_t fdma_cuda_padded_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
+static size_t workspace(const adapted_kernel *inner, const fdma_problem *problem,
+                        check_depth depth) {
     fdma_arena arena = {};
     const used_plan plan = plan_used(problem, &arena);
     const fdma_problem one = padded_problem(problem, plan);
-    return fdma_arena_size(&arena) + kernel->workspace(&one);
+    return fdma_arena_size(&arena) + fdma_adapted_workspace(inner, &one, depth);
 }
 
-fdma_status fdma_cuda_run_padded(const fdma_kernel *kernel, const fdma_problem *problem) {
+static fdma_status run(const adapted_kernel *inner, const fdma_problem *problem) {
     const char *const what = fdma_operation_name(problem->operation);
     fdma_arena arena = fdma_arena_of(problem);
     const used_plan plan = plan_used(problem, &arena);
@@ -86,12 +92,14 @@ fdma_status fdma_cuda_run_padded(const fdma_kernel *kernel, const fdma_problem *
     const unsigned blocks = (unsigned)divide_up(problem->kv_len, (int64_t)used_threads);
     fdma_set_aside(&one.exec, &arena);
     if (batch == 0 || problem->kv_len == 0)
-        return kernel->run(&one);
+        return fdma_run_adapted(inner, &one);
     FDMA_TRY(launch(what, find_valid, {grid_of(blocks, batch), dim3(used_threads)}, problem, plan,
                     batch));
-    FDMA_TRY(kernel->run(&one));
+    FDMA_TRY(fdma_run_adapted(inner, &one));
     if (plan.expiry.data == NULL)
         return FDMA_OK;
     return launch(what, end_with_used, {grid_of(blocks, heads), dim3(used_threads)}, problem, plan,
                   heads);
 }
+
+const kernel_adapter fdma_cuda_used_adapter = {applies, workspace, run};

@@ -1,13 +1,12 @@
-/* Select with a table, by kernels that know no tables (tables.cuh). Each (b, g) becomes a sequence
+/* Select with a table (fdma.h, "Streams"), by kernels that know no tables. Each (b, g) becomes a sequence
  * of its own: first its carried keys, sorted by position, with empty rows at the front as keys that
- * are not valid, and then the keys of the call. core/streams.h says why. */
-#include "cuda/streams/tables.cuh"
-
+ * are not valid, and then the keys of the call. core/streams.c says why. */
 extern "C" {
 #include "core/streams.h"
 }
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
+#include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
 
 static constexpr int stream_threads = 256;
@@ -400,15 +399,18 @@ static fdma_problem sequences_of(const fdma_problem *problem, const stream_plan 
     return one;
 }
 
-size_t fdma_cuda_workspace_with_tables(const fdma_kernel *kernel, const fdma_problem *problem) {
+static bool applies(const fdma_kernel *, const fdma_problem *problem) { return has_table(problem); }
+
+static size_t workspace(const adapted_kernel *inner, const fdma_problem *problem,
+                        check_depth depth) {
     fdma_arena arena = {};
     const stream_plan plan = plan_select(problem, &arena);
     const bool is_carried = is_present(&problem->table_in.score);
     const fdma_problem one = is_carried ? sequences_of(problem, plan) : *problem;
-    return fdma_arena_size(&arena) + kernel->workspace(&one);
+    return fdma_arena_size(&arena) + fdma_adapted_workspace(inner, &one, depth);
 }
 
-fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_problem *problem) {
+static fdma_status run(const adapted_kernel *inner, const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const stream_plan plan = plan_select(problem, &arena);
     const int64_t heads = problem->batch * problem->kv_heads;
@@ -417,7 +419,7 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
     };
     const auto over = [&](int64_t elements) { return blocks(divide_up(elements, stream_threads)); };
     if (plan.sequence_score == NULL) {
-        FDMA_TRY(kernel->run(problem));
+        FDMA_TRY(fdma_run_adapted(inner, problem));
     } else {
         fdma_problem one = sequences_of(problem, plan);
         fdma_set_aside(&one.exec, &arena);
@@ -427,7 +429,7 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
         if (plan.rows > 0)
             FDMA_TRY(launch("select", order_rows, blocks(divide_up(plan.rows, ordered_rows)),
                             problem, plan, heads));
-        FDMA_TRY(kernel->run(&one));
+        FDMA_TRY(fdma_run_adapted(inner, &one));
         FDMA_TRY(launch("select", write_selection, over(plan.kv_len), problem, plan, heads));
     }
     if (!is_present(&problem->table_out.score))
@@ -435,3 +437,5 @@ fdma_status fdma_cuda_run_with_tables(const fdma_kernel *kernel, const fdma_prob
     FDMA_TRY(launch("select", write_carried_rows, over(plan.slots), problem, plan, heads));
     return launch("select", write_new_rows, over(max(plan.new_len, 1)), problem, plan, heads);
 }
+
+const kernel_adapter fdma_cuda_stream_adapter = {applies, workspace, run};
