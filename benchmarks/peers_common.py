@@ -58,7 +58,7 @@ def commit() -> str | None:
 
 
 def find_machine(device: str) -> dict[str, Any]:
-    info = _library.DeviceInfo()
+    info = _library.HEADER.structs["fdma_device_info"]()
     index = 1 if device == "cuda" else 0
     _library.check(_library.library.fdma_describe_device(index, ctypes.byref(info)))
     machine = {

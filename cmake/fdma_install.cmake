@@ -2,6 +2,7 @@
 
 if(SKBUILD)
   install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
+  install(FILES include/fdma.h DESTINATION flash_dmattn)
   if(TARGET fdma_ort)
     install(TARGETS fdma_ort LIBRARY DESTINATION flash_dmattn)
   endif()

@@ -1,5 +1,5 @@
 # flash_dmattn._native: direct calls of the Python package in C. It is optional: where Python's
-# headers are missing, the package makes these calls in Python. Against the stable ABI one file
+# headers are missing, the package's calls take PyTorch's dispatcher. Against the stable ABI one file
 # works with every CPython from 3.8 on, so it does not matter which one CMake finds.
 
 option(FDMA_PYTHON "build _native, the extension module of the Python package, where Python.h is"

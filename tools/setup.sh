@@ -3,7 +3,7 @@
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt, and
 #                     the header of ONNX Runtime in build/onnxruntime
-#   setup.sh gates    all of these, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
+#   setup.sh gates    all of these, mypy, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
 #                     emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
@@ -134,3 +134,7 @@ int main(void) { return 0; }'
 fi
 [ "$what" = build ] || fetch_ort_header
 [ "$what" = build ] || make_venv
+if [ "$what" = gates ] && ! .venv/bin/python -c 'import mypy' 2>/dev/null; then
+    .venv/bin/python -m pip --quiet --disable-pip-version-check install mypy==2.4.1 ||
+        echo "setup: going on without mypy"
+fi

@@ -4,15 +4,21 @@ interface. flash_dmattn.flash_dmattn_func() computes the same."""
 from __future__ import annotations
 
 import torch
-from flash_dmattn import _arguments, _call, _types
-from flash_dmattn._inputs import as_bool_mask, call_renamed
+from flash_dmattn import _arguments, _types
+from flash_dmattn._arguments import as_bool_mask, call_renamed
 from flash_dmattn.dmattn import attend
 
 __all__ = ["fwd"]
 
 NAMES = {
-    **{"query": "q", "key": "k", "value": "v", "attn_bias": "zoh", "attn_mask": "active_mask"},
-    **{"dropout_p": "p_dropout", "generator": "gen", "causal": "is_causal"},
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attn_bias": "zoh",
+    "attn_mask": "active_mask",
+    "dropout_p": "p_dropout",
+    "generator": "gen",
+    "causal": "is_causal",
 }
 
 
@@ -29,8 +35,8 @@ def _check_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> 
     """Refuse a mask that does not count where a call in which it counts would refuse it."""
     if mask is not None and isinstance(q, torch.Tensor):
         tensors = {"query": q, "key": k, "attn_mask": mask}
-        _call.check_dtype("attn_mask", mask)
-        _call.check_same_device({"key": k, "attn_mask": mask})
+        _arguments.check_dtype("attn_mask", mask)
+        _arguments.check_same_device({"key": k, "attn_mask": mask})
         _arguments.check_sizes(tensors, _arguments.bind_sizes(tensors))
 
 

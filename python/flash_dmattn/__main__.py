@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from . import _direct, _library
+from . import _library, _repeat
 
 DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "f64": 4}  # fdma_dtype
 OPERATIONS = ("forward", "decode", "backward")
 LENGTH, HEADS, HEAD_DIM = 1024, 8, 128  # of the calls whose kernels are shown
 
 
-def chosen(operation: str, args: _library.Sized) -> str | None:
+def chosen(operation: str, args: _library.Struct) -> str | None:
     """The kernel that would run; None if there is none."""
     name = ctypes.c_char_p()
     ask = getattr(_library.library, f"fdma_{operation}_kernel")
@@ -35,7 +35,8 @@ def chosen(operation: str, args: _library.Sized) -> str | None:
 
 def choices(device: int) -> dict[str, dict[str, str | None]]:
     """The kernels of causal calls, by operation and dtype."""
-    make, where = _library.library.fdma_tensor_4d, _library.Exec(device=device)
+    structs, make = _library.HEADER.structs, _library.library.fdma_tensor_4d
+    where = structs["fdma_exec"](device=device)
     found: dict[str, dict[str, str | None]] = {name: {} for name in OPERATIONS}
     for name, dtype in DTYPES.items():
         x = make(None, dtype, 1, LENGTH, HEADS, HEAD_DIM)
@@ -44,15 +45,15 @@ def choices(device: int) -> dict[str, dict[str, str | None]]:
         shared = {"k": x, "v": x, "causal": 1, "exec": where}
         backward = dict.fromkeys(("dout", "out", "q", "dq", "dk", "dv"), x)
         for operation, query in (("forward", x), ("decode", one)):
-            args = _library.ForwardArgs(q=query, out=query, **shared)
+            args = structs["fdma_forward_args"](q=query, out=query, **shared)
             found[operation][name] = chosen("forward", args)
-        args = _library.BackwardArgs(lse=lse, **backward, **shared)
+        args = structs["fdma_backward_args"](lse=lse, **backward, **shared)
         found["backward"][name] = chosen("backward", args)
     return found
 
 
 def describe(device: int) -> dict[str, Any]:
-    info = _library.DeviceInfo()
+    info = _library.HEADER.structs["fdma_device_info"]()
     _library.check(_library.library.fdma_describe_device(device, ctypes.byref(info)))
     named = {"name": info.name.decode(), "cores": info.cores, "features": info.features.decode()}
     return {**named, **choices(device)}
@@ -72,7 +73,7 @@ def collect() -> dict[str, Any]:
         "library": str(_library.find()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "extension_module": _direct.NATIVE is not None,
+        "extension_module": _repeat.NATIVE is not None,
         "built_with_cuda": _library.has_cuda(),
         "devices": [describe(n) for n in range(_library.library.fdma_device_count())],
         "tuning": tuning(),

@@ -1,8 +1,9 @@
-"""What the operators' arguments and results are called, and what shapes and dtypes they have.
+"""The names of arguments and results of calls, and their shapes, dtypes and devices.
 
-Everything that depends on an argument's name is decided here: the checks of shapes and of the rules
-of a selection, the shapes and dtypes of results (and with them the fake kernels), the field of the
-C struct that an argument goes to, and the name that an error message gives it.
+Everything that depends on an argument's name is decided here: the checks of shapes, dtypes and
+devices and of the rules of a selection, the shapes and dtypes of results (and with them the fake
+kernels), the field of the C struct that an argument goes to, and the name that an error message
+gives it. The last part is what the package's functions do with arguments before the call.
 
 A tensor whose name is "d" and the name of another tensor is that tensor's gradient.
 """
@@ -11,13 +12,20 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Dict, Mapping, Optional
+import os
+import re
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 from . import _library, _types
 
 MaybeTensor = Optional[torch.Tensor]
+Tensors = Tuple[torch.Tensor, ...]
+MaybeTensors = Tuple[MaybeTensor, ...]
 Sizes = Dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
 Options = Mapping[str, Any]
 
@@ -96,7 +104,10 @@ FIELDS = {
     "cache_page_table": "cache.page_table",
     **{f"cache_{name}": f"cache.table.{name}" for name in ("score", "position", "seen")},
     **{f"{name}_in": f"table_in.{name}" for name in ("score", "position", "seen")},
-    **{"copy_from": "from", "copy_to": "to", "expiry_all": "expiry", "slot_all": "slot"},
+    "copy_from": "from",
+    "copy_to": "to",
+    "expiry_all": "expiry",
+    "slot_all": "slot",
 }
 # Names in error messages that differ from the operators' arguments.
 OF_SELECTION = {name: f"selection.{name}" for name in ("expiry", "slot")}
@@ -105,6 +116,27 @@ SHOWN = {
     **{f"{name}_all": shown for name, shown in OF_SELECTION.items()},
     **{name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")},
 }
+DTYPES = {
+    getattr(torch, name): _library.HEADER.enumerators[f"FDMA_{name.upper()}"]
+    for name in ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8")
+}
+DTYPES[torch.bool] = DTYPES[torch.uint8]
+DEVICES = ("cpu", "cuda")
+ROWS = ("query", "key", "value")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Tensors that have one dtype in a call.
+OF_ONE_DTYPE = (
+    *("query", "key", "value", "out_a", "out_b", "key_carried", "value_carried"),
+    *("cache_key", "cache_value"),
+)
+NO_CUDA = (
+    "but this build of flash_dmattn has no CUDA kernels; install it anew where nvcc is found: "
+    "FDMA_CUDA=ON pip install ."
+)
+NO_TANGENTS = (
+    "flash_dmattn.{}: forward-mode derivatives (torch.func.jvp) are not implemented, use reverse "
+    "mode (torch.autograd.grad)"
+)
 CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
 
@@ -184,7 +216,7 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
         raise ValueError(describe_order(tensors, is_certain=True) or message)
 
 
-def describe_order(tensors: Mapping[str, MaybeTensor], is_certain: bool) -> str | None:
+def describe_order(tensors: Mapping[str, Any], is_certain: bool) -> str | None:
     """A message for tensors that do not fit each other as they are, but do so if axes 1 and 2 of
     query, key and value, or of one of them, change places; None for others. If it is not certain
     that they do not fit, fewer tensors are taken for such."""
@@ -252,7 +284,7 @@ def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options)
 
 
 def result_like(
-    result: str, tensors: Mapping[str, MaybeTensor], sizes: Sizes, options: Options
+    result: str, tensors: Mapping[str, Any], sizes: Sizes, options: Options
 ) -> tuple[tuple[Any, ...], torch.dtype]:
     """The shape and dtype of a result."""
     first = next(tensor for tensor in tensors.values() if tensor is not None)
@@ -268,6 +300,115 @@ def result_like(
     if result == "dattn_bias":
         return tuple(tensors["attn_bias"].shape), dtype
     return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check an argument of this name that is a dtype.
+
+    Raises:
+        NotImplementedError: keys and values cannot have it.
+    """
+    if dtype not in FLOATS:
+        wanted = "float32, float16, bfloat16 or float64"
+        raise NotImplementedError(f"{name}: is {name_of_dtype(dtype)}, want {wanted}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Check the dtype of the argument of this name.
+
+    Raises:
+        NotImplementedError: the C library does not take it.
+    """
+    dtype, shown = name_of_dtype(tensor.dtype), SHOWN.get(name, name)
+    if name in BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
+        hint = name == "attn_mask" and tensor.dtype.is_floating_point
+        use = "; a mask that is added to logits is an attn_bias" if hint else ""
+        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8{use}")
+    if name in INT32_INPUTS and tensor.dtype != torch.int32:
+        raise NotImplementedError(f"{shown}: dtype is {dtype}, supported: int32")
+    if tensor.dtype not in DTYPES:
+        raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")
+
+
+def check_same_dtype(tensors: Mapping[str, MaybeTensor]) -> None:
+    """Check that queries, keys and values have one dtype. Whether kernels have it, the C library
+    says.
+
+    Raises:
+        ValueError: two have different ones, each of which kernels have.
+    """
+    first = None
+    for name in OF_ONE_DTYPE:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype not in FLOATS:
+            continue
+        if first is None:
+            first, want = name, tensor.dtype
+        elif tensor.dtype != want:
+            shown, found = SHOWN.get(name, name), name_of_dtype(tensor.dtype)
+            raise ValueError(f"{shown}: dtype is {found}, {first}'s is {name_of_dtype(want)}")
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device. Without an index they mean the current device."""
+    if one == other:
+        return True
+    current = torch.cuda.current_device() if one.type == other.type == "cuda" else 0
+    first, second = (current if x.index is None else x.index for x in (one, other))
+    return one.type == other.type and first == second
+
+
+def check_same_device(tensors: Mapping[str, MaybeTensor]) -> tuple[str, torch.device]:
+    """The name and the device of the first tensor, where all are.
+
+    Raises:
+        ValueError: the tensors are on different devices.
+    """
+    devices = [(name, x.device) for name, x in tensors.items() if x is not None]
+    first, device = devices[0]
+    for name, other in devices:
+        if not is_same_device(other, device):
+            shown = SHOWN.get(name, name)
+            raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
+    return first, device
+
+
+def check_devices(tensors: Mapping[str, MaybeTensor]) -> None:
+    """Refuse tensors of devices that one call cannot serve.
+
+    Raises:
+        ValueError: the tensors are on different devices.
+        NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
+    """
+    first, device = check_same_device(tensors)
+    if device.type == "cuda" and not _library.has_cuda():
+        raise NotImplementedError(f"{first}: is on {device}, {NO_CUDA}")
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a name that is no path prefix of any kernel's.
+
+    Raises:
+        TypeError: `backend` is neither a str nor None.
+        NotImplementedError: it is such a name.
+    """
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise _types.refusal("backend", backend, "a str or None")
+    names = [kernel.name for kernel in _library.kernels()]
+    if not any(f"{name}/".startswith(f"{backend}/") for name in names):
+        if backend.split("/")[0] == "cuda" and not _library.has_cuda():
+            raise NotImplementedError(f"backend: is {backend!r}, {NO_CUDA}")
+        usable = ", ".join(map(repr, _library.backends()))
+        raise NotImplementedError(
+            f"backend: no kernel is named {backend!r}, want one of {usable}, "
+            "or the name of a kernel that `python -m flash_dmattn info` lists"
+        )
 
 
 def choose(name: str, value: str) -> int:
@@ -357,3 +498,255 @@ def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) 
     rest = rest.replace("causal is 0", "causal is False")
     rest = rest.replace("0 to window", f"0 to {shown.get('window', 'window')}")
     return shown.get(field, field) + colon + rest
+
+
+# Where a message has the name of an argument.
+NAMED = re.compile(
+    r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)|\b\w+(?='s is )"
+)
+
+
+def call_renamed(names: dict[str, str], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Call `function`; in what it refuses, its arguments have the `names` of the caller's."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kw)
+    try:
+        return function(*args, **kw)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        message = NAMED.sub(lambda found: names.get(found[0], found[0]), str(error))
+        raise type(error)(message) from None
+
+
+def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse tensors with forward-mode tangents, which an operator would silently ignore. They
+    are visible only here, before dispatch; outside of forward mode there is nothing to check."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    for tensor in tensors:
+        is_tensor = isinstance(tensor, torch.Tensor)  # the call refuses others
+        if is_tensor and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(NO_TANGENTS.format(name))
+
+
+DROPS_ALL = 1 - 2**-17  # the least dropout_p that is rounded to 1, as a multiple of 2^-16
+
+
+def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
+    if type(dropout_p) is not float and not _types.is_number(dropout_p):
+        raise _types.refusal(name, dropout_p, "a number from 0 to 1")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{name}: is {dropout_p}, want a number from 0 to 1")
+
+
+def kernel_dropout(
+    dropout_p: float, rng_state: torch.Tensor | None
+) -> tuple[float, torch.Tensor | None]:
+    """dropout_p and rng_state as kernels get them. They take numbers that are rounded to less than
+    1: with others they compute without dropout, and finish() drops what they return."""
+    return (0.0, None) if dropout_p >= DROPS_ALL else (dropout_p, rng_state)
+
+
+def drop_all(results: torch.Tensor) -> torch.Tensor:
+    """Zeros, whose gradients are zeros too."""
+    return results.masked_fill(results.new_ones((), dtype=torch.bool), 0)
+
+
+def pad_head_dim(
+    rows: tuple[Any, ...], dt_proj: torch.Tensor | None = None
+) -> tuple[tuple[Any, ...], Any, int | None]:
+    """`rows` [batch, len, heads, head_dim], the last of which has kv_heads heads, and dt_proj, with
+    zeros in the place of the channels that head_dim lacks to a multiple of 8, which kernels want;
+    and head_dim, None if nothing was added. The call refuses tensors that do not fit each other."""
+    is_tensor = isinstance(rows[0], torch.Tensor) and rows[0].dim() == 4
+    head_dim = rows[0].shape[-1] if is_tensor else 0
+    added = (0, -head_dim % 8)
+    if added[1] == 0 or head_dim > 256:
+        return rows, dt_proj, None
+    fits = [isinstance(x, torch.Tensor) and x.shape[3:] == rows[0].shape[3:] for x in rows]
+    if not all(fits):
+        return rows, dt_proj, None
+    if isinstance(dt_proj, torch.Tensor):
+        kv_heads = rows[-1].shape[2]
+        if dt_proj.dim() != 2 or dt_proj.shape[1] != kv_heads * head_dim:
+            return rows, dt_proj, None
+        dt_proj = F.pad(dt_proj.unflatten(1, (kv_heads, head_dim)), added).flatten(1)
+    return tuple(F.pad(row, added) for row in rows), dt_proj, head_dim
+
+
+def finish(out: torch.Tensor, head_dim: int | None, dropout_p: float = 0.0) -> torch.Tensor:
+    """out of a call with pad_head_dim() and kernel_dropout()."""
+    out = out if head_dim is None else out[..., :head_dim].contiguous()
+    return drop_all(out) if dropout_p >= DROPS_ALL else out
+
+
+def draw_state(
+    query: torch.Tensor,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The seed and the offset of dropout: rng_state if it is given, otherwise drawn from
+    `generator`; None without dropout."""
+    check_dropout(dropout_p)
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise _types.refusal("generator", generator, "a torch.Generator")
+        if not is_same_device(generator.device, query.device):
+            raise ValueError(
+                f"generator: is on {generator.device}, want {query.device}, where query is"
+            )
+        if rng_state is not None:
+            raise ValueError("generator: is given, want None with rng_state")
+    if dropout_p == 0 or rng_state is not None:
+        return rng_state
+    return torch.randint((1 << 63) - 1, (2,), generator=generator, device=query.device)
+
+
+def kernel_scale(softmax_scale: float | None, head_dim: int | None = None) -> float:
+    """softmax_scale as fdma.h has it, in which 0 means the default; `head_dim` is that of
+    pad_head_dim()."""
+    if softmax_scale is None:
+        return 0.0 if head_dim is None else head_dim**-0.5
+    if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
+    if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
+        raise ValueError(
+            f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
+        )
+    return softmax_scale
+
+
+def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
+    autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
+    others. `name` is that of rows[0]."""
+    for row in rows:
+        if not isinstance(row, torch.Tensor):
+            at = [isinstance(x, torch.Tensor) for x in rows].index(False)
+            _types.check_tensor(ROWS[at] if at > 0 else name, row)
+    device = rows[0].device.type
+    if device not in DEVICES or not torch.is_autocast_enabled(device):
+        return (*rows, *weights)
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (torch.float16, torch.bfloat16)
+    floats = (torch.float32, *narrow)  # float64 is not cast
+    return (
+        *(row.to(dtype) if row.dtype in floats else row for row in rows),
+        *(one.to(dtype) if getattr(one, "dtype", None) in narrow else one for one in weights),
+    )
+
+
+def check_no_bool(name: str, number: float | None) -> None:
+    """A call with another order of arguments has a bool in the place of a number."""
+    if isinstance(number, bool):
+        raise TypeError(f"{name}: is {number}, a bool, want a number or None")
+
+
+def either(name: str, value: Any, other: str, given: Any) -> Any:
+    """An argument that has two names."""
+    if value is not None and given is not None:
+        raise TypeError(f"{other}: is given, want None beside {name}, as both mean the same")
+    return given if value is None else value
+
+
+def choose_scale(softmax_scale: float | None, scale: float | None) -> float | None:
+    """The factor of logits, which callers give under one of two names."""
+    if softmax_scale is not None:
+        check_no_bool("softmax_scale", softmax_scale)
+    if scale is None:
+        return softmax_scale
+    check_no_bool("scale", scale)
+    if not _types.is_number(scale):
+        raise _types.refusal("scale", scale, "a number or None")
+    if not scale > 0:
+        raise ValueError(f"scale: is {scale:g}, want a positive number, or None for the default")
+    if softmax_scale is None:
+        return scale
+    if not _types.is_number(softmax_scale):
+        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
+    if scale != softmax_scale:
+        raise ValueError(f"scale: is {scale}, want None, or softmax_scale, {softmax_scale}")
+    return scale
+
+
+def as_bool_mask(
+    mask: torch.Tensor | None, name: str = "attn_mask", added: str = "attn_bias"
+) -> torch.Tensor | None:
+    """A mask of floating-point numbers as one of bool, true where they are above 0. Other masks
+    stay as they are. Axes along which the mask is expanded get length 1, so that the new tensor has
+    a number for each number in memory. On the CPU a mask with a number below 0 is refused, with
+    `added` as the argument that takes it; on a device nothing waits for its numbers."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        _types.check_tensor(name, mask)
+    if not mask.dtype.is_floating_point:
+        return mask
+    for axis, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[axis] > 1:
+            mask = mask.narrow(axis, 0, 1)
+    if _is_on_host(mask) and mask.numel() > 0 and (least := mask.amin().item()) < 0:
+        raise ValueError(
+            f"{name}: has the number {least:g}, want 1.0 and 0.0: give it as {added}, or as "
+            "booleans"
+        )
+    return mask > 0
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor are there, and nothing has to wait for them."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_probabilities_fit(query: torch.Tensor, key: torch.Tensor, name: str) -> None:
+    """Refuse probabilities of more bytes than their device has: PyTorch may seem to allocate them,
+    and the system then ends the process. `name` is that of the option that asks for them."""
+    if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
+        return
+    if query.dim() != 4 or key.dim() != 4:
+        return  # the call refuses them
+    batch, q_len, q_heads, _ = query.shape
+    kv_len = key.shape[1]
+    size = batch * q_heads * q_len * kv_len * max(query.element_size(), 4)
+    total = memory_of(query.device)
+    if size > total:
+        raise MemoryError(
+            f"{name}: {batch} x {q_heads} x {q_len} x {kv_len} probabilities take "
+            f"{size / 2**30:.1f} GiB, and {query.device} has {total / 2**30:.1f} GiB in all; "
+            "ask for those of fewer queries at a time"
+        )
+
+
+def spread(
+    attn_bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """attn_bias with a number for each pair of every query head: PyTorch adds up the gradients of
+    one that is broadcast. The call refuses one that does not fit query, key and value."""
+    if any(x.dim() != 4 for x in (attn_bias, query, key, value)):
+        return attn_bias
+    batch, q_len, q_heads = query.shape[:3]
+    heads, kv_heads = attn_bias.shape[1], key.shape[2]
+    if heads == kv_heads and 0 < kv_heads < q_heads and q_heads % kv_heads == 0:
+        of_group = attn_bias[:, :, None].expand(-1, -1, q_heads // kv_heads, -1, -1)
+        attn_bias = of_group.flatten(1, 2)
+    shape = (batch, q_heads, q_len, key.shape[1])
+    fits = all(size in (1, want) for size, want in zip(attn_bias.shape, shape))
+    return attn_bias.expand(shape) if fits else attn_bias
+
+
+def is_added_in_any_order(attn_bias: Any, deterministic: bool) -> bool:
+    """Whether kernels of a device would have to add up the gradient of a bias in a fixed order,
+    which they cannot if it is broadcast."""
+    if not isinstance(attn_bias, torch.Tensor) or not attn_bias.is_cuda:
+        return False
+    is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()
+    return bool(is_fixed) and attn_bias.requires_grad and torch.is_grad_enabled()

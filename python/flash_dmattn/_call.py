@@ -4,6 +4,10 @@ The first call for tensors of some layout (shapes, strides, dtypes, device) and 
 the shapes, fills in the argument struct and asks for the size of the workspace. Later calls for
 the same layout only write addresses into that struct: for small inputs all the rest would last
 longer than the call itself.
+
+`index` is that of a GPU; -1 is the CPU. For new tensors and the current stream PyTorch has faster
+functions than the public ones, which take as long as a small call; where a version of it lacks
+them, the public ones serve.
 """
 
 from __future__ import annotations
@@ -15,18 +19,24 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Tuple, Un
 
 import torch
 
-from . import _arguments, _library, _types
-from ._arguments import MaybeTensor, Options, Sizes
-from ._device import allocator, device_function, is_same_device, stream_function, thread_count
-from ._dtypes import DTYPES, check_dtype, check_same_dtype
+from . import _arguments, _library
+from ._arguments import (
+    DTYPES,
+    MaybeTensor,
+    Options,
+    Sizes,
+    check_backend,
+    check_devices,
+    check_dtype,
+    check_same_dtype,
+)
 
 if TYPE_CHECKING:
     from .ops import Operator
 
-NO_CUDA = (
-    "but this build of flash_dmattn has no CUDA kernels; install it anew where nvcc is found: "
-    "FDMA_CUDA=ON pip install ."
-)
+Ints = Tuple[int, ...]
+Allocator = Callable[[Ints, Ints, torch.dtype], torch.Tensor]
+GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 LAYOUTS_MAX = 512  # that a thread remembers
 WORKSPACE_KEPT = 1 << 20  # bytes of the workspace that a thread keeps for its calls on the CPU
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
@@ -49,6 +59,8 @@ class Operation(NamedTuple):
     options: tuple[str, ...]
     results: tuple[str, ...]
     mutated: tuple[str, ...] = ()  # tensors that the call writes to
+    cleared: tuple[str, ...] = ()  # results that the C library adds to, and that begin as zeros
+    fixed: tuple[tuple[str, Any], ...] = ()  # options that have one value in every call
     bundled: tuple[str, ...] = ()  # results, the last ones, in one tensor of bytes
 
     def with_results(self, results: tuple[str, ...], bundled: tuple[str, ...] = ()) -> Operation:
@@ -57,6 +69,48 @@ class Operation(NamedTuple):
             return self
         name = f"{self.name}: {', '.join(results)}; {', '.join(bundled)}"
         return self._replace(name=name, results=results, bundled=bundled)
+
+
+def thread_count(index: int) -> int:
+    return torch.get_num_threads() if index < 0 else 0
+
+
+def stream_function() -> Callable[[int], int]:
+    """A function for the current stream of a device, as CUDA knows it."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object around it
+    return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
+
+
+def device_function() -> Callable[[], int]:
+    """A function for the number of the current device."""
+    raw = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has none
+    return raw if raw is not None else torch.cuda.current_device
+
+
+def allocators(index: int) -> tuple[Allocator, Allocator]:
+    """Functions that make tensors of a shape, strides and a dtype, without values: on the current
+    device if that is the one, and on the device wherever the current one is."""
+    device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+    def allocate(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    name = "_empty_strided_cpu" if index < 0 else "_empty_strided_cuda"
+    return getattr(GUARDS, name, allocate), allocate
+
+
+def allocator(index: int) -> Allocator:
+    """A function that makes tensors of a shape, strides and a dtype, without values."""
+    on_current, allocate = allocators(index)
+    if index < 0 or on_current is allocate:
+        return on_current
+    current_device = device_function()
+
+    def allocate_fast(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
+        make = on_current if current_device() == index else allocate
+        return make(shape, stride, dtype)
+
+    return allocate_fast
 
 
 def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | None = None) -> None:
@@ -72,7 +126,7 @@ def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | N
             raise type(error)(message) from None
 
 
-def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
+def view(name: str, tensor: torch.Tensor) -> _library.Struct:
     """`tensor` as the C library sees it.
 
     Raises:
@@ -80,7 +134,7 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     """
     check_dtype(name, tensor)
     absent = (0,) * (4 - tensor.dim())
-    return _library.Tensor(
+    return _library.HEADER.structs["fdma_tensor"](
         data=tensor.data_ptr(),
         shape=(*tensor.shape, *absent),
         stride=(*tensor.stride(), *absent),
@@ -98,39 +152,29 @@ def words_of(struct: ctypes.Structure) -> Words:
     return (ctypes.c_uint64 * (ctypes.sizeof(struct) // 8)).from_buffer(struct)
 
 
-def fill_options(args: _library.Sized, ruled: list[ctypes.Structure], options: Options) -> None:
+def fill_options(args: _library.Struct, ruled: list[_library.Struct], options: Options) -> None:
     """Write `options` into the struct, and rules into `ruled`: the selection and the cache that the
     call is given."""
-    fields = {name for name, *_ in args._fields_}
     for name, value in options.items():
         field = _arguments.field_of(name)
         number = _arguments.choose(name, value) if name in _arguments.CHOICES else value
-        if field in fields:
-            setattr(args, field, number)
-        for one in ruled if field in RULES else ():
-            setattr(one, field, number)
+        for struct in (args, *ruled) if field in RULES else (args,):
+            if hasattr(type(struct), field):
+                setattr(struct, field, number)
 
 
 def make_selection(
     operation: Operation, tensors: dict[str, MaybeTensor]
-) -> tuple[_library.Selection | None, bool]:
+) -> tuple[_library.Struct | None, bool]:
     """The selection of a call, if it has one, and whether the call is given it."""
+    make = _library.HEADER.structs["fdma_selection"]
     for name in ("expiry", "expiry_all"):
         given = tensors.get(name)
         if given is not None:
-            selection = _library.Selection(kv_len=given.shape[-1])
-            if operation.name == "cache_store":  # a cache knows no other scope
-                selection.scope = _library.SCOPES["causal"]
-            return selection, True
+            return make(kv_len=given.shape[-1]), True
         if name in operation.results:
-            return _library.Selection(), False
+            return make(), False
     return None, False
-
-
-def fill_cache(cache: _library.Cache, sizes: Sizes, device: int) -> None:
-    """Write what a cache says of its tensors, which are filled in."""
-    cache.sequences, cache.kv_heads = sizes["sequences"], sizes["kv_heads"]
-    cache.head_dim, cache.dtype, cache.device = sizes["head_dim"], cache.k.dtype, device
 
 
 class Prepared:
@@ -147,39 +191,51 @@ class Prepared:
         _arguments.check_sizes(tensors, sizes)
         check_same_dtype(tensors)
         self.operation = operation
-        self.args = _library.CALLS[f"fdma_{operation.function}"](exec=_library.Exec(**exec_fields))
-        has_cache = hasattr(self.args, "cache")
-        ruled = [self.args.cache] if has_cache else []
-        self.selection, is_given = make_selection(operation, tensors)
+        self.index = exec_fields["device"] - 1
+        self.fill_struct(tensors, {**dict(operation.fixed), **options}, exec_fields)
+        # The words that hold the addresses of the inputs that are given.
+        self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
+        self.plan_outputs(tensors, sizes, options)
+        self.zeroed = [
+            operation.results.index(x) for x in operation.cleared if x in operation.results
+        ]
+        if hasattr(self.args, "cache"):
+            cache = self.args.cache
+            cache.sequences, cache.kv_heads = sizes["sequences"], sizes["kv_heads"]
+            cache.head_dim, cache.dtype = sizes["head_dim"], cache.k.dtype
+            cache.device = exec_fields["device"]
+        self.reference = ctypes.byref(self.args)
+        self.function = getattr(_library.library, f"fdma_{operation.function}")
+        self.plan_workspace(tensors)
+
+    def fill_struct(
+        self, tensors: dict[str, MaybeTensor], options: Options, exec_fields: dict[str, Any]
+    ) -> None:
+        """Make the argument struct, and fill in what is no tensor."""
+        structs = _library.HEADER.structs
+        self.args = structs[f"fdma_{self.operation.function}_args"]()
+        for name, value in exec_fields.items():
+            setattr(self.args.exec, name, value)
+        ruled = [self.args.cache] if hasattr(self.args, "cache") else []
+        self.selection, is_given = make_selection(self.operation, tensors)
         if self.selection is not None:
             self.args.selection = ctypes.pointer(self.selection)
         if is_given:  # fdma_select() fills in the selection that it makes
             ruled.append(self.selection)
-        if operation.name == "prefill":
-            self.args.causal = 1
         fill_options(self.args, ruled, options)
         self.args_words = words_of(self.args)
         self.selection_words = words_of(self.selection) if self.selection else None
-        # The words that hold the addresses of the inputs that are given.
-        self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
-        self.plan_outputs(tensors, sizes, options)
-        if has_cache:
-            fill_cache(self.args.cache, sizes, exec_fields["device"])
-        # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
-        adds = operation.function == "score_backward" and "dvalue" in operation.results
-        self.zeroed = [operation.results.index("dvalue")] if adds else []
-        exec_at = type(self.args).exec.offset
-        self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
-        self.workspace_at = (exec_at + _library.Exec.workspace.offset) // 8
-        trusted_at = exec_at + _library.Exec.trusted.offset
-        self.trusted = ctypes.c_int32.from_buffer(self.args, trusted_at)
-        self.reference = ctypes.byref(self.args)
-        self.function = getattr(_library.library, f"fdma_{operation.function}")
+        exec_at, exec_type = type(self.args).exec.offset, structs["fdma_exec"]
+        self.stream_at = (exec_at + exec_type.stream.offset) // 8
+        self.workspace_at = (exec_at + exec_type.workspace.offset) // 8
+        self.trusted = ctypes.c_int32.from_buffer(self.args, exec_at + exec_type.trusted.offset)
+
+    def plan_workspace(self, tensors: dict[str, MaybeTensor]) -> None:
+        """Ask for the size of the workspace, and plan where calls get it and their outputs."""
         size = ctypes.c_size_t()
-        ask = getattr(_library.library, f"fdma_{operation.function}_workspace")
-        check(ask(self.reference, ctypes.byref(size)), operation, tensors)
+        ask = getattr(_library.library, f"fdma_{self.operation.function}_workspace")
+        check(ask(self.reference, ctypes.byref(size)), self.operation, tensors)
         self.args.exec.workspace_size = self.workspace_size = size.value
-        self.index = exec_fields["device"] - 1
         self.allocate = allocator(self.index)
         self.current_stream = stream_function()
         self.current_device = device_function()
@@ -220,7 +276,7 @@ class Prepared:
         struct = self.selection if in_selection else self.args
         words = self.selection_words if in_selection else self.args_words
         *outer, field = _arguments.field_of(name).split(".")
-        offset = _library.Tensor.data.offset
+        offset = _library.HEADER.structs["fdma_tensor"].data.offset
         for member in outer:
             offset += getattr(type(struct), member).offset
             struct = getattr(struct, member)
@@ -270,8 +326,8 @@ class Memory(threading.local):
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
         self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
-        self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
-        # Of each call that kernels of operators have made: what they repeat it by, see _direct.py.
+        self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _repeat.py
+        # Of each call that kernels of operators have made: what they repeat it by, see _repeat.py.
         self.in_kernels: dict[Prepared, list[Any]] = {}
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 
@@ -315,55 +371,6 @@ class Workspaces:
         named = dict(zip(operation.options, options))
         prepared = Prepared(operation, tensors, named, exec_fields_of(backend, self.index))
         self.most = max(self.most, prepared.workspace_size)
-
-
-def check_same_device(tensors: dict[str, MaybeTensor]) -> tuple[str, torch.device]:
-    """The name and the device of the first tensor, where all are.
-
-    Raises:
-        ValueError: the tensors are on different devices.
-    """
-    devices = [(name, x.device) for name, x in tensors.items() if x is not None]
-    first, device = devices[0]
-    for name, other in devices:
-        if not is_same_device(other, device):
-            shown = _arguments.SHOWN.get(name, name)
-            raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
-    return first, device
-
-
-def check_devices(tensors: dict[str, MaybeTensor]) -> None:
-    """Refuse tensors of devices that one call cannot serve.
-
-    Raises:
-        ValueError: the tensors are on different devices.
-        NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
-    """
-    first, device = check_same_device(tensors)
-    if device.type == "cuda" and not _library.has_cuda():
-        raise NotImplementedError(f"{first}: is on {device}, {NO_CUDA}")
-
-
-def check_backend(backend: str | None) -> None:
-    """Refuse a name that is no path prefix of any kernel's.
-
-    Raises:
-        TypeError: `backend` is neither a str nor None.
-        NotImplementedError: it is such a name.
-    """
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise _types.refusal("backend", backend, "a str or None")
-    names = [kernel.name for kernel in _library.kernels()]
-    if not any(f"{name}/".startswith(f"{backend}/") for name in names):
-        if backend.split("/")[0] == "cuda" and not _library.has_cuda():
-            raise NotImplementedError(f"backend: is {backend!r}, {NO_CUDA}")
-        usable = ", ".join(map(repr, _library.backends()))
-        raise NotImplementedError(
-            f"backend: no kernel is named {backend!r}, want one of {usable}, "
-            "or the name of a kernel that `python -m flash_dmattn info` lists"
-        )
 
 
 def prepare(

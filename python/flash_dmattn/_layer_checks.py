@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _arguments, _dtypes, _types
-from ._inputs import check_dropout
+from . import _arguments, _types
+from ._arguments import check_dropout
 from ._layer_ranks import LayerRanks
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
@@ -33,7 +33,7 @@ def check_types(layer: type, given: dict[str, Any]) -> None:
     """Check what the constructor of a layer is given."""
     _types.check_call(layer, given)
     if given["dtype"] is not None:
-        _dtypes.check_float("dtype", given["dtype"])
+        _arguments.check_float("dtype", given["dtype"])
 
 
 def check_options(
@@ -96,7 +96,7 @@ def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> 
     if x.device != weight.device:
         raise ValueError(f"{name}: is on {x.device}, want {weight.device}, where {layer} is")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        found, want = _dtypes.name_of(x.dtype), _dtypes.name_of(weight.dtype)
+        found, want = _arguments.name_of_dtype(x.dtype), _arguments.name_of_dtype(weight.dtype)
         raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
 
 
@@ -104,7 +104,7 @@ def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> 
 PLAIN = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def check_input(name: str, x: torch.Tensor | None, linear: nn.Module) -> None:
+def check_input(name: str, x: torch.Tensor | None, linear: Any) -> None:
     """check_like() of what a projection gets, unless that may be more than its weight: it has been
     replaced or has hooks, such as those that bring a weight from another device."""
     if x is None or torch.compiler.is_compiling():
@@ -141,7 +141,7 @@ def check_memory_of_call(
     hidden: int | None,
     x: torch.Tensor,
     memory: torch.Tensor | None,
-    cache: DynamicMaskCache | None,
+    cache: DynamicMaskCache | LayerCaches | None,
     starts: torch.Tensor | Sequence[int] | None,
 ) -> None:
     """Check memory, cache and starts of a call; `hidden` is memory_hidden of the layer."""
@@ -149,6 +149,7 @@ def check_memory_of_call(
         require(memory is None, "memory: is given, want None for a layer without memory_hidden")
         return
     require(memory is not None, "memory: is None, want hidden states, as memory_hidden is given")
+    assert memory is not None
     check_hidden("memory", "kv_len", memory, hidden)
     if memory.shape[0] != x.shape[0]:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import torch
 
-from ._inputs import finish, pad_head_dim
+from ._arguments import finish, pad_head_dim
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,8 +45,8 @@ class LayerRanks:
         if starts is None:
             return positions
         sequences = module("_sequences")
-        starts = sequences.int32_on(device, sequences.list_starts(starts))
-        return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        begins = sequences.int32_on(device, sequences.list_starts(starts))
+        return positions - begins[torch.searchsorted(begins, positions, right=True) - 1]
 
     def attend(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
         """context_parallel_attention() of query, key, value, dt_proj, A and the window."""

@@ -42,7 +42,7 @@ class Ranks:
         members = ",".join(map(str, dist.get_process_group_ranks(group)))
         prefix = f"flash_dmattn/{group.group_name}/{members}"
         made = (store.add(f"{prefix}/ranks", 1) - 1) // self.size
-        self.store = dist.PrefixStore(f"{prefix}/{made}", own_client(store))
+        self.store: Any = dist.PrefixStore(f"{prefix}/{made}", own_client(store))
         self.calls = 0  # that the ranks have compared so far
 
     def process_group(self) -> dist.ProcessGroup:
@@ -227,10 +227,11 @@ def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
             "group: torch.distributed has no process group, call "
             "torch.distributed.init_process_group() first"
         )
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ValueError(f"group: is a mesh of {group.ndim} dimensions, want one of them")
-        group = group.get_group()
+    mesh: Any = group
+    if hasattr(mesh, "get_group"):
+        if mesh.ndim != 1:
+            raise ValueError(f"group: is a mesh of {mesh.ndim} dimensions, want one of them")
+        group = mesh.get_group()
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -243,7 +244,7 @@ def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     return found
 
 
-def own_client(store: dist.Store) -> dist.Store:
+def own_client(store: Any) -> Any:
     """A connection of its own to the store, where PyTorch can make one: others then do not wait
     while the ranks of a group wait for each other."""
     try:
@@ -252,7 +253,7 @@ def own_client(store: dist.Store) -> dist.Store:
         return store
 
 
-def timeout_of(group: dist.ProcessGroup, store: dist.Store) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, store: Any) -> timedelta:
     """How long the ranks of a group wait for each other."""
     for device in ("cuda", "cpu"):
         try:

@@ -62,7 +62,7 @@ def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None
 def describe_starts(starts: list[int] | None) -> str | None:
     """All numbers, if they are few."""
     if starts is None or len(starts) <= STARTS_SHOWN:
-        return starts and str(starts)
+        return None if starts is None else str(starts)
     return f"{len(starts)} numbers of checksum {zlib.crc32(str(starts).encode())}"
 
 

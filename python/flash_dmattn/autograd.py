@@ -18,7 +18,7 @@ import torch
 from . import ops
 from ._arguments import MaybeTensor, is_absent
 from ._call import Operation
-from ._direct import NATIVE, DirectCall, Record, call_backward
+from ._repeat import NATIVE, Record, call_backward
 
 Gradients = Tuple[MaybeTensor, ...]
 
@@ -62,7 +62,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         known = (*inputs, *output)
         ctx.has_bias = form is None or inputs[form] != "none"
         left_out = None if ctx.has_bias else len(inputs) + results.index("bias")
-        keep(ctx, *(None if at == left_out else known[at] for at in kept))
+        keep(ctx, *(None if at == left_out or at is None else known[at] for at in kept))
         ctx.options = [None if at is None else inputs[at] for at in options]
         if others:
             ctx.mark_non_differentiable(*(output[at] for at in others))
@@ -88,16 +88,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
 class Recorded(torch.autograd.Function):
     """A direct call, of any operator."""
 
-    @staticmethod
-    def forward(ctx: Any, call: DirectCall, *given: torch.Tensor) -> Any:
-        results = call.prepared.run()
-        known = (*given, *results)
-        keep(ctx, *[known[at] for at in call.record.kept])
-        ctx.call = call
-        returned = results[: call.count]
-        if call.count > 2:  # out and lse
-            ctx.mark_non_differentiable(*returned[2:])
-        return returned[0] if call.count == 1 else tuple(returned)
+    forward: Any = None if NATIVE is None else NATIVE.record
 
     @staticmethod
     def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor = None, *_: Any) -> Gradients:
@@ -112,15 +103,8 @@ class Recorded(torch.autograd.Function):
         return (None, *[None if at is None else found[at] for at in gradients])
 
 
-class RecordedNatively(Recorded):
-    """The same, in C."""
-
-    forward = None if NATIVE is None else NATIVE.record
-
-
 # Function.apply() without what it does for transforms of torch.func and for keywords.
 apply_recorded = super(torch.autograd.Function, Recorded).apply
-apply_natively = super(torch.autograd.Function, RecordedNatively).apply
 
 
 def plan_record(
@@ -137,7 +121,7 @@ def plan_record(
     shown = [None if is_absent(x, tensors, named) else x for x in results[:count]]
     known = [*given, *shown]
     saved = [name for name in wanted if name in known]
-    sources = indices(tuple(wanted), tuple(saved))
+    sources: list[Any] = [*indices(tuple(wanted), tuple(saved))]
     bundled = [name for name in results[count:] if not is_absent(name, tensors, named)]
     for name in bundled:
         sources[wanted.index(name)] = name
@@ -152,7 +136,6 @@ def plan_record(
     found = [at for at, x in enumerate(gradients) if not is_absent(x, tensors, known_options)]
     record = Record(
         apply=apply_recorded,
-        native_apply=apply_natively,
         backward=backward,
         options=(*options, named["backend"]),
         kept=[*kept, len(known)] if bundled else kept,

@@ -5,14 +5,12 @@ A cache has window + recent rows for each layer, sequence and kv head, however m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _arguments, _dtypes, _types, ops, streams
-from ._arguments import MaybeTensor
-from ._inputs import call_renamed, finish, pad_head_dim
-from .functional import _autocast, _scale
+from . import _arguments, _types, ops, streams
+from ._arguments import MaybeTensor, autocast, call_renamed, finish, kernel_scale, pad_head_dim
 from .streams import TOKENS_MAX, KeyCache, Tokens
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -37,7 +35,8 @@ def join(first: Drafts | None, second: Drafts) -> Drafts:
     if first is None:
         return second
     pairs = zip(first[:3], second[:3], (1, 1, 2))
-    return Drafts(*(torch.cat((one, other), axis) for one, other, axis in pairs), None)
+    key, value, score = (torch.cat((one, other), axis) for one, other, axis in pairs)
+    return Drafts(key, value, score, None)
 
 
 class DynamicMaskCache:
@@ -123,7 +122,7 @@ class DynamicMaskCache:
         _arguments.choose("bias_form", bias_form)
         self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        _dtypes.check_float("dtype", dtype)
+        _arguments.check_float("dtype", dtype)
         sequences, rows = layers * batch, rules[0] + rules[1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -214,13 +213,14 @@ class DynamicMaskCache:
         _types.check_tensor("a_coef", a_coef)
         if key_valid is not None:
             _types.check_tensor("key_valid", key_valid)
-        query, key, value, dt_proj, *weights = _autocast(
+        query, key, value, dt_proj, *weights = autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
         rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
-        query, key, value, weights = *rows, (dt_proj, *weights)
+        query, key, value = rows
+        learned = (dt_proj, *weights)
         count = streams.counts("n_tokens", n_tokens, key)
-        options = (self.bias_form, _scale(softmax_scale, head_dim), softcap, backend)
+        options = (self.bias_form, kernel_scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
         if index is None and batch != self.batch:
             raise ValueError(f"key: axis 0 has {batch} elements, want the batch, {self.batch}")
@@ -228,13 +228,13 @@ class DynamicMaskCache:
         is_prefill = length > TOKENS_MAX or key_valid is not None
         if not follows_drafts and not is_prefill:
             where = self._sequences(layer, index)
-            rows = (query, key, value, *weights, None, where, count, None, sink_logit)
+            rows = (query, key, value, *learned, None, where, count, None, sink_logit)
             out, _ = ops.DECODE(
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
             )
             self._count(layer, length)
             return finish(out, head_dim)
-        tokens = Tokens(query, key, value, weights, index, key_valid, count, sink_logit, options)
+        tokens = Tokens(query, key, value, learned, index, key_valid, count, sink_logit, options)
         if follows_drafts:
             return finish(self._follow_drafts(layer, tokens, draft), head_dim)
         out = self._prefill(layer, tokens)
@@ -257,7 +257,7 @@ class DynamicMaskCache:
         """Check a tensor of numbers of sequences."""
         _types.check_tensor(name, numbers)
         if numbers.dtype not in INDEX_DTYPES:
-            dtype = _dtypes.name_of(numbers.dtype)
+            dtype = _arguments.name_of_dtype(numbers.dtype)
             raise NotImplementedError(f"{name}: dtype is {dtype}, want int32 or int64")
         if numbers.device != self.keys.seen.device:
             where = f"want {self.keys.seen.device}, where the cache is"
@@ -283,7 +283,8 @@ class DynamicMaskCache:
             carried = [one[first : first + self.batch] for one in tensors]
         else:
             carried = [one.index_select(0, where) for one in tensors]
-        return streams.prefill(self.keys, where, KeyCache(*carried, *rules), tokens)
+        fields: tuple[Any, ...] = (*carried, *rules)
+        return streams.prefill(self.keys, where, KeyCache(*fields), tokens)
 
     # ---- drafts ----
 
@@ -365,7 +366,7 @@ class DynamicMaskCache:
         key, value, score = (torch.cat(same) for same in zip(*(one[:3] for one in waiting)))
         n_tokens = None
         if waiting[0].n_tokens is not None:
-            n_tokens = torch.cat([one.n_tokens for one in waiting])
+            n_tokens = torch.cat([one.n_tokens for one in waiting if one.n_tokens is not None])
         commit = count
         if count is not None and not isinstance(count, torch.Tensor):
             if not 0 <= _arguments.check_int("count", count) <= lengths[0]:
@@ -429,7 +430,7 @@ class DynamicMaskCache:
         for layer, one in enumerate(self._drafts):
             if one is not None:
                 moved = (None if x is None else x.index_select(0, beam_idx) for x in one)
-                self._drafts[layer] = Drafts(*moved)
+                self._drafts[layer] = Drafts._make(moved)
 
     def drop(self, b: int) -> None:
         """Empty sequence b in every layer, so that another can begin there. It has no drafts then.

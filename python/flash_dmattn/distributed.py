@@ -33,12 +33,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _arguments, _context, _context_autograd, _ring, _sequences, _types, ops
-from ._arguments import MaybeTensor
-from ._call import check_same_device
-from ._inputs import refuse_tangents
+from ._arguments import autocast, check_same_device, kernel_scale, refuse_tangents
 from ._ranks import LENGTH, Ranks, ranks_of
 from ._sequences import GatherTokens, check_lengths, describe_starts, lay_out, list_starts
-from .functional import _autocast, _scale
 
 __all__ = [
     "context_parallel_attention",
@@ -53,7 +50,7 @@ Tensors = Tuple[torch.Tensor, ...]
 MOST_TOKENS = (1 << 31) - 1  # of all ranks: positions are int32
 
 
-def _settings_of(function: str, tensors: dict[str, MaybeTensor], **options: Any) -> dict[str, Any]:
+def _settings_of(function: str, tensors: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What has to be the same on all ranks, and the number of own tokens.
 
     Raises:
@@ -67,7 +64,11 @@ def _settings_of(function: str, tensors: dict[str, MaybeTensor], **options: Any)
             f"key: axis 1 has {sizes['kv_len']} elements, want {sizes['q_len']}, as query has"
         )
     names = ("batch", "q_heads", "kv_heads", "head_dim")
-    found = {"function": function, **{name: sizes[name] for name in names}, **options}
+    found: dict[str, Any] = {
+        "function": function,
+        **{name: sizes[name] for name in names},
+        **options,
+    }
     found["device"] = tensors["query"].device.type
     compared = {name: tensor for name, tensor in tensors.items() if name != "key_valid"}
     for name, tensor in compared.items():
@@ -98,9 +99,9 @@ def _agree(
 
 
 def _autocast_rows(tensors: dict[str, Any], *weights: str) -> None:
-    """Cast query, key, value and the weights of these names as _autocast() does."""
+    """Cast query, key, value and the weights of these names as autocast() does."""
     rows = ("query", "key", "value")
-    found = _autocast("query", *(tuple(tensors[x] for x in some) for some in (rows, weights)))
+    found = autocast("query", *(tuple(tensors[x] for x in some) for some in (rows, weights)))
     tensors.update(zip((*rows, *weights), found))
 
 
@@ -142,7 +143,7 @@ def _attend(
     call = _context.Call(
         *(ranks, lay_out(lengths, options["starts"]), tensors["score"], bias),
         *(tensors["key_valid"], window, recent, min(options["sinks"], window)),
-        *(options["causal"], options["bias_form"], _scale(options["softmax_scale"])),
+        *(options["causal"], options["bias_form"], kernel_scale(options["softmax_scale"])),
         *(options["softcap"], options["deterministic"], options["backend"]),
     )
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "sink_logit")
@@ -239,9 +240,16 @@ def context_parallel_attention(
     _types.check_flag("return_lse", return_lse)
     refuse_tangents("context_parallel_attention", query, key, value, dt_proj, a_coef, dt_bias)
     options = {
-        **{"window": window, "recent": recent, "sinks": sinks, "causal": causal},
-        **{"bias_form": bias_form, "softmax_scale": softmax_scale, "softcap": softcap},
-        **{"deterministic": deterministic, "backend": backend, "starts": starts},
+        "window": window,
+        "recent": recent,
+        "sinks": sinks,
+        "causal": causal,
+        "bias_form": bias_form,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "backend": backend,
+        "starts": starts,
     }
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "key_valid", "sink_logit")
     given = (query, key, value, dt_proj, a_coef, dt_bias, key_valid, sink_logit)
@@ -311,12 +319,12 @@ def ring_attention(
     _types.check_flag("return_lse", return_lse)
     refuse_tangents("ring_attention", query, key, value, sink_logit)
     names = ("query", "key", "value", "key_valid", "sink_logit")
-    tensors = dict(zip(names, (query, key, value, key_valid, sink_logit)))
-    options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
+    tensors: dict[str, Any] = dict(zip(names, (query, key, value, key_valid, sink_logit)))
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options = {**options, "deterministic": deterministic, "backend": backend}
 
     def call_of(lengths: list[int]) -> _ring.Call:
-        numbers = (causal, _scale(softmax_scale), softcap, deterministic, backend)
+        numbers = (causal, kernel_scale(softmax_scale), softcap, deterministic, backend)
         return _ring.Call(ranks, lengths, key_valid, *numbers)
 
     def settle() -> dict[str, Any]:
@@ -448,9 +456,12 @@ def gather_sequence(
         shape = list(tensor.shape)
         del shape[dim]
         return {
-            **{"function": "gather_sequence", "shape of tensor without dim": str(shape)},
-            **{"dim": dim % tensor.dim(), "dtype": str(tensor.dtype)},
-            **{"device": tensor.device.type, LENGTH: length},
+            "function": "gather_sequence",
+            "shape of tensor without dim": str(shape),
+            "dim": dim % tensor.dim(),
+            "dtype": str(tensor.dtype),
+            "device": tensor.device.type,
+            LENGTH: length,
             "requires_grad": tensor.requires_grad and torch.is_grad_enabled(),
         }
 

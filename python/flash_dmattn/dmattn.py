@@ -11,8 +11,8 @@ from typing import Any, Callable
 
 import torch
 
-from . import _call, _library, _types
-from ._inputs import (
+from . import _arguments, _library, _types
+from ._arguments import (
     as_bool_mask,
     call_renamed,
     check_no_bool,
@@ -66,10 +66,16 @@ def attend(
         _types.check_tensor("key", k)
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)
-    options = {
-        **{"attn_mask": attn_mask, "attn_bias": attn_bias, "starts": starts, "causal": causal},
-        **{"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend},
-        **{"dropout_p": dropout_p, "rng_state": rng_state},
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask,
+        "attn_bias": attn_bias,
+        "starts": starts,
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "backend": backend,
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
     }
     out, lse = attention(
         *(q, k, v),
@@ -245,5 +251,5 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         )
         backend = None
     if not isinstance(backend, str) or backend not in usable:
-        _call.check_backend(backend)
+        _arguments.check_backend(backend)
     return functools.partial(flash_dmattn_func, backend=backend)

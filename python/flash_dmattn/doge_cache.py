@@ -72,19 +72,19 @@ class KeptKeys(CacheLayerMixin):
         super().__init__()
         self.window = window
         self.is_compileable, self.is_croppable = static, not static
-        self.kept: DynamicMaskCache | None = None
+        self.kept: Any = None  # a DynamicMaskCache, once it is initialised
         self.record_past = False
         self._drafts: Drafts | None = None
         self._settled = 0  # the first drafts, which crop() can no longer remove
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, kv_heads, _, head_dim = key_states.shape
-        kind = {"dtype": key_states.dtype, "device": key_states.device}
+        kind: dict[str, Any] = {"dtype": key_states.dtype, "device": key_states.device}
         self.kept = self._make(batch, kv_heads, head_dim, **kind)
         self.is_initialized = True
 
     def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
-        rules = {"window": self.window, "recent": 0, "static": self.is_compileable}
+        rules: dict[str, Any] = {"window": self.window, "recent": 0, "static": self.is_compileable}
         return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
 
     # ---- attention ----
@@ -123,7 +123,8 @@ class KeptKeys(CacheLayerMixin):
             return self._draft(layer, query, key, value)
         self._commit()
         before = None if key_valid is None else key_valid[:, :first]
-        out = self._enter(layer, *(x[:, :first] for x in (query, key, value)), before)
+        q, k, v = (x[:, :first] for x in (query, key, value))
+        out = self._enter(layer, q, k, v, before)
         if first == key.shape[1]:
             return out
         return torch.cat((out, self._draft(layer, *(x[:, first:] for x in (query, key, value)))), 1)
@@ -139,7 +140,7 @@ class KeptKeys(CacheLayerMixin):
         """Attention of tokens that enter the cache, [batch, len, heads, head_dim]."""
         n_tokens = None
         if key_valid is not None and key.shape[1] == 1:
-            key_valid, n_tokens = None, key_valid[:, 0].to(torch.int32)
+            n_tokens, key_valid = key_valid[:, 0].to(torch.int32), None
         if not has_plain_weights(layer):
             return self._enter_in_pieces(layer, (query, key, value), key_valid, n_tokens)
         return self.kept.attend(
@@ -163,9 +164,9 @@ class KeptKeys(CacheLayerMixin):
                 "attention_mask: has padding, want none in a prompt for a DogeCache while dt_proj "
                 "has an adapter or a hook, or is tensor-parallel"
             )
-        found = []
+        found: list[Any] = []
         for query, key, value in zip(*(x.split(TOKENS_MAX, 1) for x in rows)):
-            given = {"score": score_by_module(layer, value), "n_tokens": n_tokens}
+            given: dict[str, Any] = {"score": score_by_module(layer, value), "n_tokens": n_tokens}
             given["softmax_scale"] = layer.scaling
             found.append(streams.decode(query, key, value, self.kept.keys, **given))
             self.kept._count(0, key.shape[1])
@@ -184,7 +185,7 @@ class KeptKeys(CacheLayerMixin):
             self._commit(max(excess, self._settled))
         rows = join(self._drafts, Drafts(key, value, score, None))
         entering, self._drafts = self._settled, rows
-        out = streams.decode(
+        out: Any = streams.decode(
             *(query, *rows[:2], self.kept.keys),
             score=rows.score,
             commit=entering,
@@ -205,6 +206,7 @@ class KeptKeys(CacheLayerMixin):
     def _forget(self, count: int) -> None:
         """The first `count` drafts have entered the cache."""
         if count > 0:
+            assert self._drafts is not None
             self.kept._count(0, count)
             key, value, score, _ = self._drafts
             rows = Drafts(key[:, count:], value[:, count:], score[:, :, count:], None)
@@ -232,6 +234,7 @@ class KeptKeys(CacheLayerMixin):
             )
         self._settled = drafts + tokens_to_remove
         if tokens_to_remove < 0:
+            assert self._drafts is not None
             key, value, score, _ = self._drafts
             stay = self._settled
             rows = Drafts(key[:, :stay], value[:, :stay], score[:, :, :stay], None)

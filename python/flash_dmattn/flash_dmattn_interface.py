@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import _types
-from ._inputs import call_renamed
+from ._arguments import call_renamed
 from .dmattn import flash_dmattn_func
 from .varlen import flash_dmattn_varlen_func
 

@@ -36,32 +36,29 @@ scaled_dot_product_attention does; scores, biases and lse stay float32.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import (
     _arguments,
-    _direct,
     _flops,  # noqa: F401 (registers what FlopCounterMode counts)
     _library,
     _types,
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
-from ._inputs import (
+from ._arguments import (
+    autocast,
     draw_state,
     finish,
     is_added_in_any_order,
     kernel_dropout,
+    kernel_scale,
     pad_head_dim,
     refuse_tangents,
     spread,
 )
-
-ROWS = ("query", "key", "value")
-Tensors = Tuple[torch.Tensor, ...]
-MaybeTensors = Tuple[_arguments.MaybeTensor, ...]
 
 
 class Selection(NamedTuple):
@@ -105,40 +102,6 @@ def get_available_backends() -> list[str]:
         True
     """
     return _library.backends()
-
-
-def _scale(softmax_scale: float | None, head_dim: int | None = None) -> float:
-    """softmax_scale as fdma.h has it, in which 0 means the default; `head_dim` is that of
-    pad_head_dim()."""
-    if softmax_scale is None:
-        return 0.0 if head_dim is None else head_dim**-0.5
-    if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
-        raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
-    if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
-        raise ValueError(
-            f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
-        )
-    return softmax_scale
-
-
-def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTensors:
-    """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
-    autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
-    others. `name` is that of rows[0]."""
-    for row in rows:
-        if not isinstance(row, torch.Tensor):
-            at = [isinstance(x, torch.Tensor) for x in rows].index(False)
-            _types.check_tensor(ROWS[at] if at > 0 else name, row)
-    device = rows[0].device.type
-    if device not in _direct.DEVICES or not torch.is_autocast_enabled(device):
-        return (*rows, *weights)
-    dtype = torch.get_autocast_dtype(device)
-    narrow = (torch.float16, torch.bfloat16)
-    floats = (torch.float32, *narrow)  # float64 is not cast
-    return (
-        *(row.to(dtype) if row.dtype in floats else row for row in rows),
-        *(one.to(dtype) if getattr(one, "dtype", None) in narrow else one for one in weights),
-    )
 
 
 def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
@@ -201,7 +164,7 @@ def score(
     Source: arXiv:2508.02124, section 3.
     """
     refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
-    value, dt_proj, *rest = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
+    value, dt_proj, *rest = autocast("value", (value,), (dt_proj, a_coef, dt_bias))
     (value,), dt_proj, _ = pad_head_dim((value,), dt_proj)
     tensors = (value, dt_proj, *rest)
     scores, bias = ops.SCORE(*tensors, key_valid, kv_used, bias_form, backend)
@@ -355,10 +318,10 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     refuse_tangents("attention", query, key, value, bias, sink_logit, attn_bias)
-    rows, _, head_dim = pad_head_dim(_autocast("query", (query, key, value)))
+    rows, _, head_dim = pad_head_dim(autocast("query", (query, key, value)))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
     kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
-    if is_added_in_any_order(attn_bias, deterministic):
+    if attn_bias is not None and is_added_in_any_order(attn_bias, deterministic):
         attn_bias = spread(attn_bias, *rows)
     out, lse = ops.ATTENTION(
         *rows,
@@ -366,7 +329,7 @@ def attention(
         mask_lists,
         *_rules_of(selection),
         causal,
-        _scale(softmax_scale, head_dim),
+        kernel_scale(softmax_scale, head_dim),
         softcap,
         kernel_p,
         deterministic,

@@ -6,16 +6,21 @@ from typing import Any
 
 import torch
 
-from . import _arguments, _direct, _types, ops
-from ._inputs import (
+from . import _arguments, _repeat, _types, ops
+from ._arguments import (
+    DEVICES,
+    MaybeTensors,
+    Tensors,
+    autocast,
     check_probabilities_fit,
     draw_state,
     finish,
     kernel_dropout,
+    kernel_scale,
     pad_head_dim,
     refuse_tangents,
 )
-from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
+from .functional import _rules_of
 from .options import WINDOW, DynamicMaskOptions, options_of
 
 NUMBERS = (int, float)
@@ -69,11 +74,11 @@ def _check_limits(
         check_probabilities_fit(query, key, "return_attn_probs")
 
 
-def _padded(tensors: MaybeTensors) -> tuple[MaybeTensors, int | None]:
+def _padded(tensors: MaybeTensors) -> tuple[tuple[Any, ...], int | None]:
     """query to dt_bias of a call with pad_head_dim(), and its head_dim."""
     *rows, dt_proj, a_coef, dt_bias = tensors
-    rows, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
-    return (*rows, dt_proj, a_coef, dt_bias), head_dim
+    padded, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
+    return (*padded, dt_proj, a_coef, dt_bias), head_dim
 
 
 def _attend_to_all(
@@ -112,7 +117,7 @@ def _probabilities_of(
 
 
 def _results_of(
-    found: MaybeTensors,
+    found: tuple[Any, ...],
     call: tuple[Any, ...],
     wanted: tuple[bool, bool],
     head_dim: int | None,
@@ -120,7 +125,7 @@ def _results_of(
 ) -> torch.Tensor | Tensors:
     """out, beside lse and the probabilities if these are wanted; `call` has the arguments of
     _probabilities_of()."""
-    results = (finish(found[0], head_dim, dropout_p),)
+    results: Tensors = (finish(found[0], head_dim, dropout_p),)
     if wanted[0]:
         results += (found[1],)
     if wanted[1]:
@@ -129,22 +134,25 @@ def _results_of(
 
 
 def _attend_alone(
-    known_as: tuple[Any, ...] | None,
-    tensors: MaybeTensors,
+    known: tuple[Any, ...] | None,
+    tensors: tuple[Any, ...],
     settings: tuple[Any, ...],
     head_dim: int | None,
 ) -> torch.Tensor:
     """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the arguments `known_as` of flash_dma_attention, too, unless `tensors` are
-    padded: `head_dim` is that of pad_head_dim()."""
-    known_as = known_as if head_dim is None else None
+    call is remembered by the arguments `known` of flash_dma_attention(), unless the operator is
+    given other tensors: `head_dim` is that of pad_head_dim(). It is then known by the operator's
+    arguments, as one without `known` is."""
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
-        out = _direct.repeat((ops.FUSED, 1), arguments, ops.FUSED.count)
+        out = _repeat.repeat(_attend_alone, arguments, ops.FUSED.count)
         if out is NotImplemented:
             ops.FUSED.check_types(arguments)
-            known = None if known_as is None else (flash_dma_attention, known_as, TENSORS)
-            out = _direct.begin(ops.FUSED, arguments, 1, known)
+            device = tensors[0].device.type
+            is_cast = device not in DEVICES or torch.is_autocast_enabled(device)
+            if known is None or head_dim is not None or is_cast:
+                known = (_attend_alone, arguments, ops.FUSED.count)
+            out = _repeat.begin(ops.FUSED, arguments, 1, known)
         if out is not NotImplemented:
             return out
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -261,31 +269,32 @@ def flash_dma_attention(
     Source: arXiv:2508.02124.
     """
     options = options_of(keep_window_size, options, fields) if fields else options
-    known_as, is_usual = None, generator is options is None and isinstance(dropout_p, NUMBERS)
+    known, is_usual = None, generator is options is None and isinstance(dropout_p, NUMBERS)
     is_usual = is_usual and dropout_p == 0 and return_lse is return_attn_probs is False
     if is_usual and not torch.compiler.is_compiling():
         # Arguments of a known call have been checked before.
-        known_as = (
+        asked = (
             query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit,
             keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap,
             scope, bias_form, deterministic, backend,
         )  # fmt: skip
-        out = _direct.repeat(flash_dma_attention, known_as, TENSORS)
+        out = _repeat.repeat(flash_dma_attention, asked, TENSORS)
         if out is not NotImplemented:
             return out
+        known = (flash_dma_attention, asked, TENSORS)
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
-    tensors, head_dim = _padded(_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)))
+    tensors, head_dim = _padded(autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
     _check_limits(query, key, starts, rules, options, return_lse, return_attn_probs)
     kernel_p, rng_state = kernel_dropout(dropout_p, draw_state(query, dropout_p, generator))
     given = (key_valid, starts, kv_used, sink_logit, rng_state)
-    numbers = (causal, _scale(softmax_scale, head_dim), softcap, kernel_p)
+    numbers = (causal, kernel_scale(softmax_scale, head_dim), softcap, kernel_p)
     settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not (return_lse or return_attn_probs):
-        found = (_attend_alone(known_as, (*tensors, *given), settings, head_dim),)
+        found = (_attend_alone(known, (*tensors, *given), settings, head_dim),)
     else:
         found = ops.FUSED(*tensors, *given, *settings)
     call = (tensors, given, bias_form, (*rules, scope, *numbers, backend))

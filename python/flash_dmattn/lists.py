@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import _types, ops
-from ._call import check_same_device
-from ._inputs import as_bool_mask
+from ._arguments import as_bool_mask, check_same_device
 from .functional import Selection, _rules_of
 
 

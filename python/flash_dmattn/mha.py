@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from . import _arguments, _types
-from ._inputs import check_dropout, check_probabilities_fit, draw_state
+from ._arguments import check_dropout, check_probabilities_fit, draw_state
 from ._layer_checks import HEAD_DIM_MAX, check_input, check_types, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
 from .probabilities import attention_probabilities
 
-Rows = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rows = Tuple[torch.Tensor, ...]  # query, key and value
 MaybeTensor = _arguments.MaybeTensor
 
 
@@ -40,8 +40,7 @@ def call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def check_dtype(name: str, mask: MaybeTensor) -> None:
-    takes = mask is None or mask.dtype == torch.bool or mask.dtype.is_floating_point
-    if not takes:
+    if mask is not None and not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         found = str(mask.dtype).replace("torch.", "")
         raise AssertionError(f"{name}: dtype is {found}, want bool or a floating-point dtype")
 
@@ -201,7 +200,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             fits = window is None or not given
             message = f"{name}: is True, want False with a window, which may drop the key"
             require(fits, message)
-        kind = {"device": device, "dtype": dtype}
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
         more = (bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first)
         super().__init__(embed_dim, num_heads, dropout, *more, **kind)
         widest = HEAD_DIM_MAX * num_heads
@@ -293,10 +292,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             none=True,
         )
         if query.is_nested and query.dim() == 3:
-            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             rest = (need_weights, average_attn_weights, is_causal)
-            return self._forward_nested((query, key, value), masks, *rest)
-        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+            return self._forward_nested((query, key, value), given, *rest)
+        call = (query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        batched = F._mha_shape_check(*call)  # type: ignore[attr-defined]
         self._check_widths(query, key, value)
         rows = self._project(query, key, value)
         if not batched:
@@ -336,10 +336,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if is_causal and self.window is None:
             shape = (padded[0].shape[1], padded[1].shape[1])
             mask = torch.ones(shape, dtype=torch.bool, device=padding.device).triu(1)
-        options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-        out, weights = self.forward(
-            *padded, padding, attn_mask=mask, is_causal=is_causal, **options
-        )
+        call: list[Any] = [*padded, padding, need_weights, mask, average_attn_weights, is_causal]
+        out, weights = self.forward(*call)
         pieces = [one[:length] for one, length in zip(out, lengths)]
         return torch.nested.as_nested_tensor(pieces, layout=rows[0].layout), weights
 
@@ -371,8 +369,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
         """The projected rows, with the axes of the inputs, and heads split into two axes."""
-        bias, heads = self.in_proj_bias, (self.num_heads, self.head_dim)
-        bias = None if bias is None else bias.to(self.out_proj.weight.dtype)
+        bias, heads = None, (self.num_heads, self.head_dim)
+        if self.in_proj_bias is not None:
+            bias = self.in_proj_bias.to(self.out_proj.weight.dtype)
         if self.in_proj_weight is not None and query is key and key is value:
             rows = F.linear(query, self.in_proj_weight, bias).chunk(3, -1)
         else:
@@ -389,7 +388,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query, *keys = rows
         if self.bias_k is not None:
             shape = (keys[0].shape[0], 1, *keys[0].shape[2:])
-            learned = (self.bias_k, self.bias_v)
+            learned: tuple[Any, ...] = (self.bias_k, self.bias_v)
             more = (one.unflatten(-1, shape[2:]).expand(shape) for one in learned)
             keys = [torch.cat(pair, 1) for pair in zip(keys, more)]
         if self.add_zero_attn:
@@ -420,6 +419,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if q_len == all_len and (kv_len == all_len or unread):
             return True, None
         if unread:
+            assert attn_mask is not None
             shape = (q_len, all_len)
             attn_mask = torch.ones(shape, dtype=torch.bool, device=attn_mask.device).triu(1)
         return False, attn_mask
@@ -448,7 +448,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query, key, value = rows
         if need_weights:
             check_probabilities_fit(query, key, "need_weights")
-        options = {"key_valid": masks.key_valid, "causal": masks.causal}
+        options: dict[str, Any] = {"key_valid": masks.key_valid, "causal": masks.causal}
         options["dropout_p"] = dropout_p = self.dropout if self.training else 0.0
         if self.window is not None and masks[1:4] == (None, None, None):
             result = self._attend_fused((query, key, value), options, need_weights)
@@ -462,16 +462,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights
 
     def _attend_fused(self, rows: Rows, options: dict[str, Any], need_weights: bool) -> Any:
-        rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
+        rules: dict[str, Any] = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         rules = {**rules, "bias_form": self.bias_form, "return_attn_probs": need_weights}
-        call = (*rows, self.dt_proj.weight, self.A, self.window)
-        return flash_dma_attention(*call, **options, **rules)
+        options = {**options, **rules}
+        call: tuple[Any, ...] = (*rows, self.dt_proj.weight, self.A, self.window)
+        return flash_dma_attention(*call, **options)
 
     def _select(self, value: torch.Tensor, masks: MaskArguments) -> tuple[MaybeTensor, Any]:
         """bias and selection of attention() to these values."""
         if self.window is None:
             return masks.bias, None
-        options = {"key_valid": masks.key_valid}
+        options: dict[str, Any] = {"key_valid": masks.key_valid}
         weights = (self.dt_proj.weight, self.A)
         scores, bias = score(value, *weights, bias_form=self.bias_form, **options)
         options = {**options, "recent": self.recent, "sinks": self.sinks, "gap": self.gap}

@@ -131,6 +131,8 @@ class DynamicMaskAttention(nn.Module):
     Source: arXiv:2508.02124; the Doge models.
     """
 
+    sink_logit: nn.Parameter | None
+
     def __init__(
         self,
         hidden: int,
@@ -179,7 +181,7 @@ class DynamicMaskAttention(nn.Module):
         self._set_kinds(sliding_heads, nope_heads, nope_rotary_dim, causal, rope_base)
         self.options = check_options(options, self.window)
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
-        kind = {"device": device, "dtype": dtype}
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.memory_hidden = check_memory(memory_hidden, causal, rope_base)
         self.ranks = check_ranks(process_group, dropout, (gap, memory_hidden, options))
         source = hidden if memory_hidden is None else memory_hidden
@@ -217,8 +219,9 @@ class DynamicMaskAttention(nn.Module):
         """Initialise all parameters anew: projections as nn.Linear does, A with initial_a, and sink
         logits with zeros."""
         for child in self.children():
-            if not isinstance(child, nn.Identity):
-                child.reset_parameters()
+            reset: Any = getattr(child, "reset_parameters", None)
+            if reset is not None:  # as nn.Identity has
+                reset()
         if self.window is not None:
             self._reset_a()
         if self.sink_logit is not None:
@@ -320,7 +323,11 @@ class DynamicMaskAttention(nn.Module):
         else:
             *weights, dt_bias = self._score_weights()
             out = cache.attend(
-                *(layer, query, key, value, *weights),
+                layer,
+                query,
+                key,
+                value,
+                *weights,
                 dt_bias=dt_bias,
                 index=index,
                 key_valid=key_valid,
@@ -416,8 +423,8 @@ class DynamicMaskAttention(nn.Module):
             TypeError, ValueError: as DynamicMaskCache; a layer that cannot have a cache.
         """
         check_takes_cache(self)
-        rules = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
-        kind = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
+        rules: dict[str, Any] = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
+        kind: dict[str, Any] = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
         return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -425,7 +432,8 @@ class DynamicMaskAttention(nn.Module):
         have not."""
         check_positions(positions, x)
         count = self.nope_heads * x.shape[2] // self.kv_heads
-        return rotate_heads(x, positions, self.rope_base, count, self.nope_rotary_dim)
+        base: Any = self.rope_base
+        return rotate_heads(x, positions, base, count, self.nope_rotary_dim)
 
     def _rotate(
         self,
@@ -452,7 +460,7 @@ class DynamicMaskAttention(nn.Module):
         if self.ranks is not None:
             return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
         require(lengths is None, "lengths: is given, want None without a process_group")
-        options = {
+        options: dict[str, Any] = {
             "key_valid": key_valid,
             "starts": starts,
             "sink_logit": self._wide_sink_logit,
@@ -464,14 +472,11 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
         *weights, dt_bias = self._score_weights()
-        rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
-        return fused.flash_dma_attention(
-            *(query, key, value, *weights, self.window),
-            dt_bias=dt_bias,
-            options=self.options,
-            **rules,
-            **options,
-        )
+        rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
+        call: tuple[Any, ...] = (query, key, value, *weights, self.window)
+        given: dict[str, Any] = {**rules, **options, "options": self.options}
+        out: Any = fused.flash_dma_attention(*call, **given)
+        return out
 
     def _attend_over_ranks(
         self,
@@ -482,9 +487,13 @@ class DynamicMaskAttention(nn.Module):
         starts: torch.Tensor | Sequence[int] | None,
         lengths: Sequence[int] | None,
     ) -> torch.Tensor:
-        options = {
-            **{"causal": self.causal, "key_valid": key_valid, "lengths": lengths},
-            **{"sink_logit": self._wide_sink_logit, "softmax_scale": self.softmax_scale},
+        assert self.ranks is not None
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "key_valid": key_valid,
+            "lengths": lengths,
+            "sink_logit": self._wide_sink_logit,
+            "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
         }
         rows = (query, key, value)

@@ -26,8 +26,7 @@ from onnx import defs
 from torch import nn
 
 from . import _arguments, _library, _types, ops, streams
-from ._inputs import finish, pad_head_dim
-from .functional import _scale
+from ._arguments import finish, kernel_scale, pad_head_dim
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
 
@@ -51,12 +50,18 @@ FLOAT32, INT32 = "tensor(float)", "tensor(int32)"
 STATES = {"q": "T", "k": "T", "v": "T", "dt_proj": "W", "a": "A"}
 OPTIONAL = {"dt_bias": "B", "key_valid": "V", "sink_logit": FLOAT32}
 CACHED = {
-    **{"cache_k": "T", "cache_v": "T", "cache_bias": FLOAT32, "cache_score": FLOAT32},
-    **{"cache_position": INT32, "cache_seen": INT32},
+    "cache_k": "T",
+    "cache_v": "T",
+    "cache_bias": FLOAT32,
+    "cache_score": FLOAT32,
+    "cache_position": INT32,
+    "cache_seen": INT32,
 }
 ATTRIBUTES = {
     **dict.fromkeys(("window", "recent", "sinks"), "INT"),
-    **{"bias_form": "STRING", "scale": "FLOAT", "softcap": "FLOAT"},
+    "bias_form": "STRING",
+    "scale": "FLOAT",
+    "softcap": "FLOAT",
 }
 
 
@@ -133,7 +138,9 @@ def run_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
     given = dict(zip(CACHED_ARGUMENTS, arguments))
     after = [given[name].clone() for name in CACHE]
     rules = given["window"], given["recent"], given["sinks"]
-    cache = KeyCache(after[0].transpose(1, 2), after[1].transpose(1, 2), *after[2:], *rules)
+    rows = (after[0].transpose(1, 2), after[1].transpose(1, 2))
+    fields: tuple[Any, ...] = (*rows, *after[2:], *rules)
+    cache = KeyCache(*fields)
     query, key, value = (given[name] for name in ("query", "key", "value"))
     weights = (given["dt_proj"], given["a_coef"], given["dt_bias"])
     options = (given["bias_form"], given["softmax_scale"], given["softcap"], None)
@@ -173,8 +180,9 @@ class LayerCache:
 
     bias_form = "exp"
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], rules: tuple[int, int, int]) -> None:
-        self.tensors, self.keys = tensors, KeyCache(*tensors, *rules)
+    def __init__(self, tensors: tuple[torch.Tensor, ...], rules: tuple[Any, ...]) -> None:
+        fields: tuple[Any, ...] = (*tensors, *rules)
+        self.tensors, self.keys = tensors, KeyCache(*fields)
 
     def positions(self, layer: int, length: int, index: None = None) -> torch.Tensor:
         """[batch, length]: those of the next tokens."""
@@ -182,12 +190,16 @@ class LayerCache:
         following = torch.arange(length, dtype=torch.int32, device=seen.device)
         return seen[:, None] + following
 
-    def attend(self, layer: int, *states: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(self, layer: int, *states: Any, **options: Any) -> torch.Tensor:
         """Attention of the next tokens; the arguments are those of DynamicMaskCache.attend()."""
         optional = (options["dt_bias"], options["key_valid"], options["sink_logit"])
         rows, dt_proj, head_dim = pad_head_dim(states[:3], states[3])
         states = (*rows, dt_proj, *states[4:])
-        numbers = (self.bias_form, _scale(options["softmax_scale"], head_dim), options["softcap"])
+        numbers = (
+            self.bias_form,
+            kernel_scale(options["softmax_scale"], head_dim),
+            options["softcap"],
+        )
         rules = streams.rules_of(self.keys)
         out, *after = CACHED_ATTENTION(*states, *self.tensors, *optional, *rules, *numbers)
         self.tensors = tuple(after)

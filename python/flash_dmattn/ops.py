@@ -23,20 +23,19 @@ from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _direct, _library, _types
-from ._call import Operation, check_same_device, make_mask_lists, memory, unpack
+from . import _arguments, _call, _library, _repeat, _types
+from ._arguments import NO_TANGENTS, check_same_device
+from ._call import Operation, make_mask_lists, unpack
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-NO_TANGENTS = (
-    "flash_dmattn.{}: forward-mode derivatives (torch.func.jvp) are not implemented, use reverse "
-    "mode (torch.autograd.grad)"
-)
 
 
 class Operator:
-    """An operator of torch.library over one function of the C library: op(*arguments)."""
+    """An operator of torch.library over one function of the C library: op(*arguments).
 
-    def __init__(self, schema: str, function: str) -> None:
+    `special` are fields of its Operation that the schema does not say: `cleared` and `fixed`."""
+
+    def __init__(self, schema: str, function: str, **special: tuple[Any, ...]) -> None:
         name, _, signature = schema.partition("(")
         inputs, _, results = signature.partition(") -> ")
         pairs = [argument.split(" ") for argument in inputs.split(", ")]
@@ -55,8 +54,8 @@ class Operator:
             options=tuple(names[count:-1]),
             results=tuple(re.findall(r"Tensor (\w+)", results)),
             mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
+            **special,
         )
-        self.head = (self, len(self.operation.results))  # of the keys of direct calls
         self.key_at = names.index("key") if "key" in names else 0  # has the number of keys
         self.op = self.register("")
         self.transformed: Any = None
@@ -71,7 +70,7 @@ class Operator:
         """Register the operator under its name plus `suffix`, with kernels that make the C call."""
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
-        for device in _direct.DEVICES:
+        for device in _arguments.DEVICES:
             LIBRARY.impl(name, self.run, device.upper())
         torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)
         return getattr(torch.ops.flash_dmattn, name).default
@@ -88,8 +87,11 @@ class Operator:
             setup_context(ctx, inputs, output)
             return output
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        function = type(f"{self.name}_function", (torch.autograd.Function,), members)
+        members: dict[str, Any] = {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+        }
+        function: Any = type(f"{self.name}_function", (torch.autograd.Function,), members)
 
         def kernel(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
@@ -103,8 +105,10 @@ class Operator:
 
         LIBRARY.impl(self.name, kernel, "Autograd")
         members = {
-            **{"forward": staticmethod(call_alone), "setup_context": staticmethod(setup_context)},
-            **{"backward": staticmethod(backward), "jvp": staticmethod(refuse_tangents)},
+            "forward": staticmethod(call_alone),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+            "jvp": staticmethod(refuse_tangents),
             "generate_vmap_rule": True,
         }
         self.transformed = type(f"{self.name}_transformed", (torch.autograd.Function,), members)
@@ -112,10 +116,11 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         """Make the call, in eager mode without the dispatcher."""
         if not torch.compiler.is_compiling():
-            results = _direct.repeat(self.head, arguments, self.count)
+            results = _repeat.repeat(self, arguments, self.count)
             if results is NotImplemented:
                 self.check_types(arguments)
-                results = _direct.begin(self, arguments, len(self.operation.results))
+                known = (self, arguments, self.count)
+                results = _repeat.begin(self, arguments, len(self.operation.results), known)
             if results is not NotImplemented:
                 return results
         return self.dispatch(*arguments)
@@ -169,12 +174,12 @@ class Operator:
 
     def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
-        return _direct.call_operator(self, arguments)
+        return _repeat.call_operator(self, arguments)
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: an allocation of the results."""
-        if memory.workspaces is not None:
-            memory.workspaces.ask(self.operation, *self.settle(*arguments))
+        if _call.memory.workspaces is not None:
+            _call.memory.workspaces.ask(self.operation, *self.settle(*arguments))
         given = dict(zip(self.arguments, arguments))
         tensors = {name: given[name] for name in self.operation.tensors}
         check_same_device(tensors)
@@ -191,7 +196,9 @@ def backend_for(backend: str | None, *operations: str) -> str | None:
     """The longest path prefix of the name `backend` under which each of `operations` has a kernel.
 
     A name that suits forward, such as cpu/avx2/decode, need not exist for backward."""
-    for operation in operations if backend else ():
+    for operation in operations:
+        if backend is None:
+            break
         names = [kernel.name for kernel in _library.kernels() if kernel.operation == operation]
         while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
             backend = backend.rpartition("/")[0]
@@ -201,8 +208,15 @@ def backend_for(backend: str | None, *operations: str) -> str | None:
 class BackwardOperator(Operator):
     """The gradients of another operator. It has no derivative itself."""
 
-    def __init__(self, schema: str, function: str, forward: Operator, *steps: str) -> None:
-        super().__init__(schema, function)
+    def __init__(
+        self,
+        schema: str,
+        function: str,
+        forward: Operator,
+        *steps: str,
+        **special: tuple[Any, ...],
+    ) -> None:
+        super().__init__(schema, function, **special)
         self.steps = steps  # operations of the C call that must have a kernel named `backend`
         options = self.operation.options
         self.deterministic = options.index("deterministic") if "deterministic" in options else None
@@ -285,29 +299,20 @@ CARRIED_ATTENTION = Operator(
     "-> (Tensor out, Tensor lse)",
     "forward",
 )
+FUSED_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
+    "Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, Tensor? rng_state, "
+    "SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, str bias_form, bool causal, "
+    "float softmax_scale, float softcap, float dropout_p, float gap"
+)
 FUSED = Operator(
-    "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
-    "Tensor? rng_state, "
-    "SymInt keep_window_size, SymInt recent, "
-    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
-    "float dropout_p, float gap, "
-    "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
-    "Tensor expiry, Tensor slot)",
+    f"flash_dma_attention({FUSED_INPUTS}, bool deterministic, str? backend) "
+    "-> (Tensor out, Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
     "attention",
 )
 # For calls that want neither gradients nor lse: it returns out alone, and the other results stay
 # in the workspace.
-FUSED_OUT = Operator(
-    "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
-    "Tensor? rng_state, "
-    "SymInt keep_window_size, SymInt recent, "
-    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
-    "float dropout_p, float gap, "
-    "str? backend) -> Tensor out",
-    "attention",
-)
+FUSED_OUT = Operator(f"flash_dma_output({FUSED_INPUTS}, str? backend) -> Tensor out", "attention")
 MASK_LISTS = MaskListsOperator(
     "mask_lists(Tensor query, Tensor key, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
     "Tensor attn_mask, Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
@@ -336,6 +341,7 @@ SCORE_BACKWARD = BackwardOperator(
     "score_backward",
     SCORE,
     "score_backward",
+    cleared=("dvalue",),
 )
 # The same, added to a dvalue that there is already.
 SCORE_BACKWARD_ADDED = BackwardOperator(
@@ -414,6 +420,7 @@ PREFILL = Operator(
     "float softmax_scale, float softcap, str? backend) -> (Tensor out, Tensor score, "
     "Tensor expiry_all, Tensor slot_all)",
     "attention",
+    fixed=(("causal", True),),
 )
 CACHE_STORE = Operator(
     "cache_store(Tensor key, Tensor value, Tensor score, Tensor? index, Tensor expiry_all, "
@@ -422,6 +429,7 @@ CACHE_STORE = Operator(
     "Tensor? cache_page_table, SymInt window, SymInt recent, SymInt sinks, str bias_form, "
     "str? backend) -> ()",
     "cache_store",
+    fixed=(("scope", "causal"),),  # of the selection: a cache knows no other
 )
 CACHE_COPY = Operator(
     "cache_copy(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "

@@ -11,7 +11,7 @@ from . import _arguments, _types
 
 METHODS = ("exact", "approximate")
 WINDOW = 1024  # keep_window_size, where it is not given
-CUDA_BLOCK = 128  # consecutive queries that share a list of keys, in every CUDA kernel
+CUDA_BLOCK = 128  # consecutive queries that share a list of keys on a CUDA device, at least
 
 
 def _check_count(name: str, value: Any, none_means: str) -> None:
@@ -51,10 +51,11 @@ class DynamicMaskOptions:
         mixed_processing: process a call densely if its density has reached the threshold: its keys
             are neither selected nor gathered. If False, every call selects and gathers keys. The
             results are equal up to rounding. torch.compile makes a graph for each of the two.
-        block_size: queries that share a list of keys. None for what the kernel has. On a CUDA
-            device that is 128 in every kernel. Other numbers raise NotImplementedError at the call,
-            and so do all numbers on the CPU, where the width of vectors decides. `backend` chooses
-            the kernel.
+        block_size: the least number of queries that share a list of keys. None for what the kernel
+            chooses. On a CUDA device that is 128, 256 or 512, by the lengths of the call, and 128
+            means the same as None. Other numbers raise NotImplementedError at the call, and so do
+            all numbers on the CPU, where the width of vectors decides. `backend` chooses the
+            kernel.
         use_reordering: gather the kept keys in the order in which they lie in memory, not in that
             of their scores. False raises NotImplementedError, as no kernel has another order.
         max_sequence_length: the most queries and the most keys of a call, of all packed sequences
@@ -180,8 +181,8 @@ class DynamicMaskOptions:
             return
         wanted = f"{CUDA_BLOCK} or None" if device.type == "cuda" else "None"
         raise NotImplementedError(
-            f"block_size: is {self.block_size}, want {wanted} on {device}: each kernel has "
-            "blocks of one size"
+            f"block_size: is {self.block_size}, want {wanted} on {device}: each kernel chooses the "
+            "size of its blocks"
         )
 
     def _is_dense(self, kept: int, key: torch.Tensor) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from . import _types, ops
-from ._inputs import (
+from ._arguments import (
+    autocast,
     check_dropout,
     check_probabilities_fit,
     finish,
     kernel_dropout,
+    kernel_scale,
     pad_head_dim,
 )
-from .functional import Selection, _autocast, _rules_of, _scale
+from .functional import Selection, _rules_of
 
 
 def attention_probabilities(
@@ -85,7 +87,7 @@ def attention_probabilities(
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: is None, want that of attention() with dropout")
     kernel_p, rng_state = kernel_dropout(dropout_p, rng_state)
-    (query, key), _, head_dim = pad_head_dim(_autocast("query", (query, key)))
+    (query, key), _, head_dim = pad_head_dim(autocast("query", (query, key)))
     check_probabilities_fit(query, key, "attention_probabilities")
     expiry, slot, *rules = _rules_of(selection)
     probability = ops.PROBABILITIES.without_gradients(
@@ -103,7 +105,7 @@ def attention_probabilities(
         lse,
         *rules,
         causal,
-        _scale(softmax_scale, head_dim),
+        kernel_scale(softmax_scale, head_dim),
         softcap,
         kernel_p,
         backend,

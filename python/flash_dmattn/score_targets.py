@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, log_softmax
 
 from . import _arguments, _types
-from ._call import check_same_device
-from ._dtypes import check_dtype
+from ._arguments import check_dtype, check_same_device
 from ._sequences import list_starts
 from .functional import attention
 from .probabilities import attention_probabilities
@@ -112,7 +112,7 @@ def score_target_loss(
         raise ValueError(f"len: is {length}, want more than recent + sinks, {recent + sinks}")
     chosen = _chosen_heads(heads, kv_heads)
     losses = []
-    for b, tokens in _valid_tokens(*key.shape[:2], starts, key_valid):
+    for b, tokens in _valid_tokens(key.shape[0], length, starts, key_valid):
         q, k, v = (one.detach()[b, tokens] for one in (query, key, value))
         if len(k) <= recent + sinks:
             continue
@@ -147,15 +147,16 @@ def _valid_tokens(
         if batch != 1:
             raise ValueError(f"query: batch is {batch}, want 1 with starts")
         found = list_starts(starts.tolist() if isinstance(starts, torch.Tensor) else starts)
+        assert found is not None
         if found[-1] > length:
             raise ValueError(f"starts: ends with {found[-1]}, want at most len, {length}")
         spans = [(0, begin, end) for begin, end in zip(found, found[1:])]
-    valid = None if key_valid is None else key_valid.cpu()
+    if key_valid is None:
+        yield from ((b, slice(begin, end)) for b, begin, end in spans)
+        return
+    valid = key_valid.cpu()
     for b, begin, end in spans:
-        if valid is None:
-            yield b, slice(begin, end)
-        else:
-            yield b, (begin + valid[b, begin:end].nonzero()[:, 0]).to(key_valid.device)
+        yield b, (begin + valid[b, begin:end].nonzero()[:, 0]).to(key_valid.device)
 
 
 def _chosen_heads(heads: Sequence[int] | None, kv_heads: int) -> list[int]:
@@ -196,7 +197,8 @@ def log_targets(
     """The logarithm of the target of each key that is not recent to all queries, [kv_heads,
     len - recent], for query [len, q_heads, head_dim] and key [len, kv_heads, head_dim]."""
     length, kv_heads, _ = key.shape
-    rules = {"causal": True, "softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
+    rules: dict[str, Any] = {"causal": True, "softmax_scale": softmax_scale}
+    rules = {**rules, "softcap": softcap, "backend": backend}
     query, key = query[None], key[None]
     _, lse = attention(query, key, key, **rules)
     largest = lse.new_full((query.shape[2], length), torch.finfo(lse.dtype).tiny)

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import _arguments, _types, ops
-from ._arguments import MaybeTensor
-from ._inputs import finish, pad_head_dim, refuse_tangents
-from .functional import _autocast, _scale
+from ._arguments import MaybeTensor, autocast, finish, kernel_scale, pad_head_dim, refuse_tangents
 
 TOKENS_MAX = 64  # new tokens of a decode()
 
@@ -173,7 +171,7 @@ def decode(
             if weight is None:
                 raise ValueError(f"{name}: is None, want a torch.Tensor, or else a score")
     refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
-    query, key, value, dt_proj, *rest = _autocast(
+    query, key, value, dt_proj, *rest = autocast(
         "query", (query, key, value), (dt_proj, a_coef, dt_bias)
     )
     rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
@@ -194,7 +192,7 @@ def decode(
         *tensors_of(cache),
         *rules_of(cache),
         bias_form,
-        _scale(softmax_scale, head_dim),
+        kernel_scale(softmax_scale, head_dim),
         softcap,
         backend,
     )
@@ -209,7 +207,7 @@ class Tokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     weights: tuple[MaybeTensor, ...]  # dt_proj, a_coef and dt_bias
-    index: MaybeTensor
+    index: MaybeTensor  # type: ignore[assignment]  # hides that of tuple
     key_valid: MaybeTensor
     n_tokens: MaybeTensor
     sink_logit: MaybeTensor

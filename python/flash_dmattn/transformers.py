@@ -199,7 +199,7 @@ class DogeAttention(StockDogeAttention):
             cache._check(self.config)
             if rest.get("cu_seq_lens_q") is not None:
                 raise ValueError("cu_seq_lens_q: is given, want None with a DogeCache")
-            kept = cache.layers[self.layer_idx]
+            kept = cache.layers[self.layer_idx]  # type: ignore[index]
             if isinstance(kept, KeptKeys):
                 out = kept.attend(self, query, key, value, attention_mask)
                 return self.o_proj(out.flatten(2)), None
@@ -210,7 +210,8 @@ class DogeAttention(StockDogeAttention):
         given = (attention_mask, own_positions, rest.get("cu_seq_lens_q"))
         key, value, options = padding_and_packing(key, value, query.shape[2], *given)
         options["dropout_p"] = self.attention_dropout if self.training else 0.0
-        out = self._attend(*(x.transpose(1, 2) for x in (query, key, value)), options)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = self._attend(q, k, v, options)
         return self.o_proj(out.flatten(2)), None
 
     def _attend(
@@ -222,12 +223,14 @@ class DogeAttention(StockDogeAttention):
     ) -> torch.Tensor:
         """Attention to all keys [batch, kv_len, kv_heads, head_dim] without a DogeCache."""
         options = {"causal": True, "softmax_scale": self.scaling, **options}
-        sliding, keep = self.config.sliding_window, self.keep_window_size
+        sliding: Any = self.config.sliding_window
+        keep = self.keep_window_size
         has_window = sliding is not None and sliding < key.shape[1]
         if has_plain_weights(self) and not has_window:
             weights = (self.dt_proj.weight, self.A, keep)
             given = {"dt_bias": self.dt_proj.bias, **options}
-            return fused.flash_dma_attention(query, key, value, *weights, **given)
+            out: Any = fused.flash_dma_attention(query, key, value, *weights, **given)
+            return out
         score = scores_of(self, value)
         padding = {name: options[name] for name in ("key_valid", "starts")}
         if not has_window:
@@ -294,5 +297,5 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-    modeling_doge.DogeAttention = DogeAttention
-    PreTrainedModel.get_correct_attn_implementation = check_model
+    modeling_doge.DogeAttention = DogeAttention  # type: ignore[misc]
+    PreTrainedModel.get_correct_attn_implementation = check_model  # type: ignore[method-assign]

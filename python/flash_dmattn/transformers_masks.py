@@ -60,11 +60,11 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
         return Rules(causal=True)
     if function is bidirectional_mask_function:
         return Rules()
-    code = getattr(function, "__code__", None)
+    code: Any = getattr(function, "__code__", None)
     is_known = code is not None and code in (BOTH, WINDOW, PACKED, OWN_POSITIONS)
     if not is_known or torch.compiler.is_dynamo_compiling():
         return None  # Dynamo cannot read closures
-    cells = (cell.cell_contents for cell in function.__closure__)
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
     free = dict(zip(code.co_freevars, cells))
     if code is WINDOW:
         return Rules(window=free["sliding_window"])
@@ -72,14 +72,16 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
         return Rules(packed=free["packed_sequence_mask"])
     if code is OWN_POSITIONS:  # of tokens in their sequences: the distances are those of the row
         return rules_of(free["mask_function"])
-    found = [rules_of(one) for one in free["mask_functions"]]
-    if any(one is None for one in found):
+    several = [rules_of(one) for one in free["mask_functions"]]
+    found = [one for one in several if one is not None]
+    if len(found) < len(several):
         return None
     windows = [one.window for one in found if one.window is not None]
     packed = [one.packed for one in found if one.packed is not None]
     if len(windows) > 1 or len(packed) > 1:
         return None
-    return Rules(any(one.causal for one in found), *(windows or [None]), *(packed or [None]))
+    window, rows = windows[0] if windows else None, packed[0] if packed else None
+    return Rules(any(one.causal for one in found), window, rows)
 
 
 def module_of(kind: type) -> Any:
@@ -146,7 +148,7 @@ def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
     """The mask of several queries that rules can express, all keys of which are filled in but for
     the room behind the last query; `layout` has the arguments of padding_of()."""
     end = layout["q_length"] + int(layout["q_offset"]) - layout["kv_offset"]
-    is_narrow = rules.window is not None and rules.window < end
+    row: Any
     if rules.packed is not None:
         count = torch.unique_consecutive(rules.packed[0], return_counts=True)[1]
         row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
@@ -154,7 +156,7 @@ def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
         row = padding_of(**layout)
     if row is None:  # None would leave it to the layer to know that it is causal
         row = torch.empty(0, dtype=torch.int32, device=layout["device"])
-    if not is_narrow:
+    if rules.window is None or rules.window >= end:
         return row
     return row.unsqueeze(-2).expand(*row.shape[:-1], rules.window, -1)
 
@@ -193,9 +195,13 @@ def make_mask(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask
-    layout = {
-        **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
-        **{"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask},
+    layout: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
         "device": device,
     }
     given = {**rest, **layout, "mask_function": mask_function, "use_vmap": use_vmap}
@@ -206,11 +212,11 @@ def make_mask(
         return padding_of(**layout)
     if not use_vmap and is_packed_form(mask_function, rest.get("local_size"), config):
         return in_window(Rules(causal=True), layout)
-    rules = None if use_vmap else rules_of(mask_function)
+    rules: Any = None if use_vmap else rules_of(mask_function)
     if rules == Rules():  # the same for all queries
         return sdpa_mask(**{**given, "q_length": 1, "q_offset": 0})
     if q_length == 1:
-        mask = sdpa_mask(**given)
+        mask: Any = sdpa_mask(**given)
         is_static = isinstance(q_offset, torch.Tensor) or not allow_is_causal_skip
         is_always = is_static or torch.compiler.is_compiling()
         return mask if is_always or not mask.all() else None
@@ -369,7 +375,7 @@ def read_mask(
     if has_starts:
         is_all = row.shape[0] == 0
         starts = find_starts(None, sizes, q_len, key.shape[2]) if is_all else row
-        options = {"starts": starts}
+        options: dict[str, Any] = {"starts": starts}
     else:
         key, value, options = padding_and_packing(key, value, q_len, row, None, sizes)
     if window is not None:

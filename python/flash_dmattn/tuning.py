@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
-from ctypes import c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple, Union
 
@@ -14,40 +13,6 @@ import torch
 from . import _arguments, _call, _library, _types
 
 PathLike = Union[str, "os.PathLike[str]"]
-
-
-class TuneTrial(_library.Sized):
-    _fields_ = [
-        ("operation", c_char_p),
-        ("kernel", c_char_p),
-        ("choice", c_char_p),
-        ("seconds", c_double),
-        ("ratio", c_double),
-        ("final", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
-Report = ctypes.CFUNCTYPE(None, c_void_p, ctypes.POINTER(TuneTrial))
-
-
-class TuneArgs(_library.Sized):
-    _fields_ = [
-        ("dtype", c_int),
-        ("causal", c_int32),
-        ("batch", c_int64),
-        ("q_len", c_int64),
-        ("kv_len", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("window", c_int64),
-        ("backward", c_int32),
-        ("threads", c_int32),
-        ("seconds", c_double),
-        ("report", Report),
-        ("context", c_void_p),
-    ]
 
 
 class TuningShape(NamedTuple):
@@ -134,18 +99,18 @@ def _change_tuning(status: int) -> None:
     _library.check(status)
 
 
-def _args_of(shape: TuningShape, seconds: float) -> TuneArgs:
+def _args_of(shape: TuningShape, seconds: float) -> _library.Struct:
     _types.check_call(TuningShape, shape._asdict())
-    if shape.dtype not in _call.DTYPES:
+    if shape.dtype not in _arguments.DTYPES:
         raise NotImplementedError(f"dtype: is {shape.dtype}, which no kernel supports")
     sizes = shape._asdict()
     sizes["kv_heads"] = shape.q_heads if shape.kv_heads is None else shape.kv_heads
     sizes["q_len"] = shape.kv_len if shape.q_len is None else shape.q_len
     sizes["window"] = shape.kv_len if shape.window is None else shape.window
     names = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "window")
-    return TuneArgs(
+    return _library.HEADER.structs["fdma_tune_args"](
         **{name: _arguments.check_int(name, sizes[name]) for name in names},
-        dtype=_call.DTYPES[shape.dtype],
+        dtype=_arguments.DTYPES[shape.dtype],
         causal=shape.causal,
         backward=shape.backward,
         threads=torch.get_num_threads(),
@@ -156,13 +121,13 @@ def _args_of(shape: TuningShape, seconds: float) -> TuneArgs:
 def _measure(shape: TuningShape, seconds: float) -> list[TuningTrial]:
     trials: list[TuningTrial] = []
 
-    def report(_: int | None, pointer: ctypes._Pointer[TuneTrial]) -> None:
+    def report(_: int | None, pointer: ctypes._Pointer[_library.Struct]) -> None:
         trial = pointer.contents
         words = (trial.operation.decode(), trial.kernel.decode(), trial.choice.decode())
         trials.append(TuningTrial(shape, *words, trial.seconds, trial.ratio, bool(trial.final)))
 
     args = _args_of(shape, seconds)
-    args.report = Report(report)
+    args.report = _library.HEADER.types["fdma_tune_report"](report)
     _change_tuning(_library.library.fdma_tune(ctypes.byref(args)))
     return trials
 

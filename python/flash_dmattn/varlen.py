@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from . import _dtypes, _types, dmattn
-from ._arguments import MaybeTensor
-from ._inputs import as_bool_mask, call_renamed, check_no_bool, choose_scale
+from . import _arguments, _types, dmattn
+from ._arguments import MaybeTensor, as_bool_mask, call_renamed, check_no_bool, choose_scale
 from ._orders import has_scale, in_any_order
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
@@ -41,12 +40,12 @@ def _return_lse(given: dict[str, Any]) -> None:
         given["return_lse"] = True
 
 
-def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
+def _starts_of(cu_seqlens_q: Any, cu_seqlens_k: Any) -> torch.Tensor:
     """`starts` of attention(); cumsum() makes int64 of the int32 lengths that it sums up."""
     for name, one in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _types.check_tensor(name, one)
         if one.dtype not in (torch.int32, torch.int64):
-            dtype = _dtypes.name_of(one.dtype)
+            dtype = _arguments.name_of_dtype(one.dtype)
             raise NotImplementedError(f"{name}: dtype is {dtype}, want int32 or int64")
     if cu_seqlens_k.device != cu_seqlens_q.device:
         where = f"want {cu_seqlens_q.device}, where cu_seqlens_q is"
@@ -303,10 +302,13 @@ def flash_dmattn_varlen_func(
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
     _check_rest(block_table, return_attn_probs, return_lse)
-    given = {
-        **{"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend},
+    given: dict[str, Any] = {
+        "starts": starts,
+        "causal": _is_causal(causal, is_causal),
+        "backend": backend,
         **_numbers_of(choose_scale(softmax_scale, scale), softcap, dropout_p),
-        **{"generator": generator, "sink_logit": sink_logit},
+        "generator": generator,
+        "sink_logit": sink_logit,
         "deterministic": dmattn.check_flag("deterministic", deterministic),
     }
     if dt_proj is None or a_coef is None:
@@ -317,6 +319,6 @@ def flash_dmattn_varlen_func(
         rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
         scores = {"bias_form": bias_form, "dt_bias": dt_bias, "options": options}
         given = {**given, **rules, **scores, "return_attn_probs": return_attn_probs}
-        rows += (dt_proj, a_coef, _window_of(options, keep_window_size))
-        results = call_renamed(names, flash_dma_attention, *rows, **given, return_lse=True)
+        call = (*rows, dt_proj, a_coef, _window_of(options, keep_window_size))
+        results = call_renamed(names, flash_dma_attention, *call, **given, return_lse=True)
     return _without_batch(results if return_lse else (results[0], *results[2:]))

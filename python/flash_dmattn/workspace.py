@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from . import _call, _types
-from .functional import _autocast
+from . import _arguments, _call, _types
+from ._arguments import autocast
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
@@ -67,8 +67,8 @@ def _ask(
         given["kv_used"] = torch.empty(batch, dtype=torch.int32, device="meta")
     if given.get("key_valid") is not None:
         given["key_valid"] = _meta((batch, kv_len), given["key_valid"])
-    rows = ((query, q_len), (key, kv_len), (value, kv_len))
-    rows = [_meta((batch, length, *x.shape[2:]), x) for x, length in rows]
+    lengths = ((query, q_len), (key, kv_len), (value, kv_len))
+    rows: list[Any] = [_meta((batch, length, *x.shape[2:]), x) for x, length in lengths]
     with needed:
         found = flash_dma_attention(*rows, *(_meta(x.shape, x) for x in weights), **given)
         results = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
@@ -148,8 +148,8 @@ def workspace_bytes(
     for name in ("max_sequence_length", "max_batch_size"):
         if getattr(options, name) is None:
             raise ValueError(f"options: its {name} is None, want a number")
-    tensors = (query, key, value, dt_proj, a_coef)
-    _call.check_devices(dict(zip(("query", "key", "value", "dt_proj", "a_coef"), tensors)))
-    tensors = _autocast("query", tensors[:3], tensors[3:])
+    tensors: tuple[Any, ...] = (query, key, value, dt_proj, a_coef)
+    _arguments.check_devices(dict(zip(("query", "key", "value", "dt_proj", "a_coef"), tensors)))
+    tensors = autocast("query", tensors[:3], tensors[3:])
     options._check_block_size(query.device)
     return _most_bytes(options, query.get_device(), tensors, call)

@@ -53,7 +53,7 @@ static int parse_targets(call *self, PyObject *targets) {
 
 /* (prepared, function, args, guard, apply, fail, (allocate, elsewhere), (device, current, stream,
  * stream_word, trusted), (data_ptr, read_address, tensor_type, parameter_type), inputs, outputs,
- * targets, return_count, kept): see make_native() of _direct.py. */
+ * targets, return_count, kept): see make_native() of _repeat.py. */
 static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     PyObject *inputs, *outputs, *targets, *prepared;
     unsigned long long function, struct_address, stream_word, trusted, read_address;

@@ -1,4 +1,4 @@
-/* A direct call as C makes it again: flash_dmattn._native.Call. */
+/* A direct call as C makes it: flash_dmattn._native.Call. */
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

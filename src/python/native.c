@@ -1,14 +1,13 @@
-/* flash_dmattn._native: direct calls that are made again, in C.
+/* flash_dmattn._native: makes direct calls.
  *
- * python/flash_dmattn/_direct.py says what a direct call is, makes the first one of each layout and
- * can make the others too; this module takes a fraction of the time for them. It knows nothing of
- * PyTorch but the Python functions that it is given, and of libfdma only addresses: those of the
+ * python/flash_dmattn/_repeat.py says what a direct call is, and plans one for each layout. This
+ * module finds the calls that have been planned, and makes them. It knows nothing of PyTorch but the Python functions that it is given, and of libfdma only addresses: those of the
  * function and of the words of its argument struct that change from call to call. It is built
  * against the stable ABI of Python 3.8. */
 #include "call.h"
 
 enum {
-    INTERFACE = 2, /* of _extension.py: what Python and C expect of each other */
+    INTERFACE = 3, /* of _repeat.py: what Python and C expect of each other */
     WATCHERS = 3,
     STATES = 3,
     KEY_ITEMS = 4 + STATES,
@@ -54,9 +53,10 @@ typedef struct module_state {
 
 /* ---- what calls depend on beside the layouts of tensors ---- */
 
-/* The same as is_watched() of _direct.py, without the hooks for saved tensors: apply() asks for
- * those. Returns 1, 0, or -1 with an exception. */
-static int is_watched(const module_state *state) {
+/* Whether something needs the dispatcher that no guard notices: a mode, the profiler, or forward
+ * mode, in which tensors have tangents. Hooks for saved tensors are apply()'s affair. Returns 1, 0,
+ * or -1 with an exception. */
+static int find_watcher(const module_state *state) {
     for (int index = 0; index < WATCHERS; index++) {
         const int truth = is_true(PyObject_CallObject(state->watchers[index], NULL));
         if (truth != 0)
@@ -210,7 +210,7 @@ static PyObject *try_call(const module_state *state, PyObject *owner, PyObject *
 static PyObject *repeat(PyObject *module, PyObject *args) {
     const module_state *state = PyModule_GetState(module);
     PyObject *key = build_key(state, args);
-    const int watched = key == NULL ? 1 : is_watched(state);
+    const int watched = key == NULL ? 1 : find_watcher(state);
     PyObject *calls = watched == 0 ? find_calls(state, key) : NULL;
     PyObject *returned = PyErr_Occurred() ? NULL : not_implemented();
     for (Py_ssize_t index = 0;
@@ -224,6 +224,12 @@ static PyObject *repeat(PyObject *module, PyObject *args) {
     Py_XDECREF(calls);
     Py_XDECREF(key);
     return returned;
+}
+
+static PyObject *is_watched(PyObject *module, PyObject *none) {
+    (void)none;
+    const int watched = find_watcher(PyModule_GetState(module));
+    return watched < 0 ? NULL : PyBool_FromLong(watched);
 }
 
 static PyObject *make_key(PyObject *module, PyObject *args) {
@@ -310,20 +316,23 @@ static PyObject *configure(PyObject *module, PyObject *args) {
 static PyMethodDef functions[] = {
     {"configure", configure, METH_VARARGS,
      "configure(watchers, hooks, states, vars(forward_ad), vars(_call), _call.Memory)"},
+    {"is_watched", is_watched, METH_NOARGS,
+     "Whether something needs the dispatcher that no guard notices, but for hooks."},
     {"make_key", make_key, METH_VARARGS,
-     "make_key(head, arguments, count): a key of _direct.py, of fewer items; None for arguments "
-     "that have none."},
-    {"repeat", repeat, METH_VARARGS, "repeat(head, arguments, count): repeat() of _direct.py."},
+     "make_key(head, arguments, count): what tells the calls of a function, `head`, apart, beside "
+     "the layouts of the first `count` arguments, which are tensors or None; None for options that "
+     "no call is remembered for. Options that are equal, such as 1 and True, count as different."},
+    {"repeat", repeat, METH_VARARGS,
+     "repeat(head, arguments, count): the results of a call that is remembered; NotImplemented if "
+     "none fits, or something is_watched()."},
     {"record", record, METH_VARARGS,
-     "record(ctx, call, *given): Recorded.forward() of autograd.py."},
+     "record(ctx, call, *given): the forward() of Recorded in autograd.py."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "flash_dmattn._native",
-    .m_doc = "Direct calls that are made again.",
-    .m_size = sizeof(module_state),
+    PyModuleDef_HEAD_INIT,          .m_name = "flash_dmattn._native",
+    .m_doc = "Makes direct calls.", .m_size = sizeof(module_state),
     .m_methods = functions,
 };
 

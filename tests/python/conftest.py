@@ -3,11 +3,13 @@ FDMA_ORT_LIBRARY, or else build/libfdma_ort.so, which need not be there."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 from programs import ROOT
@@ -32,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the kernels that this machine could not test, so that no skip is silent."""
-    from flash_dmattn import _direct, _library
+    from flash_dmattn import _library, _repeat
 
     lacking = {
         f"{one.name} ({one.missing})" for one in _library.kernels() if one.missing is not None
@@ -40,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(
         f"library {LIBRARY}, kernels that do not run here: {sorted(lacking) or 'none'}"
     )
-    if _direct.NATIVE is None:
+    if _repeat.NATIVE is None:
         terminalreporter.write_line("there is no extension module: its tests are skipped")
 
 
@@ -65,28 +67,61 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["in C", "in Python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How direct calls are repeated. None is known from before."""
-    from flash_dmattn import _call, _direct
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are made by the extension module, and none is known from before."""
+    from flash_dmattn import _call, _repeat
 
-    if request.param == "in Python":
-        request.getfixturevalue("repeated_in_python")
-    elif _direct.NATIVE is None:
+    if _repeat.NATIVE is None:
         pytest.skip("there is no extension module")
     monkeypatch.setattr(_call, "memory", _call.Memory())
-    return request.param
 
 
 @pytest.fixture
-def repeated_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Direct calls are repeated without the extension module, and none is known from before."""
-    from flash_dmattn import _call, _direct
+def dispatched_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls take the dispatcher's way, and none is known from before."""
+    from flash_dmattn import _call, _repeat
 
-    monkeypatch.setattr(_direct, "NATIVE", None)
-    monkeypatch.setattr(_direct, "repeat", _direct.repeat_in_python)
-    monkeypatch.setattr(_direct, "make_key", _direct.key_in_python)
+    monkeypatch.setattr(_repeat, "NATIVE", None)
+    monkeypatch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
     monkeypatch.setattr(_call, "memory", _call.Memory())
+
+
+class Seen(NamedTuple):
+    """What a call of the C library was given."""
+
+    prepared: Any
+    name: str  # of the operator
+    threads: int
+    deterministic: bool
+    alignments: tuple[int, ...]  # of the inputs
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """The calls of the C library since. None is known from before."""
+    from flash_dmattn import _call
+
+    found: list[Seen] = []
+    prepare = _call.Prepared.__init__
+    function_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+    def spied(self: _call.Prepared, *rest: Any) -> None:
+        prepare(self, *rest)
+        function = self.function
+
+        def look(_: int) -> int:
+            deterministic = bool(getattr(self.args, "deterministic", False))
+            alignments = tuple(words[at] % _call.ALIGNMENT for words, at in self.inputs)
+            name = self.operation.name
+            found.append(Seen(self, name, self.args.exec.threads, deterministic, alignments))
+            return function(self.reference)
+
+        self.function = function_type(look)
+
+    monkeypatch.setattr(_call.Prepared, "__init__", spied)
+    monkeypatch.setattr(_call, "memory", _call.Memory())
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -333,13 +333,13 @@ class Spy:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch, repeated_in_python: None) -> Spy:
+def spy(monkeypatch: pytest.MonkeyPatch, dispatched_only: None) -> Spy:
     spy = Spy(_library.library)  # known calls have the library's own functions
     monkeypatch.setattr(_library, "library", spy)
     return spy
 
 
-def spied_forward(spy: Spy, tensors: cases.Tensors) -> _library.ForwardArgs:
+def spied_forward(spy: Spy, tensors: cases.Tensors) -> _library.Struct:
     flash_dmattn.attention(*tensors, causal=True)
     return spy.calls["fdma_forward"]
 

@@ -13,8 +13,9 @@ import flash_dmattn
 import pytest
 import torch
 from cases import DEVICES, attend, fused, gradients, make_fused, make_input, make_mask, stepwise
+from conftest import Seen
 from evaluate import assert_same
-from flash_dmattn import _call, ops
+from flash_dmattn import ops
 from torch.utils.checkpoint import checkpoint
 
 KERNELS = cases.kernels_of("backward")
@@ -241,19 +242,8 @@ def test_deterministic_gradients_are_the_same_bits(
         assert_same(gradients(function, tensors), first)
 
 
-def test_deterministic_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, repeated_in_python: None
-) -> None:
+def test_deterministic_is_asked_for(seen: list[Seen]) -> None:
     """By the argument, or by PyTorch's switch at the time that backward runs."""
-    asked: list[bool] = []
-    run = _call.Prepared.run
-
-    def spied(self: _call.Prepared) -> Any:
-        if self.operation.function.endswith("backward"):
-            asked.append(bool(self.args.deterministic))
-        return run(self)
-
-    monkeypatch.setattr(_call.Prepared, "run", spied)
     tensors = make_fused(10)
     calls = itertools.product((False, True), (False, True), (torch.sum, torch.norm))
     for argument, switch, reduce in calls:  # norm's gradient is contiguous: a direct call takes it
@@ -265,6 +255,7 @@ def test_deterministic_is_asked_for(
                 reduce(out).backward()
         finally:
             torch.use_deterministic_algorithms(False)
+        asked = [one.deterministic for one in seen if "backward" in one.name]
         assert asked[-2:] == [argument or switch] * 2
     assert len(asked) == 16
 

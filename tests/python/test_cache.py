@@ -299,7 +299,7 @@ def test_memory(dtype: torch.dtype) -> None:
     cache = make_cache(layers=4, dtype=dtype)
     names = {"window": WINDOW, **RULES, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     number = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype]
-    struct = _library.Cache(sequences=4 * BATCH, dtype=number, **names)
+    struct = _library.HEADER.structs["fdma_cache"](sequences=4 * BATCH, dtype=number, **names)
     size = ctypes.c_size_t()
     _library.check(_library.library.fdma_cache_bytes(ctypes.byref(struct), ctypes.byref(size)))
     assert 0 <= size.value - cache.memory_bytes < 7 * 64

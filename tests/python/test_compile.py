@@ -55,14 +55,26 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0)
     attended = ops.ATTENTION.op(query, key, value, score, *8 * [None], expiry, slot, *OPTIONS)
     values = {
-        **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
+        "query": query,
+        "key": key,
+        "value": value,
+        "dt_proj": dt_proj,
+        "a_coef": a_coef,
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
         **dict.fromkeys(("starts", "kv_used", "dt_bias", *OPTIONAL)),
-        **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
-        **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
-        **{"wants_dattn_bias": False},
+        "scope": "causal",
+        "bias_form": "exp",
+        "keep_window_size": 4,
+        "backend": None,
+        "softmax_scale": 0.5,
+        "softcap": 2.0,
+        "deterministic": False,
+        "wants_dbias": True,
+        "wants_dattn_bias": False,
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
-        **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
+        "dout": attended[0].cos(),
+        "dlse": dlse,
+        "dbias": dlse[:, :2],
     }
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed.update(starts=torch.tensor([0, 5, 12], dtype=torch.int32))
@@ -161,7 +173,10 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     held = dict(zip(names, cache.keys))
     numbers = {"index": [1, 0], "n_tokens": [3, 2], "commit": [2, 0]}
     given = {
-        **{"query": query[:, 7:10], "key": key[:, 7:10], "value": value[:, 7:10], "score": None},
+        "query": query[:, 7:10],
+        "key": key[:, 7:10],
+        "value": value[:, 7:10],
+        "score": None,
         **dict.fromkeys(("key_valid", "sink_logit")),
         **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
         **{f"cache_{name}": one for name, one in held.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn._device import is_same_device
+from flash_dmattn._arguments import is_same_device
 
 
 @pytest.mark.parametrize(

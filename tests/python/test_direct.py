@@ -1,6 +1,4 @@
-"""Direct calls, without PyTorch's dispatcher: when they are made, and that results are the same.
-
-All tests run twice: with the extension module, which repeats calls in C, and without it."""
+"""Direct calls, without PyTorch's dispatcher: when they are made, and that results are the same."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ import flash_dmattn
 import pytest
 import torch
 from cases import make_small, require_gradients
+from conftest import Seen
 from evaluate import assert_same
-from flash_dmattn import _call, _direct, autograd, ops
+from flash_dmattn import _call, _repeat, autograd, ops
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 OLD = not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # PyTorch 2.4
 records = pytest.mark.skipif(OLD, reason="this PyTorch cannot be asked for hooks")
 Tensors = List[torch.Tensor]
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("direct")
 
 
 def fused(*tensors: torch.Tensor, window: Any = 4, **options: Any) -> Any:
@@ -44,15 +43,15 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append(operator.name)
         return _call.call(operator, arguments)
 
-    monkeypatch.setattr(_direct, "call_operator", spied)
+    monkeypatch.setattr(_repeat, "call_operator", spied)
     monkeypatch.setattr(_call, "memory", _call.Memory())
     return called
 
 
 def by_dispatcher(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(_direct, "CAN_ASK", False)
-        patch.setattr(_direct, "repeat", lambda *_: NotImplemented)
+        patch.setattr(_repeat, "NATIVE", None)
+        patch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
         return run()
 
 
@@ -162,17 +161,8 @@ def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(run(learns_bias), wanted)
 
 
-def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_are_told_apart(seen: list[Seen]) -> None:
     """Calls of other shapes, strides, alignments and dtypes, in turns."""
-    alignments: dict[Any, Any] = {}
-    run = _call.Prepared.run
-
-    def spied(self: _call.Prepared) -> Any:
-        own = [words[at] % _call.ALIGNMENT for words, at in self.inputs]
-        assert alignments.setdefault(self, own) == own
-        return run(self)
-
-    monkeypatch.setattr(_call.Prepared, "run", spied)
     whole = [x.clone(memory_format=torch.contiguous_format) for x in make_small(24)]
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     layouts = [
@@ -190,7 +180,10 @@ def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             wanted = fused(*(x.clone() for x in tensors), backend="reference")
             error = 1e-5 if found.dtype == torch.float32 else 0.05
             torch.testing.assert_close(found, wanted, rtol=error, atol=error)
-    assert any(map(any, alignments.values()))
+    known: dict[Any, Any] = {}
+    for one in seen:
+        assert known.setdefault(one.prepared, one.alignments) == one.alignments
+    assert any(map(any, known.values()))
 
 
 def test_alignments_are_told_apart() -> None:
@@ -392,7 +385,7 @@ def test_few_layouts_are_tried() -> None:
     with torch.no_grad():
         for length in range(2, 20):
             fused(*make_small(length))
-    assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
+    assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
 
 
 def count_references(objects: list[Any]) -> list[int]:
@@ -476,10 +469,25 @@ def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
 def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) -> None:
     """A PyTorch whose guards are others."""
     tensors = make_small()
-    _direct.has_guards.cache_clear()
+    _repeat.has_guards.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(_direct, "GUARDS", None)
+        patch.setattr(_repeat, "GUARDS", None)
         out = fused(*tensors)
-    _direct.has_guards.cache_clear()
+    _repeat.has_guards.cache_clear()
     assert dispatched == ["flash_dma_output"]
     assert torch.equal(out, fused(*tensors))
+
+
+def test_without_the_module(dispatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the dispatcher's way, and the first one says so."""
+    tensors = make_small()
+    wanted = fused(*tensors)
+    assert not dispatched
+    monkeypatch.setattr(_repeat, "NATIVE", None)
+    monkeypatch.setattr(_repeat, "repeat", _repeat.repeat_nothing)
+    _repeat.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="the extension module _native is missing") as warned:
+        found = [fused(*tensors) for _ in range(3)]
+    assert len(warned) == 1 and dispatched == 3 * ["flash_dma_output"]
+    for one in found:
+        assert torch.equal(one, wanted)

@@ -10,7 +10,7 @@ import flash_dma_cuda
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _inputs
+from flash_dmattn import _arguments
 from test_masks import (
     BATCH,
     KV_HEADS,
@@ -131,7 +131,7 @@ def test_anomaly_detection() -> None:
 
 def test_a_softmax_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, _ = make_rows()
-    monkeypatch.setattr(_inputs, "memory_of", lambda device: 0)
+    monkeypatch.setattr(_arguments, "memory_of", lambda device: 0)
     words = rf"^return_softmax: {BATCH} x {Q_HEADS} x {Q_LEN} x {KV_LEN} probabilities take "
     with pytest.raises(MemoryError, match=words):
         flash_dma.fwd(query, key, value, None, None, return_softmax=True)

@@ -9,7 +9,7 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import ops
-from flash_dmattn._inputs import spread
+from flash_dmattn._arguments import spread
 
 BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
 Tensors = Tuple[torch.Tensor, ...]
@@ -152,10 +152,24 @@ def test_gradient_has_the_dtype_of_its_tensor(dtype: torch.dtype) -> None:
         query, key, value = (x.half() for x in (query, key, value))
     out, lse = flash_dmattn.attention(query, key, value, attn_bias=attn_bias)
     given = {
-        **{"dout": out, "out": out, "lse": lse, "query": query, "key": key, "value": value},
-        **{"attn_bias": attn_bias, "window": 0, "recent": 0, "sinks": 0, "scope": "causal"},
-        **{"causal": False, "softmax_scale": HEAD_DIM**-0.5, "softcap": 0.0, "dropout_p": 0.0},
-        **{"deterministic": False, "wants_dbias": False, "wants_dattn_bias": True},
+        "dout": out,
+        "out": out,
+        "lse": lse,
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_bias": attn_bias,
+        "window": 0,
+        "recent": 0,
+        "sinks": 0,
+        "scope": "causal",
+        "causal": False,
+        "softmax_scale": HEAD_DIM**-0.5,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+        "wants_dbias": False,
+        "wants_dattn_bias": True,
     }
     backward = ops.ATTENTION_BACKWARD
     found = backward.op(*(given.get(name) for name in backward.arguments))[-1]

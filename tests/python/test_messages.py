@@ -19,7 +19,7 @@ import flash_dmattn
 import numpy as np  # noqa: F401 (calls in messages.txt use it)
 import pytest
 import torch
-from flash_dmattn import _call, _library, ops
+from flash_dmattn import _arguments, _library, ops
 from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
@@ -28,16 +28,26 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
     flash_dmattn.attention_probabilities: {"query": QUERY, "key": KEY, "lse": LSE},
     flash_dmattn.flash_dma_attention: {
-        **{"query": QUERY, "key": KEY, "value": KEY},
-        **{"dt_proj": (2, 32), "a_coef": (2,)},
+        "query": QUERY,
+        "key": KEY,
+        "value": KEY,
+        "dt_proj": (2, 32),
+        "a_coef": (2,),
     },
     flash_dma.fwd: {
-        **{"q": QUERY, "k": KEY, "v": KEY},
-        **{"zoh": (1, 2, 6, 6), "active_mask": torch.ones(1, 2, 6, 6)},
+        "q": QUERY,
+        "k": KEY,
+        "v": KEY,
+        "zoh": (1, 2, 6, 6),
+        "active_mask": torch.ones(1, 2, 6, 6),
     },
     flash_dmattn.flash_dmattn_func: {"q": QUERY, "k": KEY, "v": KEY},
     flash_dmattn.flash_dmattn_varlen_func: {
-        **{"q": QUERY[1:], "k": KEY[1:], "v": KEY[1:], "max_seqlen_q": 4, "max_seqlen_k": 4},
+        "q": QUERY[1:],
+        "k": KEY[1:],
+        "v": KEY[1:],
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 2, 6]).int()),
     },
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
@@ -209,14 +219,14 @@ def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_library, "has_cuda", lambda: False)
     on_device = type("OnDevice", (), {"device": torch.device("cuda:0")})()
     with pytest.raises(NotImplementedError) as raised:
-        _call.check_devices({"query": on_device})
+        _arguments.check_devices({"query": on_device})
     assert str(raised.value) == (
         "query: is on cuda:0, but this build of flash_dmattn has no CUDA kernels; "
         "install it anew where nvcc is found: FDMA_CUDA=ON pip install ."
     )
     other = type("OnCpu", (), {"device": torch.device("cpu")})()
     with pytest.raises(ValueError) as raised:
-        _call.check_devices({"query": on_device, "expiry": other})
+        _arguments.check_devices({"query": on_device, "expiry": other})
     assert str(raised.value) == "selection.expiry: is on cpu, want cuda:0, where query is"
 
 
@@ -248,6 +258,7 @@ def package(tmp_path: Path) -> Path:
     """A folder that holds a copy of the package, without a library."""
     ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
     shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
+    shutil.copy(ROOT / "include" / "fdma.h", tmp_path / "flash_dmattn")
     return tmp_path
 
 
@@ -269,3 +280,10 @@ def test_no_library(library: str | None, words: str, package: Path) -> None:
 def test_the_library_in_the_package_is_found(package: Path) -> None:
     shutil.copy(os.environ["FDMA_LIBRARY"], package / "flash_dmattn" / "libfdma.so")
     output_of(import_package(package, None))
+
+
+def test_no_header(package: Path) -> None:
+    (package / "flash_dmattn" / "fdma.h").unlink()
+    done = import_package(package, os.environ["FDMA_LIBRARY"])
+    words = "ImportError: no header at .*/flash_dmattn/fdma.h; install the package anew"
+    assert done.returncode == 1 and re.fullmatch(words, done.stderr.splitlines()[-1])

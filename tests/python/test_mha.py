@@ -11,7 +11,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _inputs
+from flash_dmattn import _arguments
 from torch.nn.functional import softplus
 
 BATCH, HEADS = 2, 4
@@ -174,7 +174,7 @@ def test_float64(options: dict[str, Any]) -> None:
 
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1000, BATCH, 32)
-    monkeypatch.setattr(_inputs, "memory_of", lambda device: 1 << 20)
+    monkeypatch.setattr(_arguments, "memory_of", lambda device: 1 << 20)
     for layer in (make_layer(), make_layer(window=5)):
         with pytest.raises(MemoryError, match=r"^need_weights: 2 x 4 x 1000 x 1000 prob"):
             layer(x, x, x)

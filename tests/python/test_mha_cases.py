@@ -25,7 +25,9 @@ HELPER_CASES: dict[str, dict[str, bool]] = {
     "test_multihead_attn_no_masking": {},
     "test_multihead_attn_key_padding_mask": {"padded": True},
     "test_multihead_attn_add_bias_kv_zero_attn": {
-        **{"padded": True, "add_bias_kv": True, "add_zero_attn": True}
+        "padded": True,
+        "add_bias_kv": True,
+        "add_zero_attn": True,
     },
 }
 

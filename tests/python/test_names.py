@@ -11,7 +11,7 @@ from typing import Any
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _inputs, _library, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import _arguments, _library, flash_dmattn_func, flash_dmattn_varlen_func
 from test_masks import (
     BATCH,
     HEAD_DIM,
@@ -86,7 +86,7 @@ def test_a_mask_of_zeros_gives_zeros_without_a_warning() -> None:
 
 def test_an_expanded_mask_is_not_copied_as_a_whole() -> None:
     mask = torch.ones(1, 1, Q_LEN, KV_LEN).expand(BATCH, Q_HEADS, -1, -1)
-    found = _inputs.as_bool_mask(mask)
+    found = _arguments.as_bool_mask(mask)
     assert found.shape == (1, 1, Q_LEN, KV_LEN) and found.dtype == torch.bool
     query, key, value, _ = make_rows()
     want = flash_dmattn.attention(query, key, value)[0]
@@ -214,7 +214,7 @@ def test_packed_names() -> None:
 
 
 def test_probabilities_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_inputs, "memory_of", lambda device: 4 * math.prod(SHAPE) - 1)
+    monkeypatch.setattr(_arguments, "memory_of", lambda device: 4 * math.prod(SHAPE) - 1)
     query, key, value, _ = make_rows()
     words = rf"{BATCH} x {Q_HEADS} x {Q_LEN} x {KV_LEN} probabilities take 0.0 GiB, and cpu has"
     weights = torch.randn(KV_HEADS, KV_HEADS * HEAD_DIM), torch.ones(KV_HEADS)
@@ -225,7 +225,7 @@ def test_probabilities_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_dmattn.flash_dma_attention(query, key, value, *weights, return_attn_probs=True)
     with pytest.raises(MemoryError, match=f"attention_probabilities: {words}"):
         flash_dmattn.attention_probabilities(query, key, lse)
-    monkeypatch.setattr(_inputs, "memory_of", lambda device: 4 * math.prod(SHAPE))
+    monkeypatch.setattr(_arguments, "memory_of", lambda device: 4 * math.prod(SHAPE))
     flash_dmattn_func(query, key, value, return_attn_probs=True)
 
 

@@ -11,9 +11,9 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _call, _direct, _extension, _library
+from flash_dmattn import _call, _library, _repeat
 
-NATIVE = _direct.NATIVE
+NATIVE = _repeat.NATIVE
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="there is no extension module")
 Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 DEVICE = 3  # of which there need be none: PyTorch's functions for devices are stood in for
@@ -41,7 +41,7 @@ class Fake:
             "fail": self.fail,
             "allocators": allocators,
             "device": device,
-            "addresses": (torch.Tensor.data_ptr, _direct.DATA_PTR, *_direct.PLAIN_TYPES),
+            "addresses": (torch.Tensor.data_ptr, _repeat.DATA_PTR, *_repeat.PLAIN_TYPES),
             "inputs": ((0, 0), (2, 0)),
             "outputs": ((((4,), (1,), torch.float32), True), (((64,), (1,), torch.uint8), False)),
             "targets": ((at_word[0], 0, 0), (at_word[1], 1, 8), (at_word[2], 2, 0),
@@ -180,21 +180,21 @@ def test_keys() -> None:
 def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the library; not if it is another version's, or no module."""
     file = Path(NATIVE.__spec__.origin)
-    assert file.name == _extension.FILE
-    assert _extension.load() is NATIVE  # once for a process
-    monkeypatch.delitem(_extension.sys.modules, _extension.NAME)
+    assert file.name == _repeat.FILE
+    assert _repeat.load_native() is NATIVE  # once for a process
+    monkeypatch.delitem(_repeat.sys.modules, _repeat.NAME)
     monkeypatch.setattr(_library, "find", lambda: tmp_path / "libfdma.so")
-    monkeypatch.setattr(_extension.sys.modules["flash_dmattn"], "__path__", [str(tmp_path)])
-    assert _extension.load() is None
-    (tmp_path / _extension.FILE).write_text("not a module")
-    assert _extension.load() is None
-    (tmp_path / _extension.FILE).unlink()
-    shutil.copy(file, tmp_path / _extension.FILE)
+    monkeypatch.setattr(_repeat.sys.modules["flash_dmattn"], "__path__", [str(tmp_path)])
+    assert _repeat.load_native() is None
+    (tmp_path / _repeat.FILE).write_text("not a module")
+    assert _repeat.load_native() is None
+    (tmp_path / _repeat.FILE).unlink()
+    shutil.copy(file, tmp_path / _repeat.FILE)
     with monkeypatch.context() as patch:
-        patch.setattr(_extension, "INTERFACE", NATIVE.INTERFACE + 1)
-        assert _extension.load() is None
-    assert _extension.load().INTERFACE == _extension.INTERFACE
-    monkeypatch.setitem(_extension.sys.modules, _extension.NAME, NATIVE)
+        patch.setattr(_repeat, "INTERFACE", NATIVE.INTERFACE + 1)
+        assert _repeat.load_native() is None
+    assert _repeat.load_native().INTERFACE == _repeat.INTERFACE
+    monkeypatch.setitem(_repeat.sys.modules, _repeat.NAME, NATIVE)
 
 
 def test_absent_gradients_are_not_made() -> None:

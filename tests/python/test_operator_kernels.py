@@ -1,36 +1,42 @@
 """The kernels of operators, which the dispatcher and compiled graphs call: which direct calls they
-remember, and that these are made for nothing else.
-
-All tests run twice: with the extension module, which repeats calls in C, and without it."""
+remember, and that these are made for nothing else."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from pathlib import Path
-from typing import Any, Callable, List, NamedTuple
+from typing import Any, Callable, List
 
 import flash_dmattn
 import pytest
 import torch
 import torch._dynamo
 from cases import make_small, require_gradients
+from conftest import Seen
 from evaluate import assert_same
-from flash_dmattn import _call, _direct, _library, load_tuning, ops
+from flash_dmattn import _call, _library, _repeat, load_tuning, ops
 
 pytestmark = [
-    pytest.mark.usefixtures("way"),
+    pytest.mark.usefixtures("direct"),
     pytest.mark.skipif(
-        not (_direct.CAN_ASK and _direct.has_guards()), reason="this PyTorch has no guards"
+        not (_repeat.CAN_ASK and _repeat.has_guards()), reason="this PyTorch has no guards"
     ),
 ]
 Tensors = List[torch.Tensor]
-Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)  # of the C library
 OPTIONS = {
-    **{"keep_window_size": 4, "recent": 0, "sinks": 0, "scope": "causal", "bias_form": "exp"},
-    **{"causal": True, "softmax_scale": 0.0, "softcap": 0.0, "dropout_p": 0.0, "gap": 0.0},
-    **{"deterministic": False, "backend": None},
+    "keep_window_size": 4,
+    "recent": 0,
+    "sinks": 0,
+    "scope": "causal",
+    "bias_form": "exp",
+    "causal": True,
+    "softmax_scale": 0.0,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "gap": 0.0,
+    "deterministic": False,
+    "backend": None,
 }
 
 
@@ -76,46 +82,13 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `run` returns where operators remember no direct call."""
     with monkeypatch.context() as patch:
-        patch.setattr(_direct, "call_operator", _call.call)
+        patch.setattr(_repeat, "call_operator", _call.call)
         patch.setattr(_call, "memory", _call.Memory())
         return run()
 
 
-def remembered() -> list[_direct.DirectCall]:
+def remembered() -> list[_repeat.DirectCall]:
     return [call for calls in _call.memory.in_kernels.values() for call in calls]
-
-
-class Seen(NamedTuple):
-    """What a call of the C library was given."""
-
-    prepared: _call.Prepared
-    name: str  # of the operator
-    threads: int
-    deterministic: bool
-    alignments: tuple[int, ...]  # of the inputs
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """The calls of the C library since."""
-    found: list[Seen] = []
-    prepare = _call.Prepared.__init__
-
-    def spied(self: _call.Prepared, *rest: Any) -> None:
-        prepare(self, *rest)
-        function = self.function
-
-        def look(_: int) -> int:
-            deterministic = bool(getattr(self.args, "deterministic", False))
-            alignments = tuple(words[at] % _call.ALIGNMENT for words, at in self.inputs)
-            name = self.operation.name
-            found.append(Seen(self, name, self.args.exec.threads, deterministic, alignments))
-            return function(self.reference)
-
-        self.function = Function(look)
-
-    monkeypatch.setattr(_call.Prepared, "__init__", spied)
-    return found
 
 
 def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,13 +347,13 @@ def test_errors_of_calls_that_are_remembered() -> None:
 def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many: those that were forgotten are used again. Lengths are not forgotten."""
     made: list[Any] = []
-    prepare = _direct.DirectCall.__init__
+    prepare = _repeat.DirectCall.__init__
 
     def spied(self: Any, *rest: Any) -> None:
         made.append(self)
         prepare(self, *rest)
 
-    monkeypatch.setattr(_direct.DirectCall, "__init__", spied)
+    monkeypatch.setattr(_repeat.DirectCall, "__init__", spied)
     whole = make_small(24)
     spaced = [torch.cat((x, x), 1) for x in whole[:3]]
     strides = [[x.clone() for x in whole] for _ in range(7)]
@@ -399,7 +372,7 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
         for tensors in lengths:
             not_again(lambda: dispatch(*tensors), monkeypatch)  # noqa: B023
     assert len(made) == 17
-    assert max(map(len, _call.memory.direct.values())) <= _direct.LAYOUTS_MAX
+    assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
 
 
 def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +385,7 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for at in range(32):  # all say which of them require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
-    assert max(map(len, _call.memory.in_kernels.values())) <= _direct.STATES_MAX
+    assert max(map(len, _call.memory.in_kernels.values())) <= _repeat.STATES_MAX
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +393,7 @@ def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_small()
     wanted = dispatch(*tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(_direct, "has_guards", lambda: False)
+        patch.setattr(_repeat, "has_guards", lambda: False)
         patch.setattr(_call, "memory", _call.Memory())
         for _ in range(2):
             assert_same(dispatch(*tensors), wanted)

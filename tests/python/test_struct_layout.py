@@ -1,5 +1,6 @@
-"""The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions. Its
-tensors, and those of the operators, are the ones that src/core/signatures.c lists."""
+"""What the package reads in fdma.h is what the C compiler reads: size and fields of structs,
+enumerators, functions. Its tensors, and those of the operators, are the ones that
+src/core/signatures.c lists."""
 
 from __future__ import annotations
 
@@ -8,24 +9,11 @@ import re
 from typing import NamedTuple
 
 import pytest
-from flash_dmattn import _arguments, _library, ops, tuning
+from flash_dmattn import _arguments, _library, ops
 from programs import ROOT, output_of, run
 
-
-def c_name(mirror: type) -> str:
-    return "fdma" + re.sub("([A-Z])", r"_\1", mirror.__name__).lower()
-
-
-STRUCTS = {
-    c_name(one): one
-    for one in (*vars(_library).values(), *vars(tuning).values())
-    if isinstance(one, type) and issubclass(one, ctypes.Structure) and one is not _library.Sized
-}
-ENUMERATORS = {
-    **{f"FDMA_{name}": n for name, n in vars(_library).items() if name.isupper() and n in range(9)},
-    **{f"FDMA_BIAS_{name.upper()}": number for name, number in _library.BIAS_FORMS.items()},
-    **{f"FDMA_SCOPE_{name.upper()}": number for name, number in _library.SCOPES.items()},
-}
+STRUCTS = _library.HEADER.structs
+ENUMERATORS = _library.HEADER.enumerators
 HEADER = re.sub(r"/\*.*?\*/", "", (ROOT / "include" / "fdma.h").read_text(), flags=re.DOTALL)
 
 
@@ -55,11 +43,8 @@ def fields_of(name: str) -> list[str]:
     return re.findall(r"(\w+)(?:\[\d+\])*[;,]", body)
 
 
-def mirrored_fields(mirror: type) -> dict[str, type]:
-    fields: dict[str, type] = {}
-    for base in reversed(mirror.__mro__):
-        fields.update(vars(base).get("_fields_", ()))
-    return fields
+def mirrored_fields(name: str) -> dict[str, type]:
+    return dict(STRUCTS[name]._fields_)
 
 
 def test_every_struct_is_mirrored() -> None:
@@ -69,7 +54,7 @@ def test_every_struct_is_mirrored() -> None:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_struct(name: str, layout: dict[str, int]) -> None:
     mirror = STRUCTS[name]
-    assert list(mirrored_fields(mirror)) == fields_of(name)
+    assert list(mirrored_fields(name)) == fields_of(name)
     assert ctypes.sizeof(mirror) == layout[name]
     for field in fields_of(name):
         assert getattr(mirror, field).offset == layout[f"{name}.{field}"], field
@@ -86,10 +71,32 @@ def test_every_enumerator_is_mirrored(layout: dict[str, int]) -> None:
 
 def test_every_function_is_declared() -> None:
     declared = re.findall(r"FDMA_API [\w\s]+?\*?\s*(fdma_\w+)\(([^)]*)\)", HEADER)
-    assert sorted(name for name, _ in declared) == sorted(_library.FUNCTIONS)
+    assert sorted(name for name, _ in declared) == sorted(_library.HEADER.functions)
     for name, parameters in declared:
         count = 0 if parameters == "void" else parameters.count(",") + 1
-        assert len(_library.FUNCTIONS[name]) == count, name
+        assert len(_library.HEADER.functions[name][1]) == count, name
+
+
+def test_types_of_functions() -> None:
+    functions, pointer = _library.HEADER.functions, ctypes.POINTER
+    args, tensor = STRUCTS["fdma_forward_args"], STRUCTS["fdma_tensor"]
+    number, text = ctypes.c_int32, ctypes.c_char_p
+    assert functions["fdma_last_error"] == (text, [])
+    assert functions["fdma_kernel_name"] == (text, [number])
+    assert functions["fdma_forward"] == (ctypes.c_int, [pointer(args)])
+    assert functions["fdma_forward_kernel"] == (ctypes.c_int, [pointer(args), pointer(text)])
+    assert functions["fdma_tuning_load"] == (ctypes.c_int, [text])
+    numbers = pointer(ctypes.c_int64)
+    assert functions["fdma_dense_tensor"] == (
+        tensor,
+        [ctypes.c_void_p, ctypes.c_int, number, numbers],
+    )
+
+
+def test_a_struct_has_its_size() -> None:
+    args = STRUCTS["fdma_forward_args"](scale=2.0)
+    assert args.size == ctypes.sizeof(args) and args.scale == 2.0 and args.q.data is None
+    assert STRUCTS["fdma_exec"](device=1).device == 1  # it has no size of its own
 
 
 class Listed(NamedTuple):
@@ -138,12 +145,24 @@ def read_tensors() -> dict[str, dict[str, Listed]]:
 
 
 TENSORS = read_tensors()
-assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
+assert {f"fdma_{name}_args" for name in (*TENSORS, "tune")} == {x for x in STRUCTS if "args" in x}
 DIMENSIONS = {
-    **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
-    **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
-    **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences", "e": "batch"},
-    **{"x": "sequence_pages", "y": "bytes", "2": "seed and offset"},
+    "b": "batch",
+    "i": "q_len",
+    "j": "kv_len",
+    "h": "q_heads",
+    "g": "kv_heads",
+    "d": "head_dim",
+    "c": "kv_heads * head_dim",
+    "s": "sequences + 1",
+    "n": "kv_len",
+    "r": "rows",
+    "z": "rows",
+    "p": "sequences",
+    "e": "batch",
+    "x": "sequence_pages",
+    "y": "bytes",
+    "2": "seed and offset",
     **dict(zip("BHIJ", _arguments.PAIR_SHAPE)),
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
@@ -152,22 +171,22 @@ NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
 NO_FIELD |= {"wants_dbias", "wants_dbias_carried", "wants_dattn_bias"}
 
 
-def tensors_of(mirror: type, prefix: str = "") -> list[str]:
+def tensors_of(struct: str, prefix: str = "") -> list[str]:
     """The tensors of a struct, and of the structs in it."""
     names = []
-    for name, kind in mirrored_fields(mirror).items():
-        if kind is _library.Tensor:
+    for name, kind in mirrored_fields(struct).items():
+        if kind is STRUCTS["fdma_tensor"]:
             names.append(prefix + name)
-        elif kind in (_library.Table, _library.Cache):
-            names += tensors_of(kind, f"{prefix}{name}.")
+        elif kind in (STRUCTS["fdma_table"], STRUCTS["fdma_cache"]):
+            names += tensors_of(kind.__name__, f"{prefix}{name}.")
     return names
 
 
 @pytest.mark.parametrize("operation", TENSORS)
 def test_the_tensors_of_a_struct(operation: str) -> None:
     listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
-    fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
-    assert sorted(listed) == sorted(tensors_of(_library.CALLS[f"fdma_{operation}"]))
+    fields = mirrored_fields(f"fdma_{operation}_args")
+    assert sorted(listed) == sorted(tensors_of(f"fdma_{operation}_args"))
     selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
     assert ("selection" in fields) == (selected == ["expiry", "slot"])
 
@@ -185,17 +204,17 @@ def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
         if name in operation.results:
             assert (one.dtypes == "int32") == (name in _arguments.INT32_RESULTS)
             assert (one.dtypes == "wide") == (name in _arguments.FLOAT32_RESULTS)
-    fields = mirrored_fields(_library.CALLS[f"fdma_{operation.function}"])
+    fields = mirrored_fields(f"fdma_{operation.function}_args")
     assert {_arguments.field_of(name) for name in operation.options} - set(fields) <= NO_FIELD
 
 
 def test_every_status_is_an_exception() -> None:
     _library.check(_library.OK)
     expected = {
-        _library.INVALID_ARGUMENT: ValueError,
-        _library.UNSUPPORTED: NotImplementedError,
-        _library.WORKSPACE_TOO_SMALL: RuntimeError,
-        _library.CUDA_ERROR: RuntimeError,
+        ENUMERATORS["FDMA_INVALID_ARGUMENT"]: ValueError,
+        ENUMERATORS["FDMA_UNSUPPORTED"]: NotImplementedError,
+        ENUMERATORS["FDMA_WORKSPACE_TOO_SMALL"]: RuntimeError,
+        ENUMERATORS["FDMA_CUDA_ERROR"]: RuntimeError,
     }
     for status, exception in expected.items():
         with pytest.raises(exception):

@@ -18,12 +18,12 @@ from programs import ROOT, output_of, python, run
 HAS_HEADERS = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 PROGRAM = f"""
 import torch, flash_dma, flash_dma_cuda, flash_dmattn
-from flash_dmattn import _direct, _library
+from flash_dmattn import _library, _repeat
 x = torch.randn(1, 5, 2, 8)
 assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
 assert torch.isfinite(flash_dma.fwd(x, x, x, None, None)[0]).all()
 print(flash_dmattn.__version__, _library.find())
-assert (_direct.NATIVE is not None) == {HAS_HEADERS}
+assert (_repeat.NATIVE is not None) == {HAS_HEADERS}
 """
 
 PACKAGES = ("flash_dmattn", "flash_dma", "flash_dma_cuda")
@@ -64,7 +64,11 @@ def test_contents(wheel: Path) -> None:
     sources = {path.relative_to(folder).as_posix() for path in paths}
     assert {"flash_dmattn/_library.py", "flash_dma/py.typed"} < sources
     assert {f"{name}/__init__.py" for name in PACKAGES} < sources
-    built = {"flash_dmattn/libfdma.so", *(["flash_dmattn/_native.abi3.so"] if HAS_HEADERS else [])}
+    built = {
+        "flash_dmattn/libfdma.so",
+        "flash_dmattn/fdma.h",
+        *(["flash_dmattn/_native.abi3.so"] if HAS_HEADERS else []),
+    }
     assert files == {*sources, *built}
     assert wheel.name.startswith("flash_dmattn-") and "-py3-none-" in wheel.name
 

@@ -9,6 +9,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
+from conftest import Seen
 from flash_dmattn import DynamicMaskOptions, _call, _library, workspace
 
 # The CPU and, as meta tensors need none of its memory, a device, even an emulated one.
@@ -131,16 +132,8 @@ def test_the_longest_call_needs_most_of_it(causal: bool, index: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_real_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_calls(dtype: torch.dtype, seen: list[Seen]) -> None:
     """What calls and their gradients take, of many lengths, from the allocator."""
-    taken: list[int] = []
-    run = _call.Prepared.run
-
-    def record(self: _call.Prepared, *rest: Any) -> Any:
-        taken.append(self.workspace_size)
-        return run(self, *rest)
-
-    monkeypatch.setattr(_call.Prepared, "run", record)
     longest = 120
     options = DynamicMaskOptions(30, max_sequence_length=longest, max_batch_size=1)
     tensors = make_tensors((4, 2), 16, dtype, "cpu", longest)
@@ -148,7 +141,7 @@ def test_real_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None
     for is_learning in (False, True):
         with torch.set_grad_enabled(is_learning):
             needs.append(flash_dmattn.workspace_bytes(options, *tensors, causal=True))
-            assert not taken, "asking makes no call"
+            assert not seen, "asking makes no call"
             for length in (1, 2, 7, 29, 30, 31, 64, longest):
                 rows = [x[:, :length] for x in tensors[:3]]
                 out = flash_dmattn.flash_dma_attention(
@@ -156,8 +149,9 @@ def test_real_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None
                 )
                 if is_learning:
                     out.sum().backward()
+            taken = [one.prepared.workspace_size for one in seen]
             assert len(taken) >= 8 and 0 < max(taken) <= needs[-1]
-            taken.clear()
+            seen.clear()
     assert needs[0] < needs[1]
 
 

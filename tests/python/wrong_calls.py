@@ -105,8 +105,10 @@ def attending() -> dict[str, Call]:
     looked_at = {"query": query, "key": key, **keys()}
     packed = {
         **{name: one[0] for name, one in named.items()},
-        **{"cu_seqlens_q": ints(0, 2, 6), "cu_seqlens_k": ints(0, 2, 6)},
-        **{"max_seqlen_q": 4, "max_seqlen_k": 4},
+        "cu_seqlens_q": ints(0, 2, 6),
+        "cu_seqlens_k": ints(0, 2, 6),
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
     }
     fwd = {**named, "zoh": randn(1, 2, 6, 6), "active_mask": torch.ones(1, 2, 6, 6)}
     return {

@@ -320,6 +320,16 @@ fuzz_both() {
     wait "$first" && [ "$second" = 0 ]
 }
 
+# The annotations that users of the package see, by the settings in pyproject.toml. The first run
+# looks at all of PyTorch, for about a minute.
+types_checked() {
+    if "$python" -c 'import mypy'; then
+        "$python" -m mypy --cache-dir build/gates/mypy
+    else
+        echo "skipped: mypy is not installed, and tools/setup.sh could not install it"
+    fi
+}
+
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
 form_and_cpus() {
@@ -328,6 +338,7 @@ form_and_cpus() {
         gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
         gate "$check" "$python" "tools/gates/check_$check.py"
     done
+    gate types types_checked
     gate vocabulary words_tested
     gate header header_alone
     gate cpu_headers cpu_headers_alone

@@ -69,13 +69,16 @@ def flash_dynamic_mask_attention_forward(
     is_causal = kwargs.pop("is_causal", None)
     window = kwargs.pop("keep_window_size", None) if window_size is None else window_size
     scale = kwargs.pop("scale", None)
+    causal: Any = module.is_causal if is_causal is None else is_causal
     out = _flash_dynamic_mask_attention_forward(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
         attention_mask,
         attention_bias,
         query_length=query.shape[2],
         key_length=key.shape[2],
-        is_causal=module.is_causal if is_causal is None else is_causal,
+        is_causal=causal,
         softmax_scale=scale if scaling is None else scaling,
         window_size=getattr(module, "keep_window_size", None) if window is None else window,
         softcap=softcap,

@@ -18,7 +18,7 @@ def fdma_peft_integration_check(
     v: torch.Tensor,
     bias: torch.Tensor | None = None,
     target_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """The tensors in target_dtype, if it is given and q is float32."""
     tensors = (q, k, v, bias)
     if target_dtype is None or q.dtype != torch.float32:

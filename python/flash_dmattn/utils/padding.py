@@ -35,7 +35,7 @@ def get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero()[:, 0]
-    return indices, _starts(lengths), lengths.max().item()
+    return indices, _starts(lengths), int(lengths.max().item())
 
 
 def unpad_input(

@@ -1,36 +1,48 @@
 """Calls in eager mode that go to the C library directly, without PyTorch's dispatcher.
 
-The dispatcher takes as long as a small call itself. It is needed where something watches or changes
-operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, counted
-FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. is_watched() and is_plain()
-look for these. What tensors and the thread's dispatch keys tell is looked at once, at the first
-call for a layout. Later calls have a guard: torch.compile's own test of tensors, which compares
-types, dispatch keys, dtypes, devices, shapes, strides and requires_grad in one call of C++.
+The dispatcher takes longer than a small call itself. It is needed where something watches or
+changes operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors,
+counted FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. What tensors and the
+thread's dispatch keys tell is looked at once, at the first call for a layout, which is planned
+here. Then the extension module _native (src/python) makes it, and those after it. Each has a guard:
+torch.compile's own test of tensors, which compares types, dispatch keys, dtypes, devices, shapes,
+strides and requires_grad in one call of C++.
 
 The kernels of operators, which the dispatcher calls in compiled graphs, repeat calls in the same
 way. They remember theirs apart from those of eager mode: a guard compares dispatch keys as the
 thread includes and excludes them, which differs within a kernel.
 
-A version of PyTorch that lacks what this takes has no direct calls.
+Without the module, which a warning says once, and under a version of PyTorch that lacks what direct
+calls need, all calls take the dispatcher's way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+import sys
+import sysconfig
+import warnings
+from importlib.machinery import ExtensionFileLoader
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Tuple
 
 import torch
 from torch.autograd import forward_ad
 
-from . import _call, _extension
-from ._arguments import MaybeTensor
-from ._device import GUARDS, allocators, device_function, stream_function
+from . import _call, _library
+from ._arguments import DEVICES, MaybeTensor
+from ._call import GUARDS, allocators, device_function, stream_function
 
 if TYPE_CHECKING:
     from .ops import Operator
 
-DEVICES = ("cpu", "cuda")
+INTERFACE = 3  # of _native: what it and this file expect of each other
+NAME, FILE = f"{__package__}._native", "_native.abi3.so"
+MISSING = (
+    "flash_dmattn: the extension module _native is missing, so that small calls take several times "
+    "as long; to build it, install Python's headers (Debian: python3-dev), then the package anew"
+)
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
 LAYOUTS_MAX = 4  # of one set of options, which are tried one after the other
@@ -58,13 +70,76 @@ saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", No
 
 Given = List[torch.Tensor]
 Sources = List[Tuple[int, int]]  # of tensors: the number of a given one, and the offset in it
+# What tells the calls of a function apart: a head, which stands for the function; its arguments, of
+# which the first ones are tensors or None, the others options; and the number of the first ones.
+Known = Tuple[Any, Tuple[Any, ...], int]
+
+is_deterministic = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+
+def load_native() -> Any:
+    """The extension module, beside the C library, where the build puts it, or beside this file;
+    None if it is not there, or is one for another version of this package."""
+    # A free-threaded interpreter has other object layouts, and loading by path does not refuse.
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    folders = (_library.find().parent, *_library.folders())
+    path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+    if path is None:
+        return None
+    loader = ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError:  # the file does not load in this interpreter, for example PyPy
+        return None
+    if module.INTERFACE != INTERFACE:
+        return None
+    sys.modules[NAME] = module
+    return module
+
+
+def find_native() -> Any:
+    """The extension module, set up; None where all calls take the dispatcher's way."""
+    found = load_native() if CAN_ASK else None
+    if found is not None:
+        watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
+        states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
+        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory)
+    return found
+
+
+NATIVE = find_native()
+
+
+@functools.lru_cache(maxsize=None)
+def warn_once() -> None:
+    if CAN_ASK:
+        warnings.warn(MISSING, RuntimeWarning, stacklevel=4)  # the caller of a function
+
+
+def repeat_nothing(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
+    """repeat() without NATIVE."""
+    warn_once()
+    return NotImplemented
+
+
+# repeat(*known): the results of a call that is remembered; NotImplemented if none is, or if
+# something needs the dispatcher that no guard notices: a mode, the profiler, or forward mode, in
+# which tensors have tangents.
+repeat = repeat_nothing if NATIVE is None else NATIVE.repeat
 
 
 class Record(NamedTuple):
     """What autograd records of a call: see autograd.py."""
 
     apply: Any  # of the autograd.Function
-    native_apply: Any  # of the one whose forward is in C, None without NATIVE
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # where what is saved is among given inputs and results
@@ -78,36 +153,25 @@ class DirectCall:
     """A call for tensors of one layout, in one state of PyTorch, with its guard."""
 
     def __init__(
-        self, inputs: list[int], given: Given, prepared: _call.Prepared, sources: Sources
+        self,
+        inputs: list[int],
+        given: Given,
+        prepared: _call.Prepared,
+        count: int,
+        record: Record | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.inputs = inputs  # which tensors are given
         self.prepared = prepared
-        # Of each word that holds the address of an input: the number of the tensor, and the offset.
-        self.targets = [(*word, *source) for word, source in zip(prepared.inputs, sources)]
         self.guard = make_guard(given).check
         self.alignments = alignments_of(given)
-        self.is_aligned = not any(self.alignments)
-        self.record: Record | None = None
-        self.count = 0  # of the results that it returns
-        self.native: Any = None  # what NATIVE needs of it
+        self.record = record
+        sources = [(at, 0) for at in range(len(given))] if sources is None else sources
+        self.native = make_native(self, count, sources)
 
     def fits(self, given: Given) -> bool:
-        """Whether the call can be made for these tensors, whose addresses it notes."""
-        if not self.guard(*given):
-            return False
-        bits = 0
-        for words, at, index, offset in self.targets:
-            words[at] = address = given[index].data_ptr() + offset
-            bits |= address
-        if self.is_aligned:
-            return not bits % _call.ALIGNMENT
-        return alignments_of(given) == self.alignments
-
-    def make(self, given: Given) -> _call.Returned:
-        """The results of the call for the tensors that fit it."""
-        if self.record is not None:
-            return self.record.apply(self, *given)
-        return _call.unpack(tuple(self.prepared.run()))
+        """Whether the call can be made for these tensors."""
+        return self.guard(*given) and alignments_of(given) == self.alignments
 
 
 def alignments_of(given: Given) -> list[int]:
@@ -131,36 +195,6 @@ def has_guards() -> bool:
         return check(one, other) and not check(other, one)
     except (AttributeError, SystemError, TypeError):
         return False
-
-
-is_deterministic = getattr(
-    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
-)
-
-
-def is_watched() -> bool:
-    """Whether something that no guard notices needs the dispatcher: a mode, the profiler, hooks for
-    saved tensors (checkpointing counts these), or forward mode, in which tensors have tangents."""
-    return not CAN_ASK or bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _profiler_enabled()
-        or (saved_hooks is not None and torch.is_grad_enabled() and saved_hooks(False))
-        or getattr(forward_ad, "_current_level", 0) >= 0
-    )
-
-
-def find_native() -> Any:
-    """The extension module, set up; None without it."""
-    found = _extension.load() if CAN_ASK else None
-    if found is not None:
-        watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
-        states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory)
-    return found
-
-
-NATIVE = find_native()  # makes the calls that are remembered, if it is there
 
 
 def is_plain_state() -> bool:
@@ -189,67 +223,17 @@ def is_plain(tensor: Any) -> bool:
     return repr(_dispatch_keys(tensor)) in plain_keys(tensor.device.type)
 
 
-def key_in_python(head: Any, arguments: tuple[Any, ...], count: int) -> tuple[Any, ...] | None:
-    """make_key() without NATIVE."""
-    options = arguments[count:]
-    return (
-        head,
-        *map(type, arguments[:count]),
-        *options,
-        *map(type, options),
-        *(torch.is_grad_enabled(), torch.get_num_threads(), is_deterministic()),
-        _call.Memory.tunings,
-    )
-
-
-def repeat_in_python(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
-    """repeat() without NATIVE."""
-    if is_watched():
+def begin(operator: Operator, arguments: tuple[Any, ...], count: int, known: Known) -> Any:
+    """The results of the first call for a layout, from now on remembered as `known`, whose tensors
+    have the order of the operator's; NotImplemented if the dispatcher has to make it. `count` is
+    that of the results that are wanted, the first ones."""
+    if NATIVE is None or NATIVE.is_watched():
         return NotImplemented
-    try:
-        calls = _call.memory.direct.get(make_key(head, arguments, count), ())
-    except TypeError:  # an option that has no hash
-        return NotImplemented
-    for call in calls:
-        given = [arguments[at] for at in call.inputs]
-        if call.fits(given):
-            return call.make(given)
-    return NotImplemented
+    call = plan(operator, arguments, operator.operation.results[:count])
+    return NotImplemented if call is None else make_first(call, known)
 
 
-# make_key(head, arguments, count): what tells the calls of a function, `head`, apart, beside the
-# layouts of tensors; None for arguments that no call is remembered for. The first `count` arguments
-# are tensors or None, the others options. Those that are equal, such as 1 and True, may have other
-# meanings, and so their types count.
-make_key = key_in_python if NATIVE is None else NATIVE.make_key
-# repeat(head, arguments, count): the results of a call that is remembered; NotImplemented if none
-# is.
-repeat = repeat_in_python if NATIVE is None else NATIVE.repeat
-
-
-def begin(
-    operator: Operator,
-    arguments: tuple[Any, ...],
-    count: int,
-    known_as: tuple[Any, ...] | None = None,
-) -> Any:
-    """The results of the first call for a layout; NotImplemented if the dispatcher has to make it.
-    `count` is that of the results that are wanted, the first ones. The call is remembered by the
-    operator's arguments and by `known_as`, other arguments of repeat(), whose tensors have the same
-    order."""
-    if is_watched():
-        return NotImplemented
-    call = add(operator, arguments, operator.operation.results[:count])
-    if call is None:
-        return NotImplemented
-    remember(make_key((operator, count), arguments, operator.count), call)
-    # Autocast's dtype may vary.
-    if known_as is not None and not torch.is_autocast_enabled(arguments[0].device.type):
-        remember(make_key(*known_as), call)
-    return call.make([arguments[at] for at in call.inputs])
-
-
-def add(
+def plan(
     operator: Operator, arguments: tuple[Any, ...], results: tuple[str, ...]
 ) -> DirectCall | None:
     """A new direct call for these arguments, with some of the operator's results; None if the
@@ -270,12 +254,12 @@ def add(
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     operation, record = operator.operation.with_results(results), None
     if needs_gradients:
-        if operator.plan_record is None or saved_hooks is None:
+        # Hooks for saved tensors, which checkpointing sets, want to see what is saved.
+        if operator.plan_record is None or saved_hooks is None or saved_hooks(False):
             return None
         operation, record = operator.plan_record(arguments, len(results))
     prepared, _ = _call.find(operation, tensors, options, backend)
-    call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
-    call.record, call.count = record, len(results)
+    call = DirectCall(inputs, given, prepared, len(results), record)
     return call if call.fits(given) else None
 
 
@@ -285,6 +269,8 @@ def call_operator(operator: Operator, arguments: tuple[Any, ...]) -> _call.Retur
     Raises:
         As _call.call().
     """
+    if NATIVE is None:
+        return _call.call(operator, arguments)
     # With the shapes that say the lengths, few guards are tried, however many lengths take turns.
     head = (operator, arguments[0].shape, arguments[operator.key_at].shape)
     results = repeat(head, arguments, operator.count)
@@ -304,7 +290,7 @@ def remember_in_kernel(
     own = [id(x) for x in arguments[: operator.count] if x is not None]
     is_copied = own != [*map(id, given)]
     # Guards refuse a tensor given twice; where something watches, repeat() tries no guard.
-    if is_copied or len(set(own)) < len(own) or is_watched():
+    if is_copied or len(set(own)) < len(own) or NATIVE.is_watched():
         return
     known = _call.memory.in_kernels.setdefault(prepared, [])
     for call in known:
@@ -317,7 +303,7 @@ def remember_in_kernel(
         if call is None:
             return
         known.append(call)
-    remember(make_key(head, arguments, operator.count), call)
+    remember((head, arguments, operator.count), call)
 
 
 def make_in_kernel(
@@ -329,20 +315,19 @@ def make_in_kernel(
     if not are_plain or torch._C._are_functorch_transforms_active() or not has_guards():
         return None
     inputs = [at for at, x in enumerate(arguments[: operator.count]) if x is not None]
-    call = DirectCall(inputs, given, prepared, [(at, 0) for at in range(len(given))])
-    call.count = len(operator.operation.results)
-    return call
+    return DirectCall(inputs, given, prepared, len(operator.operation.results))
 
 
-def make_native(call: DirectCall) -> Any:
-    """The Call of _native that makes a call in the way of Prepared.run()."""
+def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
+    """The Call of _native that makes a call in the way of Prepared.run(), and returns the first
+    `count` results. `sources` says where the address of each input is found."""
     prepared, record = call.prepared, call.record
 
     def address(words: _call.Words, at: int) -> int:
         return ctypes.addressof(words) + 8 * at
 
     inputs = len(call.inputs)
-    targets = [(address(words, at), *source) for words, at, *source in call.targets]
+    targets = [(address(*word), *source) for word, source in zip(prepared.inputs, sources)]
     outputs = []
     for number, (shape, stride, dtype, own) in enumerate(prepared.outputs, inputs):
         targets += [(address(words, at), number, offset) for words, at, offset in own]
@@ -352,7 +337,7 @@ def make_native(call: DirectCall) -> Any:
         targets.append((word, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     index = prepared.index
-    device = (None, None, None, 0, 0)
+    device: tuple[Any, ...] = (None, None, None, 0, 0)
     if index >= 0:
         stream_word = address(prepared.args_words, prepared.stream_at)
         trusted = ctypes.addressof(prepared.trusted)
@@ -362,7 +347,7 @@ def make_native(call: DirectCall) -> Any:
         ctypes.cast(prepared.function, ctypes.c_void_p).value,
         ctypes.addressof(prepared.args),
         call.guard,
-        None if record is None else record.native_apply,
+        None if record is None else record.apply,
         functools.partial(_call.check, operation=prepared.operation),
         allocators(index),
         device,
@@ -370,7 +355,7 @@ def make_native(call: DirectCall) -> Any:
         tuple(zip(call.inputs, call.alignments)),
         tuple(outputs),
         tuple(targets),
-        call.count,
+        count,
         () if record is None else tuple(record.kept),
     )
 
@@ -383,9 +368,10 @@ def call_backward(
     record = call.record
     assert record is not None
     given = (dout, *kept) if dlse is None else (dout, dlse, *kept)
+    known = (call, given, len(given))
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
-        results = repeat(call, given, len(given))
+        results = repeat(*known)
         if results is not NotImplemented:
             return results
     tensors = [
@@ -397,33 +383,50 @@ def call_backward(
         for at in record.sources
     ]
     arguments = (dout, dlse, *tensors, *record.options)
+    if is_eager and not NATIVE.is_watched():
+        results = begin_backward(call, given, arguments, len(kept))
+        if results is not NotImplemented:
+            return results
+    found = record.backward.dispatch(*arguments)
+    return tuple(found[at] for at in record.results)
+
+
+def begin_backward(
+    call: DirectCall, given: _call.Outputs, arguments: tuple[Any, ...], kept: int
+) -> Any:
+    """begin() for the backward operator of a recorded call. The call that is remembered takes what
+    is given to call_backward(), of which the last `kept` tensors were kept."""
+    record = call.record
+    assert record is not None
     names = tuple(record.backward.operation.results[at] for at in record.results)
-    added = add(record.backward, arguments, names) if is_eager and not is_watched() else None
-    if added is None:
-        found = record.backward.dispatch(*arguments)
-        return tuple(found[at] for at in record.results)
-    # From now on the call takes what is given here.
-    sources = [(at, 0) for at in range(len(given) - len(kept))]  # dout and dlse
+    planned = plan(record.backward, arguments, names)
+    if planned is None:
+        return NotImplemented
+    count = len(given)
+    sources = [(at, 0) for at in range(count - kept)]  # dout and dlse
     for at in record.sources:
         if isinstance(at, str):
-            sources.append((len(given) - 1, call.prepared.bundled[at][0]))
+            sources.append((count - 1, call.prepared.bundled[at][0]))
         elif at is not None:
-            sources.append((len(given) - len(kept) + at, 0))
-    again = DirectCall(list(range(len(given))), list(given), added.prepared, sources)
-    again.count = len(names)
-    remember(make_key(call, given, len(given)), again)
-    return added.make([arguments[at] for at in added.inputs])
+            sources.append((count - kept + at, 0))
+    again = DirectCall([*range(count)], [*given], planned.prepared, len(names), None, sources)
+    return make_first(again, (call, given, count))
 
 
-def remember(key: tuple[Any, ...] | None, call: DirectCall) -> None:
+def make_first(call: DirectCall, known: Known) -> Any:
+    """Remember a call, and make it."""
+    remember(known, call)
+    return repeat(*known)
+
+
+def remember(known: Known, call: DirectCall) -> None:
     """Keep a call, the newest first."""
+    key = NATIVE.make_key(*known)
     if key is None:
         return
-    if NATIVE is not None and call.native is None:
-        call.native = make_native(call)
-    known = _call.memory.direct
-    if len(known) >= _call.LAYOUTS_MAX:
-        known.clear()
-    calls = known.setdefault(key, [])
-    calls.insert(0, call)
-    del calls[LAYOUTS_MAX:]
+    calls = _call.memory.direct
+    if len(calls) >= _call.LAYOUTS_MAX:
+        calls.clear()
+    same = calls.setdefault(key, [])
+    same.insert(0, call)
+    del same[LAYOUTS_MAX:]
