@@ -1,4 +1,5 @@
-"""The programs in benchmarks/, examples/ and tools/, as someone meets them who starts one.
+"""The programs in benchmarks/, examples/, research/ and tools/, as someone meets them who starts
+one.
 
 --help and wrong options are answered without PyTorch; programs say what they do, without a terminal
 too; Ctrl-C ends them with what there is; a package that is missing is named.
@@ -19,7 +20,7 @@ from programs import ROOT, output_of, python, run
 
 FILES = sorted(
     path
-    for folder in ("benchmarks", "examples", "examples/lm", "tools", "tools/gates")
+    for folder in ("benchmarks", "examples", "examples/lm", "research", "tools", "tools/gates")
     for path in (ROOT / folder).glob("*.py")
     if not path.is_symlink()
 )
@@ -36,7 +37,7 @@ HEAVY = (
     "tokenizers",
 )
 # Their parsers take defaults from modules that import PyTorch.
-SLOW = ("quality.py", "quality_results.py", "forward_performance.py", "backward_performance.py")
+SLOW = ("quality.py", "forward_performance.py", "backward_performance.py")
 # These have no arguments.
 BARE = ("kernels_hash.py", *(path.name for path in (ROOT / "tools" / "gates").glob("*.py")))
 

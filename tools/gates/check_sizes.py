@@ -20,7 +20,8 @@ FUNCTION_LINES = 60
 FILE_LINES = 500
 MANUAL, MANUAL_LINES = "include/fdma.h", 1200  # one header for all calls
 COLUMNS = 100
-TOPS = (".ci", "benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
+TOPS = (".ci", "benchmarks", "cmake", "examples", "include")
+TOPS += ("python", "research", "src", "tests", "tools")
 SUFFIXES = (*c_source.SUFFIXES, ".py", ".sh", ".cmake")
 
 Function = tuple[str, int, int]  # name, first line, last line

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/../.." || exit 1
 bin=.venv/bin
 
 python_parts=
-for part in benchmarks examples python tests tools; do
+for part in benchmarks examples python research tests tools; do
     [ -d "$part" ] && python_parts="$python_parts $part"
 done
 

@@ -1,4 +1,4 @@
-"""benchmarks/quality*.py: losses by how far back the text is that is repeated, and recall of
+"""research/quality*.py: losses by how far back the text is that is repeated, and recall of
 needles that nothing marks."""
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""benchmarks/quality_limits.py: what its rules choose, and its table."""
+"""research/quality_limits.py: what its rules choose, and its table."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import quality_limits
 import quality_model
 import torch
-from quality_cases import LENGTH, train
+from quality_cases import LENGTH, call, refusal, train
 from torch import nn
 
 KEYS, RECENT = 24, 6
@@ -121,16 +120,13 @@ def test_other_heads_stay() -> None:
 def test_a_table(
     corpus: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = train(corpus, tmp_path, "dense", nope_heads=1, nope_layers=1, weights="float32")
-    command = ["quality_limits.py", str(tmp_path / "dense-tiny-0.safetensors")]
-    command += ["--corpus", str(corpus), "--length", str(LENGTH), "--pieces", "2"]
-    command += ["--device", "cpu", "--keys", "64", "256", "--recent", "16"]
-    command += ["--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    quality_limits.main()
+    model = tmp_path / "dense-tiny-0.safetensors"
+    options = ["--corpus", corpus, "--length", LENGTH, "--pieces", 2, "--device", "cpu"]
+    options += ["--keys", 64, 256, "--recent", 16, "--json", tmp_path / "rows.json"]
+    call(quality_limits, model, *options)
     lines = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert [row["keys"] for row in lines[1:]] == [LENGTH, 64, 256]
     assert {"device", "torch", "commit"} <= set(lines[0])
@@ -138,18 +134,13 @@ def test_a_table(
         assert lines[1][rule] == pytest.approx(run["final"]["bits"], abs=1e-5)
     assert "| 64 |" in capsys.readouterr().out
     train(corpus, tmp_path, "dense", name="plain")
-    for options, message in (
-        (["--recent=64", "--keys=64"], "--keys: is 64, want more than --recent"),
-        ([f"--keys={LENGTH}"], f"--keys: is {LENGTH}, want more than --recent and less"),
-        (["--recent=-1"], "--recent: is -1, want 0 or more"),
-        (["--length=5000"], "--length: is 5000, want less than"),
-        ([f"--corpus={tmp_path}"], "held_out.bin is not a file"),
-        ([str(tmp_path / "plain.safetensors")], "has no NoPE heads"),
+    for words, message in (
+        ([model, "--recent=64", "--keys=64"], "--keys: is 64, want more than --recent"),
+        ([model, f"--keys={LENGTH}"], f"--keys: is {LENGTH}, want more than --recent and less"),
+        ([model, "--recent=-1"], "--recent: is -1, want 0 or more"),
+        ([model, "--length=5000"], "--length: is 5000, want less than"),
+        ([model, f"--corpus={tmp_path}"], "held_out.bin is not a file"),
+        ([tmp_path / "plain.safetensors"], "has no NoPE heads"),
         (["nothing"], "nothing is not a file"),
     ):
-        is_model = not options[0].startswith("--")
-        given = [*options, *command[2:]] if is_model else [*command[1:], *options]
-        monkeypatch.setattr(sys, "argv", ["quality_limits.py", *given])
-        with pytest.raises(SystemExit) as stop:
-            quality_limits.main()
-        assert stop.value.code == 2 and message in capsys.readouterr().err
+        assert message in refusal(capsys, quality_limits, *options, *words)

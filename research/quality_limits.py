@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how many keys NoPE heads need, and what choosing them for all queries costs.
 
-    benchmarks/quality_limits.py OUT/NAME.safetensors --corpus CORPUS [--json FILE]
+    research/quality_limits.py OUT/NAME.safetensors --corpus CORPUS [--json FILE]
 
 The model is one of quality.py whose NoPE heads were trained with all keys (--form dense
 --nope-heads N) or with some. The loss of held-out text is measured with these heads restricted to
@@ -31,10 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmarks_path  # noqa: F401
 import program
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a file that quality.py wrote")
@@ -45,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pieces", type=int, default=24, help="of held-out text (24)")
     parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     text = options.corpus / "held_out.bin"
     for path in (options.model, text):
         if not path.is_file():
@@ -174,8 +175,8 @@ def measure(model: Model, evaluation: Evaluation, counts: list[int], recent: int
     return rows
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     model = quality_model.load(options.model)
     if not any(layer.nope_heads > 0 for layer in model.attentions()):
         print(f"quality_limits.py: {options.model}: has no NoPE heads", file=sys.stderr)

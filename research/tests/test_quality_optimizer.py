@@ -1,4 +1,4 @@
-"""benchmarks/quality*.py: Muon, and models whose queries and keys are normalized."""
+"""research/quality*.py: Muon, and models whose queries and keys are normalized."""
 
 from __future__ import annotations
 

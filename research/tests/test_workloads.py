@@ -1,11 +1,10 @@
-"""benchmarks/workloads*.py: models, training and files, with tiny models on the CPU. The data are
+"""research/workloads*.py: models, training and files, with tiny models on the CPU. The data are
 tested in test_workloads_data.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import workloads
 import workloads_model
 import workloads_results
 import workloads_series
+from quality_cases import call
 from workloads_model import FORMS, Workload
 
 NAMES = workloads.NAMES
@@ -91,9 +91,7 @@ def test_predictions_do_not_depend_on_what_follows(name: str, form: str) -> None
 
 def run(out: Path, *flags: str) -> list[dict[str, Any]]:
     """The lines of the file that a call writes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["workloads.py", str(out), *flags])
-        workloads.main()
+    call(workloads, out, *flags)
     path = out / "workloads.json" if out.is_dir() else out
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: training that begins with the weights of another model."""
+"""research/quality.py: training that begins with the weights of another model."""
 
 from __future__ import annotations
 

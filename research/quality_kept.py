@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draw which keys a run of benchmarks/quality.py keeps.
+"""Draw which keys a run of research/quality.py keeps.
 
-    benchmarks/quality_kept.py OUT/NAME.json --to FILE.svg [--heads LAYER.HEAD ...] [--begin BYTE]
-    benchmarks/quality_kept.py OUT/*.json --run NAME --to FILE.svg
+    research/quality_kept.py OUT/NAME.json --to FILE.svg [--heads LAYER.HEAD ...] [--begin BYTE]
+    research/quality_kept.py OUT/*.json --run NAME --to FILE.svg
 
 Above, a line for each layer and kv head. Left: where the keys are that the last query of a
 held-out text keeps. Right: the fraction of the bytes of recalled values that are still kept when
@@ -21,6 +21,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import benchmarks_path  # noqa: F401
 import program
 
 
@@ -31,7 +32,7 @@ def head_of(word: str) -> Head:
     return Head(int(layer), int(kv_head))
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
     parser.add_argument("files", type=Path, nargs="+", help="that quality.py wrote")
@@ -39,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--run", metavar="NAME", help="of several runs, the one to draw")
     parser.add_argument("--heads", type=head_of, nargs="+", default=[], metavar="LAYER.HEAD")
     parser.add_argument("--begin", type=int, metavar="BYTE", help="first byte of the excerpt")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.begin is not None and options.begin < 0:
         parser.error(f"--begin: is {options.begin}, want 0 or more")
     for path in options.files:
@@ -240,8 +241,8 @@ def draw(name: str, run: dict[str, Any], heads: list[Head], begin: int | None) -
     return figure
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     runs = read(options.files)
     if options.run is None and len(runs) > 1:
         print(f"--run: is not given, want one of {', '.join(runs)}", file=sys.stderr)

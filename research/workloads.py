@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train four small models, each with attention to all keys and with selected keys, and compare.
 
-    python benchmarks/workloads.py OUT [--corpus FOLDER] [--only image series] [--quick]
-    python benchmarks/workloads.py RESULTS.json --join OUT/*-*.json
+    python research/workloads.py OUT [--corpus FOLDER] [--only image series] [--quick]
+    python research/workloads.py RESULTS.json --join OUT/*-*.json
 
 The workloads are language (workloads_language.py), image, multimodal and series: real text, and
 data that are generated while training. The forms are those of workloads_model.py. Both forms of a
@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
+import benchmarks_path  # noqa: F401
 import program
 
 NAMES = ("language", "image", "multimodal", "series")
@@ -273,8 +274,8 @@ def join(options: argparse.Namespace) -> None:
     print(workloads_results.table(rows))
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     if options.join:
         join(options)
         return

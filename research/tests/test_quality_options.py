@@ -1,4 +1,4 @@
-"""benchmarks/quality_options.py: command lines that are refused."""
+"""research/quality_options.py: command lines that are refused."""
 
 from __future__ import annotations
 

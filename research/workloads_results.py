@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import benchmarks_path  # noqa: F401
 from peers_common import write_whole
 from quality_results import rounded, table_of
 

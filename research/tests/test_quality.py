@@ -1,11 +1,10 @@
-"""benchmarks/quality*.py: the data of training, recall episodes, what forms keep, resumed runs, and
+"""research/quality*.py: the data of training, recall episodes, what forms keep, resumed runs, and
 the files, with tiny models on the CPU."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import quality_picture
 import quality_recall
 import quality_results
 import torch
-from quality_cases import KEYS, LENGTH, RECENT, TINY, model_of, train
+from quality_cases import KEYS, LENGTH, RECENT, TINY, call, model_of, train
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
@@ -301,30 +300,28 @@ def test_kept_values(corpus: Path, tmp_path: Path) -> None:
     assert {row["distance"]: row["kept_by_any_head"] for row in rows} == {256: 1.0}
 
 
-def test_pictures(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures(corpus: Path, tmp_path: Path) -> None:
     for form in ("dense", "recent"):
         train(corpus, tmp_path, form)
-    logs = sorted(map(str, tmp_path.glob("*.json")))
-    arguments = ["quality_picture.py", *logs, "--to", str(tmp_path / "drawn"), "--pairs=4"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    quality_picture.main()
+    logs = sorted(tmp_path.glob("*.json"))
+    arguments = (*logs, "--to", tmp_path / "drawn", "--pairs=4")
+    call(quality_picture, *arguments)
     drawn = {path.name: path.read_text() for path in (tmp_path / "drawn").iterdir()}
     assert sorted(drawn) == ["quality-losses.svg", "quality-recall.svg"]
     for colour in quality_picture.COLOURS[:2]:  # one for each run
         assert colour.lower() in drawn["quality-losses.svg"]
-    run = json.loads(Path(logs[0]).read_text())
+    run = json.loads(logs[0].read_text())
     assert [x for x, _ in quality_picture.by_position(run)][::15] == [16.0, 496.0]
     del run["final"]
-    Path(logs[0]).write_text(json.dumps(run))
+    logs[0].write_text(json.dumps(run))
     with pytest.raises(SystemExit, match="dense-tiny-0: has no evaluation"):
-        quality_picture.main()
+        call(quality_picture, *arguments)
 
 
 def join(monkeypatch: pytest.MonkeyPatch, out: Path, *runs: Any) -> list[dict[str, Any]]:
     """The lines of the file that quality_results.py makes of runs."""
     monkeypatch.setenv("FDMA_COMMIT", "abc")
-    monkeypatch.setattr(sys, "argv", ["quality_results.py", str(out), *map(str, runs)])
-    quality_results.main()
+    call(quality_results, out, *runs)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -352,9 +349,7 @@ def test_joined_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         selected["final"]["kept"]["last_query"] == runs["selected"]["final"]["kept"]["last_query"]
     )
     for name, files in (("apart", paths), ("joined", [joined])):
-        arguments = ["quality_picture.py", *map(str, files), "--to", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", [*arguments, "--runs", "selected-tiny-0"])
-        quality_picture.main()
+        call(quality_picture, *files, "--to", tmp_path / name, "--runs", "selected-tiny-0")
         drawn = {path.name for path in (tmp_path / name).iterdir()}
         assert drawn == {"quality-losses.svg", "quality-recall.svg"}
 

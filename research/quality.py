@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a byte-level language model with one form of attention, and measure how good it is.
 
-    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --steps 2000
-    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --resume
-    python benchmarks/quality.py OUT --corpus FOLDER --form recent --size large --evaluate
+    python research/quality.py OUT --corpus FOLDER --form recent --size large --steps 2000
+    python research/quality.py OUT --corpus FOLDER --form recent --size large --resume
+    python research/quality.py OUT --corpus FOLDER --form recent --size large --evaluate
 
 FOLDER has the files of quality_text.py, the forms are those of quality_model.py. The sequences of a
 step depend on --seed and the step only, so that all forms read the same text in the same order; a
@@ -373,9 +373,9 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
     quality_model.save(run.model, run.path(".safetensors"), options.weights)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     head, _, _ = __doc__.partition("\n\n")
-    options = quality_options.parse(head)
+    options = quality_options.parse(head, arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options)
     evaluation = Evaluation(

@@ -1,4 +1,4 @@
-"""benchmarks/quality_targets.py: scores that learn from the attention which keys would get."""
+"""research/quality_targets.py: scores that learn from the attention which keys would get."""
 
 from __future__ import annotations
 

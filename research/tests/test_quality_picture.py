@@ -1,18 +1,17 @@
-"""benchmarks/quality_results.py --against, quality_kept.py and quality_picture.py --readme, on
+"""research/quality_results.py --against, quality_kept.py and quality_picture.py --readme, on
 results that were made up, with answers that were computed by hand."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import quality_kept
 import quality_picture
 import quality_results
+from quality_cases import call, refusal
 from quality_kept import Head, Kept
 
 LENGTH = 4096
@@ -42,11 +41,6 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def call(monkeypatch: pytest.MonkeyPatch, program: ModuleType, *words: str | Path) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
-    program.main()
-
-
 # ---- quality_results.py --against ----
 
 
@@ -60,9 +54,7 @@ def test_differences_of_pieces() -> None:
     assert quality_results.paired(result("other", [1.1, 2.3, 3.2]), base) is None
 
 
-def test_tables_against_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_against_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = result("old", [2.5], sinks=4)
     del old["final"]["of_pieces"]
     path = write(
@@ -74,7 +66,7 @@ def test_tables_against_a_run(
         result("elsewhere", [4.0, 4.0, 4.0], corpus="another"),
         result("longer", [1.1, 2.3, 3.2], steps=200),
     )
-    call(monkeypatch, quality_results, path, "--against", "base")
+    call(quality_results, path, "--against", "base")
     assert capsys.readouterr().out.splitlines() == [
         "| run | steps | loss | against base | paired difference | its error |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -89,24 +81,19 @@ def test_tables_against_a_run(
         "| --- | --- | --- | --- |",
         "| a, b | 0, 1 | 2.0000 | 0.2828 |",  # 0.2 x the root of 2
     ]
-    call(monkeypatch, quality_results, write(path, old), "--against", "old")
+    call(quality_results, write(path, old), "--against", "old")
     assert "seeds" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="base is not in .*joined.json, want one of old"):
-        call(monkeypatch, quality_results, path, "--against", "base")
+        call(quality_results, path, "--against", "base")
 
 
 @pytest.mark.parametrize("words", [[], ["RUN", "--against", "base"]])
 def test_runs_are_joined_or_compared(
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "joined.json", result("base", [1.0, 2.0]))
-    with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, quality_results, path, *words)
-    assert stop.value.code == 2
-    assert "give files of runs, or else --against" in capsys.readouterr().err
+    message = "give files of runs, or else --against"
+    assert message in refusal(capsys, quality_results, path, *words)
 
 
 # ---- quality_kept.py ----
@@ -166,12 +153,12 @@ def test_kept_bytes_are_marked() -> None:
     quality_kept.pyplot.close("all")
 
 
-def test_picture_of_kept_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_of_kept_keys(tmp_path: Path) -> None:
     drawn = []
     for name in ("a.svg", "b.svg"):
         source, out = tmp_path / "made-up.json", tmp_path / name
         source.write_text(json.dumps(kept_run()))
-        call(monkeypatch, quality_kept, source, "--to", out, "--heads", "1.0")
+        call(quality_kept, source, "--to", out, "--heads", "1.0")
         drawn.append(out.read_bytes())
     assert drawn[0] == drawn[1]
     assert quality_kept.COLOUR.lower().encode() in drawn[0]
@@ -181,10 +168,10 @@ def test_picture_of_kept_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--run", "other"], "other is not in the files, want one of made-up"),
     ):
         with pytest.raises(SystemExit, match=message):
-            call(monkeypatch, quality_kept, source, "--to", tmp_path / "c.svg", *words)
+            call(quality_kept, source, "--to", tmp_path / "c.svg", *words)
     joined = write(tmp_path / "joined.json", result("one", [1.0]), result("two", [1.0]))
     with pytest.raises(SystemExit, match="two: has no kept keys"):
-        call(monkeypatch, quality_kept, joined, "--run", "two", "--to", tmp_path / "c.svg")
+        call(quality_kept, joined, "--run", "two", "--to", tmp_path / "c.svg")
     assert not (tmp_path / "c.svg").exists()
 
 
@@ -198,16 +185,10 @@ def test_picture_of_kept_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_bad_usage_of_the_picture_of_kept_keys(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     joined = write(tmp_path / "joined.json", result("one", [1.0]), result("two", [1.0]))
-    with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, quality_kept, joined, "--to", tmp_path / "c.svg", *words)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert message in refusal(capsys, quality_kept, joined, "--to", tmp_path / "c.svg", *words)
 
 
 # ---- quality_picture.py ----
@@ -261,12 +242,12 @@ def test_runs_with_sliding_heads_are_told_apart() -> None:
     assert len(styles) == len({tuple(style.values()) for style in styles.values()}) == 3
 
 
-def test_picture_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_of_the_readme(tmp_path: Path) -> None:
     joined = write(
         tmp_path / "joined.json", result("one", [1.0], "dense"), result("two", [1.5], "sliding")
     )
     out = tmp_path / "readme.svg"
-    call(monkeypatch, quality_picture, joined, "--readme", out, "--runs", "two=a window")
+    call(quality_picture, joined, "--readme", out, "--runs", "two=a window")
     drawn = out.read_text()
     assert quality_picture.COLOURS[0].lower() in drawn
     assert "<!-- a window -->" in drawn and "<!-- dense -->" not in drawn
@@ -277,8 +258,6 @@ def test_picture_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_picture_needs_a_file_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, quality_picture, tmp_path / "joined.json")
-    assert stop.value.code == 2 and "give --to or --readme" in capsys.readouterr().err
+    assert "give --to or --readme" in refusal(capsys, quality_picture, tmp_path / "joined.json")

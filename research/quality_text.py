@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Gather 300 MB of text from Debian packages, for the language models of quality.py.
 
-    python benchmarks/quality_text.py OUT --cache FOLDER [--permissive] [--compress]
+    python research/quality_text.py OUT --cache FOLDER [--permissive] [--compress]
 
 It downloads packages with `apt-get download` into the cache (after `apt-get update`), unpacks them
 there, takes dictionaries, books, manuals and program sources out of them, and writes
@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import benchmarks_path  # noqa: F401
 import program
 
 LONGEST = 1 << 18  # bytes of a document

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draw the runs of benchmarks/quality.py.
+"""Draw the runs of research/quality.py.
 
-    benchmarks/quality_picture.py OUT/*.json --to FOLDER [--pairs 8]
-    benchmarks/quality_picture.py RESULTS.json --to FOLDER --runs NAME NAME=LABEL ...
-    benchmarks/quality_picture.py RESULTS.json --readme FILE.svg --runs NAME=LABEL ...
+    research/quality_picture.py OUT/*.json --to FOLDER [--pairs 8]
+    research/quality_picture.py RESULTS.json --to FOLDER --runs NAME NAME=LABEL ...
+    research/quality_picture.py RESULTS.json --readme FILE.svg --runs NAME=LABEL ...
 
 The files are those of quality.py, or one that quality_results.py wrote. It writes
 quality-losses.svg (held-out loss against steps, seconds of training and position) and
@@ -25,10 +25,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import benchmarks_path  # noqa: F401
 import program
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("files", type=Path, nargs="+", help="of quality.py or quality_results.py")
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--readme", type=Path, metavar="FILE.svg", help="one small picture")
     parser.add_argument("--runs", nargs="+", metavar="NAME[=LABEL]", help="in this order (all)")
     parser.add_argument("--pairs", type=int, default=8, help="of the recall that is drawn (8)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.to is None and options.readme is None:
         parser.error("give --to or --readme")
     return options
@@ -254,8 +255,8 @@ def named(runs: Runs, words: list[str]) -> Runs:
     return chosen
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     runs = read(options.files)
     try:
         runs = named(runs, options.runs or list(runs))

@@ -1,4 +1,4 @@
-"""benchmarks/quality_text.py: the documents of packages, and the files of the corpus."""
+"""research/quality_text.py: the documents of packages, and the files of the corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/quality*.py: heads without rotary embedding, and the learning rate of their scores."""
+"""research/quality*.py: heads without rotary embedding, and the learning rate of their scores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Join runs of benchmarks/quality.py into one small file, or compare the runs of such a file.
+"""Join runs of research/quality.py into one small file, or compare the runs of such a file.
 
-    benchmarks/quality_results.py OUT.json RUN.json... [--kept NAME] [--kernels HASH]
-    benchmarks/quality_results.py OUT.json --against NAME
+    research/quality_results.py OUT.json RUN.json... [--kept NAME] [--kernels HASH]
+    research/quality_results.py OUT.json --against NAME
 
 The first line of OUT.json says the machine, the time at which the last of the files was written,
 the commit (FDMA_COMMIT, or else that of the tree) and, of runs on a GPU, the hash of its kernels
@@ -31,7 +31,31 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import benchmarks_path  # noqa: F401
+import program
 from kernels_hash import kernels_hash
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
+    parser.add_argument("out", type=Path, help="the file to write, or to read with --against")
+    parser.add_argument("runs", type=Path, nargs="*", help="files that quality.py wrote")
+    parser.add_argument("--kernels", default=kernels_hash(), metavar="HASH", help="(this tree's)")
+    parser.add_argument("--kept", metavar="NAME", help="the run whose kept keys are written")
+    parser.add_argument("--against", metavar="NAME", help="compare the runs with this one")
+    options = parser.parse_args(arguments)
+    if bool(options.runs) == (options.against is not None):
+        parser.error("give files of runs, or else --against")
+    for path in options.runs or [options.out]:
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 from peers_common import commit, write_whole
 
 LOSSES = 60  # of training, of each run
@@ -209,20 +233,8 @@ def print_tables(path: Path, name: str) -> None:
             print("", *table, sep="\n")
 
 
-def main() -> None:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    parser.add_argument("out", type=Path, help="the file to write, or to read with --against")
-    parser.add_argument("runs", type=Path, nargs="*", help="files that quality.py wrote")
-    parser.add_argument("--kernels", default=kernels_hash(), metavar="HASH", help="(this tree's)")
-    parser.add_argument("--kept", metavar="NAME", help="the run whose kept keys are written")
-    parser.add_argument("--against", metavar="NAME", help="compare the runs with this one")
-    options = parser.parse_args()
-    if bool(options.runs) == (options.against is not None):
-        parser.error("give files of runs, or else --against")
-    for path in options.runs or [options.out]:
-        if not path.is_file():
-            parser.error(f"{path} is not a file")
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     if options.against is not None:
         print_tables(options.out, options.against)
         return
