@@ -68,9 +68,9 @@ if __name__ == "__main__":
 import numpy as np
 import quality_model
 import torch
+from common import commit, write_whole
 from flash_dmattn import attention, select
 from flash_dmattn.score_targets import log_targets
-from peers_common import commit, write_whole
 from quality import machine_of
 from quality_evaluate import Evaluation
 from quality_model import Attention, Model, attend_to_all, prefer_cudnn

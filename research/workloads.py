@@ -95,7 +95,7 @@ import workloads_language
 import workloads_multimodal
 import workloads_results
 import workloads_series
-from peers_common import find_machine, write_whole
+from common import find_machine, write_whole
 from quality_results import thinned
 from torch import nn
 from workloads_model import Batch, Sums, Workload, narrow

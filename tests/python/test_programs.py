@@ -109,7 +109,6 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
     import definition_options
     import ranks
     import ranks_common
-    import ranks_options
     import serve
     import serve_loop
     import suite_items
@@ -121,8 +120,8 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert tuple(adapt_layers.TARGETS) == adapt.TARGETS
     assert tuple(definition_cases.DTYPES) == definition_options.DTYPE_NAMES
-    assert list(ranks.ITEMS) == ranks_options.ITEM_NAMES
-    choices = {one.dest: one.choices for one in ranks_options.make_parser("")._actions}
+    assert list(ranks.ITEMS) == ranks.ITEM_NAMES
+    choices = {one.dest: one.choices for one in ranks.make_parser()._actions}
     assert list(ranks_common.DTYPES) == list(choices["dtype"])
     assert serve_loop.Server.rides == serve.RIDES
     assert list(suite_items.ITEMS) == suite_options.ITEM_NAMES
@@ -208,15 +207,15 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_keeps_its_rows(tmp_path: Path) -> None:
-    import script
+    import common
 
     path = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt), script.kept(path, {"machine": "one"}) as lines:
+    with pytest.raises(KeyboardInterrupt), common.kept(path, {"machine": "one"}) as lines:
         lines.append({"ms": 1})
         raise KeyboardInterrupt
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines
     path.unlink()
-    with pytest.raises(KeyboardInterrupt), script.kept(path, {"machine": "one"}):
+    with pytest.raises(KeyboardInterrupt), common.kept(path, {"machine": "one"}):
         raise KeyboardInterrupt
     assert not path.exists()
 
