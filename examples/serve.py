@@ -205,9 +205,12 @@ def row_of(name: str, server: Server, results: Results, case: str) -> dict[str, 
     seconds = [one for result in own for one in result.seconds]
     rates = [result.rate for result in own]
     row = {
-        **{"case": case, "peer": name, "tokens_per_second": statistics.median(rates)},
+        "case": case,
+        "peer": name,
+        "tokens_per_second": statistics.median(rates),
         "times": statistics.median(a.rate / b.rate for a, b in zip(results["fdma"], own)),
-        **{"ms": 1e3 * statistics.median(seconds), "ms_p99": 1e3 * percentile(seconds, 99)},
+        "ms": 1e3 * statistics.median(seconds),
+        "ms_p99": 1e3 * percentile(seconds, 99),
         "spread": (max(rates) - min(rates)) / statistics.median(rates),
         "cache_bytes": sum(pool.memory_bytes for pool in server.pools),
     }

@@ -36,7 +36,8 @@ import quality_model
 import quality_optimizer
 import quality_options
 import torch
-from quality_evaluate import Evaluation, narrow
+from quality_evaluate import Evaluation
+from quality_model import narrow, to_device
 from quality_recall import Batches
 from quality_targets import ScoreTargets
 from torch import nn
@@ -93,11 +94,20 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
         config = quality_model.config_of(
-            *(options.form, options.size, options.keys, options.recent, options.sinks),
-            *(options.bias_form, options.rotary_base),
-            *(options.sliding_heads, options.score_layers),
-            *(options.nope_heads, options.nope_layers, options.nope_rotary_dim or 0),
-            *(options.qk_norm, options.nope_keys),
+            options.form,
+            options.size,
+            options.keys,
+            options.recent,
+            sinks=options.sinks,
+            bias_form=options.bias_form,
+            rotary_base=options.rotary_base,
+            sliding_heads=options.sliding_heads,
+            score_layers=options.score_layers,
+            nope_heads=options.nope_heads,
+            nope_layers=options.nope_layers,
+            nope_rotary_dim=options.nope_rotary_dim or 0,
+            qk_norm=options.qk_norm,
+            nope_keys=options.nope_keys,
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(
@@ -245,12 +255,6 @@ class Run:
             sys.exit(self.log["failed"])
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
     """One pass without a step, so that compilation is not in the seconds of training."""
     begin = time.perf_counter()
@@ -378,18 +382,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = quality_options.parse(head, arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options)
-    evaluation = Evaluation(
-        *(read_bytes(options.corpus / "held_out.bin"), options.length, options.batch),
-        *(options.pieces, run.device),
-    )
+    held_out = read_bytes(options.corpus / "held_out.bin")
+    evaluation = Evaluation(held_out, options.length, options.batch, options.pieces, run.device)
     if (options.evaluate or options.resume) and run.path(".pt").exists():
         run.load()
     with quality_model.prefer_cudnn():
         if not options.evaluate:
             corpus = read_bytes(options.corpus / "corpus.bin")
             batches = Batches(
-                *(corpus, options.batch, options.length, options.recall),
-                *(options.curriculum, options.seed, options.shortest_span),
+                corpus,
+                options.batch,
+                options.length,
+                options.recall,
+                options.curriculum,
+                options.seed,
+                options.shortest_span,
             )
             train(run, evaluation, batches)
         evaluate(run, evaluation)

@@ -17,7 +17,7 @@ import quality_recall as recall
 import torch
 from flash_dmattn import select
 from flash_dmattn.functional import score
-from quality_model import Attention, Model
+from quality_model import Attention, Model, narrow
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -28,12 +28,6 @@ NEEDLE_TEXTS = 32  # with needles, for each distance
 EVALUATION_SEED = 1234  # not among those of training
 REPEATED = 13  # bytes: the last of them ends a repetition if all of them stood in the text before
 REACHES = (256, 2304, 8192, 32768, 262144)  # bytes back: classes of repetitions
-
-
-def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to bfloat16 on a CUDA device, where attention takes 16-bit types only."""
-    is_cuda = device.type == "cuda"
-    return torch.autocast("cuda", torch.bfloat16) if is_cuda else contextlib.nullcontext()
 
 
 class Results(NamedTuple):

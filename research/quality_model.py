@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -149,8 +150,16 @@ def config_of(
     if nope:
         sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, nope))
     return Config(
-        *(*SIZES[size], keys - newest, newest, sinks, bias_form, rotary_base),
-        *(sliding, nope, nope_rotary_dim, qk_norm),
+        *SIZES[size],
+        window=keys - newest,
+        recent=newest,
+        sinks=sinks,
+        bias_form=bias_form,
+        rotary_base=rotary_base,
+        sliding=sliding,
+        nope=nope,
+        nope_rotary_dim=nope_rotary_dim,
+        qk_norm=qk_norm,
         nope_window=None if nope_keys is None else nope_keys - newest,
     )
 
@@ -256,6 +265,18 @@ class Model(nn.Module):
 
     def attentions(self) -> list[Attention]:
         return [block.attention for block in self.blocks]
+
+
+def narrow(device: torch.device) -> torch.autocast:
+    """Within it, bfloat16 on a CUDA device, where attention takes 16-bit types only, and float32 on
+    the CPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def prefer_cudnn() -> Any:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from flash_dmattn import score_target_loss
-from quality_evaluate import narrow, observing
-from quality_model import Attention, Model
+from quality_evaluate import observing
+from quality_model import Attention, Model, narrow
 from torch import nn
 
 

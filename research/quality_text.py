@@ -99,10 +99,16 @@ SOURCES = (
 # Megabytes of the packages that have permissive licences, those of Python, PostgreSQL, WordNet,
 # Django, Go, SymPy and SciPy, or are in the public domain, as SQLite is.
 PERMISSIVE = {
-    **dict.fromkeys(("dict-wn", "python3.11-doc", "postgresql-doc-15"), 8),
-    **dict.fromkeys(("python-django-doc", "sqlite3-doc"), 8),
-    **dict.fromkeys(("libpython3.11-stdlib", "python3-sympy", "python3-django"), 6),
-    **{"golang-1.19-src": 10, "python3-scipy": 6},
+    "dict-wn": 8,
+    "python3.11-doc": 8,
+    "postgresql-doc-15": 8,
+    "python-django-doc": 8,
+    "sqlite3-doc": 8,
+    "libpython3.11-stdlib": 6,
+    "python3-sympy": 6,
+    "python3-django": 6,
+    "golang-1.19-src": 10,
+    "python3-scipy": 6,
 }
 
 

@@ -96,9 +96,10 @@ import workloads_multimodal
 import workloads_results
 import workloads_series
 from common import find_machine, write_whole
+from quality_model import narrow
 from quality_results import thinned
 from torch import nn
-from workloads_model import Batch, Sums, Workload, narrow
+from workloads_model import Batch, Sums, Workload
 
 TASKS = {
     "language": (workloads_language, workloads_language.Language),
@@ -244,7 +245,10 @@ def run_form(workload: Workload, form: str, options: argparse.Namespace) -> dict
         name: getattr(options, name) for name in ("keys", "recent", "rate", "seed", "compile")
     }
     return {
-        **{"workload": workload.name, "form": form, "data": workload.data, "unit": workload.unit},
+        "workload": workload.name,
+        "form": form,
+        "data": workload.data,
+        "unit": workload.unit,
         "settings": {**settings, "steps": workload.size.steps, "size": repr(workload.size)},
         "parameters": sum(one.numel() for one in model.parameters()),
         "tokens": workload.tokens,

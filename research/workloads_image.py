@@ -14,9 +14,10 @@ import dataclasses
 import numpy as np
 import torch
 import workloads_scene
+from quality_model import to_device
 from torch import nn
 from torch.nn.functional import cross_entropy
-from workloads_model import Batch, Body, Config, Sums, Workload, to_device
+from workloads_model import Batch, Body, Config, Sums, Workload
 from workloads_scene import KINDS, NO_LABEL, PATCH, PatchEmbedding
 
 RED, BLUE = (1.0, -0.5, -0.5), (-0.5, -0.5, 1.0)
@@ -75,7 +76,7 @@ class Image(Workload):
         patches, covered = workloads_scene.render(scenes, size.side, size.grid, random, device)
         number = np.tile(np.arange(size.objects), (size.batch, 1))
         number, targets = (
-            workloads_scene.label_patches(*(scenes, covered, to_device(one, device), size.grid))
+            workloads_scene.label_patches(scenes, covered, to_device(one, device), size.grid)
             for one in (number, wanted)
         )
         return {"patches": patches, "targets": targets, "is_grey": number >= REFERENCES}

@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import quality_model
 import torch
+from quality_model import to_device
 from quality_recall import cut_random
 from torch import nn
 from torch.nn.functional import cross_entropy
-from workloads_model import BIAS_FORM, Batch, Sums, Workload, to_device
+from workloads_model import BIAS_FORM, Batch, Sums, Workload
 
 HELD_OUT = 50  # one file in so many
 

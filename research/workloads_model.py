@@ -62,7 +62,10 @@ class Attention(DynamicMaskAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(
-            *(config.width, config.q_heads, config.kv_heads, config.window),
+            config.width,
+            config.q_heads,
+            config.kv_heads,
+            config.window,
             recent=config.recent,
             causal=config.causal,
             sliding_heads=config.sliding_heads,
@@ -80,7 +83,12 @@ class Attention(DynamicMaskAttention):
             out = attend_to_all(query, key, value, self.causal)
         else:
             out = flash_dma_attention(
-                *(query, key, value, self.dt_proj.weight, self.a_coef, self.window),
+                query,
+                key,
+                value,
+                self.dt_proj.weight,
+                self.a_coef,
+                self.window,
                 causal=self.causal,
                 recent=self.recent,
                 bias_form=BIAS_FORM,
@@ -164,14 +172,3 @@ class Workload(abc.ABC):
         model = self.make_model(form, keys, recent)
         quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD)
         return model
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def narrow(device: torch.device) -> Any:
-    """bfloat16 on a CUDA device, float32 on the CPU."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

@@ -20,16 +20,22 @@ import dataclasses
 import numpy as np
 import torch
 import workloads_scene
-from quality_model import BYTES
+from quality_model import BYTES, to_device
 from torch import nn
 from torch.nn.functional import cross_entropy
-from workloads_model import Batch, Body, Config, Sums, Workload, to_device
+from workloads_model import Batch, Body, Config, Sums, Workload
 from workloads_scene import INPUT_SCALE, KINDS, NO_LABEL, PATCH, PatchEmbedding, Scenes
 
 STRIPE_LETTERS = "hvrf"  # of KINDS
 COLOURS = {
-    **{"R": (1, -0.5, -0.5), "G": (-0.5, 1, -0.5), "B": (-0.5, -0.5, 1), "W": (1, 1, 1)},
-    **{"C": (-0.5, 1, 1), "M": (1, -0.5, 1), "Y": (1, 1, -0.5), "K": (-0.8, -0.8, -0.8)},
+    "R": (1, -0.5, -0.5),
+    "G": (-0.5, 1, -0.5),
+    "B": (-0.5, -0.5, 1),
+    "W": (1, 1, 1),
+    "C": (-0.5, 1, 1),
+    "M": (1, -0.5, 1),
+    "Y": (1, 1, -0.5),
+    "K": (-0.8, -0.8, -0.8),
 }
 ANSWERS = {"counts": 1, "stripes": 2, "rows": 3, "columns": 4}
 PADDING = 0  # the byte after the last answer
@@ -138,7 +144,7 @@ class Multimodal(Workload):
         text, answers = (to_device(np.stack(one), device).long() for one in zip(*rows))
         patches, covered = workloads_scene.render(scenes, size.side, size.grid, random, device)
         letters = to_device(np.frombuffer(STRIPE_LETTERS.encode(), np.uint8)[scenes.kind], device)
-        letters = workloads_scene.label_patches(*(scenes, covered, letters.long(), size.grid))
+        letters = workloads_scene.label_patches(scenes, covered, letters.long(), size.grid)
         return {
             "patches": patches,
             "letters": letters,

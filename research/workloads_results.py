@@ -18,8 +18,17 @@ from quality_results import rounded, table_of
 
 SAME = ("machine", "device", "torch", "commit", "kernels")  # in all files that are joined
 COLUMNS = (
-    *("workload", "form", "tokens a step", "steps", "steps/s", "against dense", "peak memory, GB"),
-    *("training loss", "held-out loss", "unit", "other measures"),
+    "workload",
+    "form",
+    "tokens a step",
+    "steps",
+    "steps/s",
+    "against dense",
+    "peak memory, GB",
+    "training loss",
+    "held-out loss",
+    "unit",
+    "other measures",
 )
 WORDS = ("workload", "form", "unit", "other measures")  # columns without numbers
 

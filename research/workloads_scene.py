@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 import torch
+from quality_model import to_device
 from torch import nn
 from torch.nn.functional import interpolate
-from workloads_model import to_device
 
 KINDS = ("horizontal", "vertical", "rising", "falling")  # directions of stripes
 CHANNELS = 3

@@ -18,9 +18,10 @@ import math
 
 import numpy as np
 import torch
+from quality_model import to_device
 from torch import nn
 from torch.nn.functional import relu
-from workloads_model import Batch, Body, Config, Sums, Workload, to_device
+from workloads_model import Batch, Body, Config, Sums, Workload
 
 PATCH = 4  # values of a token
 HARMONICS = 6

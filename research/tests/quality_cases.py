@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import quality
 import quality_model
+import torch
 
 LENGTH, KEYS, RECENT = 512, 64, 16
 TINY = {
@@ -70,6 +71,11 @@ def train(corpus: Path, out: Path, form: str, *flags: str, **changed: Any) -> di
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *given: Any, **changed: Any) -> str:
     return refusal(capsys, quality, *training(*given, **changed))
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Those of a run at its end."""
+    return torch.load(folder / f"{name}.pt", weights_only=True)["model"]
 
 
 def model_of(form: str, seed: int = 0, dt_std: float = 0.5) -> quality_model.Model:

@@ -18,7 +18,7 @@ import quality_picture
 import quality_recall
 import quality_results
 import torch
-from quality_cases import KEYS, LENGTH, RECENT, TINY, call, model_of, train
+from quality_cases import KEYS, LENGTH, RECENT, TINY, call, model_of, train, weights
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
@@ -128,7 +128,7 @@ def test_forms_keep_what_they_say() -> None:
 @pytest.mark.parametrize("form", ["sliding", "random"])
 def test_scores_that_are_not_learned_stay(corpus: Path, tmp_path: Path, form: str) -> None:
     train(corpus, tmp_path, form, dt_std=0.5)
-    state = torch.load(tmp_path / f"{form}-tiny-0.pt", weights_only=True)["model"]
+    state = weights(tmp_path, f"{form}-tiny-0")
     before = model_of(form).state_dict()
     scores = [name for name in state if "dt_proj" in name or name.endswith(".A")]
     assert len(scores) == 4
@@ -139,7 +139,7 @@ def test_scores_that_are_not_learned_stay(corpus: Path, tmp_path: Path, form: st
 @pytest.mark.parametrize("form", ["recent", "random-recent"])
 def test_sliding_layers_stay_and_others_learn(corpus: Path, tmp_path: Path, form: str) -> None:
     train(corpus, tmp_path, form, dt_std=0.5, score_layers=2)
-    state = torch.load(tmp_path / f"{form}-tiny-0.pt", weights_only=True)["model"]
+    state = weights(tmp_path, f"{form}-tiny-0")
     sliding, scored = (state[f"blocks.{layer}.attention.A"] for layer in (0, 1))
     assert (sliding == 0).all()
     assert (
@@ -259,10 +259,7 @@ def test_a_resumed_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
     assert [row[0] for row in a] == [1, 2, 3, 4]
     assert a == b
     assert whole["final"]["by_position"] == halves["final"]["by_position"]
-    models = [
-        torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
-        for name in ("whole", "halves")
-    ]
+    models = [weights(tmp_path, name) for name in ("whole", "halves")]
     assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
 
 

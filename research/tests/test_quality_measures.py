@@ -49,10 +49,16 @@ def test_losses_are_those_of_their_class() -> None:
     bits = np.array([[1, 2, 4, 8], [16, 32, 64, 128]], np.float32)
     rows = quality_evaluate.sums_by_repetition(bits, back)
     assert [(row["to"], row["bytes"], row["bits"]) for row in rows] == [
-        *((0, 2, 8.5), (256, 2, 3.0), (2304, 2, 20.0), (8192, 1, 64.0), (32768, 1, 128.0))
+        (0, 2, 8.5),
+        (256, 2, 3.0),
+        (2304, 2, 20.0),
+        (8192, 1, 64.0),
+        (32768, 1, 128.0),
     ]
     assert [row["of_pieces"] for row in rows][:3] == [
-        *([[1, 1.0], [1, 16.0]], [[2, 6.0], [0, 0.0]], [[1, 8.0], [1, 32.0]])
+        [[1, 1.0], [1, 16.0]],
+        [[2, 6.0], [0, 0.0]],
+        [[1, 8.0], [1, 32.0]],
     ]
 
 

@@ -10,7 +10,7 @@ import quality_model
 import quality_optimizer
 import torch
 from flash_dmattn.rotary import rotate
-from quality_cases import KEYS, LENGTH, RECENT, model_of, refusal_of, train
+from quality_cases import KEYS, LENGTH, RECENT, model_of, refusal_of, train, weights
 from quality_evaluate import windows
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
@@ -110,7 +110,7 @@ def test_runs_with_nope_heads(
     rates = {"nope_rate": rate, "nope_a_rate": a_rate}
     run = train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1, **rates)
     assert run["model"]["nope"] == "0 1" and run["settings"]["nope_a"] == 0.005
-    state = torch.load(tmp_path / "recent-tiny-0.pt", weights_only=True)["model"]
+    state = weights(tmp_path, "recent-tiny-0")
     learned, nope = (state[f"blocks.{layer}.attention.A"] for layer in (0, 1))
     assert run["final"]["a"] == [learned.tolist(), nope.tolist()]
     assert learned.item() != 0.5
@@ -134,7 +134,7 @@ def test_nope_heads_without_scores(corpus: Path, tmp_path: Path, form: str) -> N
 
 def test_random_scores_of_nope_heads_stay(corpus: Path, tmp_path: Path) -> None:
     train(corpus, tmp_path, "random-recent", nope_heads=1)
-    state = torch.load(tmp_path / "random-recent-tiny-0.pt", weights_only=True)["model"]
+    state = weights(tmp_path, "random-recent-tiny-0")
     assert [state[f"blocks.{layer}.attention.A"].item() for layer in (0, 1)] == [1, 1]
 
 

@@ -9,7 +9,7 @@ import pytest
 import quality_model
 import quality_optimizer
 import torch
-from quality_cases import KEYS, RECENT, model_of, refusal_of, train
+from quality_cases import KEYS, RECENT, model_of, refusal_of, train, weights
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
@@ -90,10 +90,7 @@ def test_a_resumed_run_with_muon(
     train(corpus, tmp_path, "recent", *BOTH, name="halves", steps=2)
     log = train(corpus, tmp_path, "recent", *BOTH, "--resume", name="halves")
     assert log["model"]["qk_norm"] == "1" and log["settings"]["optimizer"] == "muon"
-    whole, halves = (
-        torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
-        for name in ("whole", "halves")
-    )
+    whole, halves = (weights(tmp_path, name) for name in ("whole", "halves"))
     for name, one in whole.items():
         torch.testing.assert_close(halves[name], one, rtol=0, atol=0)
     given: dict[str, Any] = {"name": "halves", "steps": 6}

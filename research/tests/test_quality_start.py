@@ -8,14 +8,10 @@ import pytest
 import quality_model
 import quality_optimizer
 import torch
-from quality_cases import model_of, refusal_of, train
+from quality_cases import model_of, refusal_of, train, weights
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
 STILL = 1e-30  # a learning rate that changes no weight
-
-
-def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return torch.load(folder / f"{name}.pt", weights_only=True)["model"]
 
 
 def test_rate_rises_again() -> None:

@@ -9,7 +9,7 @@ import quality_model
 import quality_targets
 import torch
 from flash_dmattn import score_target_loss
-from quality_cases import KEYS, RECENT, model_of, refusal_of, train
+from quality_cases import KEYS, RECENT, model_of, refusal_of, train, weights
 
 
 def test_loss_of_the_last_heads() -> None:
@@ -41,19 +41,16 @@ def test_runs_with_targets(
     stays = [a == pytest.approx(first) for (a,), first in zip(run["final"]["a"], (0.5, 0.005))]
     assert stays == list(taught)
     first = model_of("recent", dt_std=quality_model.STD).state_dict()
-    weights = {
-        name: torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
-        for name in ("targets", "still")
-    }
+    taken = {name: weights(tmp_path, name) for name in ("targets", "still")}
     for layer, is_taught in enumerate(taught):
         name = f"blocks.{layer}.attention.dt_proj.weight"
-        assert torch.equal(weights["still"][name], first[name]) == is_taught
-        assert not torch.equal(weights["targets"][name], first[name])
+        assert torch.equal(taken["still"][name], first[name]) == is_taught
+        assert not torch.equal(taken["targets"][name], first[name])
     before = {"name": "before", "schedule_steps": 4}
     train(corpus, tmp_path, "recent", **{**changed, **before, "steps": 2})
     train(corpus, tmp_path, "recent", "--resume", **{**changed, **before})
-    resumed = torch.load(tmp_path / "before.pt", weights_only=True)["model"]
-    for name, one in weights["targets"].items():
+    resumed = weights(tmp_path, "before")
+    for name, one in taken["targets"].items():
         torch.testing.assert_close(resumed[name], one, rtol=0, atol=0)
 
 

@@ -14,7 +14,7 @@ import workloads
 import workloads_model
 import workloads_results
 import workloads_series
-from quality_cases import call
+from quality_cases import call, refusal
 from workloads_model import FORMS, Workload
 
 NAMES = workloads.NAMES
@@ -149,21 +149,16 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        workloads.parse(["out", *flags.split()])
-    assert refused.value.code == 2 and words in capsys.readouterr().err
+    assert words in refusal(capsys, workloads, "out", *flags.split())
 
 
 def test_a_short_corpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("corpus.bin", "held_out.bin"):
         (tmp_path / name).write_bytes(b"short")
-    with pytest.raises(SystemExit) as refused:
-        run(tmp_path, "--quick", "--only", "language", "--corpus", str(tmp_path))
-    assert refused.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "workloads.py: --corpus: has a text of 5 bytes, want 257 or more\n"
+    message = refusal(
+        capsys, workloads, tmp_path, "--quick", "--only=language", "--corpus", tmp_path
     )
+    assert message == "workloads.py: --corpus: has a text of 5 bytes, want 257 or more\n"
 
 
 def test_a_selected_model_learns_to_forecast(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_answers_about_images_are_right() -> None:
         objects = {
             tuple(colour): (kind, divmod(cell, size.grid))
             for cell, colour, kind, radius in zip(
-                *(scenes.cell[row], scenes.colour[row], scenes.kind[row], scenes.radius[row])
+                scenes.cell[row], scenes.colour[row], scenes.kind[row], scenes.radius[row]
             )
             if radius > 0
         }
