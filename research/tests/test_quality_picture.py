@@ -204,41 +204,58 @@ def test_runs_have_the_order_and_labels_that_are_asked_for() -> None:
         quality_picture.named(runs, ["d=label"])
 
 
-def test_runs_with_sliding_heads_are_told_apart() -> None:
-    few = result("few", [1.0], score_layers=4, sliding_heads=0)
-    some = result("some", [1.0], score_layers=None, sliding_heads=3)
-    assert quality_picture.label_of(few) == "6 by score, 2 newest, in 1 of 4 layers"
-    assert quality_picture.label_of(some) == "6 by score, 2 newest, sliding heads: 3"
-    nope = {"nope_heads": 2, "nope_layers": [1, 3], "nope_rotary_dim": 32, "nope_rate": 0.1}
-    label = (
-        "6 by score, 2 newest, NoPE heads: 2 in layers 1, 3, 32 channels rotated, their rate x 0.1"
-    )
-    assert quality_picture.label_of(result("nope", [1.0], nope_a=0.005, **nope)) == label
-    muon = {"optimizer": "muon", "hidden_rate": 3.0, "qk_norm": True}
-    label = "6 by score, 2 newest, optimizer muon, rate of matrices x 3, QK-norm"
-    assert quality_picture.label_of(result("muon", [1.0], **muon)) == label
-    usual = {"optimizer": "adamw", "hidden_rate": 1.0, "qk_norm": False}
-    assert quality_picture.label_of(result("usual", [1.0], **usual)) == "6 by score, 2 newest"
-    still = {"nope_heads": 2, "nope_a_rate": 0.0, "start_step": 50, "new_scores": True}
-    label = "NoPE heads: 2, new scores, rate of their A x 0, from step 50"
-    assert (
-        quality_picture.label_of(result("still", [1.0], **still))
-        == f"6 by score, 2 newest, {label}"
-    )
-    label = "NoPE heads: 2, new scores, from step 50"
-    for form, words in (("dense", "dense"), ("sliding", "8 newest")):
-        changed = {"nope_a": 0.5, "bias_form": "linear", **still}
-        assert quality_picture.label_of(result("a", [1.0], form, **changed)) == f"{words}, {label}"
-    taught = result("taught", [1.0], score_targets="all", target_every=8, target_rate=1.0)
-    assert quality_picture.label_of(taught) == "6 by score, 2 newest, targets, every 8 steps"
-    from_one = result("one", [1.0], initial_a=1.0, shortest_span=1024, sinks=0)
-    assert (
-        quality_picture.label_of(from_one) == "6 by score, 2 newest, A from 1, episodes from 1024"
-    )
-    random = {"initial_a": 1.0, "shortest_span": 1024}
-    label = "6 at random, 2 newest, episodes from 1024"
-    assert quality_picture.label_of(result("far", [1.0], "random-recent", **random)) == label
-    styles = quality_picture.lines_of({"few": few, "some": some, "one": from_one, "again": few})
+BY_SCORE = "6 by score, 2 newest"
+STILL = {"nope_heads": 2, "nope_a_rate": 0.0, "start_step": 50, "new_scores": True}
+FORMLESS = {"nope_a": 0.5, "bias_form": "linear", **STILL}
+LABELS = [
+    ("recent", {"optimizer": "adamw", "hidden_rate": 1.0, "qk_norm": False}, BY_SCORE),
+    ("recent", {"score_layers": 4, "sliding_heads": 0}, f"{BY_SCORE}, in 1 of 4 layers"),
+    ("recent", {"score_layers": None, "sliding_heads": 3}, f"{BY_SCORE}, sliding heads: 3"),
+    (
+        "recent",
+        {"nope_heads": 2, "nope_layers": [1, 3], "nope_rotary_dim": 32, "nope_rate": 0.1},
+        f"{BY_SCORE}, NoPE heads: 2 in layers 1, 3, 32 channels rotated, their rate x 0.1",
+    ),
+    ("recent", {"nope_heads": 2, "nope_a": 0.005}, f"{BY_SCORE}, NoPE heads: 2"),
+    (
+        "recent",
+        {"optimizer": "muon", "hidden_rate": 3.0, "qk_norm": True},
+        f"{BY_SCORE}, optimizer muon, rate of matrices x 3, QK-norm",
+    ),
+    (
+        "recent",
+        STILL,
+        f"{BY_SCORE}, NoPE heads: 2, new scores, rate of their A x 0, from step 50",
+    ),
+    ("dense", FORMLESS, "dense, NoPE heads: 2, new scores, from step 50"),
+    ("sliding", FORMLESS, "8 newest, NoPE heads: 2, new scores, from step 50"),
+    (
+        "recent",
+        {"score_targets": "all", "target_every": 8, "target_rate": 1.0},
+        f"{BY_SCORE}, targets, every 8 steps",
+    ),
+    (
+        "recent",
+        {"initial_a": 1.0, "shortest_span": 1024, "sinks": 0},
+        f"{BY_SCORE}, A from 1, episodes from 1024",
+    ),
+    (
+        "random-recent",
+        {"initial_a": 1.0, "shortest_span": 1024},
+        "6 at random, 2 newest, episodes from 1024",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "changed", "label"), LABELS)
+def test_labels(form: str, changed: dict[str, Any], label: str) -> None:
+    assert quality_picture.label_of(result("a", [1.0], form, **changed)) == label
+
+
+def test_labels_have_lines_of_their_own() -> None:
+    kinds = ({"score_layers": 4}, {"sliding_heads": 3}, {"initial_a": 1.0}, {"score_layers": 4})
+    runs = {str(number): result("a", [1.0], **kind) for number, kind in enumerate(kinds)}
+    styles = quality_picture.lines_of(runs)
     assert len(styles) == len({tuple(style.values()) for style in styles.values()}) == 3
 
 

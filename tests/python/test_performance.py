@@ -164,8 +164,10 @@ def test_gradients_of_the_original() -> None:
     inputs = Inputs(case, "cpu", torch.float32)
     peers = original_times.peers_of(inputs, training=True)
     assert {name: len(peer.leaves) for name, peer in peers.items()} == {
-        **{original_times.FUSED: 5, original_times.GIVEN: 4},
-        **{original_times.MASKED: 3, original_times.DENSE: 3},
+        original_times.FUSED: 5,
+        original_times.GIVEN: 4,
+        original_times.MASKED: 3,
+        original_times.DENSE: 3,
     }
     grads = {name: run() for name, run in original_times.check_peers(inputs, peers).items()}
     for found, want in zip(grads[original_times.GIVEN], grads[original_times.MASKED]):

@@ -188,7 +188,9 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "FDMA_PROGRESS_SECONDS": "0"}
     with subprocess.Popen(
         [*program, "--text", text, "--json", path],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, **variables},
         preexec_fn=heed_ctrl_c,
     ) as training:

@@ -15,9 +15,19 @@ from programs import ROOT, Done, assert_refused, help_of, output_of, python
 
 RANKS, Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW, RECENT, KEYS = 3, 4, 2, 16, 8, 3, 64
 SIZES = {
-    **{"q-heads": Q_HEADS, "kv-heads": KV_HEADS, "head-dim": HEAD_DIM, "window": WINDOW},
-    **{"recent": RECENT, "keys": KEYS, "total": 130, "ring-keys": 70, "dense-keys": 32},
-    **{"longest": 200, "rounds": 2, "calls": 1, "timeout": 60},
+    "q-heads": Q_HEADS,
+    "kv-heads": KV_HEADS,
+    "head-dim": HEAD_DIM,
+    "window": WINDOW,
+    "recent": RECENT,
+    "keys": KEYS,
+    "total": 130,
+    "ring-keys": 70,
+    "dense-keys": 32,
+    "longest": 200,
+    "rounds": 2,
+    "calls": 1,
+    "timeout": 60,
 }
 TEAMS = [1, 2, 3]
 LINES = [
@@ -198,8 +208,16 @@ def test_help_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- picture ----
 
 MACHINE = {
-    **{"machine": "A GPU", "device": "cuda", "torch": "2", "date": "today", "commit": "abc"},
-    **{"dtype": "bf16", "q_heads": 32, "kv_heads": 8, "head_dim": 128, "window": 2048},
+    "machine": "A GPU",
+    "device": "cuda",
+    "torch": "2",
+    "date": "today",
+    "commit": "abc",
+    "dtype": "bf16",
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "window": 2048,
     "recent": 0,
 }
 
