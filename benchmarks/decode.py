@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from common import (
+from benchmarking import (
     QUICK,
     USUAL,
     Disagreement,

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 import program as progress_lines
 from arguments import Parser
-from common import find_machine, write_whole
+from benchmarking import find_machine, write_whole
 from definition import Comparison
 from definition_cases import CASES, DTYPES, Case, Inputs, default_device, has_kernels
 from definition_options import QUICK_KEYS, equivalence_parser

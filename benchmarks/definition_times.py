@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, NamedTuple
 
 import flash_dmattn
 import torch
-from common import Disagreement, Rounds, alternate, median_ratio, summary, time_pass
+from benchmarking import Disagreement, Rounds, alternate, median_ratio, summary, time_pass
 from definition_cases import Inputs
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 import flash_dmattn.transformers
 import torch
-from common import (
+from benchmarking import (
     QUICK,
     Disagreement,
     Rounds,

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from common import (
+from benchmarking import (
     QUICK,
     Rounds,
     alternate,

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, NamedTuple
 
 import flash_dmattn
 import torch
-from common import Rounds, alternate, median_ratio, summary, time_wall
+from benchmarking import Rounds, alternate, median_ratio, summary, time_wall
 from definition_cases import Case, Inputs
 from definition_times import best_keys, dense_options, require_equal
 from original_tables import BACKWARD, FORWARD, Published

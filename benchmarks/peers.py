@@ -100,7 +100,7 @@ import peers_cuda
 import peers_cuda_cases
 import peers_training
 import torch
-from common import (
+from benchmarking import (
     QUICK,
     USUAL,
     Disagreement,

@@ -19,7 +19,7 @@ import flash_dmattn
 import peers_cuda_backward
 import peers_flash4
 import torch
-from common import Disagreement, Rounds, median_ratio, quantiles, summary
+from benchmarking import Disagreement, Rounds, median_ratio, quantiles, summary
 from flash_dmattn import ops
 from peers_cuda_cases import (
     LONGEST_DENSE,

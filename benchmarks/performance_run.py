@@ -11,7 +11,7 @@ import definition_times
 import original_times
 import torch
 from arguments import Parser, folder, whole_number
-from common import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
+from benchmarking import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
 from definition_cases import Case, Inputs, choose_dtype
 from definition_run import make_parser, parse
 

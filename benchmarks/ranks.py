@@ -102,7 +102,15 @@ if __name__ == "__main__":
 import flash_dmattn
 import torch
 import torch.distributed as dist
-from common import Disagreement, Rounds, find_machine, median_ratio, quantiles, summary, write_whole
+from benchmarking import (
+    Disagreement,
+    Rounds,
+    find_machine,
+    median_ratio,
+    quantiles,
+    summary,
+    write_whole,
+)
 from flash_dmattn.distributed import ring_attention, split_lengths
 from ranks_common import (
     WARM_UP,

@@ -16,7 +16,7 @@ from unittest import mock
 import flash_dmattn
 import torch
 import torch.distributed as dist
-from common import Disagreement, Rounds
+from benchmarking import Disagreement, Rounds
 from flash_dmattn import _ranks
 from flash_dmattn.distributed import context_parallel_attention
 

@@ -32,7 +32,7 @@ if __name__ == "__main__":
     program.begin(make_parser(__doc__).parse_args)
 
 import torch
-from common import Disagreement, find_machine, write_whole
+from benchmarking import Disagreement, find_machine, write_whole
 from definition_cases import DTYPES, choose_dtype, default_device, has_kernels
 from definition_run import Progress
 from suite_calls import Setting

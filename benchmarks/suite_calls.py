@@ -8,7 +8,7 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
-from common import require_close
+from benchmarking import require_close
 from definition_cases import Inputs, square
 from peers_cuda_cases import best_keys
 from streams_inputs import visible_pairs

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import torch
-from common import Rounds, alternate, median_ratio, quantiles, summary, time_pass
+from benchmarking import Rounds, alternate, median_ratio, quantiles, summary, time_pass
 from suite_calls import Call, Setting
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without the profiler's lines on stderr

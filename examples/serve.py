@@ -246,7 +246,7 @@ def compare_tokens(results: Results) -> bool:
 def write(path: Path, device: str, rows: list[dict[str, Any]]) -> None:
     """A line for the machine and one for each row, as the scripts of benchmarks/ write them."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from common import find_machine, write_whole
+    from benchmarking import find_machine, write_whole
 
     write_whole(path / f"serve-{device}.json", [find_machine(device), *rows])
 

@@ -1,5 +1,5 @@
 """Puts benchmarks/ on Python's path. The programs here take from it how a program begins
-(program.py), what describes a machine and writes results (common.py, kernels_hash.py), and
+(program.py), what describes a machine and writes results (benchmarking.py, kernels_hash.py), and
 how a picture is saved (peers_picture.py)."""
 
 import sys

@@ -68,7 +68,7 @@ if __name__ == "__main__":
 import numpy as np
 import quality_model
 import torch
-from common import commit, write_whole
+from benchmarking import commit, write_whole
 from flash_dmattn import attention, select
 from flash_dmattn.score_targets import log_targets
 from quality import machine_of

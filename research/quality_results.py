@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     program.begin(parse)
 
-from common import commit, write_whole
+from benchmarking import commit, write_whole
 
 LOSSES = 60  # of training, of each run
 SETTINGS = (

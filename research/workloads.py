@@ -95,7 +95,7 @@ import workloads_language
 import workloads_multimodal
 import workloads_results
 import workloads_series
-from common import find_machine, write_whole
+from benchmarking import find_machine, write_whole
 from quality_model import narrow
 from quality_results import thinned
 from torch import nn

@@ -1,6 +1,6 @@
 """Files and table of workloads.py.
 
-The first line of a file says the machine, as in common.py; each other line is a run. A run
+The first line of a file says the machine, as in benchmarking.py; each other line is a run. A run
 has its settings, `train`, at most 60 training losses as [step, loss], `train_loss`, the mean over
 the last tenth of the steps, `held_out`, the loss and other measures of held-out data, and
 `baseline`, those of predictions without a model.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks_path  # noqa: F401
-from common import write_whole
+from benchmarking import write_whole
 from quality_results import rounded, table_of
 
 SAME = ("machine", "device", "torch", "commit", "kernels")  # in all files that are joined

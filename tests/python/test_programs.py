@@ -209,15 +209,15 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_keeps_its_rows(tmp_path: Path) -> None:
-    import common
+    import benchmarking
 
     path = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt), common.kept(path, {"machine": "one"}) as lines:
+    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}) as lines:
         lines.append({"ms": 1})
         raise KeyboardInterrupt
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines
     path.unlink()
-    with pytest.raises(KeyboardInterrupt), common.kept(path, {"machine": "one"}):
+    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}):
         raise KeyboardInterrupt
     assert not path.exists()
 
