@@ -43,16 +43,20 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def make_parser(script: str, document: str | None, more: str) -> Parser:
-    """The arguments --out, --device and --quick. `document` is the script's docstring, of which
-    the help shows the first line, and then `more`."""
-    parser = Parser(
+def bare_parser(script: str, document: str | None, more: str = "") -> Parser:
+    """The help shows the first line of the script's docstring, then the arguments, then `more`."""
+    return Parser(
         prog=script,
         description=(document or "").split("\n")[0],
         epilog=more.strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def make_parser(script: str, document: str | None, more: str) -> Parser:
+    """The arguments --out, --device and --quick."""
+    parser = bare_parser(script, document, more)
     parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few rounds")

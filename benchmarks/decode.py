@@ -14,10 +14,10 @@ from there; on a device it is one CUDA graph. In each round every peer makes one
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
@@ -48,13 +48,21 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles
-from peers_cuda import ratio
-from script import alternate, kept, parse
+from benchmarking import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    alternate,
+    median_ratio,
+    parse,
+    summary,
+    time_pass,
+    write_rows,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE_KEYS = 131072  # of the peer sdpa
-WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a graph
 CPU_CACHE = 64 << 20  # bytes, where the machine does not say
 TIMES_CACHE = 3  # the caches of a pass are this many times the processor's own
 
@@ -166,21 +174,6 @@ def make_pass(run: Callable[[Inputs], Any], inputs: Inputs) -> Callable[[], Any]
     return graph.replay
 
 
-def time_pass(run: Callable[[], Any], device: str) -> float:
-    """Milliseconds."""
-    if device == "cpu":
-        before = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - before)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(WAIT_CYCLES)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def check(inputs: Inputs) -> None:
     """Raise Disagreement unless outputs are numbers, and one token has entered each cache, or no
     drafts."""
@@ -201,14 +194,12 @@ def measure(inputs: Inputs, rounds: Rounds) -> Iterator[dict[str, Any]]:
     }
     times = alternate(timers, rounds)
     for name, own in times.items():
-        low, median, high = quantiles(own)
         yield {
             "case": inputs.case.name(),
             "peer": name,
-            "ms": median,
-            "spread": (high - low) / median,
-            "of_read": ratio(times["read"], own) if name == "fdma" else None,
-            "ratio": None if name == "fdma" else ratio(own, times["fdma"]),
+            **summary(own),
+            "of_read": median_ratio(times["read"], own) if name == "fdma" else None,
+            "ratio": None if name == "fdma" else median_ratio(own, times["fdma"]),
         }
 
 
@@ -218,21 +209,16 @@ def print_row(row: dict[str, Any]) -> None:
     print((line + "{:>8} {:>14}".format(*cells)).rstrip(), flush=True)
 
 
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for case in all_cases(args.device):
+        program.doing(case.name())
+        yield from measure(Inputs(case, args.device), QUICK if args.quick else USUAL)
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(own_parser(), arguments)
-    path = args.out / f"decode-{args.device}.json"
     print(f"{'case':48} {'peer':5} {'us':>10} {'spread':>7} {'of read':>8} {'times as fast':>14}")
-    try:
-        with kept(path, find_machine(args.device)) as lines:
-            for case in all_cases(args.device):
-                program.doing(case.name())
-                for row in measure(Inputs(case, args.device), QUICK if args.quick else USUAL):
-                    lines.append(row)
-                    print_row(row)
-    except (Disagreement, OSError) as error:
-        print(f"decode.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return write_rows("decode", args, rows_of(args), print_row)
 
 
 if __name__ == "__main__":

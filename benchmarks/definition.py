@@ -25,10 +25,21 @@ PLAIN_OF_FEW = 16
 
 # The letters are those of docs/glossary.md; c is a channel of the value states of all kv heads.
 AXES = {
-    **{"query": "bihd", "key": "bjgd", "value": "bjgd", "out": "bihd", "lse": "bhi"},
-    **{"dt_proj": "gc", "a_coef": "g", "dt_bias": "g", "score": "bgj", "bias": "bgj"},
-    **{"key_valid": "bj", "mask": "bhij", "attn_bias": "bhij", "sink_logit": "h"},
-    **{"probability": "bhij"},
+    "query": "bihd",
+    "key": "bjgd",
+    "value": "bjgd",
+    "out": "bihd",
+    "lse": "bhi",
+    "dt_proj": "gc",
+    "a_coef": "g",
+    "dt_bias": "g",
+    "score": "bgj",
+    "bias": "bgj",
+    "key_valid": "bj",
+    "mask": "bhij",
+    "attn_bias": "bhij",
+    "sink_logit": "h",
+    "probability": "bhij",
 }
 # A plain evaluation leaves these float32: exp(s - lse) is one step of a softmax, whose sums PyTorch
 # has in float32 in every dtype.

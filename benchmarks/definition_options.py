@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from arguments import Parser, output
+from arguments import Parser, bare_parser, output
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 QUICK_KEYS = 150  # --quick leaves longer cases out
@@ -30,12 +28,7 @@ written; 2 bad usage.
 
 
 def make_parser(program: str, document: str | None) -> Parser:
-    parser = Parser(
-        prog=program,
-        description=(document or "").split("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bare_parser(program, document)
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
     )

@@ -12,11 +12,11 @@ from typing import Any, Callable, NamedTuple
 
 import program as progress_lines
 from arguments import Parser
+from benchmarking import find_machine, write_whole
 from definition import Comparison
 from definition_cases import CASES, DTYPES, Case, Inputs, default_device, has_kernels
 from definition_options import QUICK_KEYS, equivalence_parser
 from definition_options import make_parser as make_parser  # for definition_times.py
-from peers_common import find_machine, write_whole
 
 try:
     from tqdm import tqdm

@@ -8,10 +8,8 @@ from typing import Any, Callable, Dict, NamedTuple
 
 import flash_dmattn
 import torch
-from decode import time_pass
+from benchmarking import Disagreement, Rounds, alternate, median_ratio, summary, time_pass
 from definition_cases import Inputs
-from peers_common import Disagreement, Rounds, quantiles
-from script import alternate
 from torch.nn.functional import scaled_dot_product_attention
 
 PAIRS_AT_ONCE = 1 << 26  # of queries and keys that are ranked
@@ -115,7 +113,5 @@ def measure(inputs: Inputs, training: bool, device: str, rounds: Rounds) -> Iter
     timers = {name: lambda run=run: time_pass(run, device) for name, run in peers.items()}
     times = alternate(timers, rounds)
     for name, own in times.items():
-        low, median, high = quantiles(own)
-        ratios = [x / base for x, base in zip(own, times["flash_dma_attention"])]
-        spread = (high - low) / median
-        yield Row(inputs.case.name, name, median, spread, quantiles(ratios)[1])
+        ratio = median_ratio(own, times["flash_dma_attention"])
+        yield Row(inputs.case.name, name, **summary(own), times=ratio)

@@ -17,7 +17,6 @@ import argparse
 import copy
 import gc
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
@@ -54,14 +53,17 @@ if __name__ == "__main__":
 
 import flash_dmattn.transformers
 import torch
-from peers_common import (
+from benchmarking import (
     QUICK,
     Disagreement,
     Rounds,
-    find_machine,
+    alternate,
+    make_rows,
+    parse,
     require_close,
+    time_wall,
+    write_rows,
 )
-from script import alternate, kept, make_rows, parse
 from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, StaticCache
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
@@ -199,17 +201,6 @@ def check(case: Case, device: str) -> None:
         raise Disagreement(f"{case.kind}: outputs that are no numbers")
 
 
-def elapsed(run: Callable[[], Any], device: str) -> float:
-    """Milliseconds, with the host's time."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    before = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - before)
-
-
 def memory_of(run: Callable[[], Any]) -> float:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -227,25 +218,26 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
     for run in [*runs.values()] * 2:  # rounds that do not count
         run()
     count = GENERATED if case.kind == "generate" else 1
-    timers = {peer: lambda run=run: elapsed(run, device) / count for peer, run in runs.items()}
+    timers = {peer: lambda run=run: time_wall(run, device) / count for peer, run in runs.items()}
     for row in make_rows(case.name(dtype), alternate(timers, rounds)):
         yield {**row, "GiB": memory_of(runs[row["peer"]])} if has_memory else row
 
 
-def run(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
-    """Add the rows of all cases, and print them."""
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in CASES[args.device]:
         small = case._replace(
             tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
         )
         program.doing(f"{small.kind}, {small.tokens} tokens")
-        for row in measure(small, args.device, QUICK if args.quick else ROUNDS):
-            lines.append(row)
-            line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
-            print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
+        yield from measure(small, args.device, QUICK if args.quick else ROUNDS)
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def print_row(row: dict[str, Any]) -> None:
+    line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
+    print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -253,15 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     flash_dmattn.transformers.register()
     if args.device == "cpu":
         torch.set_num_threads(2)
-    path = args.out / f"doge-{args.device}.json"
     print(f"{'case':36} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7} {'GiB':>7}")
-    try:
-        with kept(path, find_machine(args.device)) as lines:
-            run(args, lines)
-    except (Disagreement, OSError) as error:
-        print(f"doge.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return write_rows("doge", args, rows_of(args), print_row)
 
 
 if __name__ == "__main__":

@@ -52,16 +52,17 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from peers_common import (
+from benchmarking import (
     QUICK,
-    Disagreement,
     Rounds,
-    find_machine,
-    quantiles,
+    alternate,
+    make_rows,
+    median_ratio,
+    parse,
     require_close,
+    write_rows,
 )
-from peers_cuda_inputs import Goal
-from script import alternate, kept, make_rows, parse
+from peers_cuda_cases import Goal
 from torch.nn.functional import scaled_dot_product_attention
 
 CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
@@ -177,7 +178,7 @@ def of_sdpa(times: dict[str, list[float]], peer: str, goal: Goal | None) -> dict
     """fdma's time over that of sdpa in the same round, median of the rounds; and its goal."""
     if peer != "fdma":
         return {"of_sdpa": None, "goal": None, "met": None}
-    _, median, _ = quantiles([ours / theirs for ours, theirs in zip(times["fdma"], times["sdpa"])])
+    median = median_ratio(times["fdma"], times["sdpa"])
     words, met = (goal.words(), goal.met(median)) if goal else (None, None)
     return {"of_sdpa": median, "goal": words, "met": met}
 
@@ -190,6 +191,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    check(device)
     timers = {
         case: {name: functools.partial(time_calls, run, device) for name, run in peers.items()}
         for case, peers in make_cases(device).items()
@@ -213,21 +215,19 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(own_parser(), arguments)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    path = args.out / f"host_time-{args.device}.json"
     print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7} {'of sdpa':>8}")
-    try:
-        check(args.device)
-        with kept(path, find_machine(args.device)) as lines:
-            for row in measure(args.device, QUICK if args.quick else HOST_ROUNDS):
-                lines.append(row)
-                print_row(row)
-            held = [row["met"] for row in lines[1:] if row["met"] is not None]
-            if held:
-                print(f"{sum(held)} of {len(held)} goals reached")
-    except (Disagreement, OSError) as error:
-        print(f"host_time.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    held: list[bool] = []
+
+    def show(row: dict[str, Any]) -> None:
+        print_row(row)
+        if row["met"] is not None:
+            held.append(row["met"])
+
+    rows = measure(args.device, QUICK if args.quick else HOST_ROUNDS)
+    status = write_rows("host_time", args, rows, show)
+    if held and status == 0:
+        print(f"{sum(held)} of {len(held)} goals reached")
+    return status
 
 
 if __name__ == "__main__":

@@ -53,16 +53,17 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from decode import time_pass
-from peers_common import (
+from benchmarking import (
     QUICK,
     USUAL,
-    Disagreement,
     Rounds,
-    find_machine,
+    alternate,
+    make_rows,
+    parse,
     require_close,
+    time_pass,
+    write_rows,
 )
-from script import alternate, kept, make_rows, parse
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -218,33 +219,24 @@ def measure(inputs: Inputs, device: str, rounds: Rounds) -> Iterator[dict[str, A
     yield from make_rows(inputs.case.name(inputs.dtype), alternate(timers, rounds))
 
 
-def run(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
-    """Add the rows of all cases, and print them."""
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in CASES[args.device]:
         small = case._replace(keys=case.keys // args.divide, window=case.window // args.divide)
         inputs = Inputs(small, args.device)
         program.doing(small.name(inputs.dtype))
-        for row in measure(inputs, args.device, QUICK if args.quick else USUAL):
-            lines.append(row)
-            print(
-                "{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row),
-                flush=True,
-            )
+        yield from measure(inputs, args.device, QUICK if args.quick else USUAL)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    print("{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(own_parser(), arguments)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    path = args.out / f"options-{args.device}.json"
     print(f"{'case':52} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7}")
-    try:
-        with kept(path, find_machine(args.device)) as lines:
-            run(args, lines)
-    except (Disagreement, OSError) as error:
-        print(f"options.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return write_rows("options", args, rows_of(args), print_row)
 
 
 if __name__ == "__main__":

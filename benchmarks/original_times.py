@@ -8,17 +8,15 @@ mask and the bias of every pair are made beforehand, in the dtype of the query.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any, Callable, Dict, NamedTuple
 
 import flash_dmattn
 import torch
+from benchmarking import Rounds, alternate, median_ratio, summary, time_wall
 from definition_cases import Case, Inputs
 from definition_times import best_keys, dense_options, require_equal
 from original_tables import BACKWARD, FORWARD, Published
-from peers_common import Rounds, quantiles
-from script import alternate
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS = (2, 1)
@@ -143,16 +141,6 @@ def check_peers(inputs: Inputs, peers: dict[str, Peer]) -> Runs:
     return found
 
 
-def time_wall(run: Callable[[], Any], device: str) -> float:
-    """Milliseconds until the device has finished."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    before = time.perf_counter()
-    run()
-    wait()
-    return 1e3 * (time.perf_counter() - before)
-
-
 def compare(
     row: dict[str, Any], masked_ms: float | None, ratio: float, published: Published
 ) -> None:
@@ -185,20 +173,17 @@ def measure(
     runs = check_peers(inputs, peers_of(inputs, training))
     timers = {name: lambda run=run: time_wall(run, device) for name, run in runs.items()}
     times = alternate(timers, rounds)
-    medians = {name: quantiles(own) for name, own in times.items()}
+    measured = {name: summary(own) for name, own in times.items()}
     for name in (FUSED, GIVEN, MASKED, DENSE):
         row: dict[str, Any] = {"case": case.name, "peer": name}
         if name not in times:
             yield {**row, "reason": NO_MEMORY}
             continue
-        low, row["ms"], high = medians[name]
-        row["spread"] = (high - low) / row["ms"]
-        row["times"] = quantiles([x / y for x, y in zip(times[name], times[FUSED])])[1]
+        row.update(measured[name], times=median_ratio(times[name], times[FUSED]))
         if name in (FUSED, GIVEN):
-            masked = times.get(MASKED, [])
-            ratios = [x / y for x, y in zip(masked, times[name])]
-            ratio = quantiles(ratios)[1] if ratios else 0.0
-            compare(row, medians[MASKED][1] if masked else None, ratio, published)
+            ratio = median_ratio(times[MASKED], times[name]) if MASKED in times else 0.0
+            masked_ms = measured[MASKED]["ms"] if MASKED in times else None
+            compare(row, masked_ms, ratio, published)
         yield row
 
 

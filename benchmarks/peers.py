@@ -18,31 +18,99 @@ import argparse
 import functools
 import os
 import sys
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from typing import Any, Callable, NamedTuple
 
 import program
-from peers_options import make_parser
+from arguments import Parser, bare_parser, output, picture, whole_number, whole_numbers
+
+WINDOW = 2048
+
+MORE = """
+Cases: forward/dense (causal, all keys), forward/selected (the window best keys of each query) and
+training/selected (forward and the gradients of q, k and v).
+Peers:
+  fdma         flash_dmattn; the time of a selected case includes its selection
+  sdpa         scaled_dot_product_attention(is_causal=True): all keys, in selected cases too
+  sdpa-masked  scaled_dot_product_attention under the boolean mask of the selection, built before
+  mask         building that mask from flash_dmattn's selection; the time includes selecting
+Columns:
+  ms             median of the rounds
+  spread         (90th percentile - 10th percentile) / median
+  GFLOP/s        useful operations: 4 * head_dim (training: 3.5 times that) for each pair of a
+                 query and a key that it keeps; of all keys for sdpa
+  times as fast  the peer's time over fdma's time in the same round, median of the rounds
+{cuda}
+FILTER is a substring of cases' names or, if it has * or ?, a pattern for whole names.
+"""
+
+ON_CUDA = """
+With --device cuda (--threads, --lengths and --window do not apply) cases are
+  attention  score, selection, lists and attention in one call, against dense attention
+  selected   selection and attention, of given scores in several orders
+  dense      all keys through the kernels of flash_dmattn
+  select, score   one operation alone
+  one-query  attention of one query: with a window as attention, without one as dense
+  launch     the host's time for a call
+  backward   the gradients of attention; training: forward and backward
+  selected-backward, dense-backward   the gradients of selected and dense
+and peers
+  fdma       flash_dmattn; the time includes scores and selection unless they are given.
+             fdma-rising, ...: with scores in that order
+  fdma-deterministic   gradients that are bit-equal from run to run
+  fdma-sm80  attention by the kernels for any device of compute capability 8.0 or later
+  cudnn, flash   SDPA over all keys, by the back ends of cuDNN and of FlashAttention
+  flash4     flash_attn_func() of the package flash-attn-4 over all keys, if it is installed: in
+             attention, dense and their gradients. A case in which it fails is measured without it,
+             after a line that says why
+  masked, mask   SDPA under the boolean mask of the selection; building that mask
+  read       a plain read of the case's keys: half the time of a copy
+  graph      the same call in a CUDA graph
+A case without bBATCH in its name has batch 1.
+Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's), of flash4
+relative to flash4's; of read is the time of a plain read over that of the case; of iid is the time
+over that with random scores, of fast over that with gradients summed in any order, and of shorter
+over that of a quarter of the length; times cudnn is the time of cudnn over that of the row's peer,
+and as fast is the time of the row's peer over that of fdma.
+"""
+
+
+def make_parser() -> Parser:
+    parser = bare_parser("peers.py", __doc__, MORE.format(cuda=ON_CUDA.strip()))
+    add = parser.add_argument
+    add("filter", nargs="?", metavar="FILTER", help="which cases (default: all)")
+    add("--device", default="cpu", help="where to run: cpu or cuda (default: cpu)")
+    add("--json", type=output, metavar="FILE", help="also write the figures, one object per line")
+    add("--picture", type=picture, metavar="FILE", help="draw time against length (.svg, .png)")
+    add("--threads", type=whole_number, nargs="+", metavar="N", help="default: 1 2")
+    add("--lengths", type=whole_numbers, metavar="N,...", help="default: 1024 to 16384, doubling")
+    add("--window", type=whole_number, default=WINDOW, metavar="N", help="default: %(default)s")
+    add("--rounds", type=whole_number, metavar="N", help="exactly N rounds per case")
+    add("--quick", action="store_true", help="few rounds, lengths up to 4096 (cuda: 32768)")
+    return parser
+
 
 if __name__ == "__main__":
-    program.begin(make_parser(__doc__).parse_args)
+    program.begin(make_parser().parse_args)
 
 import flash_dmattn
 import peers_cuda
 import peers_cuda_cases
 import peers_training
 import torch
-from peers_common import (
+from benchmarking import (
     QUICK,
     USUAL,
     Disagreement,
     Rounds,
+    alternate,
     find_machine,
-    quantiles,
+    median_ratio,
     require_close,
+    summary,
+    time_pass,
     write_whole,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -234,33 +302,18 @@ def check_outputs(
                 require_close(out[block.rows], ours[block.rows], 2 * block.allowed, both)
 
 
-def alternate(peers: tuple[Peer, ...], inputs: Inputs, rounds: Rounds) -> list[list[float]]:
-    """The milliseconds of each peer in each round."""
-    times: list[list[float]] = [[] for _ in peers]
-    end = time.perf_counter() + rounds.seconds
-    while len(times[0]) < rounds.least or (
-        len(times[0]) < rounds.most and time.perf_counter() < end
-    ):
-        for peer, own in zip(peers, times):
-            before = time.perf_counter()
-            peer.run(inputs)
-            own.append(1e3 * (time.perf_counter() - before))
-    return times
-
-
 def make_row(
     case: Case, peer: Peer, threads: int, times: list[float], ours: list[float]
 ) -> dict[str, Any]:
-    low, median, high = quantiles(times)
+    measured = summary(times)
     window = {"all": 0, "kept": case.window}.get(peer.keys)
     return {
         "case": case.name(),
         "peer": peer.name,
         "threads": threads,
-        "ms": median,
-        "spread": (high - low) / median,
-        "useful_gflops": None if window is None else case.flops(window) / (median * 1e6),
-        "ratio": None if times is ours else quantiles([a / b for a, b in zip(times, ours)])[1],
+        **measured,
+        "useful_gflops": None if window is None else case.flops(window) / (measured["ms"] * 1e6),
+        "ratio": None if times is ours else median_ratio(times, ours),
     }
 
 
@@ -282,9 +335,13 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, A
         for threads in args.threads:
             torch.set_num_threads(threads)  # flash_dmattn obeys it too
             check_outputs(case, peers, inputs, references)  # this warms up too
-            times = alternate(peers, inputs, args.rounds)
-            for peer, own in zip(peers, times):
-                yield make_row(case, peer, threads, own, times[0])
+            timers = {
+                peer.name: functools.partial(time_pass, functools.partial(peer.run, inputs), "cpu")
+                for peer in peers
+            }
+            times = alternate(timers, args.rounds)
+            for peer in peers:
+                yield make_row(case, peer, threads, times[peer.name], times[peers[0].name])
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -331,7 +388,7 @@ def named(cases: list[Any], wanted: str | None) -> list[Any]:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
-    parser = make_parser(__doc__)
+    parser = make_parser()
     args = parser.parse_args(argv)
     if args.device not in flash_dmattn.get_available_backends():
         parser.error(

@@ -1,6 +1,6 @@
 """What benchmarks/peers.py measures on a CUDA device, and how.
 
-The cases are in peers_cuda_cases.py, their tensors in peers_cuda_inputs.py, and what is about
+The cases are in peers_cuda_cases.py, their tensors in peers_cuda_cases.py, and what is about
 gradients in peers_cuda_backward.py. Peers alternate. A call is timed by events on its stream, after
 a kernel that only waits, so that the host's time does not count; the case "launch" measures the
 host's time alone.
@@ -19,9 +19,9 @@ import flash_dmattn
 import peers_cuda_backward
 import peers_flash4
 import torch
+from benchmarking import Disagreement, Rounds, median_ratio, quantiles, summary
 from flash_dmattn import ops
-from peers_common import Disagreement, Rounds, quantiles
-from peers_cuda_inputs import (
+from peers_cuda_cases import (
     LONGEST_DENSE,
     ORDERS,
     PASSES,
@@ -295,17 +295,13 @@ def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[fl
     return [own[1:] for own in times]
 
 
-def ratio(above: list[float], below: list[float]) -> float:
-    """The median of the rounds' ratios."""
-    return quantiles([a / b for a, b in zip(above, below)])[1]
-
-
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
 ) -> dict[str, Any]:
     """One peer's row of a case; `earlier` has fdma's medians in the cases before it."""
     own, ours = times[peer.name], times["fdma"]
-    low, median, high = quantiles(own)
+    measured = summary(own)
+    median = measured["ms"]
     is_ours = peer.name.startswith("fdma")
     attends = peer.keys or peer is FUSED or case.kind in PASSES
     flops = case.flops(0 if peer.keys == "all" else case.window) if attends else None
@@ -314,22 +310,21 @@ def make_row(
         """Useful FLOP/s relative to those of a peer that attends to all keys."""
         if not flops or rival not in times:
             return None
-        return flops / case.flops(0) * ratio(times[rival], own)
+        return flops / case.flops(0) * median_ratio(times[rival], own)
 
     row = {
         "case": case.name(),
         "peer": peer.name,
-        "ms": median,
-        "spread": (high - low) / median,
+        **measured,
         "useful_gflops": flops / (median * 1e6) if flops and case.kind != "launch" else None,
         "of_dense": rate_over("flash" if peer.name == "fdma-sm80" else "cudnn"),
         "of_flash4": rate_over(peers_flash4.NAME),
-        "of_read": ratio(times["read"], own) if "read" in times else None,
-        "of_iid": ratio(own, ours) if peer.name[5:] in ORDERS else None,
-        "of_fast": ratio(own, ours) if peer.name == "fdma-deterministic" else None,
+        "of_read": median_ratio(times["read"], own) if "read" in times else None,
+        "of_iid": median_ratio(own, ours) if peer.name[5:] in ORDERS else None,
+        "of_fast": median_ratio(own, ours) if peer.name == "fdma-deterministic" else None,
         "of_shorter": of_shorter(case, median, earlier) if peer.name == "fdma" else None,
-        "times_cudnn": ratio(times["cudnn"], own) if is_ours and "cudnn" in times else None,
-        "ratio": None if is_ours else ratio(own, ours),
+        "times_cudnn": median_ratio(times["cudnn"], own) if is_ours and "cudnn" in times else None,
+        "ratio": None if is_ours else median_ratio(own, ours),
     }
     goal = case.goals.get(peer.name)
     row["goal"] = goal.words() if goal else None

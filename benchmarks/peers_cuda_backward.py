@@ -13,8 +13,8 @@ from typing import Callable
 import flash_dmattn
 import peers_flash4
 import torch
-from peers_common import Disagreement
-from peers_cuda_inputs import LONGEST_DENSE, ORDERS, SAMPLES, Case, Inputs, Peer, best_keys
+from benchmarking import Disagreement
+from peers_cuda_cases import LONGEST_DENSE, ORDERS, SAMPLES, Case, Inputs, Peer, best_keys
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import flash_dmattn
 import torch
-from peers_common import require_close
+from benchmarking import require_close
 from torch.nn.functional import scaled_dot_product_attention
 
 SAMPLES = 32  # queries whose outputs have gradients, in the check

@@ -11,9 +11,9 @@ import definition_times
 import original_times
 import torch
 from arguments import Parser, folder, whole_number
+from benchmarking import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
 from definition_cases import Case, Inputs, choose_dtype
 from definition_run import make_parser, parse
-from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
 WINDOW = 1024

@@ -15,6 +15,7 @@ which everything that is compared runs once. Results are checked before they are
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -23,16 +24,94 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 import program
-from ranks_options import make_parser, parse
+from arguments import Parser, bare_parser, folder, whole_number
+
+ITEM_NAMES = ["weak", "strong", "bytes", "communication", "memory", "host", "ring", "longest"]
+NUMBERS = {  # the defaults of options
+    "q-heads": 32,
+    "kv-heads": 8,
+    "head-dim": 128,
+    "window": 2048,
+    "keys": 65536,
+    "total": 1 << 20,
+    "ring-keys": 1 << 18,
+    "dense-keys": 32768,
+    "longest": 1 << 22,
+    "rounds": 9,
+    "calls": 3,
+    "timeout": 300,
+}
+
+MORE = """
+Items, each of which is one or more lines of ranks.json:
+  weak           --keys tokens on each of 1, 2, 4, ... ranks. efficiency: the time of one device
+                 alone with as many tokens, by flash_dma_attention(), over that of the team; of both
+                 the slowest rank counts. work: pairs of a query and a kept key of the rank that has
+                 most, over those of one device alone, whose first queries see fewer keys
+  strong         --total tokens over 2, 4, ... ranks. efficiency: the time of one device over the
+                 number of ranks, over the time of the team. ideal_from says whether one device was
+                 measured, before the teams, with all tokens, or with --keys tokens and multiplied
+  bytes          what each rank receives from others and sends to others, counted in the collective
+                 operations of a call, for two lengths; table_bytes: of window + recent keys
+  communication  exchange_ms: the collective operations of a call alone, with the same tensors.
+                 of_time: the fraction of the call's time that goes if they are replaced by copies
+                 of what they returned
+  memory         the peak of a call over that of one device alone with the same tokens: what a rank
+                 has beside its own tensors
+  host           milliseconds until forward returns to the host, if the ranks compare their
+                 arguments, and if `lengths` is given
+  ring           ring_attention(), dense, of --ring-keys tokens over all ranks, and cuDNN's SDPA of
+                 --dense-keys on one device, multiplied by the pairs and divided by the ranks
+  longest        --longest tokens over all ranks: time and memory
+A line with not_run says why. Times are medians of the rounds in milliseconds, spread is (90th
+percentile - 10th percentile) / median, and ratios are medians of the rounds' ratios.
+"""
+
+
+def make_parser() -> Parser:
+    parser = bare_parser("ranks.py", __doc__, MORE)
+    add = parser.add_argument
+    add("out", type=folder, metavar="FOLDER")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    only = {"nargs": "+", "choices": ITEM_NAMES, "default": ITEM_NAMES, "metavar": "ITEM"}
+    add("--only", **only, help="default: all")
+    add("--dtype", choices=("bf16", "fp16"), default="bf16")
+    shown = {"metavar": "N", "help": "default: %(default)s"}
+    for name, number in NUMBERS.items():
+        add(f"--{name}", type=whole_number, default=number, **shown)
+    add("--recent", type=int, default=0, **shown)
+    seconds = "no more rounds of a comparison after these, default: %(default)s"
+    add("--seconds", type=float, default=20.0, help=seconds)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error(
+            "is not a rank, want it started by torchrun: "
+            "torchrun --nproc-per-node 2 benchmarks/ranks.py FOLDER"
+        )
+    return args
+
 
 if __name__ == "__main__":
-    program.begin(lambda: parse(__doc__))
+    program.begin(parse)
 
 import flash_dmattn
 import torch
 import torch.distributed as dist
+from benchmarking import (
+    Disagreement,
+    Rounds,
+    find_machine,
+    median_ratio,
+    quantiles,
+    summary,
+    write_whole,
+)
 from flash_dmattn.distributed import ring_attention, split_lengths
-from peers_common import Disagreement, Rounds, find_machine, quantiles, write_whole
 from ranks_common import (
     WARM_UP,
     Job,
@@ -54,12 +133,7 @@ Row = dict[str, Any]
 
 
 def describe(times: list[float]) -> Row:
-    low, median, high = quantiles(times)
-    return {"ms": median, "spread": (high - low) / median, "rounds": len(times)}
-
-
-def median_ratio(over: list[float], under: list[float]) -> float:
-    return quantiles([x / y for x, y in zip(over, under)])[1]
+    return {**summary(times), "rounds": len(times)}
 
 
 def rounds_of(job: Job, least: int = 3) -> Rounds:
@@ -221,8 +295,11 @@ def memory(job: Job, team: Team) -> Iterator[Row]:
     rows = team.gather(peak_of(job, lambda: tokens.run(team, lengths)), one)
     above = [int(many - alone) for many, alone in rows]
     yield {
-        **{"keys": keys, "table_bytes": table, "peak": [int(row[0]) for row in rows]},
-        **{"above": above, "tables_a_rank": max(above) / table / team.size},
+        "keys": keys,
+        "table_bytes": table,
+        "peak": [int(row[0]) for row in rows],
+        "above": above,
+        "tables_a_rank": max(above) / table / team.size,
     }
 
 
@@ -369,8 +446,8 @@ def run(job: Job) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    args = parse(__doc__, arguments)
+    parser = make_parser()
+    args = parse(arguments)
     if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
         parser.error("there is no CUDA device, or no CUDA backend in this build")
     if args.keys < 4 or min(args.total, args.ring_keys, args.longest) < int(

@@ -16,9 +16,9 @@ from unittest import mock
 import flash_dmattn
 import torch
 import torch.distributed as dist
+from benchmarking import Disagreement, Rounds
 from flash_dmattn import _ranks
 from flash_dmattn.distributed import context_parallel_attention
-from peers_common import Disagreement, Rounds
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a call

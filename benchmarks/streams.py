@@ -19,7 +19,6 @@ import argparse
 import functools
 import inspect
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Callable
@@ -69,10 +68,20 @@ if __name__ == "__main__":
 
 import flash_dmattn
 import torch
-from decode import time_pass
-from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
-from peers_cuda import ratio
-from script import parse
+from benchmarking import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    alternate,
+    find_machine,
+    median_ratio,
+    parse,
+    quantiles,
+    summary,
+    time_pass,
+    write_whole,
+)
 from streams_inputs import Case, Inputs, Peer, all_cases, check
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -235,20 +244,6 @@ def checked_peers(inputs: Inputs) -> list[Peer]:
     return found
 
 
-def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> dict[str, list[float]]:
-    """The milliseconds of each peer in each round that counts."""
-    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    end = 0.0
-    for made in range(WARM_UP + rounds.most):
-        if made == WARM_UP:
-            end = time.perf_counter() + rounds.seconds
-        if made >= WARM_UP + rounds.least and time.perf_counter() > end:
-            break
-        for peer in peers:
-            times[peer.name].append(time_pass(functools.partial(peer.run, inputs), inputs.device))
-    return {name: own[WARM_UP:] for name, own in times.items()}
-
-
 def find_other(peers: list[Peer], times: dict[str, list[float]]) -> Peer | None:
     """What the first peer is compared with: a second one of ours, or the fastest other library."""
     if len(peers) < 2 or peers[1].ours:
@@ -262,20 +257,19 @@ def make_rows(
     other = find_other(peers, times)
     for peer in peers:
         own, is_fdma = times[peer.name], peer.name == "fdma"
-        low, median, high = quantiles(own)
+        measured = summary(own)
         flops = case.flops(peer.lengths)
         of_other = None
         if is_fdma and other is not None:
-            of_other = ratio(own, times[other.name]) * case.flops(other.lengths) / flops
+            of_other = median_ratio(own, times[other.name]) * case.flops(other.lengths) / flops
         goal = case.goal if is_fdma else None
         yield {
             "case": case.name(),
             "peer": peer.name,
-            "ms": median,
-            "spread": (high - low) / median,
-            "useful_gflops": flops / (median * 1e6),
+            **measured,
+            "useful_gflops": flops / (measured["ms"] * 1e6),
             "of_other": of_other,
-            "ratio": None if peer.ours else ratio(own, times["fdma"]),
+            "ratio": None if peer.ours else median_ratio(own, times["fdma"]),
             "goal": goal.words() if goal else None,
             "met": goal.met(of_other) if goal and of_other is not None else None,
         }
@@ -291,7 +285,10 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
     peers = checked_peers(inputs)
     if device == "cuda":
         torch.cuda.empty_cache()
-    yield from make_rows(case, peers, alternate(peers, inputs, rounds))
+    timers = {
+        peer.name: lambda peer=peer: time_pass(lambda: peer.run(inputs), device) for peer in peers
+    }
+    yield from make_rows(case, peers, alternate(timers, rounds, WARM_UP))
 
 
 def print_row(row: dict[str, Any]) -> None:

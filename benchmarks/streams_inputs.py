@@ -13,7 +13,7 @@ import flash_dmattn
 import peers_cuda
 import peers_cuda_backward
 import torch
-from peers_cuda_inputs import SAMPLES, Goal, best_keys
+from peers_cuda_cases import SAMPLES, Goal, best_keys
 
 EDGES = 16  # sequences or pieces whose first and last queries are compared with float64
 

@@ -32,9 +32,9 @@ if __name__ == "__main__":
     program.begin(make_parser(__doc__).parse_args)
 
 import torch
+from benchmarking import Disagreement, find_machine, write_whole
 from definition_cases import DTYPES, choose_dtype, default_device, has_kernels
 from definition_run import Progress
-from peers_common import Disagreement, find_machine, write_whole
 from suite_calls import Setting
 from suite_items import ITEMS, Plan
 from suite_measure import Bench, Row, reason_of
@@ -62,26 +62,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-COLUMNS = {  # and their formats
-    **{"ms": "10.3f", "spread": "7.3f", "tokens_per_second": "12.0f", "useful_gflops": "10.1f"},
-    **{
-        "of_peak": "7.3f",
-        "peak_bytes": "12.0f",
-        "mean_bytes": "12.0f",
-        "times": "7.2f",
-        "times_dense": "7.2f",
-    },
-}
-TITLES = (
-    "ms",
-    "spread",
-    "tokens/s",
-    "GFLOP/s",
-    "of peak",
-    "peak bytes",
-    "mean bytes",
-    "times",
-    "dense",
+COLUMNS = (  # the field of a row, its title and its format
+    ("ms", "ms", "10.3f"),
+    ("spread", "spread", "7.3f"),
+    ("tokens_per_second", "tokens/s", "12.0f"),
+    ("useful_gflops", "GFLOP/s", "10.1f"),
+    ("of_peak", "of peak", "7.3f"),
+    ("peak_bytes", "peak bytes", "12.0f"),
+    ("mean_bytes", "mean bytes", "12.0f"),
+    ("times", "times", "7.2f"),
+    ("times_dense", "dense", "7.2f"),
 )
 
 
@@ -90,7 +80,7 @@ def width_of(form: str) -> int:
 
 
 def header() -> str:
-    titles = (f"{title:>{width_of(form)}}" for title, form in zip(TITLES, COLUMNS.values()))
+    titles = (f"{title:>{width_of(form)}}" for _, title, form in COLUMNS)
     return f"{'case':52} {'peer':14} {' '.join(titles)}"
 
 
@@ -105,7 +95,7 @@ def format_row(row: Row) -> str:
         return f"{head} {energy.format(**row)}"
     cells = (
         " " * width_of(form) if row.get(name) is None else format(row[name], form)
-        for name, form in COLUMNS.items()
+        for name, _, form in COLUMNS
     )
     return f"{head} {' '.join(cells)}".rstrip()
 

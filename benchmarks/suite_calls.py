@@ -8,9 +8,9 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
+from benchmarking import require_close
 from definition_cases import Inputs, square
-from peers_common import require_close
-from peers_cuda_inputs import best_keys
+from peers_cuda_cases import best_keys
 from streams_inputs import visible_pairs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import torch
-from decode import time_pass
-from peers_common import Rounds, quantiles
-from script import alternate
+from benchmarking import Rounds, alternate, median_ratio, quantiles, summary, time_pass
 from suite_calls import Call, Setting
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without the profiler's lines on stderr
@@ -214,16 +212,15 @@ class Bench:
         head.update(threads=torch.get_num_threads(), **setting.fields())
         if figures.not_run:
             return {**head, "not_run": figures.not_run}
-        low, median, high = quantiles(figures.times)
-        head.update(ms=median, spread=(high - low) / median, rounds=len(figures.times))
-        head.update(tokens_per_second=1e3 * setting.tokens / median)
+        head.update(summary(figures.times), rounds=len(figures.times))
+        head.update(tokens_per_second=1e3 * setting.tokens / head["ms"])
         head.update(peak_bytes=figures.memory.peak)
         if figures.memory.mean is not None:
             head.update(mean_bytes=round(figures.memory.mean))
         peak = self.peak_of(found.get("product"))
         head["peak_gflops"] = peak / 1e9
         if peer.flop:
-            head.update(flop=peer.flop, useful_gflops=peer.flop / (1e6 * median))
+            head.update(flop=peer.flop, useful_gflops=peer.flop / (1e6 * head["ms"]))
             head["of_peak"] = self.of_peak(peer, found, peak)
         return head
 
@@ -249,10 +246,6 @@ class Bench:
                 row["times_dense"] = median_ratio(found[fastest].times, ours)
                 row["fastest_dense"] = fastest
             yield row
-
-
-def median_ratio(above: list[float], below: list[float]) -> float:
-    return quantiles([x / y for x, y in zip(above, below)])[1]
 
 
 def reason_of(error: Exception) -> str:

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from arguments import Parser, output, whole_number
+from arguments import Parser, bare_parser, output, whole_number
 from definition_options import DTYPE_NAMES
 
 # Of suite_items.py
@@ -78,25 +78,13 @@ def existing(text: str) -> Path:
 
 
 def make_parser(document: str | None) -> Parser:
-    parser = Parser(
-        prog="suite.py",
-        description=(document or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bare_parser("suite.py", document, MORE)
     add = parser.add_argument
     add("--out", type=output, metavar="FILE", help="write a line of JSON for each figure")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16, on the CPU float32")
-    add(
-        "--only",
-        nargs="+",
-        choices=ITEM_NAMES,
-        default=[*ITEM_NAMES],
-        metavar="ITEM",
-        help="default: all",
-    )
+    only = {"nargs": "+", "choices": ITEM_NAMES, "default": [*ITEM_NAMES], "metavar": "ITEM"}
+    add("--only", **only, help="default: all")
     add("--quick", action="store_true", help="few rounds and settings")
     add("--longest", type=whole_number, metavar="N", help="tokens; default: 131072")
     add("--divide", type=whole_number, default=1, metavar="N", help="divide all lengths by this")

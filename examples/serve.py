@@ -205,9 +205,12 @@ def row_of(name: str, server: Server, results: Results, case: str) -> dict[str, 
     seconds = [one for result in own for one in result.seconds]
     rates = [result.rate for result in own]
     row = {
-        **{"case": case, "peer": name, "tokens_per_second": statistics.median(rates)},
+        "case": case,
+        "peer": name,
+        "tokens_per_second": statistics.median(rates),
         "times": statistics.median(a.rate / b.rate for a, b in zip(results["fdma"], own)),
-        **{"ms": 1e3 * statistics.median(seconds), "ms_p99": 1e3 * percentile(seconds, 99)},
+        "ms": 1e3 * statistics.median(seconds),
+        "ms_p99": 1e3 * percentile(seconds, 99),
         "spread": (max(rates) - min(rates)) / statistics.median(rates),
         "cache_bytes": sum(pool.memory_bytes for pool in server.pools),
     }
@@ -243,7 +246,7 @@ def compare_tokens(results: Results) -> bool:
 def write(path: Path, device: str, rows: list[dict[str, Any]]) -> None:
     """A line for the machine and one for each row, as the scripts of benchmarks/ write them."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from peers_common import find_machine, write_whole
+    from benchmarking import find_machine, write_whole
 
     write_whole(path / f"serve-{device}.json", [find_machine(device), *rows])
 

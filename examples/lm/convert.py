@@ -53,8 +53,12 @@ from safetensors.torch import save_file
 
 DTYPES = {8: torch.float32, 16: torch.bfloat16, 32: torch.float32}  # of what is not quantised
 DEFAULTS = {
-    **{"recent": "0", "sinks": "0", "bias_form": "exp", "head_dim": "64"},
-    **{"rotary_base": "10000", "norm_eps": "1e-05"},
+    "recent": "0",
+    "sinks": "0",
+    "bias_form": "exp",
+    "head_dim": "64",
+    "rotary_base": "10000",
+    "norm_eps": "1e-05",
 }
 Tensors = "dict[str, torch.Tensor]"
 
@@ -99,7 +103,9 @@ def metadata_of(tensors: Tensors, given: dict[str, str]) -> dict[str, str]:
         raise ValueError("--window: is missing, want a number for a model with scores")
     sizes = {
         "layers": len({name.split(".")[1] for name in tensors if name.startswith("blocks.")}),
-        **{"width": width, "q_heads": width // head_dim, "kv_heads": k_rows // head_dim},
+        "width": width,
+        "q_heads": width // head_dim,
+        "kv_heads": k_rows // head_dim,
     }
     return {**chosen, **{name: str(size) for name, size in sizes.items()}}
 

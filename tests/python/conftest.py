@@ -16,7 +16,7 @@ from programs import ROOT
 
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
 os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so"))
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research")]
 
 
 SUM_ORDER = os.environ.get("FDMA_TEST_SUM_ORDER")  # a seed, or nothing: see sum_order.py
@@ -124,14 +124,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     return found
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text for quality.py."""
-    from quality_cases import make_corpus
-
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers have the same bits on every CPU and in every row."""
@@ -151,16 +143,3 @@ def lm(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(reference, "linear", sum_order.exact_linear)
     return reference
-
-
-@pytest.fixture
-def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """quality.py measures less, and logs the losses of every step."""
-    import quality
-    import quality_evaluate
-    import quality_recall
-
-    monkeypatch.setattr(quality, "READ_EVERY", 1)
-    monkeypatch.setattr(quality, "PASSKEY_SEQUENCES", 1)
-    monkeypatch.setattr(quality_evaluate, "NEEDLE_TEXTS", 1)
-    monkeypatch.setattr(quality_recall, "PASSKEY_DEPTHS", 4)

@@ -35,7 +35,7 @@ def loss_of(done: Done) -> float:
 
 
 def write_trained(path: Path, window: int | None, recent: int, **kinds: Any) -> quality_model.Model:
-    """Writes a model of benchmarks/quality_model.py. Its queries and keys are so large that
+    """Writes a model of research/quality_model.py. Its queries and keys are so large that
     rotation matters, or, where they are normalized, so small that norm_eps matters."""
     form = "dense" if window is None else "recent"
     bias_form = "none" if window is None else "exp"

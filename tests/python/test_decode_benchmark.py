@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import benchmarking
 import decode
 import flash_dmattn
-import peers_common
 import pytest
 from cases import with_sdpa
 from programs import ROOT, assert_refused, help_of, output_of, python
@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "CPU_CACHE", 3 * 4 * 2 * 2 * 32 * 16)
     monkeypatch.setattr(decode, "all_cases", lambda device: TINY)
     monkeypatch.setattr(decode, "DENSE_KEYS", 100)
-    monkeypatch.setattr(decode, "QUICK", peers_common.Rounds(2, 2, 0.0))
+    monkeypatch.setattr(decode, "QUICK", benchmarking.Rounds(2, 2, 0.0))
 
 
 @with_sdpa

@@ -1,4 +1,4 @@
-"""examples/lm: files of models with NoPE heads, written by benchmarks/quality_model.py, have the
+"""examples/lm: files of models with NoPE heads, written by research/quality_model.py, have the
 losses and the texts of those models."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """examples/lm: files of models with normalized queries and keys, written by
-benchmarks/quality_model.py, have the losses and the texts of those models."""
+research/quality_model.py, have the losses and the texts of those models."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def commands(target: str, *, smi: str | None, folder: Path, argument: str = "") 
     program.chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     # what a make that runs the tests passes on
-    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "-u", "WERROR")
+    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "-u", "WERROR", "-u", "FDMA_FULL")
     made = run(*bare, "make", "-n", target, *argument.split(), cwd=ROOT, env={"PATH": path})
     return output_of(made)
 
@@ -59,4 +59,6 @@ def test_full_runs_what_takes_long(tmp_path: Path) -> None:
     printed = commands("full", smi=None, folder=tmp_path)
     for target in ("test", "gates"):
         assert f"FDMA_FULL=1 make --no-print-directory {target}" in printed
-    assert "-m pytest tests/python" in printed
+    assert "-m pytest tests/python research/tests -q" in printed
+    printed = commands("test", smi=None, folder=tmp_path)
+    assert "-m pytest tests/python research/tests/test_smoke.py -q" in printed

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmarking
 import evaluate
 import flash_dmattn
-import peers_common
 import peers_cuda
 import peers_cuda_cases
 import peers_flash4
@@ -143,7 +143,7 @@ def test_wrong_outputs_are_found(mistake: str) -> None:
     elif mistake == "dense":
         out, _ = flash_dmattn.attention(inputs.query, inputs.key, inputs.value, causal=True)
     score = -inputs.score if mistake == "order" else inputs.score
-    with pytest.raises(peers_common.Disagreement, match="the peer"):
+    with pytest.raises(benchmarking.Disagreement, match="the peer"):
         peers_cuda.check_output(inputs, out, score, None, "the peer")
 
 
@@ -217,7 +217,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     case = CASE._replace(q_heads=32, kv_heads=8, head_dim=128, length=32768, window=2048, batch=1)
     short = CASE._replace(goals={"fdma": peers_cuda_cases.Goal("times_cudnn", 6.0, 8.0)})
-    peers_common.write_whole(path, [machine, *make_rows(case), *make_rows(short)])
+    benchmarking.write_whole(path, [machine, *make_rows(case), *make_rows(short)])
     assert len(path.read_text().splitlines()) == 9
     assert json.loads(path.read_text().splitlines()[1])["met"] is True
 

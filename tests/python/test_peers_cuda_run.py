@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable
 
+import benchmarking
 import flash_dmattn
 import peers
-import peers_common
 import peers_cuda
 import peers_cuda_backward
 import peers_cuda_cases
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 pytestmark = with_sdpa
 SHAPE = (4, 2, 64, 128)  # q_heads, kv_heads, head_dim, length
-ROUNDS = peers_common.Rounds(2, 2, 0.0)
+ROUNDS = benchmarking.Rounds(2, 2, 0.0)
 
 
 class OnCpu(TorchFunctionMode):
@@ -238,7 +238,7 @@ def test_a_wrong_batch_entry_is_found(kind: str, monkeypatch: pytest.MonkeyPatch
     for module in (peers_cuda, peers_cuda_backward):
         monkeypatch.setattr(module.flash_dmattn, "flash_dma_attention", wrong)
     rows = []
-    with pytest.raises(peers_common.Disagreement, match=f"{kind}/bf16/b2/.*: fdma"):
+    with pytest.raises(benchmarking.Disagreement, match=f"{kind}/bf16/b2/.*: fdma"):
         for row in peers_cuda.measure([case_of(kind, 24, 2), case_of("dense", 0)], ROUNDS):
             rows.append(row["case"])
     assert set(rows) == {case_of("dense", 0).name()}
@@ -250,5 +250,5 @@ def test_a_wrong_rival_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         peers_cuda, "scaled_dot_product_attention", lambda *rows, **rules: -right(*rows, **rules)
     )
-    with pytest.raises(peers_common.Disagreement, match="cudnn"):
+    with pytest.raises(benchmarking.Disagreement, match="cudnn"):
         rows_of(case_of("attention", 24))

@@ -1,4 +1,5 @@
-"""The programs in benchmarks/, examples/ and tools/, as someone meets them who starts one.
+"""The programs in benchmarks/, examples/, research/ and tools/, as someone meets them who starts
+one.
 
 --help and wrong options are answered without PyTorch; programs say what they do, without a terminal
 too; Ctrl-C ends them with what there is; a package that is missing is named.
@@ -19,7 +20,7 @@ from programs import ROOT, output_of, python, run
 
 FILES = sorted(
     path
-    for folder in ("benchmarks", "examples", "examples/lm", "tools", "tools/gates")
+    for folder in ("benchmarks", "examples", "examples/lm", "research", "tools", "tools/gates")
     for path in (ROOT / folder).glob("*.py")
     if not path.is_symlink()
 )
@@ -36,7 +37,7 @@ HEAVY = (
     "tokenizers",
 )
 # Their parsers take defaults from modules that import PyTorch.
-SLOW = ("quality.py", "quality_results.py", "forward_performance.py", "backward_performance.py")
+SLOW = ("quality.py", "forward_performance.py", "backward_performance.py")
 # These have no arguments.
 BARE = ("kernels_hash.py", *(path.name for path in (ROOT / "tools" / "gates").glob("*.py")))
 
@@ -108,7 +109,6 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
     import definition_options
     import ranks
     import ranks_common
-    import ranks_options
     import serve
     import serve_loop
     import suite_items
@@ -120,8 +120,8 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert tuple(adapt_layers.TARGETS) == adapt.TARGETS
     assert tuple(definition_cases.DTYPES) == definition_options.DTYPE_NAMES
-    assert list(ranks.ITEMS) == ranks_options.ITEM_NAMES
-    choices = {one.dest: one.choices for one in ranks_options.make_parser("")._actions}
+    assert list(ranks.ITEMS) == ranks.ITEM_NAMES
+    choices = {one.dest: one.choices for one in ranks.make_parser()._actions}
     assert list(ranks_common.DTYPES) == list(choices["dtype"])
     assert serve_loop.Server.rides == serve.RIDES
     assert list(suite_items.ITEMS) == suite_options.ITEM_NAMES
@@ -188,7 +188,9 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "FDMA_PROGRESS_SECONDS": "0"}
     with subprocess.Popen(
         [*program, "--text", text, "--json", path],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, **variables},
         preexec_fn=heed_ctrl_c,
     ) as training:
@@ -207,15 +209,15 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_keeps_its_rows(tmp_path: Path) -> None:
-    import script
+    import benchmarking
 
     path = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt), script.kept(path, {"machine": "one"}) as lines:
+    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}) as lines:
         lines.append({"ms": 1})
         raise KeyboardInterrupt
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines
     path.unlink()
-    with pytest.raises(KeyboardInterrupt), script.kept(path, {"machine": "one"}):
+    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}):
         raise KeyboardInterrupt
     assert not path.exists()
 

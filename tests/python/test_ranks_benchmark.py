@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peers_common
+import benchmarking
 import pytest
 import ranks
 import ranks_picture
@@ -227,7 +227,7 @@ def made_up(item: str, ranks: int, **fields: Any) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> int:
-    peers_common.write_whole(folder / "ranks.json", [MACHINE, *rows])
+    benchmarking.write_whole(folder / "ranks.json", [MACHINE, *rows])
     out = ["--out", str(folder / "ranks.svg")]
     return ranks_picture.main([str(folder / "ranks.json"), *out])
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable
 
+import benchmarking
 import evaluate
 import flash_dmattn
-import peers_common
 import pytest
 import streams
 import streams_inputs
@@ -39,7 +39,7 @@ FIELDS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streams_inputs.SIZES, "cpu", TINY)
-    monkeypatch.setattr(streams, "QUICK", peers_common.Rounds(2, 2, 0.0))
+    monkeypatch.setattr(streams, "QUICK", benchmarking.Rounds(2, 2, 0.0))
     monkeypatch.setattr(streams, "WARM_UP", 0)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import benchmarking
 import flash_dmattn
-import peers_common
 import pytest
 import suite
 import suite_calls
@@ -320,7 +320,7 @@ def change(path: Path, new: Path, wanted: str, **factors: float) -> str:
     machine, rows = read(path)
     row = next(row for row in rows if row["peer"] == wanted and "ms" in row)
     row.update({name: factor * row[name] for name, factor in factors.items()})
-    peers_common.write_whole(new, [machine, *rows])
+    benchmarking.write_whole(new, [machine, *rows])
     return row["case"]
 
 
@@ -334,7 +334,7 @@ def steady(written: Path, tmp_path: Path) -> Path:
     machine, rows = read(written)
     path = tmp_path / "steady.json"
     steady = [{**row, "spread": 0.02} if "spread" in row else row for row in rows]
-    peers_common.write_whole(path, [machine, *steady])
+    benchmarking.write_whole(path, [machine, *steady])
     return path
 
 
@@ -397,7 +397,7 @@ def test_a_stated_peak_does_not_excuse(steady: Path, tmp_path: Path) -> None:
     change(steady, new, "fdma", ms=1.2, peak_gflops=0.5)
     assert compare(steady, new) == 0
     machine, rows = read(new)
-    peers_common.write_whole(new, [{**machine, "peak": "stated"}, *rows])
+    benchmarking.write_whole(new, [{**machine, "peak": "stated"}, *rows])
     assert compare(steady, new) == 1
 
 
@@ -406,7 +406,7 @@ def test_what_cannot_be_compared(
 ) -> None:
     machine, rows = read(steady)
     other = tmp_path / "other.json"
-    peers_common.write_whole(other, [machine, *({**row, "threads": 77} for row in rows)])
+    benchmarking.write_whole(other, [machine, *({**row, "threads": 77} for row in rows)])
     assert compare(steady, other) == 2
     assert "nothing is comparable" in capsys.readouterr().err
     for text, words in (("{", "is not JSON in lines"), ('{"machine": 1}', "suite.py wrote")):
@@ -481,7 +481,7 @@ def test_curves(written: Path) -> None:
 
 def test_nothing_to_draw(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, rows = read(written)
-    peers_common.write_whole(
+    benchmarking.write_whole(
         tmp_path / "few.json", [machine, *(row for row in rows if row["item"] != "density")]
     )
     arguments = [str(tmp_path / "few.json"), "--out", str(tmp_path / "few.svg")]

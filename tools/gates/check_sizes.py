@@ -22,7 +22,8 @@ FUNCTION_LINES, CUDA_FUNCTION_LINES = 60, 120
 FILE_LINES = 900
 MANUAL, MANUAL_LINES = "include/fdma.h", 1400  # one header for all calls
 COLUMNS = 100
-TOPS = (".ci", *"benchmarks cmake examples include python research src tests tools".split())
+TOPS = (".ci", "benchmarks", "cmake", "examples", "include")
+TOPS += ("python", "research", "src", "tests", "tools")
 SUFFIXES = (*c_source.SUFFIXES, ".py", ".sh", ".cmake")
 
 Function = tuple[str, int, int]  # name, first line, last line

@@ -47,9 +47,10 @@ EXCEPTIONS = re.compile(
 CODE = (*c_source.SUFFIXES, ".def", ".inc", ".py")
 PROSE = (".md", ".sh", ".cmake", ".txt")
 FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CMakeLists.txt", "Makefile", ".ci/run")
-TOPS = ("benchmarks", "cmake", "docs", "examples", "include", "python", "src", "tests", "tools")
+TOPS = ("benchmarks", "cmake", "docs", "examples", "include")
+TOPS += ("python", "research", "src", "tests", "tools")
 EXEMPT = re.compile(
-    r"docs/glossary\.md|docs/figures/|benchmarks/results/|examples/data/|tests/golden/golden\.inc"
+    r"docs/glossary\.md|docs/figures/|(benchmarks|research)/results/|examples/data/|tests/golden/golden\.inc"
     r"|tests/fuzz/corpus/|tools/gates/(check_words\.py|unclean_words\.txt)"
 )
 UNCLEAN = Path(__file__).with_name("unclean_words.txt")
