@@ -10,23 +10,6 @@
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
 
-template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
-    const int warps = config::consumers * warpgroup_warps;
-    for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
-        mbarrier_init(&memory->step_free[i], warps);
-    }
-    mbarrier_init(&memory->dq_ready, 1);
-    mbarrier_init(&memory->dq_free, warps);
-    mbarrier_init(&memory->turn_begun, 1);
-    mbarrier_init(&memory->dq_added, warps);
-    mbarrier_init(&memory->all_dq_added, warps);
-    mbarrier_init(&memory->slots_ready, warpgroup_threads);
-    mbarrier_init(&memory->keys_ready, warpgroup_threads);
-    mbarrier_init(&memory->keys_free, warps);
-    fence_mbarrier_init();
-}
-
 template <class config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     differentiate(const __grid_constant__ backward_plan plan,
