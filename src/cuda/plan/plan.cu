@@ -1,6 +1,6 @@
 /* The plan of a forward call, on the host: what it says of the problem, which problems it can hold,
  * and what it takes of the workspace. */
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 
 /* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
 static bool is_listed(const fdma_problem *problem) {

@@ -45,8 +45,8 @@
 #pragma once
 
 #include "core/integers.h"
+#include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
-#include "cuda/device/sequences.cuh"
 
 /* Pointers to the first key of one segment. */
 struct select_segment {

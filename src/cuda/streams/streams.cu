@@ -5,7 +5,7 @@ extern "C" {
 #include "core/streams.h"
 #include "cuda/cuda.h"
 }
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 #include "cuda/streams/tables.cuh"
 #include "cuda/streams/used.cuh"
 

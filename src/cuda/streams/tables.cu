@@ -7,7 +7,6 @@ extern "C" {
 #include "core/streams.h"
 }
 #include "core/integers.h"
-#include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
 
 static constexpr int stream_threads = 256;

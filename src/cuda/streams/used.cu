@@ -4,7 +4,6 @@
 #include "cuda/streams/used.cuh"
 
 #include "core/integers.h"
-#include "cuda/device/head_view.cuh"
 
 static constexpr int used_threads = 256;
 

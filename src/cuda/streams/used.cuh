@@ -3,6 +3,7 @@
  * themselves. */
 #pragma once
 
+#include "cuda/device/host.cuh"
 #include "cuda/device/used.cuh"
 
 /* Whether a kernel gets the keys that do not exist as padding. */
