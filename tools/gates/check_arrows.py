@@ -3,6 +3,7 @@
 
 A zone is a part of the tree; a file belongs to the first zone whose prefix its path begins with.
 Each zone names the zones that it may include besides itself. Whatever is not named is refused.
+A header of CUDA kernels reaches neither fdma.h nor a header of the host, not even through others.
 """
 
 from __future__ import annotations
@@ -130,6 +131,10 @@ ALLOWED = {
 # is one place for threads.
 SYSTEM_OWNERS = {"immintrin.h": "cpu simd", "arm_neon.h": "cpu simd", "omp.h": "cpu threads"}
 
+# Folders whose headers are those of kernels, but for headers of the host.
+KERNEL_FOLDERS = tuple(f"src/cuda/{name}/" for name in "device plan mma forward backward".split())
+KERNEL_SUFFIX, HOST_SUFFIX, MANUAL = ".cuh", "host.cuh", "include/fdma.h"
+
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 SUFFIXES = (".c", ".h", ".def", ".inc", ".cu", ".cuh", ".cpp")
 
@@ -167,11 +172,41 @@ def complaint(root: Path, source: Path, quote: str, name: str) -> str | None:
     return f"({zone}) includes {target} ({target_zone})"
 
 
+def is_of_host(path: str) -> bool:
+    return path == MANUAL or path.endswith(HOST_SUFFIX)
+
+
+def way_to_host(targets: dict[str, list[str]], path: str) -> list[str] | None:
+    """The includes by which a file reaches a header of the host."""
+    ways = [[path]]
+    seen = {path}
+    for way in ways:
+        for target in targets.get(way[-1], ()):
+            if is_of_host(target):
+                return [*way, target]
+            if target not in seen:
+                seen.add(target)
+                ways.append([*way, target])
+    return None
+
+
+def host_in_kernels(targets: dict[str, list[str]]) -> list[str]:
+    """A line for each header of kernels that reaches a header of the host."""
+    headers = [
+        path
+        for path in sorted(targets)
+        if path.startswith(KERNEL_FOLDERS) and path.endswith(KERNEL_SUFFIX) and not is_of_host(path)
+    ]
+    ways = (way_to_host(targets, path) for path in headers)
+    return [f"{' includes '.join(way)}, which is of the host" for way in ways if way]
+
+
 def check(root: Path) -> tuple[int, list[str]]:
     """The number of includes looked at, and a line for each that is not allowed."""
     root = root.resolve()
     count = 0
     found = []
+    targets: dict[str, list[str]] = {}
     for top in sorted({prefix.split("/")[0] for _, prefix in ZONES}):
         for source in sorted((root / top).rglob("*")):
             if source.suffix not in SUFFIXES:
@@ -179,10 +214,14 @@ def check(root: Path) -> tuple[int, list[str]]:
             text = source.read_text(encoding="utf-8")
             for match in INCLUDE.finditer(text):
                 count += 1
+                target = resolve(root, source, match[2])
+                if target is not None:
+                    targets.setdefault(source.relative_to(root).as_posix(), []).append(target)
                 problem = complaint(root, source, match[1], match[2])
                 if problem:
                     line = text.count("\n", 0, match.start()) + 1
                     found.append(f"{source.relative_to(root)}:{line}: {problem}")
+    found += host_in_kernels(targets)
     return count, found if count > 0 else ["fails: there is no include"]
 
 
@@ -201,6 +240,12 @@ SOUND = {
     "src/cpu/isa/isa.h": '#include "core/error.h"',
     "src/cpu/isa/avx2.c": '#include "cpu/simd/avx2.h"\n#include "cpu/forward/forward.h"',
     "src/fdma.c": '#include "cpu/cpu.h"\n#include "reference/reference.h"',
+    "src/core/integers.h": "#include <stdint.h>",
+    "src/cuda/device/host.cuh": '#include "core/error.h"\n#include "cuda/device/view.cuh"',
+    "src/cuda/device/view.cuh": '#include "core/integers.h"',
+    "src/cuda/plan/plan.cuh": '#include "cuda/device/view.cuh"',
+    "src/cuda/plan/host.cuh": '#include "cuda/device/host.cuh"\n#include "cuda/plan/plan.cuh"',
+    "src/cuda/forward/sm90/forward.cu": '#include "cuda/plan/host.cuh"',
     "src/ort/ort.h": "#include <onnxruntime_c_api.h>\n#include <fdma.h>",
     "src/python/call.h": "#include <Python.h>",
     "tests/cases.def": "",
@@ -223,6 +268,9 @@ PLANTS = (
     ("src/cpu/isa/avx2.c", '\n#include "cpu/cpu.h"'),
     ("src/fdma.c", '\n#include "cpu/isa/isa.h"'),
     ("src/fdma.c", '\n#include "nowhere.h"'),
+    ("src/core/integers.h", '\n#include "core/error.h"'),
+    ("src/cuda/device/view.cuh", '\n#include "cuda/device/host.cuh"'),
+    ("src/cuda/plan/plan.cuh", '\n#include "cuda/plan/host.cuh"'),
     ("src/ort/ort.h", '\n#include "core/error.h"'),
     ("src/python/call.h", '\n#include "core/error.h"'),
     ("tools/check/check.c", '\n#include "../../src/core/error.h"'),

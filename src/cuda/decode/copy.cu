@@ -2,6 +2,7 @@
  * one kv head, in all sequences of the call, slice by slice. It reads a slice from all sequences
  * before it writes any, because a sequence may be both read and written. */
 #include "cuda/decode/pages.cuh"
+#include "cuda/device/host.cuh"
 
 static constexpr int copy_threads = 256;
 static constexpr int slices_bytes = 32 * 1024; // of all sequences, in shared memory

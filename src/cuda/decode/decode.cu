@@ -5,6 +5,7 @@
  *
  * Source: arXiv:2307.08691; arXiv:2205.14135, section 3.1. */
 #include "cuda/decode/merge.cuh"
+#include "cuda/plan/host.cuh"
 
 /* Row tiles of a thread block if one is not enough: what the registers hold. */
 static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;

@@ -2,6 +2,7 @@
  * takes. */
 #include "cuda/decode/evict.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/plan/host.cuh"
 
 static constexpr int evict_threads = 512;
 static constexpr int most_held = 8; // rows of a thread in registers

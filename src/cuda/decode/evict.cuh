@@ -4,35 +4,25 @@
 #pragma once
 
 #include "cuda/decode/streams.cuh"
+#include "cuda/device/order.cuh"
 #include "cuda/device/ptx.cuh"
 
-/* How a key competes: by the order of its score in the upper half, then by its position. The least
- * is evicted. An empty row is less than every key, and of several the first one is least. */
-typedef int64_t competitor;
+/* How a key competes: the least is evicted. An empty row is less than every key, as it has the
+ * order of none, and of several the first one is least. */
+typedef signed_ranked_key competitor;
 
-static constexpr int32_t empty_order = INT32_MIN, nan_order = INT32_MIN + 1;
 static constexpr competitor no_key = INT64_MAX;
-
-__device__ static competitor competitor_of(int32_t order, int32_t position) {
-    return (int64_t)order << 32 | (uint32_t)position;
-}
 
 __device__ static int32_t order_of(competitor key) { return (int32_t)(key >> 32); }
 
 __device__ static int32_t position_of(competitor key) { return (int32_t)(key & UINT32_MAX); }
 
-__device__ static bool is_empty_row(competitor key) { return order_of(key) == empty_order; }
-
-/* A score as an integer that is ordered like it. NaN is lowest, and both zeros are equal. */
-__device__ static int32_t score_order(float score) {
-    const int32_t bits = __float_as_int(score), size = bits & INT32_MAX;
-    return isnan(score) ? nan_order : bits < 0 ? -size : size;
-}
+__device__ static bool is_empty_row(competitor key) { return order_of(key) == signed_order_none; }
 
 /* How a row competes; an empty one has its number for a position. */
 __device__ static competitor row_competitor(float score, int32_t position, int32_t row) {
-    return position < 0 ? competitor_of(empty_order, row)
-                        : competitor_of(score_order(score), position);
+    return position < 0 ? signed_ranked_key_of(signed_order_none, row)
+                        : signed_ranked_key_of(signed_order_of(score), position);
 }
 
 /* The rows of a thread in registers, up to `threads` * most of a block. */
@@ -45,8 +35,8 @@ template <int threads, int most> struct held_rows {
         for (int n = 0; n < most; n++) {
             const int32_t row = n * threads + threadIdx.x;
             if (n * threads < rows)
-                keys[n] = competitor_of(row < rows ? __float_as_int(score[row]) : 0,
-                                        row < rows ? position[row] : 0);
+                keys[n] = signed_ranked_key_of(row < rows ? __float_as_int(score[row]) : 0,
+                                               row < rows ? position[row] : 0);
         }
     }
 
@@ -190,7 +180,8 @@ template <int threads, typename keys>
 __device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
                                      const decode_plan &plan) {
     const int32_t token = threadIdx.x;
-    const competitor key = competitor_of(shared.order[token], token_position(state.stream, token));
+    const competitor key =
+        signed_ranked_key_of(shared.order[token], token_position(state.stream, token));
     if (state.is_alive)
         add_key(&state.worst, state.newest, key, plan.rows + token,
                 is_sink(shared, plan, key, shared.slot[token]));
@@ -220,7 +211,7 @@ __device__ static worst_key worst_of_warp(const worst_key &own) {
     const int32_t order = __reduce_min_sync(~0u, order_of(own.key));
     const uint32_t position = __reduce_min_sync(
         ~0u, order_of(own.key) == order ? (uint32_t)position_of(own.key) : UINT32_MAX);
-    const competitor key = competitor_of(order, (int32_t)position);
+    const competitor key = signed_ranked_key_of(order, (int32_t)position);
     const uint32_t lanes = __ballot_sync(~0u, own.key == key);
     return {key, __shfl_sync(~0u, own.index, __ffs(lanes) - 1),
             __reduce_min_sync(~0u, own.oldest_recent)};
@@ -294,7 +285,7 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     state.is_alive = false;
     state.is_stale = true;
     if (token < plan.new_len)
-        shared.order[token] = score_order(new_score[token]);
+        shared.order[token] = signed_order_of(new_score[token]);
     __syncthreads(); // also for what the caller has written: a row may be another thread's there
     if (plan.pages.number != NULL) { // the same for all threads
         const int32_t end = plan.sinks > 0 ? find_sink_end(shared, state, plan) : 0;

@@ -1,7 +1,8 @@
 /* Tensors as kernels take them. Strides are in elements. */
 #pragma once
 
-#include "cuda/device/host.cuh"
+#include <cuda_runtime.h>
+#include <stdint.h>
 
 /* [batch, length, heads, head_dim] */
 struct head_view {
@@ -9,8 +10,10 @@ struct head_view {
     int64_t batch, row, head;
 };
 
-static inline head_view view_of(const fdma_tensor *tensor) {
-    return {tensor->data, tensor->stride[0], tensor->stride[1], tensor->stride[2]};
+/* Whether rows of 16-bit elements can be copied 16 bytes at a time. strides: the bitwise or of all
+ * strides, in elements. */
+static inline bool is_aligned(const void *data, int64_t strides) {
+    return (uintptr_t)data % 16 == 0 && strides % 8 == 0;
 }
 
 static inline bool is_aligned(const head_view &view) {
@@ -48,8 +51,4 @@ __device__ static number *number_of_key(const number_view<number> &own,
                                         const number_view<number> &carried, int32_t carried_len,
                                         int64_t b, int64_t g, int32_t j) {
     return j < carried_len ? carried.at(b, g) + j : own.at(b, g) + (j - carried_len);
-}
-
-template <typename number> static number_view<number> numbers_of(const fdma_tensor *tensor) {
-    return {(number *)tensor->data, tensor->stride[0], tensor->stride[1]};
 }

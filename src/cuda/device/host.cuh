@@ -1,4 +1,5 @@
-/* The host side of a .cu file: the library's core, workspace, and the launch of a kernel. */
+/* The host side of a .cu file: the library's core, workspace, what kernels take of tensors, and the
+ * launch of a kernel. Headers of kernels do not include it. */
 #pragma once
 
 extern "C" {
@@ -7,23 +8,11 @@ extern "C" {
 #include "cuda/devices.h"
 }
 
-#include <cuda_runtime.h>
+#include "cuda/device/grid.cuh"
+#include "cuda/device/head_view.cuh"
+#include "cuda/device/sequences.cuh"
+
 #include <string.h>
-
-/* The shared memory that a block can have on the devices with the least: 8.6, 8.9 and 12.0. */
-static constexpr size_t least_shared_bytes = 99 * 1024;
-
-/* When a kernel may start: after the one ahead of it in the stream has ended, or earlier, in which
- * case it waits for that one itself, by griddepcontrol_wait(). If it needs nothing of that one, a
- * single thread block may wait, at its end, so that whoever waits for this kernel has both. */
-enum launch_start { start_after, start_early };
-
-struct launch_shape {
-    dim3 grid, block;
-    size_t shared_bytes = 0; // of dynamic shared memory
-    launch_start start = start_after;
-    unsigned cluster = 0; // blocks of a cluster along x; 0: no cluster
-};
 
 static inline fdma_status check_cuda(const char *what, cudaError_t status) {
     FDMA_REQUIRE(status == cudaSuccess, FDMA_CUDA_ERROR, "%s: %s", what,
@@ -60,10 +49,12 @@ static inline fdma_status clear(const char *what, const fdma_problem *problem, v
     return bytes == 0 ? FDMA_OK : check_cuda(what, cudaMemsetAsync(to, 0, bytes, stream));
 }
 
-/* Whether rows of 16-bit elements can be copied 16 bytes at a time. strides: the bitwise or of all
- * strides, in elements. */
-static inline bool is_aligned(const void *data, int64_t strides) {
-    return (uintptr_t)data % 16 == 0 && strides % 8 == 0;
+static inline head_view view_of(const fdma_tensor *tensor) {
+    return {tensor->data, tensor->stride[0], tensor->stride[1], tensor->stride[2]};
+}
+
+template <typename number> static number_view<number> numbers_of(const fdma_tensor *tensor) {
+    return {(number *)tensor->data, tensor->stride[0], tensor->stride[1]};
 }
 
 /* Launches `kernel` on the problem's stream. If an earlier call has left an error on the device,
@@ -99,13 +90,10 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
     return check_cuda(what, cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 
-/* A grid of `blocks` blocks for each (b, g) or (b, h). The heads fill two axes, because one axis
- * may be too short. */
-static inline dim3 grid_of(int64_t blocks, int64_t heads) {
-    const int64_t most_y = 32768;
-    const int64_t y = heads < most_y ? heads : most_y;
-    return dim3((unsigned)blocks, (unsigned)y, (unsigned)((heads + y - 1) / y));
-}
+/* Lays out packed sequences in the arena, if the problem is packed: all NULL if not. */
+packed_sequences fdma_cuda_lay_out_sequences(const fdma_problem *problem, fdma_arena *arena,
+                                             bool with_index);
 
-/* The head of a block in such a grid. It may be past the end. */
-__device__ static int64_t head_of_block() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
+/* Fills in packed sequences, on the problem's stream. `what` names the operation in messages. */
+fdma_status fdma_cuda_find_sequences(const char *what, const fdma_problem *problem,
+                                     const packed_sequences &sequences);

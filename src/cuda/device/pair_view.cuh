@@ -2,28 +2,20 @@
 #pragma once
 
 #include "cuda/device/element.cuh"
-#include "cuda/device/host.cuh"
 
 /* [batch, heads, q_len, kv_len]; data NULL: absent. Strides are in elements, and 0 along an axis
  * that is broadcast. */
 struct pair_view {
     void *data;
     int64_t batch, head, query, key;
-    int32_t sharing; // query heads that share an entry of the axis of heads
-    fdma_dtype dtype;
+    int32_t sharing;                      // query heads that share an entry of the axis of heads
+    int32_t dtype;                        // an fdma_dtype
+    static constexpr int32_t float32 = 1; // FDMA_FLOAT32, as kernels do not see fdma.h
 
     __device__ int64_t offset(int64_t b, int32_t h, int64_t i, int64_t j) const {
         return b * batch + h / sharing * head + i * query + j * key;
     }
 };
-
-static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
-    const int64_t heads = tensor->shape[1]; // 0 if it is absent
-    const int64_t *const stride = tensor->stride;
-    return {tensor->data, stride[0], stride[1],
-            stride[2],    stride[3], (int32_t)(heads > 0 && heads < q_heads ? q_heads / heads : 1),
-            tensor->dtype};
-}
 
 /* Whether attn_mask lets a query attend to a key. */
 __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,
@@ -33,8 +25,8 @@ __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, 
 
 /* The attn_bias at an offset. `element` is q's. */
 template <typename element> __device__ static float bias_at(const pair_view &bias, int64_t offset) {
-    return bias.dtype == FDMA_FLOAT32 ? ((const float *)bias.data)[offset]
-                                      : to_float(((const element *)bias.data)[offset]);
+    return bias.dtype == pair_view::float32 ? ((const float *)bias.data)[offset]
+                                            : to_float(((const element *)bias.data)[offset]);
 }
 
 /* The attn_bias of a query and a key, 0 without one. */

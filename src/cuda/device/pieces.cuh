@@ -61,33 +61,6 @@ static inline row_strides strides_of(const head_view &carried, const head_view &
             is_far};
 }
 
-/* How far a row of either piece may be from the base of its (b, g), in bytes. */
-static inline double most_distance(const fdma_tensor *carried, const fdma_tensor *own) {
-    const double between = (double)((intptr_t)own->data - (intptr_t)carried->data);
-    double elements = 0, rows = 0;
-    for (int axis = 0; axis <= 2; axis += 2)
-        elements += (double)(own->shape[axis] - 1) *
-                    fabs((double)own->stride[axis] - (double)carried->stride[axis]);
-    rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
-                (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
-    return fabs(between) + 2 * (elements + rows);
-}
-
-/* Whether every row has an index below no_row from a base that both pieces have. */
-static inline bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
-    const row_strides strides =
-        strides_of(view_of(carried), view_of(own), carried->shape[1], false);
-    return most_distance(carried, own) < (double)no_row * strides.unit;
-}
-
-/* Whether every row has an index, be it from a base of its own piece. */
-static inline bool are_within_reach(const fdma_tensor *carried, const fdma_tensor *own) {
-    const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1], true);
-    const double rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
-                             (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
-    return are_near(carried, own) || 2 * rows < (double)(far_rows::of_own - 1) * strides.unit;
-}
-
 __device__ static piece_rows rows_of(const row_strides &strides, const head_view &carried,
                                      const head_view &own, int32_t b, int32_t g) {
     const char *const second = rows_of(own, b, g);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/integers.h"
+#include "cuda/device/grid.cuh"
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/vec.cuh"
 

@@ -1,7 +1,6 @@
 /* Finds packed sequences (sequences.cuh), on any device from compute capability 8.0. */
-#include "cuda/device/sequences.cuh"
-
 #include "core/integers.h"
+#include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
 
 static constexpr int clamp_threads = 1024;

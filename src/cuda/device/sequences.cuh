@@ -6,7 +6,8 @@
  * kernels rely on that. */
 #pragma once
 
-#include "cuda/device/head_view.cuh"
+#include <cuda_runtime.h>
+#include <stdint.h>
 
 /* All of it lies in the workspace. */
 struct packed_sequences {
@@ -17,11 +18,3 @@ struct packed_sequences {
     uint32_t *index; // [kv_len]: number of the sequence; past the last one, count. May be NULL
     int32_t count;
 };
-
-/* Lays them out in the arena, if the problem is packed: all NULL if not. */
-packed_sequences fdma_cuda_lay_out_sequences(const fdma_problem *problem, fdma_arena *arena,
-                                             bool with_index);
-
-/* Fills them in, on the problem's stream. `what` names the operation in messages. */
-fdma_status fdma_cuda_find_sequences(const char *what, const fdma_problem *problem,
-                                     const packed_sequences &sequences);

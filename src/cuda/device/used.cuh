@@ -2,7 +2,8 @@
  * does not read, so it may hold anything: its numbers are clamped wherever they are read. */
 #pragma once
 
-#include "cuda/device/host.cuh"
+#include <cuda_runtime.h>
+#include <stdint.h>
 
 /* How many keys of sequence b exist. kv_used: [batch], the caller's; NULL: all of them. */
 __device__ static int32_t count_used(const int32_t *kv_used, int64_t b, int32_t kv_len) {

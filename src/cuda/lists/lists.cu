@@ -6,7 +6,7 @@
  *
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
-#include "cuda/device/head_view.cuh"
+#include "cuda/device/host.cuh"
 #include "cuda/device/used.cuh"
 
 static constexpr int scatter_threads = 256;

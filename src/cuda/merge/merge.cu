@@ -2,6 +2,7 @@
  * attention over two disjoint sets of keys become one. Memory bandwidth limits both kernels.
  *
  * Source: arXiv:2205.14135, section 3.1; docs/algorithm.md, backward. */
+#include "cuda/device/host.cuh"
 #include "cuda/device/rows.cuh"
 
 struct partial_view {

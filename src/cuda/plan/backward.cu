@@ -4,6 +4,7 @@
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #include "cuda/device/rows.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/plan/backward_host.cuh"
 #include "cuda/plan/boundaries.cuh"
 #include "cuda/plan/selection.cuh"
 
@@ -464,6 +465,23 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
         FDMA_TRY(launch("backward", sum_sinks,
                         {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));
     return FDMA_OK;
+}
+
+/* As many lanes for a row as it has vectors, rounded up to 8, 16 or 32. */
+template <typename element>
+static fdma_status launch_add_boundaries(const fdma_problem *problem, const backward_plan &plan) {
+    const int lanes = problem->head_dim <= 8 * vec_channels    ? 8
+                      : problem->head_dim <= 16 * vec_channels ? 16
+                                                               : 32;
+    const auto kernel = lanes == 8    ? add_boundaries<element, 8>
+                        : lanes == 16 ? add_boundaries<element, 16>
+                                      : add_boundaries<element, 32>;
+    const int64_t groups = (int64_t)(plan.partitions - 1) * plan.slots * 2;
+    const int64_t blocks = divide_up(groups * lanes, (int64_t)boundary_threads);
+    return launch("backward", kernel,
+                  {grid_of(blocks, problem->batch * problem->kv_heads), dim3(boundary_threads), 0,
+                   start_early},
+                  problem, plan, has_aligned_sums(plan));
 }
 
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {

@@ -2,6 +2,7 @@
  * the gradients of the keys that are live there. */
 #pragma once
 
+#include "cuda/device/grid.cuh"
 #include "cuda/plan/backward.cuh"
 
 static constexpr int boundary_threads = 128;
@@ -64,21 +65,4 @@ static __global__ void __launch_bounds__(boundary_threads)
     add_channels(to + d, sum, aligned);
     if (!is_dv && d == 0 && plan.dbias.data != NULL)
         *dbias_of_key(plan, b, g, key) += dbias;
-}
-
-/* As many lanes for a row as it has vectors, rounded up to 8, 16 or 32. */
-template <typename element>
-static fdma_status launch_add_boundaries(const fdma_problem *problem, const backward_plan &plan) {
-    const int lanes = problem->head_dim <= 8 * vec_channels    ? 8
-                      : problem->head_dim <= 16 * vec_channels ? 16
-                                                               : 32;
-    const auto kernel = lanes == 8    ? add_boundaries<element, 8>
-                        : lanes == 16 ? add_boundaries<element, 16>
-                                      : add_boundaries<element, 32>;
-    const int64_t groups = (int64_t)(plan.partitions - 1) * plan.slots * 2;
-    const int64_t blocks = divide_up(groups * lanes, (int64_t)boundary_threads);
-    return launch("backward", kernel,
-                  {grid_of(blocks, problem->batch * problem->kv_heads), dim3(boundary_threads), 0,
-                   start_early},
-                  problem, plan, has_aligned_sums(plan));
 }

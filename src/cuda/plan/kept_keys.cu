@@ -6,7 +6,7 @@
  *   list_kept_keys()   lists the keys that some query keeps, and turns their bits, in place, into
  *                      bits of the queries, or moves them to the entries of the list */
 #include "cuda/device/ptx.cuh"
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 
 static constexpr int mask_warps = list_queries / 32; // each reads the rows of 32 queries
 static constexpr int mask_threads = mask_warps * 32;

@@ -14,6 +14,7 @@
  * Source: docs/algorithm.md, slots. */
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/plan/host.cuh"
 #include "cuda/plan/roll.cuh"
 
 static constexpr int record_threads = 256;

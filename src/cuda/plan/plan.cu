@@ -3,7 +3,7 @@
 extern "C" {
 #include "cuda/cuda.h"
 }
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 
 /* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
 static bool is_listed(const fdma_problem *problem) {

@@ -13,7 +13,8 @@
  * heads of its group side by side: row r is query r / group, head r % group. */
 #pragma once
 
-#include "core/integers.h"
+#include "core/dropout.h"
+#include "cuda/device/head_view.cuh"
 #include "cuda/device/pair_view.cuh"
 #include "cuda/device/sequences.cuh"
 #include "cuda/device/softmax.cuh"
@@ -100,12 +101,6 @@ struct forward_plan {
     bool causal;
     bool by_position; // causal or packed: which keys a row keeps depends on its position
 };
-
-/* Whether each query block has a list of its own. If not, all share one. */
-static inline bool rolls_lists(const fdma_problem *problem) {
-    return problem->selected && problem->slots < problem->kv_len &&
-           problem->scope != FDMA_SCOPE_GLOBAL;
-}
 
 /* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
  * selection may leave any number there. */
@@ -295,34 +290,6 @@ __device__ static uint32_t transpose_bits(uint32_t word) {
     }
     return word;
 }
-
-/* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
- * NULL. Every kernel's refuses() asks it first. */
-const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
-
-/* As fdma_cuda_refuses_plan(), for kernels that take neither attn_mask nor attn_bias. */
-const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
-
-/* Fills in what a plan says of the problem's tensors, sizes and options. */
-void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
-
-/* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
- * counts bytes. */
-forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
-
-/* The same with query blocks of another length, which only backward kernels take. */
-forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
-                                  int32_t block_queries);
-
-/* The same without lists: entry j is key j, kept or not. */
-forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
-                                    int32_t block_queries);
-
-/* Fills in the lists and records, on the problem's stream. */
-fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
-
-/* Fills in plan->kept, which works from the records. */
-fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan);
 
 /* Keys of the longest list. */
 static inline int64_t list_keys(const forward_plan &plan) {

@@ -6,7 +6,7 @@
  * some rows of the tile keep are at the ends of that range. */
 #pragma once
 
-#include "cuda/device/host.cuh"
+#include "cuda/device/grid.cuh"
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/selection.cuh"
 

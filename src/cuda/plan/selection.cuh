@@ -77,5 +77,3 @@ __device__ static int32_t record_expiry(const forward_plan &plan, const head_sel
         return INT32_MIN;
     return expiry == selection.kv_len ? INT32_MAX : expiry;
 }
-
-selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const forward_plan *plan);

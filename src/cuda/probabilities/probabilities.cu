@@ -5,7 +5,7 @@
  * The records of forward's plan say which queries keep a key (plan/plan.cuh). */
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/vec.cuh"
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 
 static constexpr int block_queries = 8;
 static constexpr int block_keys = 128; // a thread for each

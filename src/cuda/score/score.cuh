@@ -5,7 +5,7 @@
 
 #include "core/integers.h"
 #include "cuda/device/element.cuh"
-#include "cuda/device/head_view.cuh"
+#include "cuda/device/host.cuh"
 #include "cuda/device/vec.cuh"
 
 struct score_params {

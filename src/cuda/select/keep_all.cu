@@ -5,7 +5,7 @@
 extern "C" {
 #include "core/streams.h"
 }
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/host.cuh"
 #include "cuda/select/rules.cuh"
 
 static constexpr int keep_threads = 256;

@@ -170,15 +170,12 @@ __device__ static placed_order placed_order_of(const select_call &call,
         return 0;
     const uint32_t first = call.ranges != NULL ? (uint32_t)call.ranges[j].x : 0;
     const bool is_valid = segment.valid == NULL || segment.valid[j] != 0;
-    return (placed_order)first << 32 | (is_valid ? order_of(segment.score[j]) : 0);
+    return (placed_order)first << 32 | (is_valid ? order_of(segment.score[j]) : order_none);
 }
 
 /* The score of an order; -inf for NaN and for no key. */
 __device__ static float score_of(placed_order placed) {
-    const uint32_t order = (uint32_t)placed, lowest = 0x007fffff; // of -inf
-    if (order <= lowest)
-        return -INFINITY;
-    return __uint_as_float(order >> 31 != 0 ? order & INT32_MAX : ~order);
+    return __uint_as_float(score_bits_of_order((uint32_t)placed));
 }
 
 /* The greatest of the lower lanes and this one. */

@@ -1,11 +1,11 @@
-/* Selection on the GPU: what its kernels are called with, the order of keys, and what the two
- * implementations of all positions share. sm80/select.cu takes any segment in several launches;
- * sm90/select.cu takes a segment that fits a cluster of blocks in one. Both select by score. Before
- * that, rules.cu finds the sinks, to which load_key() gives an order above all scores; after it,
- * rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands down slots for the
- * rule `recent` and for sm80/select.cu. Three kernels have steps of their own: for fused
- * calls sm90/top.cu selects for the last positions alone and short/short.cu also writes forward's
- * lists; keep_all.cu takes calls in which no key can leave.
+/* Selection on the GPU: what its kernels are called with, and what the two implementations of all
+ * positions share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes a
+ * segment that fits a cluster of blocks in one. Both select by score, in the order of
+ * device/order.cuh. Before that, rules.cu finds the sinks, to which load_key() gives an order above
+ * all scores; after it, rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands
+ * down slots for the rule `recent` and for sm80/select.cu. Three kernels have steps of their own:
+ * for fused calls sm90/top.cu selects for the last positions alone and short/short.cu also writes
+ * forward's lists; keep_all.cu takes calls in which no key can leave.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
@@ -45,8 +45,9 @@
 #pragma once
 
 #include "core/integers.h"
+#include "cuda/device/host.cuh"
+#include "cuda/device/order.cuh"
 #include "cuda/device/ptx.cuh"
-#include "cuda/device/sequences.cuh"
 
 /* Pointers to the first key of one segment. */
 struct select_segment {
@@ -153,21 +154,6 @@ __device__ static uint32_t number_in_sequence(const select_call &call, uint32_t 
  * stands before no position. */
 static constexpr uint32_t absent = 1U << 31;
 
-/* Maps a score to an integer of the same order: both zeros are equal, NaN is below every number,
- * and 0 is left for absent keys. Integers, because float comparisons may flush subnormals. */
-__device__ static uint32_t order_of(float score) {
-    const uint32_t bits = __float_as_uint(score), magnitude = bits & ~(1U << 31);
-    const uint32_t infinity = 0x7f800000, order_nan = 1;
-    if (magnitude > infinity)
-        return order_nan;
-    if (magnitude == 0)
-        return 1U << 31;
-    return bits >> 31 != 0 ? ~bits : bits | 1U << 31;
-}
-
-/* The order of a sink, above that of any score. */
-static constexpr uint32_t order_sink = 0xff800001; // that of +inf is 0xff800000
-
 /* Whether valid key j of a segment is a sink. Sequences may be packed. */
 __device__ static bool is_sink(const select_call &call, const select_segment &segment, uint32_t j) {
     return call.ranges != NULL && segment.sink_end > 0
@@ -180,9 +166,9 @@ template <bool packed>
 __device__ static uint2 load_key(const select_call &call, const select_segment &segment,
                                  uint32_t j) {
     if (j >= call.kv_len || (segment.valid != NULL && segment.valid[j] == 0))
-        return make_uint2(0, j | absent);
+        return make_uint2(order_none, j | absent);
     if (packed && j >= (uint32_t)call.ranges[j].y)
-        return make_uint2(0, j | absent);
+        return make_uint2(order_none, j | absent);
     const bool outranks_all = packed ? is_sink(call, segment, j) : j < segment.sink_end;
     return make_uint2(outranks_all ? order_sink : order_of(segment.score[j]), j);
 }

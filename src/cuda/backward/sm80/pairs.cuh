@@ -18,7 +18,7 @@ static inline int32_t rows_sharing_pairs(int64_t sharing, int64_t group) {
 /* Stores the gradient of a pair, which no other pair shares, at an offset. */
 template <typename element>
 __device__ static void store_pair(const pair_view &pairs, int64_t offset, float ds) {
-    if (pairs.dtype == FDMA_FLOAT32)
+    if (pairs.dtype == pair_view::float32)
         ((float *)pairs.data)[offset] = ds;
     else
         ((element *)pairs.data)[offset] = from_float<element>(ds);
@@ -64,7 +64,7 @@ template <typename element, int threads>
 __device__ static void clear_pairs(const pair_view &pairs, const owned_pairs &owned, int32_t from,
                                    int32_t end) {
     constexpr int row_threads = 8;
-    const int size = pairs.dtype == FDMA_FLOAT32 ? sizeof(float) : sizeof(element);
+    const int size = pairs.dtype == pair_view::float32 ? sizeof(float) : sizeof(element);
     const int step = owned.aligned ? (int)sizeof(uint4) / size : 1;
     const int32_t first = (from + step - 1) / step, last = (end + step - 1) / step;
     for (int r = threadIdx.x / row_threads * owned.sharing; r < owned.rows;

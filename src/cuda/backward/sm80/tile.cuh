@@ -2,6 +2,7 @@
  * blocks of columns that are streamed past them (keys or queries), and writing gradients. */
 #pragma once
 
+#include "cuda/device/grid.cuh"
 #include "cuda/mma/pairs.cuh"
 #include "cuda/plan/backward.cuh"
 

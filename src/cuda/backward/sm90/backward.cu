@@ -6,26 +6,10 @@
  * keys and queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
+#include "cuda/plan/backward_host.cuh"
 
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
-
-template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
-    const int warps = config::consumers * warpgroup_warps;
-    for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
-        mbarrier_init(&memory->step_free[i], warps);
-    }
-    mbarrier_init(&memory->dq_ready, 1);
-    mbarrier_init(&memory->dq_free, warps);
-    mbarrier_init(&memory->turn_begun, 1);
-    mbarrier_init(&memory->dq_added, warps);
-    mbarrier_init(&memory->all_dq_added, warps);
-    mbarrier_init(&memory->slots_ready, warpgroup_threads);
-    mbarrier_init(&memory->keys_ready, warpgroup_threads);
-    mbarrier_init(&memory->keys_free, warps);
-    fence_mbarrier_init();
-}
 
 template <class config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
@@ -90,6 +74,67 @@ static __global__ void __launch_bounds__(most_ordered)
     for (int32_t n = 0; n < blocks; n++)
         rank += visits[n] > visits[own] || (visits[n] == visits[own] && n < own);
     order[rank] = own;
+}
+
+using encode_map = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* cuTensorMapEncodeTiled() of the driver, to which the library is not linked. */
+static fdma_status find_encode_map(const char *what, encode_map *encode) {
+    static encode_map found; // threads that find it at the same time find the same
+    if (found == NULL) {
+        const unsigned version = 12000; // of CUDA, in which the function was new
+        void *function = NULL;
+        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        FDMA_TRY(check_cuda(what,
+                            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             version, cudaEnableDefault, &result)));
+        FDMA_REQUIRE(result == cudaDriverEntryPointSuccess && function != NULL, FDMA_CUDA_ERROR,
+                     "%s: the driver has no cuTensorMapEncodeTiled()", what);
+        found = (encode_map)function;
+    }
+    *encode = found;
+    return FDMA_OK;
+}
+
+/* Whether a tensor map can describe these rows: its strides are below 2^40 bytes, and it repeats
+ * heads and sequences, but not rows. */
+static bool has_row_map(const fdma_tensor *tensor) {
+    const int64_t end = (int64_t)1 << 39; // of strides, in elements
+    for (int axis = 0; axis < 3; axis++)
+        if (tensor->shape[axis] > 1 && tensor->stride[axis] >= end)
+            return false;
+    return tensor->shape[1] <= 1 || tensor->stride[1] > 0;
+}
+
+/* Makes the map. `what` is the call, for messages. */
+static fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int32_t rows,
+                                row_map *made) {
+    enum { rank = 4 };
+    const int axes[rank] = {3, 1, 2, 0};
+    cuuint64_t shape[rank], strides[rank];
+    for (int i = 0; i < rank; i++) {
+        const int64_t length = tensor->shape[axes[i]], stride = tensor->stride[axes[i]];
+        const bool is_there = length > 1 && stride > 0;
+        shape[i] = (cuuint64_t)(is_there ? length : 1);
+        strides[i] = (cuuint64_t)(is_there ? 2 * stride : vec_bytes);
+    }
+    shape[0] = (cuuint64_t)tensor->shape[3];
+    made->has_heads = shape[2] > 1;
+    made->has_batches = shape[3] > 1;
+    const cuuint32_t box[rank] = {panel_channels, (cuuint32_t)rows, 1, 1},
+                     steps[rank] = {1, 1, 1, 1};
+    encode_map encode = NULL;
+    FDMA_TRY(find_encode_map(what, &encode));
+    const CUresult result =
+        encode(&made->map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, tensor->data, shape, strides + 1,
+               box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    FDMA_REQUIRE(result == CUDA_SUCCESS, FDMA_CUDA_ERROR,
+                 "%s: cuTensorMapEncodeTiled() returned %d", what, (int)result);
+    return FDMA_OK;
 }
 
 /* What a call works from, all of it in the workspace. */

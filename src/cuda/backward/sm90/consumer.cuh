@@ -4,13 +4,238 @@
  * with keys as rows, so that P and dS go from registers into the next products. From the dS of all
  * slots in shared memory each makes half of dQ = dS K: half of the channels, or in the long form
  * one of the two tiles.
+ *
+ * P and dS stay in registers: a lane has two rows of slots, and of the columns of queries those
+ * that are 8n and 8n + 1 after its first one. Here are
+ *
+ *   weights   P from S, and dS from P and dP
+ *   masks     clear the weights of pairs that are not kept
+ *   dropout   marks the weights of pairs that are dropped; core/dropout.h has the codes
+ *   consumer  the products of a step, the steps of a generation, the epilogue of a generation
+ *
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
-#include "cuda/backward/sm90/dq.cuh"
-#include "cuda/backward/sm90/dropout.cuh"
-#include "cuda/backward/sm90/mask.cuh"
-#include "cuda/backward/sm90/weights.cuh"
+#include "cuda/backward/sm90/gradients.cuh"
+
+/* The part of a step's array that belongs to its t-th tile. */
+template <int tiles, typename item, int n> __device__ static auto &of_tile(item (&all)[n], int t) {
+    using own = item[n / tiles];
+    return (own &)all[t * (n / tiles)];
+}
+
+/* Reads a lane's columns of lse or delta, of which every fourth pair is its own. */
+template <int n> __device__ static void read_columns(const float2 *from, float2 (&to)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        to[i] = from[4 * i];
+}
+
+/* What the weights of a thread's rows depend on in a generation. */
+struct row_inputs {
+    int2 kept[2]; // the positions that keep the key
+    float bias[2];
+};
+
+/* Whether some query of a step does not keep a key of the warp's rows by its position. */
+template <int queries> __device__ static bool is_cut(const int2 (&kept)[2], int32_t first) {
+    const int32_t last = first + queries - 1;
+    return __any_sync(~0u, max(kept[0].x, kept[1].x) > first || min(kept[0].y, kept[1].y) <= last);
+}
+
+template <typename element, int n>
+__device__ static void pack_products(const float (&p)[n], uint32_t (&packed)[n / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2)
+        packed[i / 8][i / 2 % 4] = element_type<element>::pack(p[i], p[i + 1]);
+}
+
+/* Replaces S by P = 2^(S - lse). */
+template <int n>
+__device__ static void weigh_products(float unit, const float (&bias)[2],
+                                      const float2 (&lse)[n / 4], float (&s)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+        const float2 column = lse[i / 4];
+        const float b = bias[i / 2 % 2];
+        s[i] = ex2_approx(fmaf(s[i], unit, b - column.x));
+        s[i + 1] = ex2_approx(fmaf(s[i + 1], unit, b - column.y));
+    }
+}
+
+/* P with softcap, and P times the derivative of softcap in `sloped`. Both are kept only as pairs of
+ * 16 bits, and lse is read from shared memory, because registers do not suffice. */
+template <typename element, int n>
+__device__ static void
+weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const float2 *lse,
+                 const float (&s)[n], uint32_t (&weights)[n / 8][4], uint32_t (&sloped)[n / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+        if (i % 8 == 0)
+            __syncwarp(); // so that lse is not loaded all at once: registers do not suffice
+        const float2 column = lse[i / 4 * 4];
+        float p[2], slope[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float t = tanh_of(s[i + k] * softcap_scale);
+            p[k] = ex2_approx(fmaf(t, unit, bias[i / 2 % 2] - (k ? column.y : column.x)));
+            slope[k] = 1 - t * t;
+        }
+        weights[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
+        sloped[i / 8][i / 2 % 4] = element_type<element>::pack(p[0] * slope[0], p[1] * slope[1]);
+    }
+}
+
+/* dS = P (dP - delta), whose sums over the columns are added to `sums`, from P in float32. */
+template <typename element, int n>
+__device__ static void differentiate_products(const float2 (&delta)[n / 4], const float (&dp)[n],
+                                              const float (&p)[n], uint32_t (&ds)[n / 8][4],
+                                              float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+        const float2 column = delta[i / 4];
+        const float low = p[i] * (dp[i] - column.x), high = p[i + 1] * (dp[i + 1] - column.y);
+        sums[i / 2 % 2] += low + high;
+        ds[i / 8][i / 2 % 4] = element_type<element>::pack(low, high);
+    }
+}
+
+/* The same from P in pairs. masked: where P is 0, dS is 0 even if dP is NaN. With dropout dP is 0
+ * where the sign of P is set, and otherwise multiplied by `factor`. */
+template <class config, bool masked, int n>
+__device__ static void
+differentiate_pairs(float factor, const float2 (&delta)[n / 4], const float (&dp)[n],
+                    const uint32_t (&weights)[n / 8][4], const uint32_t (&sloped)[n / 8][4],
+                    uint32_t (&ds)[n / 8][4], float (&sums)[2]) {
+    using element = typename config::element;
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+        const float2 column = delta[i / 4];
+        float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
+        float low = dp[i] - column.x, high = dp[i + 1] - column.y;
+        if constexpr (config::drops) {
+            low = fmaf(signbit(p.x) ? 0 : dp[i], factor, -column.x);
+            high = fmaf(signbit(p.y) ? 0 : dp[i + 1], factor, -column.y);
+            p = make_float2(fabsf(p.x), fabsf(p.y));
+        }
+        float2 both =
+            make_float2(masked && p.x == 0 ? 0 : p.x * low, masked && p.y == 0 ? 0 : p.y * high);
+        sums[i / 2 % 2] += both.x + both.y;
+        if constexpr (config::has_softcap) {
+            const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
+            both = make_float2(masked && p.x == 0 ? 0 : slope.x * low,
+                               masked && p.y == 0 ? 0 : slope.y * high);
+        }
+        ds[i / 8][i / 2 % 4] = element_type<element>::pack(both.x, both.y);
+    }
+}
+
+/* The positions x <= p < y at which the key of a slot is kept. */
+template <class config>
+__device__ static int2 kept_positions(const backward_plan &plan, const slot_record &slot) {
+    const bool arrives = config::is_diagonal || !plan.is_rolling;
+    const int32_t from = plan.forward.causal ? slot.key : slot.from;
+    return make_int2(arrives ? from : INT32_MIN, slot.expiry);
+}
+
+/* Which of the 32 positions from `begin` on are in a range, as bits. */
+__device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
+    return low_bits((uint32_t)max(range.y, begin) - begin) &
+           ~low_bits((uint32_t)max(range.x, begin) - begin);
+}
+
+/* Clears what is not kept of row `row` of a lane in 32 columns, the k-th ones. bits: of these, from
+ * the lane's first column on. Its columns are 8n and 8n + 1 after that: the two lowest bits of byte
+ * n. Shifted to the sign of the byte, each becomes half a pair. */
+template <int steps>
+__device__ static void mask_columns(uint32_t bits, int k, int row, uint32_t (&packed)[steps][4]) {
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        packed[2 * k + n / 2][n % 2 * 2 + row] &= prmt(bits << 7, bits << 6, 0xcc88 + n * 0x1111);
+}
+
+/* Clears the pairs of queries that do not keep their key by its positions. first: position of the
+ * lane's first column. */
+template <int steps>
+__device__ static void mask_pairs(int32_t first, const int2 (&kept)[2],
+                                  uint32_t (&packed)[steps][4]) {
+#pragma unroll
+    for (int k = 0; k < steps / 2; k++)
+#pragma unroll
+        for (int row = 0; row < 2; row++)
+            mask_columns(bits_of_range(kept[row], first + 32 * k), k, row, packed);
+}
+
+/* The same by attn_mask. words: bits of 32 columns of each row, from the lane's first column on. */
+template <int steps>
+__device__ static void mask_pairs(const uint32_t (&words)[steps / 2][2],
+                                  uint32_t (&packed)[steps][4]) {
+#pragma unroll
+    for (int k = 0; k < steps / 2; k++)
+#pragma unroll
+        for (int row = 0; row < 2; row++)
+            mask_columns(words[k][row], k, row, packed);
+}
+
+/* Whether a pair is dropped, by the upper or the lower half of dropout_mix() of its codes, given
+ * dropout_product(). limit: the threshold times 2^16. */
+__device__ static bool drops_upper(uint32_t product, uint32_t limit) { return product < limit; }
+
+__device__ static bool drops_lower(uint32_t product, uint32_t limit) {
+    return (product ^ product << 16) < limit;
+}
+
+/* Sets the signs of the weights of dropped pairs, as weights are never negative. queries: codes of
+ * the positions of the lane's columns. Two columns share one if the first is even; otherwise the
+ * second column has the code after it. keys: codes of the lane's two rows. */
+template <bool is_odd, int steps>
+__device__ static void mark_dropped(const row_code *queries, const uint32_t (&keys)[2],
+                                    uint32_t threshold, uint32_t (&weights)[steps][4]) {
+    const uint32_t limit = threshold << 16;
+#pragma unroll
+    for (int n = 0; n < 2 * steps; n++)
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            uint32_t &pair = weights[n / 2][n % 2 * 2 + row];
+            const uint32_t first = dropout_product(queries[4 * n], keys[row]);
+            const uint32_t second = is_odd ? dropout_product(queries[4 * n + 1], keys[row]) : first;
+            if (is_odd ? drops_upper(first, limit) : drops_lower(first, limit))
+                pair |= 0x8000;
+            if (is_odd ? drops_lower(second, limit) : drops_upper(second, limit))
+                pair |= 0x80000000;
+        }
+}
+
+/* The same for a step. row: the slot of a thread's first row; its second row is eight slots later.
+ * query: the warpgroup's first query in the step. */
+template <class config, int steps>
+__device__ static void
+mark_dropped(const backward_plan &plan, const backward_memory<config> &memory, int32_t stage,
+             int32_t buffer, int32_t row, int32_t query, uint32_t (&weights)[steps][4]) {
+    const step_header &header = memory.header[stage];
+    const uint32_t *const slots = &memory.key_code[buffer][row];
+    const uint32_t keys[2] = {slots[0], slots[8]}, threshold = plan.forward.dropout.threshold;
+    const row_code *const queries = &memory.pair_code[stage][query / 2 + threadIdx.x % 4];
+    if (header.is_odd)
+        mark_dropped<true>(queries, keys, threshold, weights);
+    else
+        mark_dropped<false>(queries, keys, threshold, weights);
+}
+
+/* The weights that are not dropped: with dropout, 0 where the sign is set. */
+template <bool drops, int steps>
+__device__ static void clear_dropped(const uint32_t (&weights)[steps][4],
+                                     uint32_t (&kept)[steps][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * steps; i++) {
+        const uint32_t pair = weights[i / 4][i % 4];
+        kept[i / 4][i % 4] = drops ? pair & ~prmt(pair, 0, 0xbb99) : pair;
+    }
+}
+
+__device__ static void sync_consumer(int32_t index) {
+    bar_sync(consumer_barrier + index, warpgroup_threads);
+}
 
 template <class config> struct backward_consumer {
     using element = typename config::element;

@@ -3,13 +3,87 @@
  * tile of a step. */
 #pragma once
 
-#include "cuda/backward/sm90/turns.cuh"
+#include "cuda/backward/sm90/backward.cuh"
 
 static constexpr int32_t past_end = -2; // in place of a slot's key after the last query block
 
+/* The order in which slot blocks add to dq of a tile, for a deterministic result. The steps of a
+ * thread block take turns with those of others: a turn begins when all slot blocks before this one
+ * have added their dq of the step's queries, and ends when this one has added its own. Each tile
+ * has a semaphore that counts the turns that have ended. One thread of the producer keeps the
+ * order, so that the consumers, which add dq, wait only if their turn has not begun. */
+template <class config> struct dq_turns {
+    backward_memory<config> *memory;
+
+    /* Begins the turn of the step before, and stores that of `step`, which is being loaded. */
+    __device__ void advance(const backward_pass &pass, int32_t step, const dq_turn &turn) {
+        if (step > 0)
+            begin(pass, step - 1);
+        memory->turns[step % most_turns] = turn;
+    }
+
+    /* Begins and ends the turn of the last step of all. */
+    __device__ void finish(const backward_pass &pass, int32_t steps) {
+        if (steps == 0)
+            return;
+        begin(pass, steps - 1);
+        if constexpr (config::stages_dq)
+            wait(&memory->all_dq_added, 0);
+        else
+            wait_multiplied(steps - 1);
+        end(pass, steps - 1, true);
+    }
+
+  private:
+    /* Lets the consumers add dq of a step, after the slot blocks before this one, and ends the turn
+     * of the step before. With stages_dq the turn begins first, because the bulk operations of the
+     * step before are over only when those of this one are issued; otherwise the other turn ends
+     * first. Either way all consumers have passed the wait for one turn before the next begins.
+     * Bulk operations of two thread blocks need no fence between them: a thread issues its own once
+     * it knows that the others are over. */
+    __device__ void begin(const backward_pass &pass, int32_t step) {
+        const dq_turn turn = memory->turns[step % most_turns];
+        if (!config::stages_dq && step > 0) {
+            wait_multiplied(step - 1);
+            end(pass, step - 1, false);
+        }
+        while (ld_acquire_gpu(&pass.dq_semaphore[turn.tile]) != turn.order) {
+        }
+        mbarrier_arrive(&memory->turn_begun);
+        if (config::stages_dq) {
+            wait(&memory->dq_added, step & 1); // of the step before; this one's is being added
+            if (step > 0)
+                end(pass, step - 1, false);
+        }
+    }
+
+    /* Waits until the consumers have ended a step, and so have added its dq from registers. */
+    __device__ void wait_multiplied(int32_t step) {
+        wait(&memory->step_free[step % config::stages], step / config::stages % 2);
+    }
+
+    /* Ends turns in pairs, `step` - 1 and `step`, because the fence is slow: it waits for writes of
+     * the whole multiprocessor. The last turn of all may be single. With more turns at a time the
+     * slot blocks of a head would be so far apart that what they read leaves the L2 cache. */
+    __device__ void end(const backward_pass &pass, int32_t step, bool is_last) {
+        const bool is_second = step % 2 != 0;
+        if (!is_second && !is_last)
+            return;
+        fence_release_gpu();
+        if (is_second)
+            count(pass, step - 1);
+        count(pass, step);
+    }
+
+    /* Counts the turn of a step in its tile's semaphore. */
+    __device__ void count(const backward_pass &pass, int32_t step) {
+        const dq_turn turn = memory->turns[step % most_turns];
+        st_relaxed_gpu(&pass.dq_semaphore[turn.tile], turn.order + 1);
+    }
+};
+
 /* The consumers leave few registers, so what can be found again is not kept. */
 template <class config> struct backward_producer {
-    static constexpr int barrier = 1;          // of the producer's warps
     static constexpr int turn_thread = 3 * 32; // that runs dq_turns
 
     backward_memory<config> *memory;
@@ -393,7 +467,7 @@ template <class config> struct backward_producer {
                               (in_block == last_step || is_tail);
             if (ends)
                 progress()->changes =
-                    bar_red_or(barrier, warpgroup_threads,
+                    bar_red_or(producer_barrier, warpgroup_threads,
                                memory->next[own_slot()] != key_in_generation(opaque(generation)));
             load_step(plan, pass, memory->work.g * plan.forward.group + head, tile, ends);
         }
@@ -454,7 +528,7 @@ template <class config> struct backward_producer {
     /* Gives each warp the first key of the next block. The barrier also makes the slot records of
      * the current block, which sees_none() reads, visible to all warps. */
     __device__ void share_keys(void) {
-        bar_sync(barrier, warpgroup_threads);
+        bar_sync(producer_barrier, warpgroup_threads);
         progress()->next_key = memory->next[0];
         __syncwarp();
     }

@@ -7,6 +7,7 @@
 
 #include "cuda/mma/dropout.cuh"
 #include "cuda/mma/pairs.cuh"
+#include "cuda/plan/host.cuh"
 
 /* pairs: with attn_mask or attn_bias; drops: with dropout. Both take registers. */
 template <typename type, bool pairs, bool drops_> struct tile_config {

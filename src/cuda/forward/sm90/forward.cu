@@ -1,67 +1,34 @@
-/* Forward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM: a persistent
- * thread block on each multiprocessor, in which one warpgroup gathers q, k and v (producer) and two
- * multiply (consumer). Dense attention is the same with the list 0, 1, 2, ...
- * Source: FlashAttention-3, arXiv:2407.08608, for the roles and their overlap. */
-#include "cuda/forward/sm90/consumer.cuh"
-#include "cuda/forward/sm90/producer.cuh"
+/* The host side of forward on Hopper (kernel.cuh), for head_dim up to FDMA_HEAD_DIM: the calls that
+ * the kernel takes, the order of its tiles, its launch. Dense attention is the same with the list
+ * 0, 1, 2, ... */
+#include "cuda/forward/sm90/kernel.cuh"
+#include "cuda/plan/host.cuh"
 
-template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
-    const int consumer_threads = config::consumers * warpgroup_threads;
-    const int warps = config::consumers * warpgroup_warps;
-    mbarrier_init(&memory->q_ready, warpgroup_threads + 1); // and the header
-    mbarrier_init(&memory->q_free, consumer_threads);
-    for (int i = 0; i < config::kv_stages; i++) {
-        mbarrier_init(&memory->kv_ready[i], warpgroup_threads);
-        mbarrier_init(&memory->kv_free[i], warps);
-    }
-    for (int i = 0; i < config::mask_stages; i++) {
-        mbarrier_init(&memory->mask_ready[i], warpgroup_threads);
-        mbarrier_init(&memory->mask_free[i], consumer_threads);
-    }
-    fence_mbarrier_init();
+/* How far a row of either piece may be from the base of its (b, g), in bytes. */
+static double most_distance(const fdma_tensor *carried, const fdma_tensor *own) {
+    const double between = (double)((intptr_t)own->data - (intptr_t)carried->data);
+    double elements = 0, rows = 0;
+    for (int axis = 0; axis <= 2; axis += 2)
+        elements += (double)(own->shape[axis] - 1) *
+                    fabs((double)own->stride[axis] - (double)carried->stride[axis]);
+    rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
+                (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
+    return fabs(between) + 2 * (elements + rows);
 }
 
-/* Clears the masks: wgmma multiplies what stands after the last biases by 0, which must not be inf
- * or NaN. */
-template <class config> __device__ static void clear_masks(forward_memory<config> *memory) {
-    const uint32_t words = sizeof memory->mask / sizeof(uint32_t);
-    for (uint32_t i = threadIdx.x; i < words; i += config::threads)
-        ((uint32_t *)memory->mask)[i] = 0;
-    fence_proxy_async();
+/* Whether every row has an index below no_row from a base that both pieces have. */
+static bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
+    const row_strides strides =
+        strides_of(view_of(carried), view_of(own), carried->shape[1], false);
+    return most_distance(carried, own) < (double)no_row * strides.unit;
 }
 
-template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
-    attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_strides strides,
-           const tile_order order, const float softcap_scale, const float bias_scale) {
-    extern __shared__ __align__(1024) uint8_t bytes[];
-    forward_memory<config> *const memory = (forward_memory<config> *)bytes;
-    // __shfl_sync tells the compiler that all threads of a warp have the same value
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
-    clear_masks(memory);
-    if (threadIdx.x == 0)
-        init_barriers(memory);
-    __syncthreads();
-    griddepcontrol_wait(); // for the lists
-    if (warpgroup == 0) {
-        setmaxnreg_dec<config::producer_registers>();
-        producer<config> self;
-        self.memory = memory;
-        self.order = order;
-        self.bias_scale = bias_scale;
-        self.warp = threadIdx.x / 32;
-        self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
-        self.run(plan, strides);
-    } else {
-        setmaxnreg_inc<config::consumer_registers>();
-        consumer<config> self;
-        self.memory = memory;
-        self.order = order;
-        self.softcap_scale = softcap_scale;
-        // computed again: a value from before setmaxnreg would pass through memory
-        self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
-        self.run(plan);
-    }
+/* Whether every row has an index, be it from a base of its own piece. */
+static bool are_within_reach(const fdma_tensor *carried, const fdma_tensor *own) {
+    const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1], true);
+    const double rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
+                             (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
+    return are_near(carried, own) || 2 * rows < (double)(far_rows::of_own - 1) * strides.unit;
 }
 
 /* Computes as many heads together as fit L2 with the keys of one list, or with all keys if dense.

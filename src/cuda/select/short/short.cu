@@ -8,6 +8,7 @@
 extern "C" {
 #include "core/streams.h"
 }
+#include "cuda/plan/host.cuh"
 #include "cuda/select/rules.cuh"
 #include "cuda/select/short/kept.cuh"
 #include "cuda/select/short/lists.cuh"

@@ -25,10 +25,6 @@ static_assert(ranked_bits % wide_bits == 0, "every digit is wide");
 static_assert(halves * most_blocks <= threads, "a thread reads at most one count");
 static_assert(wide_digits == 4 * threads, "a thread clears and adds four counts");
 
-/* The order of a key, and below it its position: of two keys the greater outranks the other. 0 is
- * below every key. */
-typedef uint64_t ranked_key;
-
 static constexpr ranked_key above_all = (ranked_key)1 << ranked_bits;
 
 __device__ static uint32_t position_of(ranked_key key) {
@@ -76,7 +72,7 @@ __device__ static uint32_t position_of(const top_work &work, uint32_t r) {
 /* Key r of a thread; 0 if it does not compete. */
 __device__ static ranked_key ranked_at(top_memory &shared, const top_work &work, uint32_t r) {
     const uint32_t order = orders_of(shared)[work.index + r * warp_lanes];
-    return order == 0 ? 0 : (ranked_key)order << position_bits | position_of(work, r);
+    return order == order_none ? 0 : ranked_key_of(order, position_of(work, r), position_bits);
 }
 
 __device__ static last_positions last_of(const select_call &call, const int32_t *kv_used, int64_t b,
@@ -130,7 +126,7 @@ __device__ static void load_orders(const select_call &call, const select_segment
     for (int i = 0; i < load_items; i++) {
         const bool is_sink = position_of(work, first + i) < segment.sink_end;
         const uint32_t present = is_sink ? order_sink : order_of(score[i]);
-        order[i] = competes[i] ? present : 0;
+        order[i] = competes[i] ? present : order_none;
     }
 }
 
@@ -146,7 +142,7 @@ __device__ static void load_keys(top_memory &shared, const top_work &work, const
             if (first + i >= work.items)
                 break;
             orders_of(shared)[work.index + (first + i) * warp_lanes] = order[i];
-            if (order[i] != 0)
+            if (order[i] != order_none)
                 atomicAdd(&shared.count[order[i] >> (key_bits - wide_bits)], 1);
         }
     }

@@ -139,12 +139,12 @@ __device__ static competing_key load_competing(const top_memory &shared, uint32_
     const int32_t j = last.competing + 1 + (int32_t)(lane - most_changes);
     if (lane < worst) {
         const worst_key own = shared.listed[lane];
-        return {(ranked_key)own.order << position_bits | own.position, true};
+        return {ranked_key_of(own.order, own.position, position_bits), true};
     }
     if (lane < most_changes || j < 0 || j >= last.end)
         return {0, false};
     const uint32_t order = load_key<false>(call, segment, (uint32_t)j).x;
-    return {order == 0 ? 0 : (ranked_key)order << position_bits | (uint32_t)j, false};
+    return {order == order_none ? 0 : ranked_key_of(order, (uint32_t)j, position_bits), false};
 }
 
 /* The lane of the lowest key that competes. */

@@ -1,4 +1,5 @@
-/* What producer and consumers of sm90's forward kernel share: shapes, shared memory, row tiles. */
+/* What sm90's forward kernel (kernel.cuh) and its launch (forward.cu) share: the configuration,
+ * shared memory with its barriers, and the order of the row tiles. */
 #pragma once
 
 #include "cuda/device/divisor.cuh"
@@ -25,7 +26,7 @@ struct forward_config {
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
     static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
-    // that fit shared memory, in which dropout's codes take the place of one
+    // stages that fit in shared memory, where dropout's codes cost one stage
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
     static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
@@ -113,7 +114,42 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
     return {has_short ? full : max(full + (rest > 0), 1), has_short};
 }
 
-/* mask stands before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
+/* Shared memory, and its barriers. P: the 128 threads of the producer. C: the 256 threads of both
+ * consumers, in 8 warps.
+ *
+ * name          arrivals  who arrives                               who waits             phase
+ * q_ready       129       P: each thread, when its copies of q are  C: before a tile      tile
+ *                         complete; thread 0 once more, when it
+ *                         has written the header
+ * q_free        256       C: each thread, when the tile's last S    P: before it loads q  tile
+ *                         is complete
+ * kv_ready[i]   128       P: each thread, when its copies of k or   C: before S or O      use of
+ *                         v are complete                                                  stage i
+ * kv_free[i]    8         C: lane 0 of each warp, when the S or O   P: before it loads    use of
+ *                         that reads the stage is complete          k or v                stage i
+ * mask_ready[i] 128       P: each thread, when it has written the   C: before S, which    use of
+ *                         mask of its key                           adds the biases       stage i
+ * mask_free[i]  256       C: each thread, when it has masked S, or  P: before it writes   use of
+ *                         with dropout when it has dropped weights  the mask              stage i
+ *
+ * A key block uses a kv stage for k, another for v, and a mask stage. P loads k one key block ahead
+ * of v, so C waits for k of the first block and for v of each: what was loaded before is complete
+ * then. P waits for the opposite parity of q_free, kv_free and mask_free, so that its first waits
+ * pass at once. The header that says that there are no more tiles is one more phase of q_ready.
+ *
+ * The named barriers 1 and 2 hand the right to issue products from consumer to consumer. Their
+ * arrivals are 128 threads that arrive and 128 that wait.
+ *
+ * number        arrivals  who arrives                               who waits             phase
+ * 0             384       all, by __syncthreads(), when the mbarriers are initialised     once
+ * 1             256       consumer 1: at the start of the kernel,   consumer 0: before    key
+ *                         and when it has issued S and O            it issues S and O     block
+ * 2             256       consumer 0: when it has issued S and O    consumer 1: before    key
+ *                                                                   it issues S and O     block
+ *
+ * The first key block of a tile does without, as there is no O before it.
+ *
+ * mask stands before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
  * would find it past the end of shared memory. */
 template <class config> struct forward_memory {
     alignas(1024) uint8_t q[config::rows * config::row_bytes];
@@ -126,6 +162,22 @@ template <class config> struct forward_memory {
     alignas(1024) uint8_t kv[config::kv_stages][config::key_rows * config::row_bytes];
     static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
 };
+
+template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
+    const int consumer_threads = config::consumers * warpgroup_threads;
+    const int warps = config::consumers * warpgroup_warps;
+    mbarrier_init(&memory->q_ready, warpgroup_threads + 1); // and the header
+    mbarrier_init(&memory->q_free, consumer_threads);
+    for (int i = 0; i < config::kv_stages; i++) {
+        mbarrier_init(&memory->kv_ready[i], warpgroup_threads);
+        mbarrier_init(&memory->kv_free[i], warps);
+    }
+    for (int i = 0; i < config::mask_stages; i++) {
+        mbarrier_init(&memory->mask_ready[i], warpgroup_threads);
+        mbarrier_init(&memory->mask_free[i], consumer_threads);
+    }
+    fence_mbarrier_init();
+}
 
 /* How the rows of keys follow one another. */
 struct key_strides {

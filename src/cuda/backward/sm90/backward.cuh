@@ -1,4 +1,5 @@
-/* What producer and consumers of sm90's backward kernel share: shapes, work, shared memory.
+/* What producer and consumers of sm90's backward kernel share: the configuration, shared memory
+ * with its barriers, and the work of a thread block.
  *
  * A thread block owns a slot block for a range of query blocks. k and v of the slots' keys stay in
  * shared memory, dk and dv in the consumers' registers, and the queries stream past, one or two
@@ -193,6 +194,53 @@ struct load_progress {
 
 static constexpr int32_t no_keys = -1;
 
+/* Shared memory, and its barriers. P: the 128 threads of the producer. C: the threads of both
+ * consumers, or of the only one in the narrow form, in `warps` warps, 8 or 4.
+ *
+ * name          arrivals  who arrives                              who waits             phase
+ * step_ready[i] loaders   P: lane 0 of warps 0 and 1, with the     C: before a step      use of
+ *               + writers bytes that their copies add, and of warp                       stage i
+ *                         2, when it has written the header; lane
+ *                         0 of each warp that writes a mask or
+ *                         codes, when it has
+ * step_free[i]  warps     C: lane 0 of each warp, after a step     P: before it loads a  use of
+ *                                                                  step; dq_turns        stage i
+ * dq_ready      1         P: lane 0 of warp 2, with the bytes of   C: before it writes   loaded
+ *                         the sums that it loads                   the loaded dq         sums
+ * dq_free       warps     C: lane 0 of each warp, when it has read P: lane 0 of warp 2,  loaded
+ *                         the sums                                 before it loads       sums
+ * turn_begun    1         dq_turns: when the slot blocks before    C: before it adds dq  step
+ *                         this one have added dq of the step
+ * dq_added      warps     C: lane 0 of each warp, when it has      dq_turns              step
+ *                         issued dq of the step, and that of the
+ *                         step before has been added
+ * all_dq_added  warps     C: lane 0 of each warp, when all its dq  dq_turns, at its end  once
+ *                         has been added
+ * slots_ready   128       P: each thread, when it has written the  C: before it takes    generation
+ *                         record of its slot                       over the slots
+ * keys_ready    128       P: each thread, when its copies of k and C: before the first   generation
+ *                         v are complete                           step
+ * keys_free     warps     C: lane 0 of each warp, when it takes    P: before it loads    generation
+ *                         over the slots, as it has read the keys  the new keys
+ *                         of the generation before
+ *
+ * loaders and writers: step_loaders and step_writers. dq_turns is thread turn_thread of P in calls
+ * whose slot blocks add to dq in order; other calls do without turn_begun, dq_added and
+ * all_dq_added. The latter two are of stages_dq, where lane 0 of each warp waits for turn_begun:
+ * elsewhere all of C does, and dq_turns waits for step_free. dq_ready and dq_free are of loads_dq,
+ * for steps whose header has is_only. The last phase of slots_ready comes with is_over. P waits for
+ * the opposite parity of step_free and dq_free, so that its first waits pass at once.
+ *
+ * Named barriers, at which all wait who arrive:
+ *
+ * number                arrivals  who         for what
+ * 0                     all       all         once: mbarriers, work and dbias are initialised
+ * producer_barrier      128       P           whether a slot changes its key after this block; in
+ *                                             the diagonal pass also the first key of the next one
+ * all_barrier           128, 256  C           dS of the step is stored, in the wide form P, too,
+ *                                             where once more: both have been read
+ * consumer_barrier + n  128       consumer n  empty rows are cleared; in the narrow form also: dS
+ *                                             of the step before has been read */
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
@@ -225,13 +273,34 @@ template <class config> struct backward_memory {
     dq_turn turns[most_turns]; // of the last steps
     int32_t is_over;           // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
-    uint64_t dq_ready, dq_free; // of loads_dq
-    // of a step, with semaphores; the two of dq_added: with stages_dq
+    uint64_t dq_ready, dq_free;
     uint64_t turn_begun, dq_added, all_dq_added;
-    uint64_t slots_ready, keys_ready, keys_free; // of a generation
+    uint64_t slots_ready, keys_ready, keys_free;
     // of a block's shared memory on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
 };
+
+template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
+    const int warps = config::consumers * warpgroup_warps;
+    for (int i = 0; i < config::stages; i++) {
+        mbarrier_init(&memory->step_ready[i], config::step_loaders + config::step_writers);
+        mbarrier_init(&memory->step_free[i], warps);
+    }
+    mbarrier_init(&memory->dq_ready, 1);
+    mbarrier_init(&memory->dq_free, warps);
+    mbarrier_init(&memory->turn_begun, 1);
+    mbarrier_init(&memory->dq_added, warps);
+    mbarrier_init(&memory->all_dq_added, warps);
+    mbarrier_init(&memory->slots_ready, warpgroup_threads);
+    mbarrier_init(&memory->keys_ready, warpgroup_threads);
+    mbarrier_init(&memory->keys_free, warps);
+    fence_mbarrier_init();
+}
+
+// named barriers: see backward_memory
+static constexpr int producer_barrier = 1;
+static constexpr int all_barrier = 2;
+static constexpr int consumer_barrier = 3; // and the next one, of the other consumer
 
 /* The sums of dq of a tile for the n-th stored_columns channels, of a warp of the warpgroup that
  * makes them: its accumulators four by four, [stored_registers / 4][32 lanes][4]. */

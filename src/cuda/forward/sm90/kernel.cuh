@@ -1,12 +1,334 @@
-/* The consumers of sm90's forward kernel: two warpgroups of 64 rows each that turn key blocks into
- * out and lse. While one computes its softmax, the other has the tensor cores.
+/* Forward on Hopper (compute capability 9.0 alone): a persistent thread block on each
+ * multiprocessor takes tile after tile of rows. One warpgroup (producer) gathers q, k and v into
+ * shared memory, and two (consumers) turn key blocks into out and lse. While one consumer computes
+ * its softmax, the other has the tensor cores. forward.cuh has shared memory and its barriers. Here
+ * are
+ *
+ *   producer   rows of q, k and v, and the mask of each key block, whose keys are the lanes' own
+ *   softmax    weights, row_max and row_sum of a consumer's rows, of which a thread has two
+ *   dropout    in the weights of a consumer; core/dropout.h has the codes
+ *   consumer   S, weights, O; then the epilogue, out and lse
+ *   attend     the kernel
+ *
  * Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2. */
 #pragma once
 
 #include <type_traits>
 
-#include "cuda/forward/sm90/dropout.cuh"
-#include "cuda/forward/sm90/softmax.cuh"
+#include "cuda/forward/sm90/forward.cuh"
+
+static constexpr int32_t no_key = (int32_t)no_row;
+
+/* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, whereas an
+ * expiry would make the consumers compare positions. */
+__device__ static key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
+
+/* Splits a bias into bfloat16 terms. For an infinite bias each term is the largest finite number of
+ * its sign, and the sum of the three is infinite. NaN is treated as +inf, because either makes a
+ * row that keeps the key NaN. */
+__device__ static void write_bias(bias_octet *octet, int32_t column, float bias) {
+    const bool is_finite = fabsf(bias) <= FLT_MAX;
+    float rest = is_finite ? bias : bias < 0 ? -FLT_MAX : FLT_MAX;
+#pragma unroll
+    for (int term = 0; term < bias_terms; term++) {
+        const __nv_bfloat16 upper = from_float_toward_zero<__nv_bfloat16>(rest);
+        octet->terms[term][column] = upper;
+        rest -= is_finite ? to_float(upper) : 0;
+    }
+}
+
+/* The rows of k, or of v, of the (b, g) of a tile. */
+struct tile_keys {
+    const row_strides &strides;
+    const head_view &carried, &own;
+    int32_t b, g;
+    piece_rows rows; // if the pieces are near each other
+
+    __device__ far_rows far(void) const {
+        return {rows_of(carried, b, g), rows_of(own, b, g), strides.unit};
+    }
+};
+
+__device__ static tile_keys keys_of_tile(const row_strides &strides, const head_view &carried,
+                                         const head_view &own, const row_tile &tile) {
+    return {strides, carried, own, tile.b, tile.g, rows_of(strides, carried, own, tile.b, tile.g)};
+}
+
+/* The key that a lane looks after in a key block. */
+struct own_key {
+    int32_t key; // no_key: there is none to read
+    key_record record;
+};
+
+template <class config> struct producer {
+    forward_memory<config> *memory;
+    tile_order order;
+    float bias_scale; // turns a bias of logits into one of products
+    pipeline_state<config::kv_stages> kv;
+    pipeline_state<config::mask_stages> mask;
+    pipeline_state<1> q;
+    pipeline_state<tile_headers> header;
+    int32_t warp, own_column; // own_column: of this lane's key in a key block
+
+    __device__ int32_t fetch_entry(const tile_list &keys, int32_t block) const {
+        return entry_at(keys, block * config::key_rows + own_column);
+    }
+
+    __device__ static int32_t key_of(const tile_list &keys, int32_t entry) {
+        return is_key(entry, keys.kv_len) ? entry : no_key;
+    }
+
+    __device__ key_record fetch_record(const tile_list &keys, int32_t key) const {
+        // without records consumers may leave out the bias, so the expiry masks an absent key
+        if (keys.records == NULL)
+            return {key == no_key ? INT32_MIN : INT32_MAX, 0};
+        return key == no_key ? masked_record() : keys.records[key];
+    }
+
+    /* Gathers the rows of k or v of a key block into the next stage, unless they are rows of a
+     * short key block that consumers do not read. */
+    __device__ void load_rows(const forward_plan &plan, const tile_keys &keys, int32_t key,
+                              bool is_skipped) {
+        const row_strides &strides = keys.strides;
+        wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
+        if (!is_skipped && strides.is_far)
+            gather_keys(keys.far(), far_index_of(strides, (uint32_t)key), plan.head_dim);
+        else if (!is_skipped)
+            gather_keys(unit_rows{keys.rows.base, strides.unit},
+                        index_of(strides, keys.rows, (uint32_t)key), plan.head_dim);
+        cp_async_mbarrier_arrive_noinc(&memory->kv_ready[kv.stage]);
+        kv.advance();
+    }
+
+    template <class source_rows>
+    __device__ void gather_keys(const source_rows &source, uint32_t own_row, int head_dim) {
+        gather_rows<config::key_rows, config::panels, config::warp_keys>(
+            shared_address(memory->kv[kv.stage]), warp * config::warp_keys, source, own_row,
+            head_dim);
+    }
+
+    /* Drops a key that has expired by the tile's first position, so that it is not read. */
+    __device__ static void drop_expired(const row_tile &tile, own_key *own) {
+        if (own->key != no_key && own->record.expiry <= tile.first)
+            *own = {no_key, masked_record()};
+    }
+
+    /* A position from which on rows keep a key, where its expiry does not say otherwise. */
+    __device__ static int32_t first_kept(const forward_plan &plan, const row_tile &tile,
+                                         const own_key &own) {
+        if (plan.causal)
+            return own.key;
+        const bool is_bound = plan.by_position && own.key != no_key;
+        return is_bound ? first_position(plan, own.key) : tile.first;
+    }
+
+    /* The positions of the tile at which a key is kept. As either end, past_tile stands for any
+     * position after the tile's last. */
+    __device__ static position_range kept_positions(const forward_plan &plan, const row_tile &tile,
+                                                    const own_key &own) {
+        const int32_t end = own.record.expiry;
+        const int32_t from = first_kept(plan, tile, own);
+        return {(int16_t)(from > tile.last ? past_tile : max(from, tile.first) - tile.first),
+                (int16_t)(end > tile.last ? past_tile : max(end, tile.first) - tile.first)};
+    }
+
+    __device__ void write_mask(const forward_plan &plan, const row_tile &tile, const own_key &own) {
+        wait(&memory->mask_free[mask.stage], mask.parity ^ 1);
+        block_mask<config> *const to = &memory->mask[mask.stage];
+        const int32_t n = mask_index(own_column);
+        if constexpr (config::has_softcap)
+            to->bias[n] = own.record.bias;
+        else
+            write_bias(&to->octet[own_column / octet_keys], own_column % octet_keys,
+                       own.record.bias * bias_scale);
+        to->kept[n] = kept_positions(plan, tile, own);
+        if constexpr (config::drops)
+            to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
+        const bool arrives = first_kept(plan, tile, own) > tile.first;
+        const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
+        if (threadIdx.x % 32 == 0)
+            to->is_partial[warp] = (partial & 0xffff) != 0 | (partial >> 16 != 0) << 1;
+        fence_proxy_async(); // wgmma reads the biases
+        mbarrier_arrive(&memory->mask_ready[mask.stage]);
+        mask.advance();
+    }
+
+    __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
+        const row_tile &tile = of.tile;
+        constexpr int warp_rows = config::rows / warpgroup_warps;
+        const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
+        const int64_t own =
+            order.group.divide(row) * plan.q.row + order.group.remainder(row) * plan.q.head;
+        wait(&memory->q_free, q.parity ^ 1);
+        gather_rows<config::rows, config::panels, warp_rows>(
+            shared_address(memory->q), warp * warp_rows,
+            unit_rows{rows_of(plan.q, tile.b, tile.g * plan.group), vec_bytes},
+            row < tile.end_row ? (uint32_t)(own / vec_channels) : no_row, plan.head_dim);
+        publish_tile(of);
+    }
+
+    /* Publishes the header of a tile. The consumers start once its queries are copied too: this
+     * does not wait for them. */
+    __device__ void publish_tile(const tile_header &of) {
+        if (threadIdx.x == 0) {
+            memory->header[header.stage] = of;
+            mbarrier_arrive(&memory->q_ready);
+        }
+        cp_async_mbarrier_arrive_noinc(&memory->q_ready);
+        q.advance();
+        header.advance();
+    }
+
+    /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
+     * and records one. A pass of the loop uses what earlier passes fetched before it fetches more,
+     * because waiting for a load would also wait for those issued since. */
+    __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
+        const row_tile tile = tile_at<config>(plan, order, index);
+        const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
+        const tile_keys k = keys_of_tile(strides.k, plan.k_carried, plan.k, tile);
+        const tile_keys v = keys_of_tile(strides.v, plan.v_carried, plan.v, tile);
+        const int32_t entries = max(keys.entries, 0);
+        const block_count count = count_blocks<config>(entries);
+        const int32_t blocks = count.whole + count.has_short;
+        // whether this warp's rows of the last key block, which is short, are not read
+        const bool skips = __any_sync(~0u, count.has_short && own_column >= config::short_keys);
+        const int32_t first_entry = fetch_entry(keys, 0);
+        int32_t before = no_key, next_entry = fetch_entry(keys, 1);
+        own_key own = {key_of(keys, first_entry)};
+        own.record = fetch_record(keys, own.key);
+        for (int32_t block = 0; block < blocks; block++) {
+            if (plan.by_position)
+                drop_expired(tile, &own);
+            const int32_t next = key_of(keys, next_entry);
+            const key_record next_record = fetch_record(keys, next);
+            next_entry = fetch_entry(keys, block + 2);
+            load_rows(plan, k, own.key, skips && block == blocks - 1);
+            if (block == 0)
+                load_queries(plan, {tile, entries});
+            else
+                load_rows(plan, v, before, false);
+            write_mask(plan, tile, own);
+            before = own.key;
+            own = {next, next_record};
+        }
+        load_rows(plan, v, before, skips);
+    }
+
+    /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
+     * every thread block gets heavy and light ones. */
+    __device__ void run(const forward_plan &plan, const key_strides &strides) {
+        const int32_t grid = gridDim.x, all = order.tiles * order.heads;
+        for (int32_t round = 0; round * grid < all; round++) {
+            const int32_t n = round % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;
+            if (round * grid + n < all)
+                load_tile(plan, strides, round * grid + n);
+        }
+        wait(&memory->q_free, q.parity ^ 1);
+        publish_tile({{}, -1});
+    }
+};
+
+/* The most that a thread's weights of a row may sum to in one key block before row_max is raised:
+ * large enough that sums are almost never rescaled, and small enough for every weight to fit
+ * float16. */
+static constexpr float most_sum = 32768;
+
+/* From here on float32 has no fractions, and the rounding error of a product may exceed the
+ * exponents of weights. The product must then be rounded before row_max is subtracted, so that the
+ * two errors cancel; a fused multiply-add would not round it. */
+static constexpr float most_row_max = 1 << 24;
+
+/* What is subtracted from the logits of a row: not -inf, because -inf - -inf is NaN. */
+__device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
+
+/* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
+ * 2^(logit - row_max). Logits are unit * products. Both are in the order of accumulators: [8
+ * columns][row][2 columns]. NaN never becomes a maximum; it shows in the sum. */
+struct row_softmax {
+    float row_max[2] = {-INFINITY, -INFINITY};
+    float row_sum[2] = {0, 0};
+
+    /* Raises row_max to the maximum of the logits, if that is greater. rescale: the factor for all
+     * earlier weights. */
+    template <int registers>
+    __device__ void raise(const float (&logits)[registers], float (&rescale)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            float most[4]; // four independent maxima, to cut the latency to a quarter
+#pragma unroll
+            for (int i = 0; i < registers / 2; i++) {
+                const float logit = logits[i / 2 * 4 + 2 * row + i % 2];
+                most[i % 4] = i < 4 ? logit : fmaxf(most[i % 4], logit);
+            }
+            const float maximum = quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+            const bool exceeds = maximum > row_max[row];
+            rescale[row] = exceeds ? ex2_approx(row_max[row] - maximum) : 1;
+            row_max[row] = exceeds ? maximum : row_max[row];
+            row_sum[row] *= rescale[row];
+        }
+    }
+
+    /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. If `checked`: returns
+     * false and adds nothing if the warp must raise row_max first. It need not look for the maximum
+     * of the logits, since a row_max that is too low shows in the sum of the weights. */
+    template <typename element, bool checked, int registers>
+    __device__ bool weigh(const float (&products)[registers], float unit,
+                          uint32_t (&weights)[registers / 8][4]) {
+        const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
+        float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
+#pragma unroll
+        for (int i = 0; i < registers; i += 8) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int row = k % 2;
+                const float low = ex2_approx(fmaf(products[i + 2 * k], unit, -base[row]));
+                const float high = ex2_approx(fmaf(products[i + 2 * k + 1], unit, -base[row]));
+                partial[row][0] += low;
+                partial[row][1] += high;
+                weights[i / 8][k] = element_type<element>::pack(low, high);
+            }
+        }
+        const float sum[2] = {partial[0][0] + partial[0][1], partial[1][0] + partial[1][1]};
+        const bool is_low =
+            fmaxf(sum[0], sum[1]) > most_sum ||
+            !(fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) < most_row_max); // true for -inf too
+        if (checked && __any_sync(~0u, is_low))
+            return false;
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+        return true;
+    }
+};
+
+/* The code of a row past the last one is that of any row. */
+__device__ static drop_code drop_code_of(const forward_plan &plan, const row_tile &tile,
+                                         int32_t row) {
+    const int32_t position = query_position(plan, tile.b, row / plan.group);
+    const int32_t head = tile.g * plan.group + row % plan.group;
+    return {row_code_of(plan, tile.b, head, position), position % 2 != 0 ? 0 : 1u << 16};
+}
+
+/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: of the keys of
+ * a block, in the order of mask_index(). threshold: as in dropout_params. */
+template <int steps>
+__device__ static void drop_pairs(const drop_code (&rows)[2], const uint32_t *keys,
+                                  uint32_t threshold, uint32_t (&weights)[steps][4]) {
+    const uint32_t limit = threshold << 16;
+#pragma unroll
+    for (int i = 0; i < steps; i++) {
+        const uint4 four = ((const uint4 *)keys)[i * 4 + threadIdx.x % 4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const drop_code &row = rows[k % 2];
+            const uint32_t low = dropout_product(row.code, k < 2 ? four.x : four.z);
+            const uint32_t high = dropout_product(row.code, k < 2 ? four.y : four.w);
+            if ((low ^ low * row.fold) < limit)
+                weights[i][k] &= 0xffff0000;
+            if ((high ^ high * row.fold) < limit)
+                weights[i][k] &= 0xffff;
+        }
+    }
+}
 
 /* Which keys of a key block a thread's two rows keep by attn_mask, a bit each. */
 template <class config> struct mask_bits {
@@ -416,5 +738,48 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan) const {
             if (c < end)
                 *(uint2 *)(to + c) = make_uint2(words[0], words[1]);
         }
+    }
+}
+
+/* Clears the masks: wgmma multiplies what stands after the last biases by 0, which must not be inf
+ * or NaN. */
+template <class config> __device__ static void clear_masks(forward_memory<config> *memory) {
+    const uint32_t words = sizeof memory->mask / sizeof(uint32_t);
+    for (uint32_t i = threadIdx.x; i < words; i += config::threads)
+        ((uint32_t *)memory->mask)[i] = 0;
+    fence_proxy_async();
+}
+
+template <class config>
+static __global__ void __launch_bounds__(config::threads, 1)
+    attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_strides strides,
+           const tile_order order, const float softcap_scale, const float bias_scale) {
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    forward_memory<config> *const memory = (forward_memory<config> *)bytes;
+    // __shfl_sync tells the compiler that all threads of a warp have the same value
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
+    clear_masks(memory);
+    if (threadIdx.x == 0)
+        init_barriers(memory);
+    __syncthreads();
+    griddepcontrol_wait(); // for the lists
+    if (warpgroup == 0) {
+        setmaxnreg_dec<config::producer_registers>();
+        producer<config> self;
+        self.memory = memory;
+        self.order = order;
+        self.bias_scale = bias_scale;
+        self.warp = threadIdx.x / 32;
+        self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
+        self.run(plan, strides);
+    } else {
+        setmaxnreg_inc<config::consumer_registers>();
+        consumer<config> self;
+        self.memory = memory;
+        self.order = order;
+        self.softcap_scale = softcap_scale;
+        // computed again: a value from before setmaxnreg would pass through memory
+        self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
+        self.run(plan);
     }
 }

@@ -1,0 +1,31 @@
+/* The shape of a launch, and what a thread block finds out about its place in the grid. */
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+/* The shared memory that a block can have on the devices with the least: 8.6, 8.9 and 12.0. */
+static constexpr size_t least_shared_bytes = 99 * 1024;
+
+/* When a kernel may start: after the one ahead of it in the stream has ended, or earlier, in which
+ * case it waits for that one itself, by griddepcontrol_wait(). If it needs nothing of that one, a
+ * single thread block may wait, at its end, so that whoever waits for this kernel has both. */
+enum launch_start { start_after, start_early };
+
+struct launch_shape {
+    dim3 grid, block;
+    size_t shared_bytes = 0; // of dynamic shared memory
+    launch_start start = start_after;
+    unsigned cluster = 0; // blocks of a cluster along x; 0: no cluster
+};
+
+/* A grid of `blocks` blocks for each (b, g) or (b, h). The heads fill two axes, because one axis
+ * may be too short. */
+static inline dim3 grid_of(int64_t blocks, int64_t heads) {
+    const int64_t most_y = 32768;
+    const int64_t y = heads < most_y ? heads : most_y;
+    return dim3((unsigned)blocks, (unsigned)y, (unsigned)((heads + y - 1) / y));
+}
+
+/* The head of a block in such a grid. It may be past the end. */
+__device__ static int64_t head_of_block() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }

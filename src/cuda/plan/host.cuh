@@ -1,0 +1,58 @@
+/* The plan of a forward call on the host: the calls that it can hold, laying it out, and filling it
+ * in. */
+#pragma once
+
+#include "cuda/device/host.cuh"
+#include "cuda/plan/plan.cuh"
+
+/* Whether each query block has a list of its own. If not, all share one. */
+static inline bool rolls_lists(const fdma_problem *problem) {
+    return problem->selected && problem->slots < problem->kv_len &&
+           problem->scope != FDMA_SCOPE_GLOBAL;
+}
+
+static_assert(pair_view::float32 == FDMA_FLOAT32, "the dtype of pairs is an fdma_dtype");
+
+static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
+    const int64_t heads = tensor->shape[1]; // 0 if it is absent
+    const int64_t *const stride = tensor->stride;
+    return {tensor->data,
+            stride[0],
+            stride[1],
+            stride[2],
+            stride[3],
+            (int32_t)(heads > 0 && heads < q_heads ? q_heads / heads : 1),
+            (int32_t)tensor->dtype};
+}
+
+/* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
+ * NULL. Every kernel's refuses() asks it first. */
+const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
+
+/* As fdma_cuda_refuses_plan(), for kernels that take neither attn_mask nor attn_bias. */
+const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
+
+/* Fills in what a plan says of the problem's tensors, sizes and options. */
+void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
+
+/* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
+ * counts bytes. */
+forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
+
+/* The same with query blocks of another length, which only backward kernels take. */
+forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
+                                  int32_t block_queries);
+
+/* The same without lists: entry j is key j, kept or not. */
+forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
+                                    int32_t block_queries);
+
+/* Fills in the lists and records, on the problem's stream. */
+fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
+
+/* Fills in plan->kept, which works from the records. */
+fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan);
+
+struct selection_view;
+
+selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const forward_plan *plan);
