@@ -35,8 +35,8 @@ typedef struct kernel_table {
     int32_t count;
 } kernel_table;
 
-/* The kernels of one part of the library, and what the steps of a call depend on. A list of backends
- * ends with NULL. */
+/* The kernels of one part of the library, and what the steps of a call depend on. A list of
+ * backends ends with NULL. */
 typedef struct kernel_backend {
     const kernel_table *const *tables;            /* the fastest point first; ends with NULL */
     const struct kernel_adapter *const *adapters; /* of its kernels; see core/adapter.h */

@@ -1,6 +1,6 @@
 /* Packed sequences, for kernels that do not take `starts`: each sequence is run as a problem of its
- * own, whose tensors are views. Only `expiry` holds positions: those of a given selection are copied
- * relative to the sequence's start, and those that select writes are moved afterwards. */
+ * own, whose tensors are views. Only `expiry` holds positions: those of a given selection are
+ * copied relative to the sequence's start, and those that select writes are moved afterwards. */
 #include "core/packed.h"
 
 #include "core/adapter.h"

@@ -1,4 +1,5 @@
-/* Kernels of the CPU add to float32 sums in the workspace, as if they were a dattn_bias in float32. */
+/* Kernels of the CPU add to float32 sums in the workspace, as if they were a dattn_bias in
+ * float32. */
 #include "core/pair_sums.h"
 
 #include "core/adapter.h"

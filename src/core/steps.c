@@ -135,7 +135,7 @@ static fdma_status split_fused(const kernel_backend *backend, call_steps *steps)
     return has_bias ? add_step(steps, operation_score_backward) : FDMA_OK;
 }
 
-/* The steps of fdma_decode() without a given score, for kernels that do not compute it themselves. */
+/* The steps of fdma_decode() without a given score, for kernels that do not compute it. */
 static fdma_status split_decode(call_steps *steps) {
     fdma_problem *const whole = &steps->whole;
     fdma_arena arena = fdma_arena_of(whole);

@@ -14,8 +14,8 @@ typedef struct call_steps {
     size_t scratch; /* of these, what passes between the steps */
 } call_steps;
 
-/* Makes the steps of the call. Tensors that the caller did not ask for are taken from the workspace,
- * and each step may use the rest of it. `backend` is that of exec.device. */
+/* Makes the steps of the call. Tensors that the caller did not ask for are taken from the
+ * workspace, and each step may use the rest of it. `backend` serves exec.device. */
 fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps);
 
 /* Tells the steps of a call which kernel of select has been chosen: forward works from what that

@@ -1,9 +1,10 @@
 /* flash_dmattn._native: makes direct calls.
  *
  * python/flash_dmattn/_repeat.py says what a direct call is, and plans one for each layout. This
- * module finds the calls that have been planned, and makes them. It knows nothing of PyTorch but the Python functions that it is given, and of libfdma only addresses: those of the
- * function and of the words of its argument struct that change from call to call. It is built
- * against the stable ABI of Python 3.8. */
+ * module finds the calls that have been planned, and makes them. It knows
+ * nothing of PyTorch but the Python functions that it is given, and of libfdma only two kinds of
+ * addresses: the function, and the words of its argument struct that change from call to call. It
+ * is built against the stable ABI of Python 3.8. */
 #include "call.h"
 
 enum {

@@ -45,8 +45,8 @@ def make_rules() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     }
 
 
-def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
-    """Operators with their arguments, by name from `values`."""
+def make_values() -> dict[str, Any]:
+    """An argument of operators for each name."""
     query, key, value, dt_proj, a_coef = make_tensors()
     score = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(1))
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
@@ -54,7 +54,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0)
     attended = ops.ATTENTION.op(query, key, value, score, *8 * [None], expiry, slot, *OPTIONS)
-    values = {
+    return {
         "query": query,
         "key": key,
         "value": value,
@@ -76,6 +76,12 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "dlse": dlse,
         "dbias": dlse[:, :2],
     }
+
+
+def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
+    """Operators with their arguments, by name from `values`."""
+    values = make_values()
+    query, key, value = values["query"], values["key"], values["value"]
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed.update(starts=torch.tensor([0, 5, 12], dtype=torch.int32))
     used, dt_bias = {"kv_used": torch.tensor([5, 12]).int()}, {"dt_bias": torch.tensor([0.5, -2.0])}

@@ -36,14 +36,12 @@ def c_functions(text: str) -> Iterator[Function]:
 
 
 def python_functions(text: str) -> Iterator[Function]:
-    """Docstrings do not count: that of a public function describes every argument."""
+    """Parameters and docstrings do not count: those of a public function have a line or more for
+    every argument."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            last = node.end_lineno or first
-            if ast.get_docstring(node) is not None:
-                last -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
-            yield node.name, first, last
+            documented = ast.get_docstring(node) is not None and len(node.body) > 1
+            yield node.name, node.body[documented].lineno, node.end_lineno or node.lineno
 
 
 def check_text(path: str, text: str) -> tuple[int, list[str]]:
@@ -102,7 +100,7 @@ def self_test() -> list[str]:
     head += "    1,\n" * 70 + "};\n\n"
     guard = '#ifdef __cplusplus\nextern "C" {\n#endif\n'
     end = "#ifdef __cplusplus\n}\n#endif\n"
-    python = "@cache\ndef long() -> None:\n" + "    pass\n"
+    python = "@cache\ndef long(\n    a: int,\n    b: int,\n) -> None:\n" + "    pass\n"
     wanted = (
         ("a.c", head + c_function(60), 1, 0),
         ("a.c", head + c_function(61), 1, 1),
@@ -113,9 +111,9 @@ def self_test() -> list[str]:
         ("a.h", guard + "#define M(x) \\\n    {\n" + c_function(60) + end, 1, 0),
         ("a.c", "int x(void) {\n", 0, 1),
         ("a.c", "/* " + "x" * 94 + " */\n/* " + "x" * 95 + " */\n", 0, 1),
-        ("a.py", python + "    pass\n" * 57, 1, 0),
-        ("a.py", python + "    pass\n" * 58, 1, 1),
-        ("a.py", "def long() -> None:\n" + '    """A.\n\n    B."""\n' + "    pass\n" * 59, 1, 0),
+        ("a.py", python + "    pass\n" * 59, 1, 0),
+        ("a.py", python + "    pass\n" * 60, 1, 1),
+        ("a.py", "def long() -> None:\n" + '    """A.\n\n    B."""\n' + "    pass\n" * 60, 1, 0),
         ("a.sh", "true\n" * 900, 0, 0),
         ("a.sh", "true\n" * 901, 0, 1),
     )

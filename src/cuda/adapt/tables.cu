@@ -1,6 +1,6 @@
-/* Select with a table (fdma.h, "Streams"), by kernels that know no tables. Each (b, g) becomes a sequence
- * of its own: first its carried keys, sorted by position, with empty rows at the front as keys that
- * are not valid, and then the keys of the call. core/streams.c says why. */
+/* Select with a table (fdma.h, "Streams"), by kernels that know no tables. Each (b, g) becomes a
+ * sequence of its own: first its carried keys, sorted by position, with empty rows at the front as
+ * keys that are not valid, and then the keys of the call. core/streams.c says why. */
 extern "C" {
 #include "core/streams.h"
 }

@@ -1,8 +1,8 @@
 /* Scores, selections and gradients of scores where only the first kv_used keys of each sequence
  * exist, by kernels that know padding alone: keys that do not exist become padding. On any device
  * from compute capability 8.0. Scores know no positions, and need no more. A selection of so many
- * keys with padding behind them is that of the keys that exist, but for the expiry of those that are
- * kept to the end. */
+ * keys with padding behind them is the selection of the keys that exist, except for the expiry of
+ * keys that are kept to the end. */
 extern "C" {
 #include "core/operations.h"
 }
