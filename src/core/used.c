@@ -1,8 +1,8 @@
 /* Sequences in which only the first kv_used keys exist, for kernels that do not take `kv_used`.
  * Each is run as a problem of its own, whose tensors are views that end with the last key that
- * exists. If equally many keys exist in every sequence, all sequences are one problem. Such problems
- * do not write the outputs of keys that do not exist nor, under a causal mask, of queries before
- * the first key. These outputs are filled in here.
+ * exists. If equally many keys exist in every sequence, all sequences are one problem. Such
+ * problems do not write the outputs of keys that do not exist nor, under a causal mask, of queries
+ * before the first key. These outputs are filled in here.
  *
  * Scores and their gradients do not depend on positions. For them the keys that do not exist are
  * keys that are not valid, and all sequences are one problem. */
