@@ -384,7 +384,7 @@ static constexpr fdma_kernel kernel_of = {form_names[form],
                                           workspace_of<lay_out_any>,
                                           run<form>,
                                           true,
-                                          false};
+                                          0};
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM), kernel_of<by_key>,
                 kernel_of<by_list>);

@@ -141,5 +141,4 @@ static fdma_status run(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_d, FDMA_HEAD_DIM),
                 {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_forward,
-                 fdma_missing_sm90a, refuses, workspace_of<fdma_cuda_plan_forward>, run, true,
-                 false});
+                 fdma_missing_sm90a, refuses, workspace_of<fdma_cuda_plan_forward>, run, true, 0});
