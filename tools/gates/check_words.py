@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Check that words which docs/glossary.md replaces are not used.
+"""Check the words of code and documents.
 
-Some words are banned everywhere; others, which plain English needs, only as parts of names in
-code. The glossary, data, results and this file are exempt. Files that unclean_words.txt lists, one
-path a line, may still hold such words: these are counted, not refused. The list is to be emptied.
+Words that docs/glossary.md replaces are not used: some nowhere, others, which plain English needs,
+not as parts of names in code. Phrases that make a reader go back ("of which", sentences that begin
+with "Whether" or "What") are counted, and there are at most PHRASES of them. The glossary, data,
+results and this file are exempt.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import c_source
@@ -20,29 +21,27 @@ import gate
 
 # word, and what to use instead
 EVERYWHERE = {
-    "chunk": "split, partition, task or block",
     "stretch": "partition",
-    "epoch": "partition or query block",
     "verdict": "what the check found",
     "floors": "thresholds",
     "facts": "what they are, such as lse and delta",
 }
 IN_NAMES = {
-    "share": "weight",
     "note": "what it holds",
     "carry": "merge",
     "carries": "merged sums",
-    "place": "rank, slot, tile or index",
-    "part": "split, partition or partial",
     "floor": "threshold",
     "fact": "what it holds",
 }
-# Words of others ("chunked prefill", transformers' arguments for it, torch's functions, C's
-# floorf()), and verbs: share_elements().
-EXCEPTIONS = re.compile(
-    r"chunked prefill|(prefill|attention)_chunk_size|\.chunk\(|floorf?\(|_floor_p[sd]\b"
-    r"|in[-_ ]place|(?<![a-zA-Z0-9_])(share|place|note|carry)_(?=[a-z])"
+# Words of others (torch's functions, C's floorf()), and verbs: carry_elements().
+EXCEPTIONS = re.compile(r"floorf?\(|_floor_p[sd]\b|(?<![a-zA-Z0-9_])(note|carry)_(?=[a-z])")
+
+PHRASE = re.compile(
+    r"(?i:\b(?:of which|that of|those of)\b)"
+    r'|(?:^|[.!?:] +|/\* |^ *\* +|""" *|# |// |- |\| )(?:Whether|What|That of|Those of)\b',
+    re.MULTILINE,
 )
+PHRASES = 106
 
 CODE = (*c_source.SUFFIXES, ".def", ".inc", ".py")
 PROSE = (".md", ".sh", ".cmake", ".txt")
@@ -51,9 +50,8 @@ TOPS = ("benchmarks", "cmake", "docs", "examples", "include")
 TOPS += ("python", "research", "src", "tests", "tools")
 EXEMPT = re.compile(
     r"docs/glossary\.md|docs/figures/|(benchmarks|research)/results/|examples/data/|tests/golden/golden\.inc"
-    r"|tests/fuzz/corpus/|tools/gates/(check_words\.py|unclean_words\.txt)"
+    r"|tests/fuzz/corpus/|tools/gates/check_words\.py"
 )
-UNCLEAN = Path(__file__).with_name("unclean_words.txt")
 
 
 def pattern(words: dict[str, str]) -> re.Pattern[str]:
@@ -112,56 +110,51 @@ def files_of(root: Path) -> list[Path]:
 
 
 def check(root: Path) -> gate.Found:
-    """The number of files looked at, and a line for each that has a banned word."""
+    """The number of files looked at, a line for each that has a banned word, and one for too many
+    phrases."""
     count = 0
     found = []
+    phrases: list[str] = []
     for source in files_of(root):
         path = source.relative_to(root).as_posix()
         if not EXEMPT.match(path):
             count += 1
-            found += check_text(path, source.read_text(encoding="utf-8"))
+            text = source.read_text(encoding="utf-8")
+            found += check_text(path, text)
+            phrases += [] if path == "CHANGELOG.md" else [path] * len(PHRASE.findall(text))
+    if len(phrases) > PHRASES:
+        most = ", ".join(f"{n} in {path}" for path, n in Counter(phrases).most_common(9))
+        found.append(f"fails: {len(phrases)} such phrases, at most {PHRASES}: {most}")
     return count, found if count > 0 else ["fails: there is no file"]
 
 
 SOUND = {
     "README.md": "Each query takes part in the softmax; they share keys in place of masks.\n",
     "docs/algorithm.md": "As in chunked prefill, queries come later than keys.\n",
-    "docs/glossary.md": "chunk, stretch and epoch are gone.\n",
-    "src/core/plan.c": "/* Kernels share this place. */\nint share_elements(void);\n",
+    "docs/glossary.md": "stretch and verdict are gone.\n",
+    "src/core/plan.c": "/* Kernels carry this floor. */\nint carry_elements(void);\n",
     "src/cpu/simd/scalar.h": "static float f(float x) { return x - floorf(x); }\n",
     "python/a.py": '"""A note on this part."""\nfirst, second = x.chunk(2)\n',
 }
 PLANTS = (
-    ("README.md", "Every chunk has keys.\n"),
-    ("docs/algorithm.md", "A stretch of time; the Epochs.\n"),
+    ("README.md", "A stretch has keys.\n"),
+    ("docs/algorithm.md", "A stretch of time; the Verdicts.\n"),
     ("src/core/plan.c", "/* facts of rows */\n"),
-    ("src/core/plan.c", "static int chunk_keys;\n"),
-    ("src/cpu/simd/scalar.h", "static tile_place place_of(int share);\n"),
-    ("python/a.py", "shares_of_part = 1\n"),
+    ("src/core/plan.c", "static int stretch_keys;\n"),
+    ("src/cpu/simd/scalar.h", "static tile_note note_of(int fact);\n"),
+    ("python/a.py", "carries_of_row = 1\n"),
     ("python/a.py", '"""The verdict."""\n'),
-    ("tools/gates/run.sh", "for epoch in 1 2; do\n"),
+    ("tools/gates/run.sh", "for stretch in 1 2; do\n"),
+    ("src/core/plan.c", "/* Whether it is. */ /* rows, the last of which is that of k */\n" * 36),
 )
-
-
-def check_listed(options: argparse.Namespace) -> gate.Found:
-    """As check(), without the lines of the files that unclean_words.txt lists."""
-    count, found = check(gate.ROOT)
-    listed = UNCLEAN.read_text(encoding="utf-8").split() if UNCLEAN.exists() else []
-    waiting = {path: [line for line in found if line.startswith(f"{path}:")] for path in listed}
-    for path, lines in waiting.items():
-        print(*(lines if options.list else ()), sep="\n", end="\n" if options.list else "")
-        print(f"{path}: {len(lines)} lines to mend" if lines else f"{path}: clean, take it off")
-    known = sum(waiting.values(), [])
-    return count, [line for line in found if line not in known]
 
 
 def main() -> int:
     return gate.main(
         __doc__,
-        check_listed,
+        lambda options: check(gate.ROOT),
         lambda: gate.self_test_mistakes(check, SOUND, PLANTS),
         "{} files, {} differences from the glossary",
-        {"--list": {"action": "store_true", "help": "print the lines of listed files too"}},
     )
 
 
