@@ -15,6 +15,12 @@ from __future__ import annotations
 
 import sys
 
+import program
+from definition_options import performance_parser
+
+if __name__ == "__main__":
+    program.begin(performance_parser("forward_performance.py", __doc__).parse_args)
+
 from performance_run import run_performance
 
 

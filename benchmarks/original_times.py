@@ -20,7 +20,6 @@ from original_tables import BACKWARD, FORWARD, Published
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS = (2, 1)
-HEAD_DIMS = (128, 64)
 # Peers, by their names in rows
 FUSED, GIVEN, MASKED, DENSE = "fused", "given", "sdpa-mask", "sdpa"
 NO_MEMORY = "does not fit into memory"

@@ -10,49 +10,16 @@ from typing import Any
 import definition_times
 import original_times
 import torch
-from arguments import Parser, folder, whole_number
+from arguments import Parser
 from benchmarking import QUICK, USUAL, Disagreement, Rounds, find_machine, write_whole
 from definition_cases import Case, Inputs, choose_dtype
-from definition_run import make_parser, parse
+from definition_options import ORIGINAL_HEAD_DIMS, WINDOW, performance_parser
+from definition_run import parse
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
-WINDOW = 1024
 ORIGINAL = Rounds(5, 40, 0.25)  # of each of many cases
 SIZES = ("lengths", "windows", "q_len", "batch", "heads")  # that the original's tables have
 Lines = Iterator[tuple[list[dict[str, Any]], str]]
-
-MORE = """
---original times the rows of the tables in the original's README (see benchmarks/original_tables.py
-for where they are from), which have 2 query heads on 1 kv head, with head_dim 128 and 64. Columns:
-fused, ms of flash_dma_attention(), which computes scores and selects keys; given, of
-flash_dmattn_func() under a mask and a bias of every pair; masked, of SDPA under the same; dense, of
-SDPA over all keys; how many times as fast as masked are fused and given, and as dense is fused; the
-speed-up of the original over SDPA under a mask, and whether ours is at least that. Where it is not,
-the line says how many times as fast as on the original's machine SDPA and our call are. Times are
-between two synchronizations; those of a backward call leave the forward call out.
-
-FOLDER gets forward-original-cuda.json, or a name with backward, performance or cpu; table.py reads
-it. Exit status: 0 done; 1 wrong outputs, or a file that cannot be written; 2 bad usage.
-"""
-
-
-def make_arguments(program: str, document: str | None) -> Parser:
-    parser = make_parser(program, document)
-    parser.epilog = MORE
-    add = parser.add_argument
-    add("--quick", action="store_true", help="few rounds")
-    add("--out", type=folder, metavar="FOLDER", help="also write the rows to a file in it")
-    add("--lengths", type=whole_number, nargs="+", metavar="N", help="numbers of keys")
-    windows = {"type": whole_number, "nargs": "+", "metavar": "N"}
-    add("--windows", "--window", **windows, help=f"keys that a query keeps (default: {WINDOW})")
-    add("--q-len", type=whole_number, metavar="N", help="queries, the last ones (default: all)")
-    add("--batch", type=whole_number, metavar="N", help="sequences (default: 1)")
-    heads = {"type": whole_number, "nargs": 2, "metavar": ("Q", "KV")}
-    add("--heads", **heads, help="query heads and kv heads (default: 8 2)")
-    add("--head-dim", type=whole_number, nargs="+", metavar="N", help="channels (default: 64)")
-    add("--original", action="store_true", help="the rows of the original's README")
-    add("--divide", type=whole_number, metavar="N", help="divide the original's sizes by this")
-    return parser
 
 
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
@@ -62,7 +29,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--{given[0].replace('_', '-')}: is given, want none with --original")
     if args.divide is not None and not args.original:
         parser.error("--divide: is given, want none without --original")
-    args.head_dim = args.head_dim or (original_times.HEAD_DIMS if args.original else [64])
+    args.head_dim = args.head_dim or (list(ORIGINAL_HEAD_DIMS) if args.original else [64])
     for size in args.head_dim:
         if size % 8 or size > 256:
             parser.error(f"--head-dim: is {size}, want a multiple of 8 up to 256")
@@ -104,7 +71,7 @@ def run_performance(
     program: str, document: str | None, training: bool, arguments: list[str] | None
 ) -> int:
     """Time every case. Exit status: 0 done; 1 wrong outputs; 2 bad usage."""
-    parser = make_arguments(program, document)
+    parser = performance_parser(program, document)
     args = parse(parser, arguments)
     check_arguments(parser, args)
     usual, run = (ORIGINAL, time_original) if args.original else (USUAL, time_cases)

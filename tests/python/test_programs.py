@@ -36,8 +36,8 @@ HEAVY = (
     "numpy",
     "tokenizers",
 )
-# Their parsers take defaults from modules that import PyTorch.
-SLOW = ("quality.py", "forward_performance.py", "backward_performance.py")
+# Its parser takes defaults from modules that import PyTorch.
+SLOW = ("quality.py",)
 # These have no arguments.
 BARE = ("kernels_hash.py", *(path.name for path in (ROOT / "tools" / "gates").glob("*.py")))
 
