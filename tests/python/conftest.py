@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from programs import ROOT
+from programs import ROOT, Seen
 
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
 os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so"))
@@ -85,16 +85,6 @@ def dispatched_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_repeat, "NATIVE", None)
     monkeypatch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
     monkeypatch.setattr(_call, "memory", _call.Memory())
-
-
-class Seen(NamedTuple):
-    """What a call of the C library was given."""
-
-    prepared: Any
-    name: str  # of the operator
-    threads: int
-    deterministic: bool
-    alignments: tuple[int, ...]  # of the inputs
 
 
 @pytest.fixture

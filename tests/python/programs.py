@@ -6,13 +6,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, List, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 Done = subprocess.CompletedProcess
+
+
+class Seen(NamedTuple):
+    """What a call of the C library was given."""
+
+    prepared: Any
+    name: str  # of the operator
+    threads: int
+    deterministic: bool
+    alignments: tuple[int, ...]  # of the inputs
 
 
 def run(*command: str | Path, env: dict[str, str | None] | None = None, **options: Any) -> Done:

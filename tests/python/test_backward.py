@@ -13,9 +13,9 @@ import flash_dmattn
 import pytest
 import torch
 from cases import DEVICES, attend, fused, gradients, make_fused, make_input, make_mask, stepwise
-from conftest import Seen
 from evaluate import assert_same
 from flash_dmattn import ops
+from programs import Seen
 from torch.utils.checkpoint import checkpoint
 
 KERNELS = cases.kernels_of("backward")

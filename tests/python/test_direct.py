@@ -12,9 +12,9 @@ import flash_dmattn
 import pytest
 import torch
 from cases import make_small, require_gradients
-from conftest import Seen
 from evaluate import assert_same
 from flash_dmattn import _call, _repeat, autograd, ops
+from programs import Seen
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch._dynamo
 from cases import make_small, require_gradients
-from conftest import Seen
 from evaluate import assert_same
 from flash_dmattn import _call, _library, _repeat, load_tuning, ops
+from programs import Seen
 
 pytestmark = [
     pytest.mark.usefixtures("direct"),

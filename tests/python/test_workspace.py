@@ -9,8 +9,8 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
-from conftest import Seen
 from flash_dmattn import DynamicMaskOptions, _call, _library, workspace
+from programs import Seen
 
 # The CPU and, as meta tensors need none of its memory, a device, even an emulated one.
 INDICES = [-1, 0] if _library.library.fdma_device_count() > 1 else [-1]
