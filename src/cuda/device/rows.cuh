@@ -1,4 +1,4 @@
-/* Kernels that go over the rows of a tensor once: row_lanes neighbouring lanes take a row, one
+/* Kernels that process the rows of a tensor once: row_lanes neighbouring lanes take a row, one
  * vector each at a time. */
 #pragma once
 
@@ -18,7 +18,6 @@ __device__ static element *row_of(const head_view &view, int64_t head, int64_t h
            head % heads * view.head;
 }
 
-/* The sum over the lanes of a row. */
 __device__ static float row_sum(float x) {
     for (int step = row_lanes / 2; step > 0; step /= 2)
         x += __shfl_xor_sync(~0u, x, step);
