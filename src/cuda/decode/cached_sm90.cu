@@ -40,7 +40,6 @@ static fdma_status launch_tokens(const fdma_problem *problem, const decode_task 
                   problem, task.cached, task.plan.v, from);
 }
 
-/* How thread blocks attend for the heads. */
 enum attend_form { by_cluster, by_one_block, by_two_blocks };
 
 static constexpr const char *form_names[] = {

@@ -32,7 +32,6 @@ struct cluster_partition {
     row_source new_k, new_v;
 };
 
-/* One key block of a warp. */
 template <typename config> struct cluster_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];
@@ -324,7 +323,6 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
         *lse_at(plan, range, row) = result.lse;
 }
 
-/* Merges this block's rows of a tile. */
 template <typename config>
 __device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range, int32_t rows, int32_t tokens) {

@@ -51,7 +51,7 @@ template <int threads, int most> struct held_rows {
         }
     }
 
-    /* Calls visit(row, key). */
+    /* Calls visit(row, key) for each row. */
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
 #pragma unroll
         for (int n = 0; n < most; n++)
@@ -88,7 +88,6 @@ template <int threads> struct listed_rows {
     __device__ void clear(int32_t row) { keys[row] = no_key; }
 };
 
-/* The worst key of a thread or of a block. */
 struct worst_key {
     competitor key;        // no_key: none competes
     int32_t index;         // a row, or rows + a token
@@ -104,7 +103,6 @@ template <int threads> struct evict_memory {
     int32_t sink_end;               // with pages, the sinks are the keys before this position
 };
 
-/* The state of a thread for its (b, g). */
 template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
@@ -175,7 +173,6 @@ __device__ static void add_key(worst_key *worst, int32_t newest, competitor key,
     }
 }
 
-/* Lets the token of this thread compete. */
 template <int threads, typename keys>
 __device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
                                      const decode_plan &plan) {
@@ -187,7 +184,6 @@ __device__ static void add_own_token(const evict_memory<threads> &shared, evict_
                 is_sink(shared, plan, key, shared.slot[token]));
 }
 
-/* Finds the worst key of this thread. */
 template <int threads, typename keys>
 __device__ static void find_own_worst(const evict_memory<threads> &shared, evict_state<keys> &state,
                                       const decode_plan &plan) {

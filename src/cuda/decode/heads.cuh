@@ -67,7 +67,6 @@ template <typename config> struct heads_memory {
     int32_t position[config::rows];
 };
 
-/* The number of key blocks of the cache's rows. */
 __device__ static int32_t row_blocks(const decode_plan &cached) {
     return (cached.rows + head_keys - 1) / head_keys;
 }

@@ -34,7 +34,6 @@ template <typename type, int tiles, bool paged = false> struct decode_config {
     static constexpr int threads = warps * warp_lanes;
 };
 
-/* One key block of a warp. */
 template <typename config> struct decode_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];

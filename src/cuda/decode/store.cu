@@ -84,7 +84,6 @@ struct kept_keys {
     uint32_t lanes; // lanes whose keys are copied
 };
 
-/* The row of a key in the call and in the cache. */
 struct row_copy {
     const char *from;
     char *to;

@@ -1,12 +1,12 @@
-/* The plan of fdma_decode(): its streams and keys. On 9.0 a call has two of these three kernels,
- * after those of fdma_score() if place_tokens() cannot compute the scores:
+/* The plan of fdma_decode(): its streams and keys. On 9.0 a call has two of these three kernels.
+ * The kernels of fdma_score() precede them if place_tokens() cannot compute the scores.
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
  *   attend_cluster()  attends, merges, and writes the committed tokens to the cache; each pair
  *                     (b, g) has a cluster of thread blocks
  *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
  *
- * Elsewhere, and for large caches, it has three, after those of fdma_score():
+ * Elsewhere, and for large caches, it has three, after the kernels of fdma_score():
  *
  *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens
@@ -68,7 +68,6 @@ struct decode_task {
     score_params scores; // of fdma_score()'s kernels, if the scores are not given
 };
 
-/* The bias of a new token. */
 __device__ static float bias_of(fdma_bias_form form, float score) {
     return form == FDMA_BIAS_NONE ? 0 : form == FDMA_BIAS_EXP ? expf(score) : score;
 }
@@ -98,7 +97,6 @@ struct thread_group {
     int rank, size;
 };
 
-/* Copies a row of 16-bit elements. */
 __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t to_row,
                                      const head_view &from, int32_t b, int32_t row, int32_t g,
                                      int32_t head_dim, thread_group threads) {

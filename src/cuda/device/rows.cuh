@@ -24,7 +24,6 @@ __device__ static float row_sum(float x) {
     return x;
 }
 
-/* The launch of such a kernel over `rows` rows of each head. */
 static inline launch_shape over_rows(int64_t rows, int64_t heads) {
     return {grid_of(divide_up(rows, block_rows), heads), dim3(row_threads)};
 }

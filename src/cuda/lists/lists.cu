@@ -23,7 +23,6 @@ struct list_params {
     bool has_gap; // slots may be empty
 };
 
-/* The selection and the lists of one (b, g). */
 struct head_lists {
     const int32_t *expiry, *slot;
     int32_t *list, *count;
@@ -150,7 +149,6 @@ __device__ static bool names_lost_key(const list_params &params, const head_list
            is_in_slot_order(params, of, at, j);
 }
 
-/* Each thread block finishes one list. */
 static __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
     const int64_t head = head_of_block(), tile = blockIdx.x;

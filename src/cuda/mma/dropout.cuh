@@ -33,7 +33,6 @@ __device__ static void write_row_codes(tile_codes<shape> &codes, const forward_p
         codes.is_paired = plan.group == 1 && (kv_len - plan.q_len) % 2 == 0;
 }
 
-/* Writes the codes of the keys of block n. */
 template <typename shape>
 __device__ static void write_key_codes(tile_codes<shape> &codes, const forward_plan &plan,
                                        const row_range &range, const int32_t *entries, int32_t n) {

@@ -52,7 +52,6 @@ template <int keys> struct key_records {
     alignas(8) int32_t from[keys]; // see copy_record()
 };
 
-/* Turns products into logits. */
 template <typename shape>
 __device__ static void find_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
                                    const float *bias_of, const logit_params &params) {

@@ -158,7 +158,6 @@ __device__ static const char *row_at(const row_source &source, uint32_t row) {
     return source.data + row * source.stride;
 }
 
-/* The row of a key, carried or not. */
 __device__ static const char *row_of_key(const row_source &source, uint32_t key) {
     return key < (uint32_t)source.carried_len ? source.carried + key * source.carried_stride
                                               : row_at(source, key - source.carried_len);

@@ -268,7 +268,6 @@ static bool is_contiguous(const fdma_tensor *tensor) {
     return true;
 }
 
-/* True if the sums of dattn_bias are in the workspace. */
 static bool has_pair_sums(const fdma_problem *problem, const backward_plan *plan) {
     return has_short_pairs(problem) && plan->dpair_writing == pairs_added;
 }
@@ -284,7 +283,6 @@ static fdma_status clear_dattn_bias(const fdma_problem *problem, const backward_
     return launch_write_pairs(problem, NULL);
 }
 
-/* Rounds the sums of dattn_bias, if they are in the workspace. */
 static fdma_status round_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
     if (!has_pair_sums(problem, plan) || count_elements(&problem->dattn_bias) == 0)
         return FDMA_OK;
@@ -312,8 +310,8 @@ static int32_t count_partitions(const fdma_problem *problem, const backward_shap
     enum { wanted_blocks = 128, packed_blocks = 512, long_len = 65536 };
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
-    // boundary sums take at most about the bytes of k and v, or a quarter of those of q and out if
-    // that is more; 1/32 of that for a long sequence
+    // boundary sums take at most about the bytes of k and v, or a quarter of the bytes of q and out
+    // if that is more; 1/32 of that for a long sequence
     const int64_t rows = max(problem->kv_len, problem->q_len * (problem->group / 4));
     const int64_t most = 1 + rows / (problem->kv_len < long_len ? 2 : 64) / slots;
     // only long sequences use the high slots, so the blocks of packed ones differ in work

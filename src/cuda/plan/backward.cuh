@@ -91,7 +91,6 @@ struct backward_plan {
     bool add_dbias_carried; // adds to the tensor instead of overwriting it
 };
 
-/* The first element of a key's dk or dv, and its dbias. */
 template <typename element>
 __device__ static element *dk_of_key(const backward_plan &plan, int64_t b, int64_t g, int32_t j) {
     return row_of_key<element>(plan.dk, plan.dk_carried, plan.forward.carried_len, b, g, j);

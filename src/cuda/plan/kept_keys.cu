@@ -240,7 +240,7 @@ __device__ static int32_t write_list(const forward_plan &plan, const kept_work &
 
 /* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, 32 queries each.
  * It works in place, because the entry of a key never comes after the key. An empty list has bits
- * for 128 entries too: kernels read those of at least one key block. */
+ * for 128 entries too: kernels read the bits of at least one key block. */
 __device__ static void write_bits(const forward_plan &plan, const kept_work &work, int m,
                                   int32_t entries) {
     const int32_t *const list = plan.kept.list + work.list * plan.kept.size;

@@ -196,7 +196,6 @@ __device__ static int32_t entries_seen(const forward_plan &plan, int64_t head, i
     return entries_below(plan, head, plan.causal ? min(position + 1, end) : end);
 }
 
-/* The list of a tile of rows. */
 struct tile_list {
     const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias

@@ -16,7 +16,6 @@ static constexpr int64_t most_rolled_queries = 16384; // queries whose lists a t
 
 static constexpr int change_rounds = most_block_queries / roll_threads; // see find_changes()
 
-/* The state of a thread block that rolls through its lists. */
 struct roll_memory {
     int32_t *table;                            // [slots + 1]: live keys, or -1; aligned to 16 bytes
     int32_t live;                              // one more than the last entry in use
@@ -168,7 +167,7 @@ __device__ static void write_entry(const head_selection &of, int32_t entry, int3
     write_key(of, j, &list[entry]);
 }
 
-/* Copies four table entries to a list, without those of evicted keys. */
+/* Copies four table entries to a list, except those of evicted keys. */
 __device__ static void copy_entries(int4 four, int32_t *list) {
     const int32_t keys[4] = {four.x, four.y, four.z, four.w};
     if (!is_claim(min(min(four.x, four.y), min(four.z, four.w)))) {
@@ -271,7 +270,6 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
     drop_expired(plan, of, slots, next, shared);
 }
 
-/* Makes the lists of one thread block. */
 static __global__ void __launch_bounds__(roll_threads, 2)
     roll_lists(const forward_plan plan, const selection_view selection) {
     extern __shared__ __align__(16) uint8_t bytes[];

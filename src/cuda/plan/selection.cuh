@@ -3,7 +3,6 @@
 
 #include "cuda/plan/plan.cuh"
 
-/* The selection, and how many lists a thread block builds. */
 struct selection_view {
     number_view<const int32_t> expiry, slot;     // absent: dense
     number_view<const float> bias, bias_carried; // as forward_plan has k and k_carried

@@ -5,7 +5,6 @@
 
 static constexpr int mma_keys = 16, mma_heads = 8;
 
-/* The shapes of a warp's work. */
 template <typename element_, int head_tiles_, int step_channels_, int most_warps_>
 struct score_config {
     using element = element_;
@@ -66,7 +65,6 @@ __device__ static void advance(key_ring<config> &ring, const score_params &param
         ring.from += params.v.head - params.head_dim;
 }
 
-/* Starts the tile of a round. */
 template <typename config>
 __device__ static void enter_round(key_ring<config> &ring, const score_params &params, int round) {
     const key_tile tile = find_tile(params, round);

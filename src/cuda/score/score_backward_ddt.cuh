@@ -61,7 +61,6 @@ __device__ static split_range find_split(const gradient_params &params) {
     return {split / params.splits, split % params.splits * params.split_tiles};
 }
 
-/* The number of tiles of a split. */
 __device__ static int32_t split_length(const gradient_params &params, split_range range) {
     return min(params.split_tiles, params.tiles - range.tile);
 }

@@ -59,7 +59,6 @@ struct select_segment {
     uint32_t *first_index; // see select_call
 };
 
-/* A selection by score. */
 struct select_call {
     number_view<const float> score;
     number_view<int32_t> expiry, slot;
@@ -245,7 +244,6 @@ __device__ static uint32_t sum_digit(uint32_t (&digit_count)[warps][digits], uin
     return sum;
 }
 
-/* The sum of `value` over the lower lanes. */
 __device__ static uint32_t sum_lower_lanes(uint32_t value) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint32_t sum = value;

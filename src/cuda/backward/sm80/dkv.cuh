@@ -280,7 +280,6 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
     }
 }
 
-/* One block of rows of a pass. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_keys(const __grid_constant__ backward_plan plan, const key_pass pass, const bool aligned) {

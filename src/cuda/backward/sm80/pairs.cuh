@@ -25,7 +25,6 @@ __device__ static void store_pair(const pair_view &pairs, int64_t offset, float 
         ((element *)pairs.data)[offset] = from_float<element>(ds);
 }
 
-/* Stores a gradient, or adds it to a sum in float32. */
 template <typename element>
 __device__ static void put_pair_gradient(const backward_plan &plan, int64_t offset, float ds) {
     if (plan.dpair_writing == pairs_added)

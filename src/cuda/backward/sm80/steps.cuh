@@ -32,7 +32,6 @@ struct query_step {
     int32_t first_query;    // of every head in this query block
 };
 
-/* The first step, for steps of `step` queries. */
 __device__ static query_step first_step(const key_inputs &inputs, int32_t step) {
     const int32_t first = max(inputs.query_block * list_queries, inputs.first_query / step * step);
     return {inputs.query_block, 0, first, first};

@@ -35,7 +35,6 @@ template <typename element> struct gradient_row {
     bool add;     // adds to the contents
 };
 
-/* Writes or adds two neighbouring channels of a gradient. */
 template <typename element>
 __device__ static void put_pair(const gradient_row<element> &row, int channel, float x, float y) {
     using type = element_type<element>;

@@ -61,7 +61,6 @@ __device__ static uint32_t find_dropped(const key_memory<config> &shared, int st
     return dropped;
 }
 
-/* Clears the dropped elements, and multiplies the others by `factor`. */
 template <typename config>
 __device__ static void drop_elements(float (&x)[1][config::keys / 8][4], uint32_t dropped,
                                      float factor) {
@@ -96,7 +95,6 @@ __device__ static column_stats stats_of(const key_memory<config> &shared, int st
     return {((const float2 *)shared.lse[stage])[pair], ((const float2 *)shared.delta[stage])[pair]};
 }
 
-/* Replaces a logit by its weight, and dp by its gradient. */
 __device__ static void weigh(float &s, float &dp, const column_stats &stats, int x) {
     s = ex2_approx(s - (x % 2 == 0 ? stats.lse.x : stats.lse.y));
     dp = s * (dp - (x % 2 == 0 ? stats.delta.x : stats.delta.y));

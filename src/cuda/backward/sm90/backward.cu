@@ -109,7 +109,6 @@ static bool has_row_map(const fdma_tensor *tensor) {
     return tensor->shape[1] <= 1 || tensor->stride[1] > 0;
 }
 
-/* Makes the map. `what` is the call, for messages. */
 static fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int32_t rows,
                                 row_map *made) {
     enum { rank = 4 };
@@ -288,7 +287,7 @@ static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) 
     return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
 }
 
-/* What has a slot is every key or, with a selection whose lists roll, an entry of a list. */
+/* Which objects have slots: every key or, with a selection whose lists roll, an entry of a list. */
 enum backward_form { by_key, by_list };
 
 static constexpr const char *form_names[] = {

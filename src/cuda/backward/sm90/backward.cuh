@@ -111,7 +111,6 @@ enum block_order {
     by_head,    // otherwise: all query blocks of one query head, then those of the next one
 };
 
-/* One launch of the kernel. */
 struct backward_pass {
     row_map q, dout;
     block_order visits;
@@ -165,7 +164,6 @@ struct alignas(16) step_header {
     int32_t h, head_tile; // of the tile
 };
 
-/* The turn of a step, with semaphores. */
 struct dq_turn {
     int32_t tile;   // the tile that has its semaphore
     uint32_t order; // slot blocks that add to dq_sum before this one
@@ -176,7 +174,6 @@ static constexpr int most_turns = 4; // a power of 2; at most three have not end
 // slot records of three generations: the one being written out, the current one, the next one
 static constexpr int slots_buffers = 3;
 
-/* A block whose steps the producer loads. */
 struct loaded_block {
     int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
     int32_t head;  // by_head: in the group; otherwise 0
@@ -411,7 +408,6 @@ __device__ static void shorten_work(const backward_plan &plan, const backward_pa
         work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
 }
 
-/* The number of keys that arrive inside a query block. */
 __device__ static int32_t count_arrivals(const backward_plan &plan, int32_t head, int32_t t) {
     const int2 count = list_counts(plan, head, t);
     return count.y - count.x;

@@ -5,8 +5,8 @@
  * slots in shared memory each consumer makes half of dQ = dS K: half of the channels, or in the
  * long form one of the two tiles.
  *
- * P and dS stay in registers: a lane has two rows of slots, and the columns of queries 8n and 8n +
- * 1 after its first one. The file has
+ * P and dS stay in registers. A lane has two rows, which are slots, and the columns 8n and 8n + 1
+ * after its first one, which are queries. The file has
  *
  *   weights   P from S, and dS from P and dP
  *   masks     clear the weights of pairs that are not kept
@@ -288,7 +288,7 @@ template <class config> struct backward_consumer {
 
     __device__ dq_adder<config> adder(void) const { return {memory, index}; }
 
-    /* Waits for the queries of a step, and clears those of empty rows. */
+    /* Waits for the queries of a step, and clears the empty ones. */
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
         clear_empty(stage_of(step));

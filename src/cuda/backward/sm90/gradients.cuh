@@ -19,7 +19,6 @@ template <typename element> __device__ static uint32_t add_pairs(uint32_t x, uin
     return element_type<element>::pack(a.x + b.x, a.y + b.y);
 }
 
-/* Adds eight elements to those of `old`. */
 template <typename element>
 __device__ static uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
     return make_uint4(add_pairs<element>(old.x, words[0]), add_pairs<element>(old.y, words[1]),
@@ -115,7 +114,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
     }
 }
 
-/* Adds row i of a thread's sums to those of a key. */
+/* Adds row i of a thread's sums to the sums of a key. */
 template <int registers>
 __device__ static void add_row(float *to, int i, const float (&sums)[registers]) {
 #pragma unroll

@@ -24,7 +24,6 @@ template <class config> struct dq_turns {
         memory->turns[step % most_turns] = turn;
     }
 
-    /* Begins and ends the turn of the last step of all. */
     __device__ void finish(const backward_pass &pass, int32_t steps) {
         if (steps == 0)
             return;
@@ -77,7 +76,6 @@ template <class config> struct dq_turns {
         count(pass, step);
     }
 
-    /* Counts the turn of a step in its tile's semaphore. */
     __device__ void count(const backward_pass &pass, int32_t step) {
         const dq_turn turn = memory->turns[step % most_turns];
         st_relaxed_gpu(&pass.dq_semaphore[turn.tile], turn.order + 1);
@@ -180,7 +178,6 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* Loads k and v of one key, or zeros if there is none. */
     __device__ void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
         const forward_plan &forward = plan.forward;
         if ((uint32_t)key < (uint32_t)forward.carried_len)
@@ -223,7 +220,6 @@ template <class config> struct backward_producer {
         (n / entry_words == 0 ? to.x : to.y) = transpose_bits(bits);
     }
 
-    /* Reads this thread's words of a block. */
     __device__ void read_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
                               uint32_t (&words)[own_words]) const {
         const tile_list &list = memory->kept_list;
@@ -507,7 +503,6 @@ template <class config> struct backward_producer {
         return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
     }
 
-    /* Sets the block before the first one. */
     __device__ void begin(const backward_plan &plan, const backward_pass &pass) {
         const backward_work &work = memory->work;
         int32_t first = work.query_block, before = first - 1;

@@ -180,7 +180,6 @@ template <class config> __device__ static void init_barriers(forward_memory<conf
     fence_mbarrier_init();
 }
 
-/* The strides between the rows of keys. */
 struct key_strides {
     row_strides k, v;
 };

@@ -605,7 +605,6 @@ template <class config> struct consumer {
             mbarrier_arrive(&memory->q_free);
     }
 
-    /* S and the weights of the first key block. */
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
         block_weights next;

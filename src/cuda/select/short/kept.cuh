@@ -120,7 +120,7 @@ template <class config> __device__ static void sum_columns(short_memory<config> 
 }
 
 /* Sends to the position of each key its rank and the number of keys of earlier position partitions
- * that outrank it: those of higher rank partitions, and those of its own. */
+ * that outrank it: keys of higher rank partitions, and keys of its own. */
 template <class config>
 __device__ static void count_earlier(short_memory<config> &shared,
                                      const uint32_t (&position)[config::items]) {

@@ -5,7 +5,6 @@
 
 #include "cuda/select/short/memory.cuh"
 
-/* The output of a block for its (b, g). */
 struct list_target {
     key_record *records;
     int32_t *list; // of query block 0
@@ -55,7 +54,6 @@ __device__ static void enter_live(short_memory<config> &shared, const list_targe
         shared.live[t * to.slots + slot] = (uint16_t)(kept_index + 1);
 }
 
-/* Writes expiry, slot and record of each key. */
 template <class config>
 __device__ static void write_keys(short_memory<config> &shared, const select_segment &segment,
                                   const list_target &to, const float (&bias)[config::items]) {

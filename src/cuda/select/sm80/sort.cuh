@@ -55,7 +55,7 @@ __device__ static uint2 load_sorted(const select_call &call, const select_segmen
                                : load_key<false>(call, segment, j);
 }
 
-/* Adds the counts of all digits of a tile to those of its segment. */
+/* Adds the counts of all digits of a tile to the counts of its segment. */
 static __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();

@@ -50,7 +50,6 @@ struct alignas(16) top_memory {
     worst_key listed[most_changes]; // in the first block: of all blocks
 };
 
-/* The last positions. */
 struct last_positions {
     int32_t first, end; // end: the keys that exist
     int32_t competing;  // keys up to this one compete by score at position `first`; below 0: none

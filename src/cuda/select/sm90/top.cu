@@ -25,7 +25,6 @@ struct last_segment {
     const float *bias; // NULL: 0
 };
 
-/* The output for all segments. */
 struct last_output {
     int32_t *list; // [segments][room]
     int64_t room;
@@ -148,7 +147,6 @@ __device__ static competing_key load_competing(const top_memory &shared, uint32_
     return {order == order_none ? 0 : ranked_key_of(order, (uint32_t)j, position_bits), false};
 }
 
-/* The lane of the lowest key that competes. */
 __device__ static uint32_t worst_lane(const competing_key &own) {
     const ranked_key mine = own.competes ? own.key : above_all;
     ranked_key lowest = mine;
