@@ -112,8 +112,8 @@ static __global__ void __launch_bounds__(copy_threads, 2)
     extern __shared__ __align__(16) char bytes[];
     copy_memory &shared = *(copy_memory *)bytes;
     const int32_t g = (int32_t)(blockIdx.x % plan.kv_heads);
-    const int32_t row = (int32_t)(blockIdx.x / plan.kv_heads) - 1; // -1: once for each sequence, by
-                                                                   // kv head 0
+    const int32_t row = (int32_t)(blockIdx.x / plan.kv_heads) - 1; // -1: the count of tokens seen,
+                                                                   // which kv head 0 copies
     if (row < 0 && g > 0)
         return;
     read_numbers(shared, plan, g, row);

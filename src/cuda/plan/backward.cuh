@@ -68,8 +68,7 @@ struct backward_plan {
     float *dsink_logit; // [q_heads]; NULL: not wanted
     pair_view dpairs;   // dattn_bias, or its float32 sums in the workspace: see pair_writing
     pair_writing dpair_writing;
-    int32_t sharing_rows; // pairs of a lane's consecutive rows that map to one element; see
-                          // rows_sharing_pairs()
+    int32_t sharing_rows; // a lane's consecutive rows that share elements; see rows_sharing_pairs()
     bool aligned_pairs;   // rows of dattn_bias are whole vectors of 16 bytes
     // [batch * kv_heads][kv_len][2][sum_channels]: sums of dk / scale and dv / dropout_scale, if
     // both are made from lists of kept keys. Channels are in the order of accumulators: the four

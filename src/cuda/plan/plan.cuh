@@ -56,7 +56,7 @@ struct kept_lists {
     int32_t *count;         // [sets][lists]
     int64_t size;           // capacity of a list, a multiple of 128
     int32_t lists;          // of each set
-    int32_t batches, heads; // of sets: 1, or one per sequence, or per kv head
+    int32_t batches, heads; // of sets: 1 or all sequences, 1 or all kv heads
     int32_t mask_heads;     // heads of the mask for the query heads of a kv head
 };
 
@@ -135,7 +135,6 @@ __device__ static row_code row_code_of(const forward_plan &plan, int32_t b, int3
     return dropout_row(&dropout, (int64_t)b * plan.q_heads + h, position);
 }
 
-/* Dropout's code of key j and kv head g. */
 __device__ static uint32_t key_code_of(const forward_plan &plan, int32_t b, int32_t g, int32_t j) {
     const dropout_params dropout = dropout_of(plan);
     return dropout_key(&dropout, (int64_t)b * plan.kv_heads + g, j);
@@ -199,8 +198,8 @@ __device__ static int32_t entries_seen(const forward_plan &plan, int64_t head, i
 struct tile_list {
     const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
-    const int2 *ranges;        // where not causal, of packed sequences; else NULL
-    const uint4 *bits;         // of kept_lists; else NULL
+    const int2 *ranges;        // packed and not causal: their ranges; otherwise NULL
+    const uint4 *bits;         // of kept_lists; otherwise NULL
     int32_t first;
     int32_t entries; // that some row of the tile may keep; none if <= 0
     int32_t kv_len;  // keys that exist

@@ -142,7 +142,6 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
     }
 }
 
-/* Sums dq of a warp's rows over all key blocks. */
 template <typename config>
 __device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
                                   float (&dq)[1][config::head_dim / 8][4],

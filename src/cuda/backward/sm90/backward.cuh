@@ -165,7 +165,7 @@ struct alignas(16) step_header {
 };
 
 struct dq_turn {
-    int32_t tile;   // the tile that has its semaphore
+    int32_t tile;   // the tile whose semaphore it uses
     uint32_t order; // slot blocks that add to dq_sum before this one
 };
 
@@ -212,8 +212,8 @@ static constexpr int32_t no_keys = -1;
  * turn_begun    1         dq_turns: when the slot blocks before    C: before it adds dq  step
  *                         this one have added dq of the step
  * dq_added      warps     C: lane 0 of each warp, when it has      dq_turns              step
- *                         issued dq of the step, and that of the
- *                         step before has been added
+ *                         issued dq of the step, and dq of the
+ *                         previous step has been added
  * all_dq_added  warps     C: lane 0 of each warp, when all its dq  dq_turns, at its end  once
  *                         has been added
  * slots_ready   128       P: each thread, when it has written the  C: before it takes    generation
@@ -221,26 +221,27 @@ static constexpr int32_t no_keys = -1;
  * keys_ready    128       P: each thread, when its copies of k and C: before the first   generation
  *                         v are complete                           step
  * keys_free     warps     C: lane 0 of each warp, when it takes    P: before it loads    generation
- *                         over the slots, as it has read the keys  the new keys
- *                         of the generation before
+ *                         over the slots and has read the keys of  the new keys
+ *                         the previous generation
  *
  * loaders and writers: step_loaders and step_writers. dq_turns is thread turn_thread of P in calls
- * whose slot blocks add to dq in order; other calls do without turn_begun, dq_added and
- * all_dq_added. The latter two are of stages_dq, where lane 0 of each warp waits for turn_begun:
- * elsewhere all of C does, and dq_turns waits for step_free. dq_ready and dq_free are of loads_dq,
- * for steps whose header has is_only. The last phase of slots_ready comes with is_over. P waits for
- * the opposite parity of step_free and dq_free, so that its first waits pass at once.
+ * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
+ * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
+ * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
+ * used only with loads_dq, for steps whose header has is_only. The last phase of slots_ready comes
+ * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
+ * pass at once.
  *
- * Named barriers, at which all wait who arrive:
+ * Named barriers, at which every thread that arrives also waits:
  *
  * number                arrivals  who         for what
  * 0                     all       all         once: mbarriers, work and dbias are initialised
  * producer_barrier      128       P           whether a slot changes its key after this block; in
  *                                             the diagonal pass also the first key of the next one
- * all_barrier           128, 256  C           dS of the step is stored, in the wide form P, too,
- *                                             where once more: both have been read
+ * all_barrier           128, 256  C           dS of the step is stored; in the wide form also P,
+ *                                             and once more when both have been read
  * consumer_barrier + n  128       consumer n  empty rows are cleared; in the narrow form also: dS
- *                                             of the step before has been read */
+ *                                             of the previous step has been read */
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];

@@ -143,7 +143,6 @@ template <class config> struct backward_producer {
             to->from = forward.by_position ? forward.sequences.ranges[key].x : INT32_MIN;
     }
 
-    /* Passes the slot records of the next generation to the consumers. */
     __device__ void publish_slots(const backward_plan &plan, int32_t key) {
         const backward_work &work = memory->work;
         if (own_slot() < config::slots) {

@@ -46,7 +46,7 @@ struct position_range {
 static constexpr int16_t past_tile = INT16_MAX;
 
 static constexpr int octet_keys = 8; // of a core matrix of wgmma, 16 bytes
-static constexpr int bias_terms = 3; // of 8 bits each: a float32
+static constexpr int bias_terms = 3; // 8 bits of the significand each: a float32
 
 /* The biases of eight keys as a matrix to be multiplied by ones: the sum of a key's terms is bias /
  * scale. wgmma reads 16 rows. The rows after bias_terms are the octets that follow. wgmma
@@ -134,11 +134,11 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
  *                         with dropout when it has dropped weights  the mask              stage i
  *
  * A key block uses a kv stage for k, another for v, and a mask stage. P loads k one key block ahead
- * of v, so C waits for k of the first block and for v of each: what was loaded before is complete
- * then. P waits for the opposite parity of q_free, kv_free and mask_free, so that its first waits
- * pass at once. The header that says that there are no more tiles is one more phase of q_ready.
+ * of v, so C waits for k of the first block and for v of each: all earlier loads are complete then.
+ * P waits for the opposite parity of q_free, kv_free and mask_free, so that its first waits pass at
+ * once. The header that says that there are no more tiles is one more phase of q_ready.
  *
- * The named barriers 1 and 2 hand the right to issue products from consumer to consumer. Their
+ * The named barriers 1 and 2 pass the right to issue products from consumer to consumer. Their
  * arrivals are 128 threads that arrive and 128 that wait.
  *
  * number        arrivals  who arrives                               who waits             phase
@@ -148,9 +148,9 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
  * 2             256       consumer 0: when it has issued S and O    consumer 1: before    key
  *                                                                   it issues S and O     block
  *
- * The first key block of a tile does without, as there is no O before it.
+ * The first key block of a tile needs neither, because there is no O before it.
  *
- * mask stands before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
+ * mask comes before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
  * would find it past the end of shared memory. */
 template <class config> struct forward_memory {
     alignas(1024) uint8_t q[config::rows * config::row_bytes];

@@ -301,7 +301,7 @@ struct row_softmax {
     }
 };
 
-/* Dropout's code of a row of a tile. It is harmless past the last row. */
+/* Dropout's code of a row of a tile; arbitrary past the last row. */
 __device__ static drop_code drop_code_of(const forward_plan &plan, const row_tile &tile,
                                          int32_t row) {
     const int32_t position = query_position(plan, tile.b, row / plan.group);

@@ -36,7 +36,7 @@ struct select_space {
 /* The partition of a block. Warp w handles its keys from w * warp_keys on. */
 struct partition_work {
     uint32_t segment, partition, first, warp_keys, warp, lane;
-    size_t keys, counts; // offset of the segment in arrays by key, by partition
+    size_t keys, counts; // offsets of the segment in arrays by key, by partition
 };
 
 __device__ static partition_work find_work(const select_call &call, const select_space &space) {
