@@ -75,7 +75,7 @@ __device__ static void commit_token(const forward_plan &plan, const decode_plan 
         store_token(plan, cached, stream, range.b, range.g, token, row, threads);
 }
 
-/* Writes out and lse of one row. The blocks of a (b, g) share its tokens, one after the other. */
+/* Writes out and lse of one row. The blocks of a (b, g) also divide the tokens to commit. */
 template <typename config>
 static __global__ void __launch_bounds__(merge_threads, 1)
     finish_decode(const __grid_constant__ forward_plan plan,

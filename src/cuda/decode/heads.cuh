@@ -47,7 +47,7 @@ template <typename config> struct partial_rows {
 };
 
 /* Work of a thread block: a tile of query rows of one (b, g), and the number of its key blocks. The
- * blocks of the cache come first, then those of the new tokens. head >= batch * kv_heads: no work
+ * blocks of the cache come first, then the blocks of new tokens. head >= batch * kv_heads: no work
  * is left. */
 struct heads_item {
     row_range range;

@@ -1,6 +1,6 @@
 /* Functions of the online softmax for rows whose logits are in the accumulators of mma.sync or
- * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are exponents of
- * 2. */
+ * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are base-2
+ * exponents. */
 #pragma once
 
 #include "cuda/device/ptx.cuh"

@@ -167,7 +167,7 @@ __device__ static void write_entry(const head_selection &of, int32_t entry, int3
     write_key(of, j, &list[entry]);
 }
 
-/* Copies four table entries to a list, except those of evicted keys. */
+/* Copies four table entries to a list, except the entries of evicted keys. */
 __device__ static void copy_entries(int4 four, int32_t *list) {
     const int32_t keys[4] = {four.x, four.y, four.z, four.w};
     if (!is_claim(min(min(four.x, four.y), min(four.z, four.w)))) {

@@ -73,7 +73,7 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
         cp_async_commit_group();
     }
     for (int32_t step = 0; step * step_tiles < tiles; step++) {
-        __syncthreads(); // each warp has waited for its own copies, so those of this step are done
+        __syncthreads(); // each warp has waited for its own copies: this step has arrived
         copy_step<config>(shared->operands[(step + 1) % 2], params.operands, params, g, step + 1);
         copy_step<config>(shared->masks[(step + 2) % 3], params.masks, params, g, step + 2);
         for (int t = threadIdx.x / 32 % params.key_warps; t < step_tiles; t += params.key_warps) {

@@ -1,6 +1,6 @@
 /* The passes that make dk, dv and dbias. The rows of a thread block are keys: k and v stay in
  * shared memory and their sums in registers, while steps of queries are streamed past them. When a
- * slot changes its key, the sums of the old key are written and those of the new key begin. */
+ * slot changes its key, the sums of the old key are written and new sums begin. */
 #pragma once
 
 #include "cuda/backward/sm80/weights.cuh"

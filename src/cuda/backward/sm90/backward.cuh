@@ -108,7 +108,7 @@ enum block_order {
     ascending,
     descending, // if slots change their keys, or if they do not but slot blocks add in order: all
                 // see the last query block, and so begin with the same one
-    by_head,    // otherwise: all query blocks of one query head, then those of the next one
+    by_head,    // otherwise: all query blocks of one query head, then of the next head
 };
 
 struct backward_pass {
@@ -137,7 +137,7 @@ struct backward_work {
     int32_t partition;
     int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
                               // blocks; in the listed pass, of blocks of a list's entries
-    int32_t list;             // in the listed pass: its query block
+    int32_t list;             // in the listed pass: the index of its list
 };
 
 /* The data of a slot for a consumer. */

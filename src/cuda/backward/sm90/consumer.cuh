@@ -254,7 +254,7 @@ template <class config> struct backward_consumer {
     static constexpr int tiles = config::q_tiles;
     using tile_products = float[product_registers / tiles];
     using tile_pairs = uint32_t[config::own_queries / wgmma_k / tiles][4];
-    // lse or delta of a lane's queries in a tile: there are no registers for those of two tiles
+    // lse or delta of a lane's queries in a tile: two tiles need too many registers
     using columns = float2[product_registers / tiles / 4];
     using dq_tile = float[config::dq_registers];
 

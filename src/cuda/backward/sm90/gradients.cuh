@@ -173,7 +173,7 @@ template <class config> struct dq_adder {
     int32_t index; // of the consumer
 
     /* Adds the sums in dq_sum to these channels of dq, and writes them. The thread itself made the
-     * additions of this pass, and those of the slot pass are complete. is_loaded: `from` is in
+     * additions of this pass, and the slot pass is complete. is_loaded: `from` is in
      * shared memory, instead of dq_sum. */
     template <bool is_loaded>
     __device__ void write_last_dq(const backward_plan &plan, const step_header &header,

@@ -5,8 +5,7 @@
 
 #include "cuda/backward/sm90/backward.cuh"
 
-static constexpr int32_t past_end = -2; // marks a slot after the last query block, in place of its
-                                        // key
+static constexpr int32_t past_end = -2; // a slot's key after the last query block
 
 /* The order in which slot blocks add to dq of a tile, for a deterministic result. The steps of a
  * thread block alternate with those of others: a turn begins when all slot blocks before this one
@@ -441,7 +440,7 @@ template <class config> struct backward_producer {
     /* Loads the steps of the current block. True if a slot changes its key after it, or nothing
      * follows. */
     __device__ bool load_block(const backward_plan &plan, const backward_pass &pass) {
-        // steps of a head in the block; those of the listed pass are not longer
+        // steps of a head in the block; blocks of the listed pass are not longer
         const int steps_log2 =
             config::is_listed ? 1 : 31 - __clz(plan.forward.block_queries / config::q_rows);
         const int32_t last_step = (1 << steps_log2) - 1;

@@ -207,8 +207,8 @@ struct tile_order {
 };
 
 /* Tile `index` in this order, below tiles * heads. The order of heads is rotated from one position
- * to the next. Otherwise a thread block would always get the same heads, whose softmax may cost
- * more than that of others. */
+ * to the next. Otherwise a thread block would always get the same heads, and heads differ
+ * in the cost of their softmax. */
 template <class config>
 __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &order,
                                    int32_t index) {

@@ -1,4 +1,5 @@
-/* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes. */
+/* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes, and
+ * one more for each 8 bits of the index if sequences are packed. */
 #pragma once
 
 #include "cuda/select/sm90/memory.cuh"
