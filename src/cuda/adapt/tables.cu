@@ -61,7 +61,6 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
-/* Writes the summary of rows `first` to `first` + counted_rows - 1. */
 __device__ static void summarize_rows(const stream_plan &plan, const stream_element &at,
                                       int32_t first, row_summary *summary) {
     __shared__ row_summary shared;

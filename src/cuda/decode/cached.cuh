@@ -38,7 +38,6 @@ __device__ static split_pages split_pages_of(const decode_plan &cached, const ro
     return {cached.pages, stream.sequence, 2 * cached.k.batch, 2 * cached.v.batch};
 }
 
-/* One split of the keys for one tile of rows. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_cache(const __grid_constant__ forward_plan plan,

@@ -65,7 +65,6 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-/* The layout of a call in the workspace. */
 struct decode_task {
     forward_plan plan;
     split_plan splits;

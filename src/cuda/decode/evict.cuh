@@ -51,7 +51,6 @@ template <int threads, int most> struct held_rows {
         }
     }
 
-    /* Calls visit(row, key) for each row. */
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
 #pragma unroll
         for (int n = 0; n < most; n++)
@@ -114,7 +113,6 @@ template <typename keys> struct evict_state {
     worst_key worst; // of the keys of this thread
 };
 
-/* The number of keys of the (b, g) at a position or later. */
 template <int threads, typename keys>
 __device__ static int32_t count_from(evict_memory<threads> &shared, evict_state<keys> &state,
                                      int32_t rows, int32_t position) {
@@ -236,7 +234,6 @@ __device__ static int32_t row_of_token(const evict_memory<threads> &shared,
     return worst.index < plan.rows ? worst.index : shared.slot[worst.index - plan.rows];
 }
 
-/* Gives the next token the row of the worst key. */
 template <int threads, typename keys, typename mark>
 __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys> &state,
                                  const decode_plan &plan, const worst_key &worst,

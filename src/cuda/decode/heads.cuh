@@ -335,7 +335,6 @@ __device__ static void add_partial(row_state<config> &state, const partial_rows<
         }
 }
 
-/* Writes out and lse of an item from the result in warp 0. */
 template <typename config>
 __device__ static void write_rows(const forward_plan &plan, const heads_item &item,
                                   const row_state<config> &state) {

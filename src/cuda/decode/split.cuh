@@ -212,7 +212,6 @@ __device__ static void stage_rows(decode_memory<config> &shared, const row_state
     }
 }
 
-/* The partial results of a row over all warps. */
 template <typename config> struct merged_warps {
     float row_max, row_sum;
     float factor[config::warps]; // weight of each warp's out

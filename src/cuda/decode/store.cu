@@ -77,7 +77,6 @@ static __global__ void __launch_bounds__(store_threads, 2)
     plan.position.at(prompt.sequence, g)[row] = -1;
 }
 
-/* The kept keys among the keys of a warp. */
 struct kept_keys {
     row_indices at; // of this lane's key in the cache; no_row_indices(): not copied
     int32_t first;  // key of lane 0
@@ -89,7 +88,6 @@ struct row_copy {
     char *to;
 };
 
-/* The rows of k or v for key m of prompt b. */
 __device__ static row_copy copy_of_key(const store_plan &plan, bool is_v, const row_indices &to,
                                        int32_t b, int32_t m, int32_t g, int32_t element_bytes) {
     const head_view &cache = is_v ? plan.cache_v : plan.cache_k, &keys = is_v ? plan.v : plan.k;

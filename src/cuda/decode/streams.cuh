@@ -143,7 +143,6 @@ const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_d
 /* Lays out a call in the arena. Scores that are not given are in the workspace. */
 decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena, decode_form form);
 
-/* Computes the scores of the new tokens by fdma_score()'s kernels. */
 fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_task &task);
 
 /* Fills in streams, records, list and slot. */

@@ -50,7 +50,6 @@ INTEGER_FUNCTION ranked_key ranked_key_of(uint32_t order, uint32_t position, int
     return (ranked_key)order << position_bits | position;
 }
 
-/* A ranked key with a signed order. */
 typedef int64_t signed_ranked_key;
 
 INTEGER_FUNCTION signed_ranked_key signed_ranked_key_of(int32_t order, int32_t position) {

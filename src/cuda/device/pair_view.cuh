@@ -17,7 +17,6 @@ struct pair_view {
     }
 };
 
-/* True if attn_mask lets a query attend to a key. */
 __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,
                                    int64_t j) {
     return mask.data == NULL || ((const uint8_t *)mask.data)[mask.offset(b, h, i, j)] != 0;

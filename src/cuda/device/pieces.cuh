@@ -81,7 +81,6 @@ __device__ static uint32_t index_of(const row_strides &strides, const piece_rows
                                      : rows.own + key * strides.own;
 }
 
-/* index_of() for far_rows. */
 __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key) {
     if (key == no_row)
         return key;

@@ -7,7 +7,6 @@ static constexpr int clamp_threads = 1024;
 static constexpr int clamp_warps = clamp_threads / 32;
 static constexpr int range_threads = 256;
 
-/* The largest value of this lane and the lower ones. */
 __device__ static int32_t most_of_lower_lanes(int32_t value) {
     const int lane = threadIdx.x % 32;
     for (int step = 1; step < 32; step *= 2) {

@@ -13,7 +13,6 @@
  * rarely rescaled. Weights then reach 2^8, far below the largest float16. */
 static constexpr float most_growth = 8;
 
-/* The factors that turn products into logits. */
 struct logit_params {
     float softcap_scale; // multiplies the product inside tanh; 0: no softcap
     float scale;         // multiplies the product, or its tanh

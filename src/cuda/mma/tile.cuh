@@ -192,7 +192,6 @@ __device__ static void copy_row(char *rows, int row, const char *from, int32_t v
     }
 }
 
-/* Writes a row of shared memory to a tensor, with `copiers` lanes. */
 template <int head_dim>
 __device__ static void store_row(char *to, const char *rows, int row, int32_t vecs, bool aligned) {
     using layout = row_layout<head_dim>;

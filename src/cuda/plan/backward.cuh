@@ -52,7 +52,6 @@ static inline cleared_range cleared_floats(float *data, int64_t floats) {
     return {(float4 *)data, floats / 4};
 }
 
-/* How kernels write dattn_bias. */
 enum pair_writing {
     pairs_added,  // to float32 zeros, by any lanes in any order
     pairs_stored, // over zeros: one lane has all pairs that map to an element
@@ -104,7 +103,6 @@ __device__ static float *dbias_of_key(const backward_plan &plan, int64_t b, int6
     return number_of_key(plan.dbias, plan.dbias_carried, plan.forward.carried_len, b, g, j);
 }
 
-/* True if the dbias of a key is added to its tensor. */
 __device__ static bool adds_dbias(const backward_plan &plan, int32_t j) {
     return plan.add_dbias_carried && j < plan.forward.carried_len;
 }

@@ -32,7 +32,6 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
 /* fdma_cuda_refuses_plan() for kernels that support neither attn_mask nor attn_bias. */
 const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
 
-/* Sets the plan's tensors, sizes and options. */
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
 
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only

@@ -42,7 +42,6 @@ __device__ static kept_work work_of(const forward_plan &plan, int32_t t) {
             kept_list(plan.kept, b, g, t)};
 }
 
-/* Sixteen neighbouring entries of the mask, a byte each. */
 struct mask_entries {
     uint32_t word[own_keys / 4];
 };

@@ -42,7 +42,6 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->block_queries = list_queries;
 }
 
-/* Entries of the longest list. */
 static int64_t list_size(const fdma_problem *problem, int64_t block_queries) {
     if (!is_listed(problem))
         return problem->kv_len;

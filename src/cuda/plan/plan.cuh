@@ -289,7 +289,6 @@ __device__ static uint32_t transpose_bits(uint32_t word) {
     return word;
 }
 
-/* Keys of the longest list. */
 static inline int64_t list_keys(const forward_plan &plan) {
     return plan.list_tile > 0 ? plan.list_tile : plan.list_head > 0 ? plan.list_head : plan.kv_len;
 }

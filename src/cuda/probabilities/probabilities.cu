@@ -22,7 +22,6 @@ struct probability_params {
     bool aligned; // rows of q and k can be read 16 bytes at a time
 };
 
-/* The queries of a thread block, and their head. */
 struct query_rows {
     int32_t b, h, g, first, count;
 };

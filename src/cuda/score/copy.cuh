@@ -55,7 +55,6 @@ template <typename config> struct key_ring {
     int round, step;
 };
 
-/* Advances a lane's copies by some channels. */
 template <typename config>
 __device__ static void advance(key_ring<config> &ring, const score_params &params, int channels) {
     ring.channel += channels;

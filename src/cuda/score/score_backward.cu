@@ -233,7 +233,6 @@ __device__ static void put_rounds(const gradient_params &params, const float *su
         put_sum<element>(to, blockIdx.y, sum, wide, params.accumulate);
 }
 
-/* The number of thread blocks whose columns are channels of dt_proj. */
 __host__ __device__ static int32_t count_column_blocks(const gradient_params &params) {
     return (int32_t)divide_up(params.channels, finish_columns);
 }
@@ -265,7 +264,6 @@ static __global__ void __launch_bounds__(finish_columns *finish_rows)
                          params.accumulate);
 }
 
-/* The number of tiles of kv heads that a thread block takes. */
 static int32_t count_head_tiles(const gradient_params *params) {
     return params->kv_heads <= tile_heads ? 1 : 4;
 }

@@ -39,7 +39,6 @@ struct gradient_params {
     bool dv_aligned, is_exp, accumulate;
 };
 
-/* A lane's registers of an operand of mma. */
 struct alignas(16) operand {
     uint32_t pairs[4];
 };
@@ -65,7 +64,6 @@ __device__ static int32_t split_length(const gradient_params &params, split_rang
     return min(params.split_tiles, params.tiles - range.tile);
 }
 
-/* The index of a sequence's first tile, for a block of kv heads. */
 __device__ static int64_t first_tile(const gradient_params &params, int32_t head_block, int32_t b) {
     return ((int64_t)head_block * params.batch + b) * params.tiles;
 }

@@ -178,7 +178,6 @@ __device__ static float score_of(placed_order placed) {
     return __uint_as_float(score_bits_of_order((uint32_t)placed));
 }
 
-/* The greatest value of this lane and the lower ones. */
 __device__ static placed_order raise_by_lanes(placed_order own) {
     const uint32_t lane = threadIdx.x % warp_lanes;
 #pragma unroll

@@ -196,7 +196,6 @@ __device__ static uint32_t digit_of(uint32_t order, int shift) {
     return order >> shift & (digits - 1);
 }
 
-/* The lanes with the same digit as this one. */
 __device__ static uint32_t match_digit(uint32_t order, int shift) {
     uint32_t same = all_lanes;
 #pragma unroll

@@ -25,7 +25,6 @@ __device__ static chain_work find_work(const select_call &call, const slot_chain
     return work;
 }
 
-/* The number of key n inside its own sequence. */
 __device__ static uint32_t number_of(const select_call &call, const slot_chains &chains,
                                      const chain_work &work, uint32_t n) {
     if (call.ranges == NULL)

@@ -232,7 +232,6 @@ __device__ static void add_dq(float (&dq)[1][config::head_dim / 8][4],
     }
 }
 
-/* Adds a lane's dk or dv of its two keys to their sums. */
 template <typename config>
 __device__ static void add_to_sums(float *sums, const int32_t *keys, int32_t kv_len,
                                    const float (&own)[1][config::warp_columns][4]) {

@@ -31,7 +31,6 @@ template <typename config> struct key_memory {
     query_step step[2];                                     // of each stage
     key_inputs inputs;
 };
-/* The inputs of the weights of a lane's two rows. */
 struct key_rows {
     float bias[2];
     int32_t from[2], expiry[2];

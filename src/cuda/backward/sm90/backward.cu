@@ -136,7 +136,6 @@ static fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int
     return FDMA_OK;
 }
 
-/* The layout of a call in the workspace. */
 struct backward_task {
     backward_plan plan;
     backward_pass pass;
@@ -230,7 +229,6 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
                             divide_up(task.plan.forward.lists, task.pass.query_blocks));
 }
 
-/* The diagonal pass uses the narrow form if there is one. */
 template <class config>
 using diagonal_config = backward_config<typename config::element, config::channels,
                                         config::has_softcap, config::drops, diagonal_pass>;

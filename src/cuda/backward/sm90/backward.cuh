@@ -140,7 +140,6 @@ struct backward_work {
     int32_t list;             // in the listed pass: the index of its list
 };
 
-/* The data of a slot for a consumer. */
 struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
@@ -152,7 +151,6 @@ struct alignas(16) slot_record {
     };
 };
 
-/* The data of a step for the consumers. */
 struct alignas(16) step_header {
     int32_t tile;   // the first tile of the step, among the tiles of all heads
     int32_t first;  // position of its first query; 0 if all queries see the same keys

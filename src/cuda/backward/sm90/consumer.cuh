@@ -288,7 +288,6 @@ template <class config> struct backward_consumer {
 
     __device__ dq_adder<config> adder(void) const { return {memory, index}; }
 
-    /* Waits for the queries of a step, and clears the empty ones. */
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
         clear_empty(stage_of(step));
@@ -338,7 +337,6 @@ template <class config> struct backward_consumer {
         return (const float2 *)(row + first_query() + t * q_tile_rows) + threadIdx.x % 4;
     }
 
-    /* The position of the first query of this lane's columns. */
     static __device__ int32_t own_column(const step_inputs &inputs) {
         return inputs.first + threadIdx.x % 4 * 2;
     }

@@ -70,7 +70,6 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
     }
 }
 
-/* The factor of the sums of P dout in dv. */
 template <class config> __device__ static float dv_factor(const backward_plan &plan) {
     return config::drops ? plan.forward.dropout_scale : 1;
 }
@@ -114,7 +113,6 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
     }
 }
 
-/* Adds row i of a thread's sums to the sums of a key. */
 template <int registers>
 __device__ static void add_row(float *to, int i, const float (&sums)[registers]) {
 #pragma unroll

@@ -351,7 +351,6 @@ template <class config> struct backward_producer {
         return loads_keys;
     }
 
-    /* Loads q, dout, lse and delta of a step's queries of head h. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
                               int32_t tile, bool ends_block) {
         const int32_t step = progress()->step, stage = step % config::stages;
@@ -426,7 +425,6 @@ template <class config> struct backward_producer {
         return first_seeing(plan, block, key) >= end_in_block(plan, tile);
     }
 
-    /* The number of query heads that a block has steps of. */
     __device__ static int32_t heads_of_block(const backward_plan &plan, const backward_pass &pass) {
         return config::is_slot && pass.visits == by_head ? 1 : opaque(plan.forward.group);
     }

@@ -55,7 +55,6 @@ __device__ static uint2 load_sorted(const select_call &call, const select_segmen
                                : load_key<false>(call, segment, j);
 }
 
-/* Adds the counts of all digits of a tile to the counts of its segment. */
 static __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();
@@ -115,7 +114,6 @@ __device__ static uint32_t look_back(uint32_t *own, uint32_t count, uint32_t til
     return before;
 }
 
-/* Fills start and offset of digit `threadIdx.x`. */
 __device__ static void find_offsets(sort_memory &shared, const sort_space &space, uint32_t segment,
                                     uint32_t tile, int pass) {
     const uint32_t digit = threadIdx.x, last = warp_lanes - 1;

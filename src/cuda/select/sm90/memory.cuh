@@ -68,7 +68,6 @@ template <class config> struct alignas(16) select_memory {
 
 static constexpr uint32_t never_kept = UINT32_MAX;
 
-/* The indices of a thread in its cluster. */
 struct cluster_work {
     uint32_t block; // in the cluster
     uint32_t blocks, partitions;
@@ -109,7 +108,6 @@ __device__ static uint32_t load_at(uint32_t block, const void *shared) {
     return ld_shared_cluster(mapa(shared_address(shared), block));
 }
 
-/* The index of key r of a thread in its block. */
 template <class config> __device__ static uint32_t own_index(const cluster_work &work, int r) {
     return work.warp * config::warp_keys + r * warp_lanes + work.lane;
 }

@@ -10,7 +10,6 @@
 
 /* ---- kept keys, by position and by rank ---- */
 
-/* The number of flags that are set in the lower warps of the block. */
 template <class config>
 __device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint32_t flags) {
     uint32_t total;
@@ -69,7 +68,6 @@ template <class config> struct select_result {
     uint32_t slot[config::items]; // by kept_index
 };
 
-/* Writes first_index if a packed sequence begins at position j. */
 __device__ static void write_first_index(const cluster_work &work, const select_call &call,
                                          uint32_t j, uint32_t kept_index) {
     if (call.first_index == NULL || j >= call.kv_len || (uint32_t)call.ranges[j].x != j)
