@@ -1,4 +1,4 @@
-/* The devices of this machine, which kernels they can run, and whose memory a pointer is. */
+/* The devices of this machine, the kernels that they can run, and the device of a pointer. */
 #include "cuda/cuda.h"
 
 #include "core/error.h"
@@ -29,10 +29,10 @@ const kernel_backend fdma_cuda_backend = {
     .writes_last_keys = true,
 };
 
-enum { most_devices = 64 }; /* that the library describes; calls on further ones are refused */
+enum { most_devices = 64 }; /* devices that the library describes; calls on others are refused */
 
-/* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth
- * of a second, and the process must not fork() afterwards. */
+/* Filled in by the first call that needs it, because the query starts the driver: that takes a
+ * tenth of a second, and the process must not fork() afterwards. */
 static struct machine {
     cudaError_t status;
     int32_t count;
@@ -151,9 +151,9 @@ static bool is_of_device(const struct cudaPointerAttributes *found) {
     return found->type != cudaMemoryTypeUnregistered && found->devicePointer != NULL;
 }
 
-/* Asks about a pointer in a thread that has a context. In a thread that has not used the device
- * yet, such as PyTorch's for gradients, the driver knows no pointer. Setting the device gives the
- * thread a context; if it does not, a query of the stream does, which a capture allows. */
+/* Queries a pointer in a thread that has a context. In a thread that has not used the device yet,
+ * such as PyTorch's for gradients, the driver knows no pointer. Setting the device gives the thread
+ * a context; if it does not, a query of the stream does, which a capture allows. */
 static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
                                     struct cudaPointerAttributes *found) {
     enum cudaStreamCaptureStatus capture;
@@ -207,7 +207,7 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     return depth == check_all && !problem->exec.trusted ? check_pointers(problem) : FDMA_OK;
 }
 
-/* Sets a device, and says in `before` which one the caller had. */
+/* Sets a device, and stores the caller's device in `before`. */
 static fdma_status set_device(const char *name, int32_t device, int *before) {
     *before = device - 1;
     cudaError_t status = cudaGetDevice(before);

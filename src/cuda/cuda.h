@@ -1,4 +1,4 @@
-/* The CUDA backend as the library's entry points see it: its kernels and its devices. */
+/* The CUDA backend for the library's entry points: its kernels and its devices. */
 #pragma once
 
 #include "core/kernel.h"
@@ -15,12 +15,12 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
  * memory, unless the caller vouches for that. */
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
-/* The bytes of mask_lists for a problem with attn_mask, and whether a call has as many of them. */
+/* The bytes of mask_lists for a problem with attn_mask, and the check that a call has as many. */
 size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
 
-/* Makes exec.device the current device, unless the caller vouches that it is. `before`: which one
- * is current again after fdma_leave_cuda(). */
+/* Makes exec.device the current device, unless the caller vouches that it is. `before`: the device
+ * that fdma_leave_cuda() restores. */
 fdma_status fdma_enter_cuda(const fdma_exec *exec, int *before);
 void fdma_leave_cuda(const fdma_exec *exec, int before);
 

@@ -1,4 +1,4 @@
-/* The points of the CUDA build matrix, and what kernels ask of the devices of this machine. */
+/* The points of the CUDA build matrix, and the properties of this machine's devices for kernels. */
 #pragma once
 
 #include "core/adapter.h"
@@ -6,34 +6,35 @@
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
     int32_t multiprocessors;
-    int32_t shared_bytes; /* shared memory that one thread block can have */
+    int32_t shared_bytes; /* most shared memory of a thread block */
 } cuda_device;
 
 /* The device with this exec.device number. It must exist. */
 const cuda_device *fdma_cuda_device(int32_t device);
 
 /* The function `missing` of the kernels of a point: NULL if some device of this machine can run
- * them, else the device that this machine lacks, in words. */
+ * them, otherwise the device that this machine lacks, in words. */
 const char *fdma_missing_sm80(void);
 const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters */
 const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
 
-/* Why the kernels of a point refuse the device of a problem, or NULL. */
+/* The reason why the kernels of a point refuse the device of a problem, or NULL. */
 const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
 
-/* Allow a kernel so many bytes of dynamic shared memory, or clusters of more than 8 blocks, on
+/* Allow a kernel `bytes` bytes of dynamic shared memory, or clusters of more than 8 blocks, on
  * `device`, which must be current. `what` is the call, for messages. */
 fdma_status fdma_permit_shared(const char *what, const void *kernel, int32_t device, size_t bytes);
 fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int32_t device);
 
-/* What kernels of select and score do not know: keys that do not exist become padding, and carried
- * keys become the front of a sequence. Kernels of lists, forward and backward know both. */
+/* Adapters for kernels of select and score, which do not support these features: keys that do not
+ * exist become padding, and carried keys become the front of a sequence. Kernels of lists, forward
+ * and backward support both. */
 extern const kernel_adapter fdma_cuda_used_adapter;   /* adapt/used.cu */
 extern const kernel_adapter fdma_cuda_stream_adapter; /* adapt/tables.cu */
 
-/* In a file that is compiled once for each head_dim: the names of its kernel, such as
+/* For a file that is compiled once for each head_dim: the names of its kernel, such as
  * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */
 #define FDMA_TEXT(x) #x
 #define FDMA_JOIN(x, y) x##y

@@ -1,4 +1,4 @@
-/* What kernels are permitted to take on a device beyond what every kernel may: shared memory, and
+/* Permissions for kernels to use more of a device than every kernel may: shared memory, and
  * clusters of more than 8 blocks. A permission lasts until the device is reset, so the runtime is
  * asked for it once, and it is remembered here. The library does not support cudaDeviceReset()
  * within a process, which would also destroy the caller's memory. */
@@ -12,7 +12,7 @@
 /* Entries are written under the lock, `kernel` last, and read without it. */
 typedef struct permission {
     _Atomic(const void *) kernel; // NULL: the entry is free
-    _Atomic int32_t value;        // that has been set; 0: none
+    _Atomic int32_t value;        // the value that has been set; 0: none
     int32_t device;
     enum cudaFuncAttribute attribute;
 } permission;
@@ -49,7 +49,7 @@ static cudaError_t set_attribute(const void *kernel, int32_t device,
     const cudaError_t status = cudaFuncSetAttribute(kernel, attribute, value);
     if (status != cudaSuccess || entry == NULL)
         return status;
-    if (atomic_load(&entry->kernel) == NULL) { // otherwise others read these
+    if (atomic_load(&entry->kernel) == NULL) { // otherwise other threads read these
         entry->device = device;
         entry->attribute = attribute;
     }
@@ -58,7 +58,7 @@ static cudaError_t set_attribute(const void *kernel, int32_t device,
     return cudaSuccess;
 }
 
-/* Has the attribute of a kernel be at least `value` on the device, which is current. */
+/* Raises the attribute of a kernel to at least `value` on the device, which is current. */
 static fdma_status permit(const char *what, const void *kernel, int32_t device,
                           enum cudaFuncAttribute attribute, int32_t value) {
     const permission *const entry = find_entry(kernel, device, attribute, false);

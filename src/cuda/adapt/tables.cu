@@ -1,6 +1,7 @@
-/* Select with a table (fdma.h, "Streams"), by kernels that know no tables. Each (b, g) becomes a
- * sequence of its own: first its carried keys, sorted by position, with empty rows at the front as
- * keys that are not valid, and then the keys of the call. core/streams.c says why. */
+/* Select with a table (fdma.h, "Streams"), by kernels that do not support tables. Each (b, g)
+ * becomes a sequence of its own: first its carried keys, sorted by position, with empty rows at
+ * the front as keys that are not valid, and then the keys of the call. core/streams.c gives the
+ * reason. */
 extern "C" {
 #include "core/streams.h"
 }
@@ -11,7 +12,7 @@ extern "C" {
 
 static constexpr int stream_threads = 256;
 static constexpr int order_warps = stream_threads / 32;
-static constexpr int lane_rows = 2;                    // rows that a lane finds the places of
+static constexpr int lane_rows = 2;                    // rows whose rank a lane finds
 static constexpr int ordered_rows = 32 * lane_rows;    // of a thread block
 static constexpr int counted_rows = 2048;              // rows of a summary
 static constexpr int copied_keys = 4 * stream_threads; // of a thread block
@@ -22,10 +23,11 @@ static_assert(counted_rows % stream_threads == 0, "all threads summarize equally
 struct alignas(16) row_summary {
     int32_t lowest, highest; // of the positions; INT32_MAX and -1 if all rows are empty
     int32_t empty;           // empty rows
-    int32_t is_ordered;      // 1: positions strictly ascend, and all empty rows come last; or 0
+    int32_t is_ordered;      // 1: positions strictly ascend, and all empty rows come last;
+                             // otherwise 0
 };
 
-/* What the kernels of a select work from. A head is a (b, g). */
+/* The plan of the kernels of a select. A head is a (b, g). */
 struct stream_plan {
     number_view<float> score, in_score, out_score;
     number_view<int32_t> in_position, out_position, expiry, slot;
@@ -35,16 +37,16 @@ struct stream_plan {
     int64_t valid_batch;
     int32_t kv_heads, rows, new_len, kv_len;
     int32_t summaries; // of a head
-    int64_t slots;     // and rows of table_out
-    // in the workspace, of each head in the order of rows
+    int64_t slots;     // also the rows of table_out
+    // in the workspace, for each head in the order of rows
     row_summary *summary; // [heads][summaries]
-    // in the workspace, of each head in the order of positions
+    // in the workspace, for each head in the order of positions
     float *sequence_score;    // [heads][kv_len]
     uint8_t *sequence_valid;  // [heads][kv_len]
     int32_t *sequence_expiry; // [heads][kv_len]
     int32_t *sequence_slot;   // [heads][kv_len]
     int32_t *row;             // [heads][rows]: the row of each carried key
-    int32_t *empty;           // [heads]: empty rows, which stand first
+    int32_t *empty;           // [heads]: empty rows, which come first
 };
 
 struct stream_element {
@@ -59,7 +61,6 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
-/* Writes the summary of rows `first` to `first` + counted_rows - 1. */
 __device__ static void summarize_rows(const stream_plan &plan, const stream_element &at,
                                       int32_t first, row_summary *summary) {
     __shared__ row_summary shared;
@@ -94,7 +95,7 @@ __device__ static void summarize_rows(const stream_plan &plan, const stream_elem
         *summary = shared;
 }
 
-/* Copies some keys of the call behind the carried ones. */
+/* Copies some keys of the call to the positions after the carried ones. */
 __device__ static void copy_keys(const stream_plan &plan, const stream_element &at, int32_t first) {
     const int32_t end = min(plan.new_len, first + copied_keys);
     const float *const score = plan.score.at(at.b, at.g);
@@ -124,15 +125,15 @@ static __global__ void __launch_bounds__(stream_threads)
         copy_keys(plan, at, (block - plan.summaries) * copied_keys);
 }
 
-/* The numbers of a thread block that orders rows: some of the positions, and what each warp has
- * counted. */
+/* The shared memory of a thread block that orders rows: some of the positions, and the counts of
+ * each warp. */
 struct order_memory {
     alignas(16) int32_t positions[counted_rows];
     int32_t before[order_warps][ordered_rows];
 };
 
-/* Loads the positions of rows `first` to `first + count` - 1, -1 for empty ones, and behind them up
- * to three that no row comes after. */
+/* Loads the positions of rows `first` to `first + count` - 1, with -1 for empty ones, and after
+ * them up to three that precede no row. */
 __device__ static void load_positions(order_memory *shared, const int32_t *position, int32_t first,
                                       int32_t count) {
     __syncthreads(); // all warps have read the positions loaded before
@@ -143,7 +144,7 @@ __device__ static void load_positions(order_memory *shared, const int32_t *posit
 }
 
 /* Counts how many of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
- * multiples of 4. is_earlier: they are those of lower rows, which decides ties. */
+ * multiples of 4. is_earlier: the positions belong to lower rows, which decides ties. */
 template <bool is_earlier>
 __device__ static void count_positions(const order_memory *shared, int32_t from, int32_t end,
                                        const int32_t (&own)[lane_rows],
@@ -159,7 +160,7 @@ __device__ static void count_positions(const order_memory *shared, int32_t from,
     }
 }
 
-/* The same of the positions of the thread block's own rows, the first of which is at `from`. */
+/* count_positions() for the positions of the thread block's own rows. The first is at `from`. */
 __device__ static void count_neighbours(const order_memory *shared, int32_t from, int32_t end,
                                         const int32_t (&own)[lane_rows],
                                         int32_t (&before)[lane_rows]) {
@@ -212,11 +213,11 @@ __device__ static void count_in_order(const row_summary &summary, int32_t count,
     }
 }
 
-/* Counts how many of the rows that this warp looks at precede each of this lane's rows. Returns how
- * many rows of the head are empty. The rows of a summary are not compared one by one if their
- * positions are all below or all above those of the thread block's own rows, nor are those of the
- * own summary if they are in order. Tables that stand one after the other in the order of
- * positions, and that are each in this order, need no comparison at all. */
+/* Counts how many of this warp's share of the rows precede each of this lane's rows. Returns the
+ * number of empty rows of the head. The rows of a summary are not compared one by one if their
+ * positions are all below or all above those of the thread block's own rows, nor are the rows of
+ * the own summary if they are in order. Tables that follow one another in the order of positions,
+ * and that are each in this order, need no comparison at all. */
 __device__ static int32_t count_before(order_memory *shared, const row_summary *summaries,
                                        const int32_t *position, int32_t rows, int32_t first_row,
                                        const int32_t (&own)[lane_rows],
@@ -248,7 +249,7 @@ __device__ static int32_t count_before(order_memory *shared, const row_summary *
 }
 
 /* Copies the carried keys in order of position: the number of rows that precede a key is its new
- * index. Each warp looks at some of the rows, for all rows of the thread block. */
+ * index. Each warp compares some of the rows with all rows of the thread block. */
 static __global__ void __launch_bounds__(stream_threads)
     order_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
     __shared__ order_memory shared;
@@ -285,9 +286,10 @@ static __global__ void __launch_bounds__(stream_threads)
     plan.sequence_valid[at.head * plan.kv_len + to] = position[row] >= 0;
 }
 
-/* Writes the selection from those of the sequences. Slots of a sequence count its valid keys: with
- * n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s - n. If
- * slots are not rows they stay, and some of the carried keys may have been evicted by others. */
+/* Writes the selection from the selections of the sequences. Slots of a sequence count its valid
+ * keys: with n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s
+ * - n. If slots are not rows they stay, and some of the carried keys may have been evicted by
+ * others. */
 static __global__ void __launch_bounds__(stream_threads)
     write_selection(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
@@ -330,7 +332,7 @@ static __global__ void __launch_bounds__(stream_threads)
     plan.out_position.at(at.b, at.g)[at.n] = is_kept ? plan.in_position.at(at.b, at.g)[at.n] : -1;
 }
 
-/* Writes the keys of the call that are kept to the end, and how many tokens have passed. */
+/* Writes the keys of the call that are kept to the end, and the count of tokens seen. */
 static __global__ void __launch_bounds__(stream_threads)
     write_new_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
@@ -383,7 +385,6 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
     return plan;
 }
 
-/* The problem of the sequences. */
 static fdma_problem sequences_of(const fdma_problem *problem, const stream_plan &plan) {
     const int64_t heads = problem->batch * problem->kv_heads, len = problem->kv_len;
     fdma_problem one = *problem;

@@ -1,8 +1,8 @@
-/* Scores, selections and gradients of scores where only the first kv_used keys of each sequence
- * exist, by kernels that know padding alone: keys that do not exist become padding. On any device
- * from compute capability 8.0. Scores know no positions, and need no more. A selection of so many
- * keys with padding behind them is the selection of the keys that exist, except for the expiry of
- * keys that are kept to the end. */
+/* Scores, selections and gradients of scores if only the first kv_used keys of each sequence exist,
+ * by kernels that support only padding: keys that do not exist become padding. On any device from
+ * compute capability 8.0. Scores have no positions, so padding is enough. A selection of kv_used
+ * keys followed by padding is the selection of the keys that exist, except for the expiry of keys
+ * that are kept to the end. */
 extern "C" {
 #include "core/operations.h"
 }
@@ -13,7 +13,7 @@ extern "C" {
 
 static constexpr int used_threads = 256;
 
-/* What the kernels work from. valid: in the workspace, [batch][kv_len]. */
+/* The plan of the kernels. valid: in the workspace, [batch][kv_len]. */
 struct used_plan {
     const int32_t *kv_used;
     const uint8_t *key_valid; // NULL: all keys that exist are valid
@@ -23,7 +23,7 @@ struct used_plan {
     int32_t kv_heads, kv_len;
 };
 
-/* Each thread writes whether a key exists and is valid. */
+/* Each thread writes 1 if a key exists and is valid, otherwise 0. */
 static __global__ void __launch_bounds__(used_threads)
     find_valid(const used_plan plan, const int64_t batch) {
     const int64_t b = head_of_block();
@@ -35,8 +35,8 @@ static __global__ void __launch_bounds__(used_threads)
         exists && (plan.key_valid == NULL || plan.key_valid[b * plan.valid_batch + j] != 0);
 }
 
-/* Each thread looks at one expiry. The sequence of a key that is kept to the end of kv_len keys
- * ends with the keys that exist. */
+/* Each thread corrects one expiry. A key that is kept to the end of kv_len keys is kept to the end
+ * of the keys that exist. */
 static __global__ void __launch_bounds__(used_threads)
     end_with_used(const used_plan plan, const int64_t heads) {
     const int64_t head = head_of_block(), b = head / plan.kv_heads;

@@ -1,10 +1,10 @@
 /* fdma_decode() for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0. Splits
- * depend on the rows of the cache alone, and so do the bits of a result.
+ * depend only on the rows of the cache, and so do the bits of a result.
  *
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cached.cuh"
 
-/* Row tiles of a thread block if one is not enough: what the registers hold. */
+/* Row tiles of a thread block if one is not enough: as many as fit in registers. */
 static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
 
 struct cached_task : decode_task {

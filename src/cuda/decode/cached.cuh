@@ -1,12 +1,12 @@
 /* The second and the third kernel of fdma_decode(). The keys of a (b, g) are split as in split.cuh:
- * into splits of the cache's rows, and one more of the new tokens. */
+ * into splits of the cache's rows, and one more split of the new tokens. */
 #pragma once
 
 #include "cuda/decode/merge.cuh"
 #include "cuda/decode/streams.cuh"
 
 /* The inputs of a split. A key's expiry counts tokens, and so do positions: every row comes before
- * them. */
+ * all tokens. */
 template <typename config>
 __device__ static tile_inputs cached_inputs_of(const forward_plan &plan, const decode_plan &cached,
                                                const split_plan &splits, const row_range &range,
@@ -38,7 +38,6 @@ __device__ static split_pages split_pages_of(const decode_plan &cached, const ro
     return {cached.pages, stream.sequence, 2 * cached.k.batch, 2 * cached.v.batch};
 }
 
-/* One split of the keys against one tile of rows. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_cache(const __grid_constant__ forward_plan plan,
@@ -63,8 +62,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     write_split(shared, splits, range, head, split, plan.head_dim);
 }
 
-/* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed
- * one evicts it. */
+/* Writes a token to its row of the cache, unless it is not committed, has no row, or a committed
+ * token evicts it. */
 __device__ static void commit_token(const forward_plan &plan, const decode_plan &cached,
                                     const decode_stream &stream, const row_range &range,
                                     int32_t token, thread_group threads) {
@@ -75,7 +74,7 @@ __device__ static void commit_token(const forward_plan &plan, const decode_plan 
         store_token(plan, cached, stream, range.b, range.g, token, row, threads);
 }
 
-/* out and lse of one row. The blocks of a (b, g) take turns at its tokens. */
+/* Writes out and lse of one row. The blocks of a (b, g) also divide the tokens to commit. */
 template <typename config>
 static __global__ void __launch_bounds__(merge_threads, 1)
     finish_decode(const __grid_constant__ forward_plan plan,
@@ -96,6 +95,6 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     const int64_t first = ((int64_t)blockIdx.x / blocks * total + block) * splits.count;
     if (row_position(plan, range, plan.kv_len, block) < stream.tokens)
         merge_row(shared, plan, splits, range, block, first);
-    else // the query is beside no token
+    else // the query has no token
         write_empty_row<typename config::element>(plan, range, block, threads);
 }

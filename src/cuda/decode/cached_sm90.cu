@@ -1,8 +1,8 @@
 /* fdma_decode() for head_dim up to FDMA_HEAD_DIM on devices of compute capability 9.0.
  *
- * A head here is a pair (b, g). The number of heads decides which kernel is the fastest. How a
- * kernel partitions the keys depends on the rows of the cache alone, so a kernel that is forced by
- * its own name gives a stream the same bits in a batch of any size.
+ * A head here is a pair (b, g). The number of heads decides which kernel is the fastest. A kernel
+ * partitions the keys by the rows of the cache alone, so a kernel that is forced by name gives a
+ * stream the same bits in a batch of any size.
  *
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cluster.cuh"
@@ -12,7 +12,7 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return fdma_cuda_plan_decode(problem, arena, marks_tokens);
 }
 
-/* Whether place_tokens() computes the scores; else fdma_score()'s kernels do. */
+/* True if place_tokens() computes the scores. Otherwise fdma_score()'s kernels do. */
 static bool scores_tokens(const fdma_problem *problem) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
@@ -40,7 +40,6 @@ static fdma_status launch_tokens(const fdma_problem *problem, const decode_task 
                   problem, task.cached, task.plan.v, from);
 }
 
-/* What attends for a (b, g). */
 enum attend_form { by_cluster, by_one_block, by_two_blocks };
 
 static constexpr const char *form_names[] = {
@@ -48,7 +47,7 @@ static constexpr const char *form_names[] = {
     FDMA_POINT_NAME("cuda/sm90/decode/cluster/d", FDMA_HEAD_DIM),
     // one thread block on each multiprocessor, which takes one head after the other
     FDMA_POINT_NAME("cuda/sm90/decode/one_block/d", FDMA_HEAD_DIM),
-    // two on each
+    // two thread blocks on each multiprocessor
     FDMA_POINT_NAME("cuda/sm90/decode/two_blocks/d", FDMA_HEAD_DIM),
 };
 
@@ -96,14 +95,15 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
                                           : run_type<form, __nv_bfloat16>(problem);
 }
 
-/* Why another form is faster, or NULL. Measured on an H200: clusters are the fastest up to half as
- * many heads as multiprocessors, one block on each up to as many, two blocks beyond. */
+/* The reason why another form is faster, or NULL. Measured on an H200: clusters are the fastest up
+ * to half as many heads as multiprocessors, one block on each up to as many, two blocks beyond. */
 template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
     if (forces_kernel(problem, form_names[form]))
         return NULL;
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t least[] = {0, multiprocessors / 2, multiprocessors}; // each form has more heads
+    const int64_t least[] = {0, multiprocessors / 2, multiprocessors}; // each form is for more
+                                                                       // heads than this
     if (heads <= least[form] && form != by_cluster)
         return "few heads, for which there is a faster kernel";
     return form != by_two_blocks && heads > least[form + 1]

@@ -1,7 +1,7 @@
-/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks has one
- * (b, g). Each block has an equal partition of the cache's rows, the last one also the new tokens.
- * The blocks merge their partial results through distributed shared memory. Once all of them have
- * read the cache, the committed tokens enter it. */
+/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks takes one (b,
+ * g). Each block has an equal partition of the cache's rows, and the last block also has the new
+ * tokens. The blocks merge their partial results through distributed shared memory. Once all of
+ * them have read the cache, the committed tokens are written to it. */
 #pragma once
 
 #include "cuda/decode/tokens.cuh"
@@ -12,7 +12,7 @@ enum { cluster_ranks = 8 };
 template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
-    static constexpr bool in_pages = paged; // the rows of the cache
+    static constexpr bool in_pages = paged; // the rows of the cache are in pages
     static constexpr int warps = head_dim <= 128 ? 4 : 2;
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
@@ -22,7 +22,7 @@ template <typename type, int tiles, bool paged> struct cluster_config {
     static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
 };
 
-/* One thread block's partition of a call. It is kept in shared memory to save registers. */
+/* One thread block's partition of a call. Shared memory holds it to save registers. */
 struct cluster_partition {
     int32_t b, g, rank;
     int32_t sequence;             // of the cache
@@ -32,7 +32,6 @@ struct cluster_partition {
     row_source new_k, new_v;
 };
 
-/* One key block of a warp. */
 template <typename config> struct cluster_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];
@@ -45,7 +44,7 @@ template <typename config> struct cluster_memory {
         cluster_stage<config> stages[config::warps][2];
         float out[config::warps][config::rows][config::head_dim]; // in the epilogue
     };
-    // of the entries: the rows of this partition and, from a multiple of 16 on, the tokens
+    // of the entries: the rows of this partition, then the tokens, from a multiple of 16 on
     alignas(16) float bias[config::entries];
     alignas(16) int32_t expiry[config::entries];
     alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
@@ -76,7 +75,7 @@ __device__ static cluster_partition partition_of(const forward_plan &plan,
     return partition;
 }
 
-/* Where the row of this lane lies of the key block from entry `from` on, if rows lie in pages. */
+/* The indices of this lane's row in the key block from entry `from` on, if rows are in pages. */
 template <typename config>
 __device__ static row_indices own_indices(const cluster_partition &partition,
                                           const decode_plan &cached, int32_t from) {
@@ -86,8 +85,8 @@ __device__ static row_indices own_indices(const cluster_partition &partition,
                : no_row_indices();
 }
 
-/* Starts copying k or v of a warp's key block, which begins with entry `from`. `own` is
- * own_indices() of it. */
+/* Starts copying k or v of a warp's key block, which begins with entry `from`. `own` is its
+ * own_indices(). */
 template <typename config>
 __device__ static void copy_entries(char *to, const cluster_partition &partition,
                                     const row_source &rows, const row_source &tokens, int32_t from,
@@ -127,7 +126,7 @@ __device__ static void load_values(cluster_stage<config> &stage, const cluster_p
     cp_async_commit_group();
 }
 
-/* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
+/* Starts loading q of a tile of rows, then the first two key blocks of each warp. */
 template <typename config>
 __device__ static void begin_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const decode_plan &cached, const cluster_partition &partition,
@@ -145,7 +144,7 @@ __device__ static void begin_tile(cluster_memory<config> &shared, const forward_
     }
 }
 
-/* Loads what the cache says of the partition's rows. Those of missing pages have no key. */
+/* Loads positions and biases of the partition's rows. Rows of missing pages have no key. */
 template <typename config>
 __device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached) {
     const cluster_partition &partition = shared.partition;
@@ -172,7 +171,7 @@ __device__ static void load_rows(cluster_memory<config> &shared, const decode_pl
     }
 }
 
-/* Adds the tokens, which have their slots. The first token that takes a row evicts its key. */
+/* Loads the tokens and their slots. The first token that takes a row evicts its key. */
 template <typename config>
 __device__ static void load_tokens(cluster_memory<config> &shared, const decode_plan &cached,
                                    const decode_stream &stream) {
@@ -190,8 +189,8 @@ __device__ static void load_tokens(cluster_memory<config> &shared, const decode_
         atomicMin(&shared.expiry[slot - partition.first_row], token);
 }
 
-/* Clears v of the entries of a key block that no row of the tile keeps: whatever lies there is
- * multiplied by a weight of 0. */
+/* Clears v of entries that no row of the tile keeps. Their weight is 0, but 0 times the memory's
+ * contents may be NaN. */
 template <typename config>
 __device__ static void clear_unkept(typename config::element *v, const int32_t *expiry,
                                     int32_t first_position) {
@@ -204,7 +203,7 @@ __device__ static void clear_unkept(typename config::element *v, const int32_t *
     __syncwarp();
 }
 
-/* A warp's key blocks against the rows of a tile. As soon as k or v of a stage has been read, it is
+/* A warp's key blocks for the rows of a tile. As soon as k or v of a stage has been read, it is
  * loaded again for the block two steps later. */
 template <typename config>
 __device__ static void attend_partition(cluster_memory<config> &shared, row_state<config> &state,
@@ -309,7 +308,7 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
             partials[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
 #pragma unroll
         for (int n = 0; n < cluster_ranks; n++)
-            if (weights[n] != 0) { // not 0 * x: the out of an empty partition may be NaN
+            if (weights[n] != 0) { // not 0 * x: out of an empty partition may be NaN
                 out.x += weights[n] * partials[n].x;
                 out.y += weights[n] * partials[n].y;
                 out.z += weights[n] * partials[n].z;
@@ -324,7 +323,6 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
         *lse_at(plan, range, row) = result.lse;
 }
 
-/* Merges the rows of a tile that fall to this block. */
 template <typename config>
 __device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range, int32_t rows, int32_t tokens) {
@@ -338,8 +336,8 @@ __device__ static void write_tile(cluster_memory<config> &shared, const forward_
                                                       {lane, warp_lanes});
 }
 
-/* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed
- * one evicts it. */
+/* Writes a token to its row of the cache, unless it is not committed, has no row, or a committed
+ * token evicts it. */
 template <typename config>
 __device__ static void commit_token(const cluster_memory<config> &shared, const forward_plan &plan,
                                     const decode_plan &cached, const decode_stream &stream,
@@ -367,7 +365,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     griddepcontrol_wait(); // for place_tokens()
     griddepcontrol_launch_dependents();
     const decode_stream stream = cached.streams[partition.b * plan.kv_heads + partition.g];
-    __syncthreads(); // what the cache says of the rows is there
+    __syncthreads(); // positions and biases of the rows are loaded
     load_tokens(shared, cached, stream);
     for (; range.first < range.total; range.first += config::rows) {
         const int32_t rows = min(config::rows, range.total - range.first);
@@ -385,7 +383,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         cp_async_wait_group<0>();
         merge_warps(shared, rows_of_tile, rows);
         barrier_cluster_arrive();
-        barrier_cluster_wait(); // all partial results are there
+        barrier_cluster_wait(); // all partial results are written
         write_tile(shared, plan, range, rows, stream.tokens);
     }
     cp_async_wait_group<0>();

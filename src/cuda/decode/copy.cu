@@ -22,12 +22,13 @@ struct copy_plan {
 
 struct copy_memory {
     alignas(16) char slices[slices_bytes];
-    int32_t from[most_copied], to[most_copied]; // first indices of k and v; to -1: no row is copied
+    int32_t from[most_copied], to[most_copied]; // first indices of k and v; to -1: do not copy a
+                                                // row
     int32_t position[most_copied];
     float score[most_copied], bias[most_copied];
 };
 
-/* Copies a row of k or v of every sequence that has a key in it. `second` is the index on the
+/* Copies a row of k or v for every sequence that has a key in it. `second` is the index on the
  * second axis. */
 template <typename unit>
 __device__ static void copy_rows(copy_memory &shared, const copy_plan &plan, const head_view &view,
@@ -49,13 +50,13 @@ __device__ static void copy_rows(copy_memory &shared, const copy_plan &plan, con
     }
 }
 
-/* Number n of `from` or `to`; -1: no sequence of the cache. */
+/* Entry n of `from` or `to`; -1 if it is no sequence of the cache. */
 __device__ static int32_t sequence_at(const copy_plan &plan, const int32_t *list, int32_t n) {
     return list[n] >= 0 && list[n] < plan.sequences ? list[n] : -1;
 }
 
-/* Finds where a row is copied from and to, if it has a key and is another one. Without a page on
- * either side the key is lost. */
+/* Finds the source and the target of a row, if it has a key and the two differ. If the page of
+ * either is missing, the key is lost. */
 __device__ static void find_rows(copy_memory &shared, const copy_plan &plan, int32_t n,
                                  int32_t from, int32_t to, int32_t row) {
     shared.to[n] = -1;
@@ -71,7 +72,7 @@ __device__ static void find_rows(copy_memory &shared, const copy_plan &plan, int
     }
 }
 
-/* Reads what the tables say of one row, or, for row -1, how many tokens have passed. */
+/* Reads the numbers of one row, or, for row -1, the count of tokens seen. */
 __device__ static void read_numbers(copy_memory &shared, const copy_plan &plan, int32_t g,
                                     int32_t row) {
     for (int32_t n = threadIdx.x; n < plan.count; n += copy_threads) {
@@ -98,7 +99,7 @@ __device__ static void write_numbers(const copy_memory &shared, const copy_plan 
         } else if (to >= 0) {
             plan.position.at(to, g)[row] = shared.position[n];
             if (shared.position[n] < 0)
-                continue; // the score and the bias of an empty row are not read
+                continue; // the score and the bias of an empty row are never read
             plan.score.at(to, g)[row] = shared.score[n];
             plan.bias.at(to, g)[row] = shared.bias[n];
         }
@@ -111,7 +112,8 @@ static __global__ void __launch_bounds__(copy_threads, 2)
     extern __shared__ __align__(16) char bytes[];
     copy_memory &shared = *(copy_memory *)bytes;
     const int32_t g = (int32_t)(blockIdx.x % plan.kv_heads);
-    const int32_t row = (int32_t)(blockIdx.x / plan.kv_heads) - 1; // -1 once for each kv head
+    const int32_t row = (int32_t)(blockIdx.x / plan.kv_heads) - 1; // -1: the count of tokens seen,
+                                                                   // which kv head 0 copies
     if (row < 0 && g > 0)
         return;
     read_numbers(shared, plan, g, row);

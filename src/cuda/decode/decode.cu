@@ -1,13 +1,13 @@
 /* Decode: forward for up to 16 queries and head_dim up to FDMA_HEAD_DIM, on any device from compute
- * capability 8.0. The keys of a (b, g) are split over thread blocks (decode/split.cuh), whose
- * partial results are then merged in order (decode/merge.cuh) if there are several. Splits and
- * their order depend on kv_len, or on the size of a list, alone, and so do the bits of a result.
+ * capability 8.0. The keys of a (b, g) are split over thread blocks (decode/split.cuh). If there
+ * are several splits, their partial results are then merged in order (decode/merge.cuh). Splits and
+ * their order depend only on kv_len, or on the size of a list, and so do the bits of a result.
  *
  * Source: arXiv:2307.08691; arXiv:2205.14135, section 3.1. */
 #include "cuda/decode/merge.cuh"
 #include "cuda/plan/host.cuh"
 
-/* Row tiles of a thread block if one is not enough: what the registers hold. */
+/* Row tiles of a thread block if one is not enough: as many as fit in registers. */
 static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
 
 static split_plan plan_splits(const forward_plan *plan, fdma_arena *arena) {
@@ -65,7 +65,6 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-/* What a call works from, all of it in the workspace. */
 struct decode_task {
     forward_plan plan;
     split_plan splits;

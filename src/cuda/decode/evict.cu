@@ -5,17 +5,17 @@
 #include "cuda/plan/host.cuh"
 
 static constexpr int evict_threads = 512;
-static constexpr int most_held = 8; // rows of a thread in registers
+static constexpr int most_held = 8; // rows that a thread holds in registers
 
-/* Records in the workspace what becomes of the keys of a (b, g). */
+/* Records in the workspace when each key of a (b, g) is evicted. */
 struct workspace_marks {
     key_record *records;
     int32_t *list;
     const float *new_score;
-    int32_t rows, first_token; // the token of the first query
+    int32_t rows, first_token; // first_token: the token of the first query
     fdma_bias_form bias_form;
 
-    /* No query sees what is evicted by the token of the first query, or earlier. */
+    /* No query sees a key that the token of the first query, or an earlier one, evicts. */
     __device__ void evict(int32_t key, int32_t token) const {
         records[key].expiry = token;
         if (token <= first_token)
@@ -41,7 +41,7 @@ __device__ static void write_rows(const decode_plan &plan, const int32_t *positi
     }
 }
 
-/* Places the tokens of one (b, g). `rows` are those that its stream names, not yet loaded. */
+/* Places the tokens of one (b, g). `rows` are the rows of its stream's sequence, not yet loaded. */
 template <typename keys>
 __device__ static void evict_head(const decode_plan &plan, const decode_stream &stream, int32_t b,
                                   int32_t g, const keys &rows) {
@@ -86,12 +86,11 @@ static __global__ void __launch_bounds__(evict_threads)
 }
 
 const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim) {
-    fdma_problem dense = *problem; // has no selection that a plan would want
+    fdma_problem dense = *problem; // decode needs no selection in the plan
     dense.selected = false;
     return fdma_cuda_refuses_plan(&dense, head_dim);
 }
 
-/* The views of the caller's tensors. */
 static decode_plan describe_call(const fdma_problem *problem) {
     const fdma_cache *const cache = &problem->cache;
     decode_plan plan = {};
@@ -119,7 +118,6 @@ static decode_plan describe_call(const fdma_problem *problem) {
     return plan;
 }
 
-/* The problem of fdma_score() for the new tokens. */
 static fdma_problem token_problem(const fdma_problem *problem, const decode_plan &plan) {
     fdma_problem tokens = *problem;
     tokens.operation = operation_score;

@@ -1,14 +1,14 @@
-/* Which row each new token of fdma_decode() takes: the algorithm of a thread block that has one
- * (b, g). A thread has every `threads`-th row, and token threadIdx.x. It knows the worst of its
- * keys. For each token the block compares the worst keys of all threads. */
+/* Finds the row of each new token of fdma_decode(), for a thread block that takes one (b, g). A
+ * thread has every `threads`-th row, and token threadIdx.x, and keeps the worst of its keys. For
+ * each token the block compares the worst keys of all threads. */
 #pragma once
 
 #include "cuda/decode/streams.cuh"
 #include "cuda/device/order.cuh"
 #include "cuda/device/ptx.cuh"
 
-/* How a key competes: the least is evicted. An empty row is less than every key, as it has the
- * order of none, and of several the first one is least. */
+/* The rank of a key: the least is evicted. An empty row is less than every key, because its order
+ * is signed_order_none. Of several empty rows the first one is least. */
 typedef signed_ranked_key competitor;
 
 static constexpr competitor no_key = INT64_MAX;
@@ -19,7 +19,7 @@ __device__ static int32_t position_of(competitor key) { return (int32_t)(key & U
 
 __device__ static bool is_empty_row(competitor key) { return order_of(key) == signed_order_none; }
 
-/* How a row competes; an empty one has its number for a position. */
+/* The competitor of a row. An empty row has its number as position. */
 __device__ static competitor row_competitor(float score, int32_t position, int32_t row) {
     return position < 0 ? signed_ranked_key_of(signed_order_none, row)
                         : signed_ranked_key_of(signed_order_of(score), position);
@@ -51,7 +51,6 @@ template <int threads, int most> struct held_rows {
         }
     }
 
-    /* Calls visit(row, key). */
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
 #pragma unroll
         for (int n = 0; n < most; n++)
@@ -59,7 +58,7 @@ template <int threads, int most> struct held_rows {
                 visit(n * threads + threadIdx.x, keys[n]);
     }
 
-    /* A row whose key is evicted, or which is no longer empty. */
+    /* Removes a row, because its key is evicted or it is no longer empty. */
     __device__ void clear(int32_t row) {
 #pragma unroll
         for (int n = 0; n < most; n++)
@@ -67,7 +66,7 @@ template <int threads, int most> struct held_rows {
     }
 };
 
-/* The same in the workspace, for any number of rows. */
+/* held_rows in the workspace, for any number of rows. */
 template <int threads> struct listed_rows {
     competitor *keys; // [rows]
 
@@ -88,7 +87,6 @@ template <int threads> struct listed_rows {
     __device__ void clear(int32_t row) { keys[row] = no_key; }
 };
 
-/* The worst key of a thread or of a block. */
 struct worst_key {
     competitor key;        // no_key: none competes
     int32_t index;         // a row, or rows + a token
@@ -99,24 +97,22 @@ template <int threads> struct evict_memory {
     static constexpr int warps = threads / 32;
     worst_key worst[2][warps];
     int32_t count[2][warps];
-    int32_t order[most_new_tokens]; // of the tokens' scores
+    int32_t order[most_new_tokens]; // of the tokens
     int32_t slot[most_new_tokens];  // the row that a token took, or -1
     int32_t sink_end;               // with pages, the sinks are the keys before this position
 };
 
-/* What a thread knows of its (b, g). */
 template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
-    int32_t newest;  // keys at this position and later are recent: they do not compete
+    int32_t newest;  // keys from this position on are recent: they do not compete
     int32_t arrived; // tokens so far
-    int32_t buffer;  // of the two in shared memory
+    int32_t buffer;  // which of the two in shared memory is in use
     bool is_alive;   // the token of this thread has arrived and is not evicted
-    bool is_stale;   // `worst` has to be found again
+    bool is_stale;   // `worst` must be found again
     worst_key worst; // of the keys of this thread
 };
 
-/* How many keys of the (b, g) are at a position or later. */
 template <int threads, typename keys>
 __device__ static int32_t count_from(evict_memory<threads> &shared, evict_state<keys> &state,
                                      int32_t rows, int32_t position) {
@@ -134,7 +130,7 @@ __device__ static int32_t count_from(evict_memory<threads> &shared, evict_state<
     return all;
 }
 
-/* The position from which on there are `count` keys; `likely`, 1 or more, is tried first. */
+/* The position from which on there are `count` keys. Tries `likely`, at least 1, first. */
 template <int threads, typename keys>
 __device__ static int32_t newest_position(evict_memory<threads> &shared, evict_state<keys> &state,
                                           int32_t rows, int32_t count, int32_t likely) {
@@ -147,8 +143,8 @@ __device__ static int32_t newest_position(evict_memory<threads> &shared, evict_s
     return low;
 }
 
-/* The end of the sinks, which are the oldest keys of the rows and, if there are too few, the first
- * tokens. They have the first rows, too, unless a sink was lost with a page. */
+/* The end of the sinks: the oldest keys of the rows and, if there are too few, the first tokens.
+ * They also have the first rows, unless a sink was lost with a page. */
 template <int threads, typename keys>
 __device__ static int32_t find_sink_end(evict_memory<threads> &shared, evict_state<keys> &state,
                                         const decode_plan &plan) {
@@ -157,14 +153,14 @@ __device__ static int32_t find_sink_end(evict_memory<threads> &shared, evict_sta
                       : token_position(state.stream, -others);
 }
 
-/* Whether a key, which has this row, is a sink. */
+/* True if a key is a sink. `row` is its row. */
 template <int threads>
 __device__ static bool is_sink(const evict_memory<threads> &shared, const decode_plan &plan,
                                competitor key, int32_t row) {
     return plan.pages.number == NULL ? row < plan.sinks : position_of(key) < shared.sink_end;
 }
 
-/* Has a key compete, unless it is recent or a sink. */
+/* Lets a key compete, unless it is recent or a sink. */
 __device__ static void add_key(worst_key *worst, int32_t newest, competitor key, int32_t index,
                                bool is_sink) {
     if (!is_empty_row(key) && position_of(key) >= newest)
@@ -175,7 +171,6 @@ __device__ static void add_key(worst_key *worst, int32_t newest, competitor key,
     }
 }
 
-/* Has the token of this thread compete. */
 template <int threads, typename keys>
 __device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
                                      const decode_plan &plan) {
@@ -187,12 +182,11 @@ __device__ static void add_own_token(const evict_memory<threads> &shared, evict_
                 is_sink(shared, plan, key, shared.slot[token]));
 }
 
-/* Looks at all keys of this thread. */
 template <int threads, typename keys>
 __device__ static void find_own_worst(const evict_memory<threads> &shared, evict_state<keys> &state,
                                       const decode_plan &plan) {
     worst_key worst = {no_key, -1, INT32_MAX};
-    if (plan.sinks == 0 && state.newest == INT32_MAX) // all compete, which is less to compute
+    if (plan.sinks == 0 && state.newest == INT32_MAX) // all keys compete, which takes less work
         state.rows.each(plan.rows, [&](int32_t row, competitor key) {
             const bool is_worse = key < worst.key;
             worst.key = is_worse ? key : worst.key;
@@ -206,7 +200,7 @@ __device__ static void find_own_worst(const evict_memory<threads> &shared, evict
     add_own_token(shared, state, plan);
 }
 
-/* The worst of the keys of 32 lanes, in all of them. */
+/* The worst key of 32 lanes, returned to all of them. */
 __device__ static worst_key worst_of_warp(const worst_key &own) {
     const int32_t order = __reduce_min_sync(~0u, order_of(own.key));
     const uint32_t position = __reduce_min_sync(
@@ -240,7 +234,6 @@ __device__ static int32_t row_of_token(const evict_memory<threads> &shared,
     return worst.index < plan.rows ? worst.index : shared.slot[worst.index - plan.rows];
 }
 
-/* Gives the next token its row, which is the worst key's. */
 template <int threads, typename keys, typename mark>
 __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys> &state,
                                  const decode_plan &plan, const worst_key &worst,
@@ -270,9 +263,9 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
         add_own_token(shared, state, plan);
 }
 
-/* Gives every token of a stream its row. The rows of the cache are loaded. `marks` records what
- * becomes of each key, by the thread that has it: evict_row(row, token), evict_token(token, by) and
- * add_token(token, is_kept). */
+/* Gives every token of a stream its row. The rows of the cache are loaded. For each key, the thread
+ * that has it calls `marks`: evict_row(row, token), evict_token(token, by) and add_token(token,
+ * is_kept). */
 template <int threads, typename keys, typename mark>
 __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<keys> &state,
                                   const decode_plan &plan, const decode_stream &stream,
@@ -286,7 +279,7 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     state.is_stale = true;
     if (token < plan.new_len)
         shared.order[token] = signed_order_of(new_score[token]);
-    __syncthreads(); // also for what the caller has written: a row may be another thread's there
+    __syncthreads(); // also for the caller's writes: a row may be another thread's there
     if (plan.pages.number != NULL) { // the same for all threads
         const int32_t end = plan.sinks > 0 ? find_sink_end(shared, state, plan) : 0;
         if (token == 0)
@@ -298,7 +291,7 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
             find_own_worst(shared, state, plan);
         const worst_key worst = find_worst(shared, state);
         if (plan.recent > 1 && !is_empty_row(worst.key) && state.newest == INT32_MAX) {
-            // the (recent - 1)-th last position of the stream, unless padding stands in between
+            // the (recent - 1)-th last position of the stream, unless padding lies between
             const int32_t others = plan.recent - 1;
             const int32_t likely = max(token_position(stream, state.arrived) - others, 1);
             state.newest = newest_position(shared, state, plan.rows, others, likely);

@@ -1,6 +1,6 @@
 /* The second of the two kernels of fdma_decode() on 9.0, for a call of many heads: a thread block
  * attends for a whole (b, g), and then for the next one. Every warp has a pipeline of its own. It
- * goes on from one (b, g) to the next, so that memory is read while results are merged. */
+ * continues from one (b, g) to the next, so memory is read while results are merged. */
 #pragma once
 
 #include "cuda/decode/tokens.cuh"
@@ -8,32 +8,32 @@
 
 enum { head_keys = 16 }; // of a warp's key block
 
-/* wide: one thread block on a multiprocessor, for calls with at most one head for each of them. */
+/* wide: one thread block per multiprocessor, for calls with at most one head for each of them. */
 template <typename type, int tiles, bool wide, bool paged> struct heads_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
-    static constexpr bool in_pages = paged; // the rows of the cache
+    static constexpr bool in_pages = paged; // the rows of the cache are in pages
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = head_keys;      // of a warp's key block
     static constexpr int blocks = wide ? 1 : 2; // thread blocks on a multiprocessor
     static constexpr bool is_small =
-        head_dim <= 64 && row_tiles == 1; // in registers and shared memory
+        head_dim <= 64 && row_tiles == 1; // small in registers and shared memory
     static constexpr int warps = (head_dim <= 128 ? 4 : 2) * (wide || is_small ? 2 : 1);
     static constexpr int threads = warps * warp_lanes;
 };
 
-/* One key block of a warp. load_keys() fills expiry with the positions of the rows;
+/* One key block of a warp. load_keys() fills expiry with the positions of the rows.
  * prepare_entries() replaces these by expiries, and scales bias. */
 template <typename config> struct heads_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];
     alignas(128) element v[config::keys * config::head_dim];
-    alignas(8) int32_t expiry[config::keys]; // first the positions
+    alignas(8) int32_t expiry[config::keys]; // positions at first
     alignas(8) float bias[config::keys];
 };
 
-/* What place_tokens() has found out about the tokens of a (b, g). */
+/* The output of place_tokens() for the tokens of a (b, g). */
 struct placed_tokens {
     int32_t slot[most_new_tokens], expiry[most_new_tokens];
     float score[most_new_tokens];
@@ -46,9 +46,9 @@ template <typename config> struct partial_rows {
     float max[rows][warp_lanes], sum[rows][warp_lanes];
 };
 
-/* Work of a thread block: a tile of query rows of one (b, g), and the number of its key blocks.
- * Those of the cache come first, then those of the new tokens. head >= batch * kv_heads: no work is
- * left. */
+/* Work of a thread block: a tile of query rows of one (b, g), and the number of its key blocks. The
+ * blocks of the cache come first, then the blocks of new tokens. head >= batch * kv_heads: no work
+ * is left. */
 struct heads_item {
     row_range range;
     int32_t head; // b * kv_heads + g
@@ -67,7 +67,6 @@ template <typename config> struct heads_memory {
     int32_t position[config::rows];
 };
 
-/* The key blocks of the cache's rows. */
 __device__ static int32_t row_blocks(const decode_plan &cached) {
     return (cached.rows + head_keys - 1) / head_keys;
 }
@@ -93,27 +92,27 @@ __device__ static heads_item next_item(const forward_plan &plan, const decode_pl
                                     : item_of(plan, cached, item.head + gridDim.x, 0);
 }
 
-/* The key block that a warp copies next and, if rows lie in pages, the page of this lane's row of
- * it, or -1. */
+/* The key block that a warp copies next and, with pages, the page of this lane's row, or -1. */
 struct heads_cursor {
     heads_item item;
     int32_t block;
     int32_t page;
 };
 
-/* The row of a lane, if its key block is one of the cache. */
+/* The row of a lane, if its key block belongs to the cache. */
 __device__ static int32_t own_row(const heads_cursor &cursor) {
     return cursor.block * head_keys + threadIdx.x % head_keys;
 }
 
-/* Finds the page before the key block is copied, because it is read from memory, too. */
+/* Finds the page before the key block is copied, because the page number is read from memory
+ * too. */
 __device__ static void find_page(const decode_plan &cached, heads_cursor &cursor) {
     const int32_t row = own_row(cursor);
     const bool is_row = cursor.block < cursor.item.blocks && row < cached.rows;
     cursor.page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
 }
 
-/* Goes on to an item that has key blocks for this warp, if the cursor has none left. */
+/* Advances to an item that has key blocks for this warp, if the cursor has none left. */
 template <typename config>
 __device__ static void skip_items(const forward_plan &plan, const decode_plan &cached,
                                   heads_cursor &cursor) {
@@ -162,8 +161,8 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
     }
 }
 
-/* Starts copying k of the cursor's key block, and what the cache says of its rows. Those of missing
- * pages have no key. */
+/* Starts copying k of the cursor's key block, and the positions and biases of its rows. Rows of
+ * missing pages have no key. */
 template <typename config>
 __device__ static void load_keys(heads_stage<config> &stage, const forward_plan &plan,
                                  const decode_plan &cached, const heads_cursor &cursor,
@@ -212,8 +211,8 @@ __device__ static void load_item(heads_memory<config> &shared, placed_tokens &to
     cp_async_commit_group();
 }
 
-/* Fills in expiry and bias of a key block. The first token that takes a row evicts its key. Bit n
- * of the result is set if no row of the tile keeps entry n. */
+/* Sets expiry and bias of a key block. The first token that takes a row evicts its key. Bit n of
+ * the result is set if no row of the tile keeps entry n. */
 template <typename config>
 __device__ static uint32_t prepare_entries(heads_stage<config> &stage, const placed_tokens &tokens,
                                            const decode_plan &cached, const heads_item &item,
@@ -246,7 +245,7 @@ __device__ static uint32_t prepare_entries(heads_stage<config> &stage, const pla
     return __ballot_sync(~0u, expiry <= first_position) & ((1u << config::keys) - 1);
 }
 
-/* Clears v of some entries: whatever lies there is multiplied by a weight of 0. */
+/* Clears v of some entries. Their weight is 0, but 0 times the memory's contents may be NaN. */
 template <typename config>
 __device__ static void clear_values(typename config::element *v, uint32_t entries) {
     for (uint32_t left = entries; left != 0; left &= left - 1)
@@ -255,8 +254,8 @@ __device__ static void clear_values(typename config::element *v, uint32_t entrie
     __syncwarp();
 }
 
-/* A warp's key blocks against the rows of an item. As soon as k or v of a stage has been read, that
- * of the cursor's key block is loaded. `stage` is 0 or 1. */
+/* A warp's key blocks for the rows of an item. As soon as k or v of a stage has been read, it is
+ * loaded for the cursor's key block. `stage` is 0 or 1. */
 template <typename config>
 __device__ static void attend_item(heads_memory<config> &shared, int turn, row_state<config> &state,
                                    const forward_plan &plan, const decode_plan &cached,
@@ -308,7 +307,6 @@ __device__ static void write_partial(partial_rows<config> &to, const row_state<c
     }
 }
 
-/* Adds a partial result to that of this warp. */
 template <typename config>
 __device__ static void add_partial(row_state<config> &state, const partial_rows<config> &from) {
     const int lane = threadIdx.x % warp_lanes;
@@ -329,7 +327,7 @@ __device__ static void add_partial(row_state<config> &state, const partial_rows<
             const float4 more = from.out[t][d][lane];
             const float x[4] = {more.x, more.y, more.z, more.w};
 #pragma unroll
-            for (int n = 0; n < 4; n++) { // not 0 * x: the out of an empty partial may be NaN
+            for (int n = 0; n < 4; n++) { // not 0 * x: out of an empty partial may be NaN
                 const int r = 2 * t + n / 2;
                 state.out[t][d][n] = (own[r] == 0 ? 0 : own[r] * state.out[t][d][n]) +
                                      (other[r] == 0 ? 0 : other[r] * x[n]);
@@ -337,7 +335,6 @@ __device__ static void add_partial(row_state<config> &state, const partial_rows<
         }
 }
 
-/* Writes out and lse of an item, whose result warp 0 has. */
 template <typename config>
 __device__ static void write_rows(const forward_plan &plan, const heads_item &item,
                                   const row_state<config> &state) {
@@ -396,7 +393,7 @@ __device__ static void finish_item(heads_memory<config> &shared, int turn, row_s
         write_rows(plan, shared.items[turn], state);
 }
 
-/* Puts the committed tokens into their rows of the cache, unless a committed one evicts them. */
+/* Writes the committed tokens to their rows of the cache, unless a committed token evicts them. */
 __device__ static void commit_tokens(const placed_tokens &tokens, const forward_plan &plan,
                                      const decode_plan &cached, const heads_item &item) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;

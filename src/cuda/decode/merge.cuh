@@ -50,7 +50,7 @@ __device__ static void sum_splits(merge_memory<config> &shared, const float *out
         for (int n = warp; n < count; n += warps) {
             const float weight = shared.weight[n];
             const float4 x = *(const float4 *)(out + n * head_dim + d);
-            // not 0 * x: the out of an empty split may be NaN
+            // not 0 * x: out of an empty split may be NaN
             sum.x += weight == 0 ? 0 : weight * x.x;
             sum.y += weight == 0 ? 0 : weight * x.y;
             sum.z += weight == 0 ? 0 : weight * x.z;
@@ -60,7 +60,7 @@ __device__ static void sum_splits(merge_memory<config> &shared, const float *out
     }
 }
 
-/* out and lse of row `row` of a range, from its partial results, of which the first is `first`. */
+/* Writes out and lse of row `row` of a range. Its partial results begin at `first`. */
 template <typename config>
 __device__ static void merge_row(merge_memory<config> &shared, const forward_plan &plan,
                                  const split_plan &splits, const row_range &range, int32_t row,

@@ -1,6 +1,6 @@
-/* Where k and v of a cache have the rows of a sequence: in the sequence's own part of them or, with
- * a page table, in pages. The host does not read the table, and it may hold anything: a number that
- * no page has is a missing page. */
+/* The rows of a sequence in k and v of a cache: in the sequence's own memory or, with a page table,
+ * in pages. The host does not read the table, and it may hold any number: one that no page has is a
+ * missing page. */
 #pragma once
 
 #include "cuda/mma/tile.cuh"
@@ -11,7 +11,7 @@ extern "C" {
 
 struct page_view {
     const int32_t *number; // of the pages of sequence 0; NULL: no page table
-    int64_t sequence;      // from the numbers of a sequence to those of the next one
+    int64_t sequence;      // distance between the numbers of two sequences
     uint32_t count;        // pages of a pool
     int32_t shift;         // a page has 1 << shift rows
 };
@@ -24,7 +24,7 @@ struct row_indices {
 __device__ static row_indices no_row_indices() { return {-1, 0}; }
 
 static inline page_view pages_of(const fdma_cache *cache) {
-    const int32_t most_shift = 31; // such a page has all rows
+    const int32_t most_shift = 31; // a page of this size holds all rows
     page_view pages = {};
     if (!has_pages(cache))
         return pages;
@@ -36,7 +36,7 @@ static inline page_view pages_of(const fdma_cache *cache) {
     return pages;
 }
 
-/* The page of a row that the cache has; -1: it is missing. */
+/* The page of a row of the cache; -1 if it is missing. */
 __device__ static int32_t page_of(const page_view &pages, int32_t sequence, int32_t row) {
     const int32_t page = pages.number[sequence * pages.sequence + (row >> pages.shift)];
     return (uint32_t)page < pages.count ? page : -1;
@@ -53,13 +53,13 @@ __device__ static row_indices indices_of(const page_view &pages, int32_t sequenc
 }
 
 /* Starts copying k or v of a warp's key block to shared memory; rows of missing pages become zeros.
- * Lane n has the indices of the nth row. `source` is that of page 0, and pages are `page_bytes`
- * apart. */
+ * Lane n has the indices of row n. `source` points to page 0, and pages are `page_bytes` apart. */
 template <typename config>
 __device__ static void copy_rows_of_pages(char *to, const row_source &source, int64_t page_bytes,
                                           const row_indices &own) {
     constexpr int copiers = row_layout<config::head_dim>::copiers;
-    const row_source from = source; // a copy in registers, or each cp.async would read it again
+    const row_source from = source; // a copy in registers, otherwise each cp.async would read it
+                                    // again
 #pragma unroll
     for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
         const int row = n + threadIdx.x % warp_lanes / copiers;

@@ -1,6 +1,6 @@
 /* The first kernel of decode: a thread block takes one split of the keys, and its warps take key
- * blocks of 16 keys in turn. Reading memory is all the work, so every warp has a pipeline of its
- * own. */
+ * blocks of 16 keys in turn. The kernel is bound by memory reads, so every warp has a pipeline of
+ * its own. */
 #pragma once
 
 #include "cuda/decode/pages.cuh"
@@ -12,10 +12,10 @@ static constexpr int64_t usual_splits = FDMA_HEAD_DIM <= 128 ? 128 : 64; // meas
 static constexpr int64_t usual_keys = 131072 / usual_splits; // of a split of a longer sequence
 static constexpr int64_t most_splits = 512; // enough for one kv head to fill a device
 
-/* Splits depend on kv_len, or on the size of a list, alone. out and sum of a partial result are
+/* Splits depend only on kv_len, or on the size of a list. out and sum of a partial result are
  * relative to its row_max. */
 struct split_plan {
-    int32_t count; // 1 in decode.cu: the split writes out and lse itself, and no merge follows
+    int32_t count; // 1 in decode.cu: the split itself writes out and lse, and no merge follows
     int32_t keys;  // of a split
     float *out;    // [batch * kv_heads][q_len * group][count][head_dim]
     float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
@@ -24,8 +24,9 @@ struct split_plan {
 template <typename type, int tiles, bool paged = false> struct decode_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
-    static constexpr bool in_pages = paged;               // the rows of a cache
-    static constexpr int warps = head_dim <= 128 ? 4 : 2; // what 99 KB of shared memory hold
+    static constexpr bool in_pages = paged;               // the rows of a cache are in pages
+    static constexpr int warps = head_dim <= 128 ? 4 : 2; // as many as fit in 99 KB of shared
+                                                          // memory
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16;                       // of a warp's key block
@@ -33,7 +34,6 @@ template <typename type, int tiles, bool paged = false> struct decode_config {
     static constexpr int threads = warps * warp_lanes;
 };
 
-/* One key block of a warp. */
 template <typename config> struct decode_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];
@@ -42,12 +42,12 @@ template <typename config> struct decode_stage {
     alignas(16) int32_t key[config::keys];
 };
 
-/* Where the rows of a split lie, if they lie in pages: inputs.k and inputs.v are those of page 0.
- * Keys that are not in pages have the indices {0, key}. */
+/* The location of a split's rows if they are in pages: inputs.k and inputs.v point to page 0. Keys
+ * that are not in pages have the indices {0, key}. */
 struct split_pages {
     page_view view;           // number NULL: the keys of this split are not in pages
     int32_t sequence;         // of the cache; then 0
-    int64_t k_bytes, v_bytes; // from a page to the next one
+    int64_t k_bytes, v_bytes; // distance between pages
 };
 
 template <typename config> struct decode_memory {
@@ -62,13 +62,13 @@ template <typename config> struct decode_memory {
     split_pages pages; // of a config in_pages
 };
 
-/* A lane's key of its warp's key block: a list entry and, in pages, where its row lies. */
+/* A lane's key of its warp's key block: a list entry and, with pages, the indices of its row. */
 struct lane_key {
     int32_t entry;
     row_indices at;
 };
 
-/* A row of a missing page is no key. */
+/* Finds a lane's key. A row of a missing page counts as no key. */
 template <typename config>
 __device__ static lane_key find_key(const decode_memory<config> &shared, int32_t entry) {
     if (!config::in_pages || !is_key(entry, shared.inputs.keys.kv_len))
@@ -77,7 +77,7 @@ __device__ static lane_key find_key(const decode_memory<config> &shared, int32_t
     return {at.first >= 0 ? entry : -1, at};
 }
 
-/* copy_keys() where some keys are carried. */
+/* copy_keys() if some keys are carried. */
 template <typename config>
 __device__ static void copy_carried_keys(char *to, const row_source &source, const lane_key &own,
                                          int32_t kv_len) {
@@ -92,7 +92,7 @@ __device__ static void copy_carried_keys(char *to, const row_source &source, con
     }
 }
 
-/* Starts copying rows of k or v of a warp's key block. Lane n has the nth key. */
+/* Starts copying rows of k or v of a warp's key block. Lane n has key n. */
 template <typename config>
 __device__ static void copy_keys(char *to, const row_source &source, int64_t page_bytes,
                                  const lane_key &own, int32_t kv_len) {
@@ -105,7 +105,8 @@ __device__ static void copy_keys(char *to, const row_source &source, int64_t pag
         copy_carried_keys<config>(to, source, own, kv_len);
         return;
     }
-    const row_source from = source; // a copy in registers, or each cp.async would read it again
+    const row_source from = source; // a copy in registers, otherwise each cp.async would read it
+                                    // again
 #pragma unroll
     for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
         const int row = n + threadIdx.x % warp_lanes / copiers;
@@ -137,7 +138,7 @@ __device__ static void load_values(decode_stage<config> &stage, const decode_mem
     cp_async_commit_group();
 }
 
-/* The list entry that this lane looks up of the warp's key block at `from`. */
+/* The list entry of this lane in the warp's key block at `from`. */
 template <typename config>
 __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
     const int lane = threadIdx.x % warp_lanes;
@@ -145,7 +146,7 @@ __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
 }
 
 /* One key block of a warp. As soon as k or v of the stage has been read, it is loaded again for the
- * block two steps later (`entry` is of it), so that three of four copies are under way. */
+ * block two steps later, which `entry` belongs to. So three of four copies are in flight. */
 template <typename config>
 __device__ static void attend_block(decode_memory<config> &shared, decode_stage<config> &stage,
                                     row_state<config> &state, int32_t entry, bool by_position) {
@@ -169,7 +170,7 @@ __device__ static void attend_block(decode_memory<config> &shared, decode_stage<
     load_values(stage, shared, later);
 }
 
-/* A warp's key blocks: the first is at `from`, the others follow at equal distances. */
+/* All key blocks of a warp: the first is at `from`, the others follow at equal distances. */
 template <typename config>
 __device__ static void attend_blocks(decode_memory<config> &shared, row_state<config> &state,
                                      int32_t from, bool by_position) {
@@ -211,10 +212,9 @@ __device__ static void stage_rows(decode_memory<config> &shared, const row_state
     }
 }
 
-/* The partial results of a row, merged over the warps. */
 template <typename config> struct merged_warps {
     float row_max, row_sum;
-    float factor[config::warps]; // of the out of each warp
+    float factor[config::warps]; // weight of each warp's out
 
     __device__ merged_warps(const decode_memory<config> &shared, int r)
         : row_max(least_max), row_sum(0) {
@@ -234,7 +234,6 @@ template <typename config> struct merged_warps {
     }
 };
 
-/* Writes the partial results of the split to the workspace. */
 template <typename config>
 __device__ static void write_split(const decode_memory<config> &shared, const split_plan &splits,
                                    const row_range &range, int64_t head, int32_t split,
@@ -250,7 +249,7 @@ __device__ static void write_split(const decode_memory<config> &shared, const sp
     }
 }
 
-/* Writes out and lse of the rows where there is one split, as merge_splits() does. */
+/* Writes out and lse of the rows if there is one split, as merge_splits() does. */
 template <typename config>
 __device__ static void write_rows(const decode_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range) {
@@ -271,8 +270,8 @@ __device__ static void write_rows(const decode_memory<config> &shared, const for
     }
 }
 
-/* The split of shared.inputs.keys, from entry `from` on, against the tile of rows whose q is being
- * loaded. Leaves the partial results of its warps in shared memory. */
+/* Attends the split of shared.inputs.keys, from entry `from` on, for the tile of rows whose q is
+ * being loaded. Leaves the partial results of its warps in shared memory. */
 template <typename config>
 __device__ static void attend_keys(decode_memory<config> &shared, int32_t from, bool causal) {
     row_state<config> state;
@@ -286,7 +285,7 @@ __device__ static void attend_keys(decode_memory<config> &shared, int32_t from, 
     __syncthreads();
 }
 
-/* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
+/* One split of the keys for one tile of rows. The tiles of a split are neighbours, so that they
  * find its keys in the L2 cache; so are the kv heads, whose rows share pages of memory. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)

@@ -1,5 +1,5 @@
 /* fdma_cache_store() on any device from compute capability 8.0. The first kernel empties rows and
- * counts tokens, the second one writes the kept keys to their rows. */
+ * counts tokens. The second one writes the kept keys to their rows. */
 extern "C" {
 #include "core/cache.h"
 }
@@ -7,14 +7,14 @@ extern "C" {
 #include "cuda/device/ptx.cuh"
 
 static constexpr int store_threads = 256;
-static constexpr int warp_keys = 8; // that a warp of the second kernel looks at
+static constexpr int warp_keys = 8; // keys of a warp of the second kernel
 static constexpr int block_keys = store_threads / 32 * warp_keys;
-static constexpr int copied_keys = 4; // whose loads are in flight together
+static constexpr int copied_keys = 4; // keys whose loads are in flight together
 
-/* A prompt as starts and index say; clamped, since they may hold anything. */
+/* A prompt as given by starts and index. Clamped, because they may hold any number. */
 struct prompt_range {
     int32_t sequence;   // of the cache; -1: skipped
-    int32_t first, end; // among the keys of the call
+    int32_t first, end; // range of keys of the call
 };
 
 struct store_plan {
@@ -44,7 +44,6 @@ __device__ static prompt_range prompt_of(const store_plan &plan, int32_t n) {
     return prompt;
 }
 
-/* Counts the tokens of prompt n. */
 __device__ static void count_tokens(const store_plan &plan, int32_t n, const prompt_range &prompt) {
     int32_t seen = 0;
     if (prompt.sequence >= 0) {
@@ -55,8 +54,8 @@ __device__ static void count_tokens(const store_plan &plan, int32_t n, const pro
     plan.seen_before[n] = seen;
 }
 
-/* A block has some rows of one kv head of one prompt: it empties all but those of carried keys that
- * are kept to the end. */
+/* A block empties some rows of one kv head of one prompt, except carried keys that are kept to the
+ * end. */
 static __global__ void __launch_bounds__(store_threads, 2)
     empty_rows(const __grid_constant__ store_plan plan) {
     const int64_t head = head_of_block();
@@ -78,20 +77,17 @@ static __global__ void __launch_bounds__(store_threads, 2)
     plan.position.at(prompt.sequence, g)[row] = -1;
 }
 
-/* The kept keys among those that a warp looks at. */
 struct kept_keys {
-    row_indices at; // of this lane's key in the cache; no_row_indices(): it is not copied
+    row_indices at; // of this lane's key in the cache; no_row_indices(): not copied
     int32_t first;  // key of lane 0
-    uint32_t lanes; // whose keys are to be copied
+    uint32_t lanes; // lanes whose keys are copied
 };
 
-/* Where the row of a key begins, in the call and in the cache. */
 struct row_copy {
     const char *from;
     char *to;
 };
 
-/* Of k, or of v, of key m of prompt b. */
 __device__ static row_copy copy_of_key(const store_plan &plan, bool is_v, const row_indices &to,
                                        int32_t b, int32_t m, int32_t g, int32_t element_bytes) {
     const head_view &cache = is_v ? plan.cache_v : plan.cache_k, &keys = is_v ? plan.v : plan.k;
@@ -102,7 +98,7 @@ __device__ static row_copy copy_of_key(const store_plan &plan, bool is_v, const 
 }
 
 /* Copies the rows of kept keys, copied_keys at a time, k with the first half of a warp and v with
- * the second one, in elements of a type that suits their alignment. */
+ * the second half, in elements of a type that suits their alignment. */
 template <typename unit>
 __device__ static void copy_kept(const store_plan &plan, const kept_keys &kept, int32_t b,
                                  int32_t g, int32_t element_bytes) {
@@ -146,7 +142,7 @@ __device__ static void store_numbers(const store_plan &plan, const prompt_range 
         plan.cache_bias.at(prompt.sequence, g)[row] = bias_of(plan.bias_form, score);
 }
 
-/* A block has some keys of one kv head of one prompt. What it reads before its wait was
+/* A block takes some keys of one kv head of one prompt. The data it reads before its wait was
  * complete before empty_rows() let it start. */
 template <typename unit>
 static __global__ void __launch_bounds__(store_threads, 2)
@@ -156,7 +152,7 @@ static __global__ void __launch_bounds__(store_threads, 2)
     const int32_t b = plan.starts != NULL ? 0 : n, lane = threadIdx.x % 32;
     const bool is_there = n < plan.count;
     const prompt_range prompt = is_there ? prompt_of(plan, n) : prompt_range{-1, 0, 0};
-    // keys of the prompt before those of this warp; the grid covers prompts of any length
+    // keys of the prompt before this warp's keys; the grid covers prompts of any length
     const int64_t before = (int64_t)blockIdx.x * block_keys + threadIdx.x / 32 * warp_keys;
     const bool has_keys = before < prompt.end - prompt.first;
     const int32_t first = prompt.first + (has_keys ? (int32_t)before : 0);

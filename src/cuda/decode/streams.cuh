@@ -1,16 +1,16 @@
-/* What the kernels of fdma_decode() know of its streams and keys. On 9.0 a call has two of these
- * three kernels, after those of fdma_score() if place_tokens() cannot compute the scores:
+/* The plan of fdma_decode(): its streams and keys. On 9.0 a call has two of these three kernels.
+ * The kernels of fdma_score() precede them if place_tokens() cannot compute the scores.
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
- *   attend_cluster()  attends, merges, and puts the committed tokens into the cache; each pair
+ *   attend_cluster()  attends, merges, and writes the committed tokens to the cache; each pair
  *                     (b, g) has a cluster of thread blocks
  *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
  *
- * Elsewhere, and for large caches, it has three, after those of fdma_score():
+ * Elsewhere, and for large caches, it has three, after the kernels of fdma_score():
  *
  *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens
- *   finish_decode()   merges them, and puts the committed tokens into the cache
+ *   finish_decode()   merges them, and writes the committed tokens to the cache
  *
  * Only the last kernel of a call writes to the cache. Keys and positions count new tokens: token m
  * is at position m, and the rows of the cache are before all of them. */
@@ -20,8 +20,8 @@
 #include "cuda/mma/queries.cuh"
 #include "cuda/score/score.cuh"
 
-/* A stream of a call, as index, n_tokens, commit and the cache's seen say; clamped, since they may
- * hold anything. */
+/* A stream of a call, from index, n_tokens, commit and the cache's seen. Clamped, because they may
+ * hold any number. */
 struct decode_stream {
     int32_t sequence; // of the cache
     int32_t tokens;   // 0 also if the stream is skipped
@@ -29,16 +29,15 @@ struct decode_stream {
     int32_t seen; // tokens before the new ones
 };
 
-/* The position of a new token in its stream. */
 __device__ static int32_t token_position(const decode_stream &stream, int32_t token) {
     return min(stream.seen, INT32_MAX - most_new_tokens) + token;
 }
 
-/* What a call has in the workspace: an expiry for each token, by place_tokens(), or records of all
- * keys, by evict_keys(). */
+/* The arrays in the workspace: an expiry for each token, from place_tokens(), or records of all
+ * keys, from evict_keys(). */
 enum decode_form { marks_tokens, marks_keys };
 
-/* The cache and the tokens of a call. What is not a view of the caller's tensors is in the
+/* The cache and the tokens of a call. Members are views of the caller's tensors, or else in the
  * workspace. */
 struct decode_plan {
     head_view k, v; // of the cache, or its pools
@@ -54,22 +53,21 @@ struct decode_plan {
     fdma_bias_form bias_form;
     decode_stream *streams; // [batch * kv_heads]
     int32_t *slot;          // [batch * kv_heads][new_len]: the row that a token takes, or -1
-    int32_t *expiry;        // [batch * kv_heads][new_len], from place_tokens(): what evicts a token
+    int32_t *expiry;        // [batch * kv_heads][new_len], from place_tokens(): the token that
+                            // evicts a token
     // from evict_keys(), for every row and then for every new token, as in a forward_plan:
     int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int64_t *row_keys;   // [batch * kv_heads][rows], if these are too many for registers
+    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for registers
 };
 
-/* A call. */
 struct decode_task {
     forward_plan plan; // its keys are the new tokens
     decode_plan cached;
     score_params scores; // of fdma_score()'s kernels, if the scores are not given
 };
 
-/* The bias of a new token. */
 __device__ static float bias_of(fdma_bias_form form, float score) {
     return form == FDMA_BIAS_NONE ? 0 : form == FDMA_BIAS_EXP ? expf(score) : score;
 }
@@ -78,7 +76,7 @@ __device__ static int32_t clamp(int32_t n, int32_t least, int32_t most) {
     return min(max(n, least), most);
 }
 
-/* The sequence of a stream; -1: it is skipped. */
+/* The sequence of a stream; -1: skipped. */
 __device__ static int32_t sequence_of(const decode_plan &plan, int32_t b) {
     const int32_t sequence = plan.index != NULL ? plan.index[b] : b;
     return sequence < plan.sequences ? max(sequence, -1) : -1;
@@ -94,12 +92,11 @@ __device__ static decode_stream stream_of(const decode_plan &plan, int32_t b) {
     return {sequence, tokens, committed, max(plan.seen[sequence], 0)};
 }
 
-/* The threads of a thread block, or of a warp, that do something together. */
+/* Threads of a thread block, or of a warp, that work together. */
 struct thread_group {
     int rank, size;
 };
 
-/* Copies a row of 16-bit elements. */
 __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t to_row,
                                      const head_view &from, int32_t b, int32_t row, int32_t g,
                                      int32_t head_dim, thread_group threads) {
@@ -109,7 +106,7 @@ __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t 
         target[d] = source[d];
 }
 
-/* Puts a token of (b, g) into a row of the cache, or empties the row if its page is missing. */
+/* Writes a token of (b, g) to a row of the cache, or empties the row if its page is missing. */
 __device__ static void store_token(const forward_plan &plan, const decode_plan &cached,
                                    const decode_stream &stream, int32_t b, int32_t g, int32_t token,
                                    int32_t row, thread_group threads) {
@@ -129,7 +126,7 @@ __device__ static void store_token(const forward_plan &plan, const decode_plan &
         cached.bias.at(sequence, g)[row] = bias_of(cached.bias_form, score);
 }
 
-/* Writes the row of a query that is beside no token. */
+/* Writes out = 0 and lse = -inf for a query that has no token. */
 template <typename element>
 __device__ static void write_empty_row(const forward_plan &plan, const row_range &range,
                                        int32_t row, thread_group threads) {
@@ -140,19 +137,18 @@ __device__ static void write_empty_row(const forward_plan &plan, const row_range
         *lse_at(plan, range, row) = -INFINITY;
 }
 
-/* Why no kernel of head_dim up to `head_dim` takes a call, or NULL. */
+/* The reason why no kernel of head_dim up to `head_dim` takes a call, or NULL. */
 const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim);
 
 /* Lays out a call in the arena. Scores that are not given are in the workspace. */
 decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena, decode_form form);
 
-/* Computes the scores of the new tokens by fdma_score()'s kernels. */
 fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_task &task);
 
 /* Fills in streams, records, list and slot. */
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan);
 
-/* Whether all rows can be copied 16 bytes at a time. */
+/* True if all rows can be copied 16 bytes at a time. */
 static inline bool is_aligned(const decode_task &task) {
     return is_aligned(task.plan) && is_aligned(task.cached.k) && is_aligned(task.cached.v);
 }

@@ -1,6 +1,6 @@
 /* The first of the two kernels of fdma_decode() on 9.0: a thread block computes the scores of the
  * new tokens of one (b, g), and decides which rows they take. It adds in the order of
- * score/score.cu, and so gets the same bits. */
+ * score/score.cu, so the bits are the same. */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
@@ -13,17 +13,17 @@ static constexpr int mma_tokens = 16, mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
 static constexpr int most_sums = 128;   // of a dot product
 
-/* What the scores are computed from. The channels of all heads are adjacent in a row of v. dt_proj
- * is of v's type, and two channels of either can be loaded at once. */
+/* The inputs of the scores. The channels of all heads are adjacent in a row of v. dt_proj has v's
+ * type, and two channels of either can be loaded at once. */
 struct token_scores {
     const void *dt_proj, *a, *dt_bias; // dt_proj NULL: the scores are given
     int64_t dt_row;
     int32_t channels;
-    bool wide_a, wide_dt_bias; // are float32, not v's type
+    bool wide_a, wide_dt_bias; // are float32; otherwise of v's type
 };
 
-/* The products of sum_channels channels from `channel` on, for the tokens from `first` on. Column 0
- * of the product has them. */
+/* The products of sum_channels channels from `channel` on, for the tokens from `first` on. They are
+ * column 0 of the result. */
 template <typename element>
 __device__ static void multiply_channels(float (&sums)[4], const char *tokens, int64_t stride,
                                          int32_t count, const char *weights, int32_t channel,
@@ -89,7 +89,7 @@ __device__ static void score_tokens(token_memory &shared, const head_view &v,
     }
 }
 
-/* Records what becomes of the tokens. What becomes of the rows follows from the tokens' slots. */
+/* Records when each token is evicted. The result for the rows follows from the tokens' slots. */
 struct token_marks {
     int32_t *expiry;
 
@@ -107,7 +107,7 @@ static __global__ void __launch_bounds__(token_threads)
     __shared__ token_memory shared;
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
     evict_state<held_rows<token_threads, most_cluster_rows / token_threads>> state;
-    griddepcontrol_wait(); // for what the caller's kernels have written
+    griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
     float *const score = plan.new_score.at(b, g);

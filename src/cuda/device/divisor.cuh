@@ -1,6 +1,6 @@
-/* Division by a number that the host knows, as a multiplication: a division of integers takes some
- * 20 instructions.
- * Source: T. Granlund and P. Montgomery, Division by Invariant Integers using Multiplication. */
+/* Division by a number that the host knows, as a multiplication: a division of integers takes about
+ * 20 instructions. Source: T. Granlund and P. Montgomery, Division by Invariant Integers using
+ * Multiplication. */
 #pragma once
 
 #include <stdint.h>

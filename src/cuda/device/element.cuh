@@ -5,8 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-/* The type whose kernels run on FDMA_FLOAT16. A build that only checks how kernels compile leaves
- * them out: those of bfloat16 differ from them in the types of a few instructions. */
+/* The type of the kernels for FDMA_FLOAT16. A build that only checks how kernels compile skips
+ * them: the kernels of bfloat16 differ only in the types of a few instructions. */
 #if defined(FDMA_ONE_ELEMENT)
 using float16 = __nv_bfloat16;
 #else

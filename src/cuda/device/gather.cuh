@@ -9,7 +9,7 @@ static constexpr int copy_rows = 32 / line_lanes;         // rows that a warp co
 
 static constexpr uint32_t no_row = UINT32_MAX;
 
-/* Rows of which row n begins n units behind `base`. A unit is of so many bytes. */
+/* Row n begins at base + n * unit bytes. */
 struct unit_rows {
     const char *base;
     uint32_t unit;
@@ -54,7 +54,7 @@ __device__ static void gather_panels(uint32_t to, const source_rows &source, uin
 /* Starts to copy rows into a block of `rows` rows and `panels` panels. This warp copies warp_rows
  * rows from first_row on. Lane l passes in own_row the index of the source row for row first_row +
  * l % warp_rows: that row begins at source.at(own_row), or is zero for no_row. Channels from
- * head_dim on are zero. batch: shuffles that are in flight together, since one shuffle takes as
+ * head_dim on are zero. batch: shuffles that are in flight together, because one shuffle takes as
  * long as six copies. */
 template <int rows, int panels, int warp_rows, int batch = 4, class source_rows>
 __device__ static void gather_rows(uint32_t block, int first_row, const source_rows &source,

@@ -1,15 +1,16 @@
-/* The shape of a launch, and what a thread block finds out about its place in the grid. */
+/* The shape of a launch, and the head of a thread block in its grid. */
 #pragma once
 
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-/* The shared memory that a block can have on the devices with the least: 8.6, 8.9 and 12.0. */
+/* The dynamic shared memory of a block on the devices with the least: 8.6, 8.9 and 12.0. */
 static constexpr size_t least_shared_bytes = 99 * 1024;
 
-/* When a kernel may start: after the one ahead of it in the stream has ended, or earlier, in which
- * case it waits for that one itself, by griddepcontrol_wait(). If it needs nothing of that one, a
- * single thread block may wait, at its end, so that whoever waits for this kernel has both. */
+/* When a kernel may start: after the previous kernel in the stream has ended, or earlier. In the
+ * second case it waits for that kernel itself, by griddepcontrol_wait(). If it does not depend on
+ * that kernel, a single thread block may wait, at its end, so that a kernel that waits for this one
+ * has the results of both. */
 enum launch_start { start_after, start_early };
 
 struct launch_shape {

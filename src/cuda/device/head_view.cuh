@@ -1,4 +1,4 @@
-/* Tensors as kernels take them. Strides are in elements. */
+/* Tensors as arguments of kernels. Strides are in elements. */
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@ struct head_view {
     int64_t batch, row, head;
 };
 
-/* Whether rows of 16-bit elements can be copied 16 bytes at a time. strides: the bitwise or of all
+/* True if rows of 16-bit elements can be copied 16 bytes at a time. strides: the bitwise or of all
  * strides, in elements. */
 static inline bool is_aligned(const void *data, int64_t strides) {
     return (uintptr_t)data % 16 == 0 && strides % 8 == 0;
@@ -30,12 +30,11 @@ template <typename number> struct number_view {
     number *data;
     int64_t batch, head;
 
-    /* The numbers of one head. */
     __device__ number *at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
-/* The row of key j of a head, which is row j of `carried` if j is below carried_len, else row
- * j - carried_len of `own`. */
+/* The row of key j of a head: row j of `carried` if j is below carried_len, otherwise row j -
+ * carried_len of `own`. */
 template <typename element>
 __device__ static element *row_of_key(const head_view &own, const head_view &carried,
                                       int32_t carried_len, int64_t b, int64_t g, int32_t j) {
@@ -45,7 +44,7 @@ __device__ static element *row_of_key(const head_view &own, const head_view &car
     return (element *)view.data + b * view.batch + row * view.row + g * view.head;
 }
 
-/* The number of key j, in the same way. */
+/* The number of key j, found as in row_of_key(). */
 template <typename number>
 __device__ static number *number_of_key(const number_view<number> &own,
                                         const number_view<number> &carried, int32_t carried_len,

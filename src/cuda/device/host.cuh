@@ -1,4 +1,4 @@
-/* The host side of a .cu file: the library's core, workspace, what kernels take of tensors, and the
+/* The host side of a .cu file: the library's core, workspace, views of tensors for kernels, and the
  * launch of a kernel. Headers of kernels do not include it. */
 #pragma once
 
@@ -20,7 +20,7 @@ static inline fdma_status check_cuda(const char *what, cudaError_t status) {
     return FDMA_OK;
 }
 
-/* Whether exec.kernel names a kernel, with its head_dim or without. */
+/* True if exec.kernel names a kernel, with its head_dim or without. */
 static inline bool forces_kernel(const fdma_problem *problem, const char *name) {
     const char *const forced = problem->exec.kernel;
     const size_t length = (size_t)(strrchr(name, '/') - name);
@@ -28,7 +28,6 @@ static inline bool forces_kernel(const fdma_problem *problem, const char *name) 
            (forced[length] == '\0' || forced[length] == '/');
 }
 
-/* Takes an array of `count` elements from the arena. */
 template <typename element> static element *take(fdma_arena *arena, int64_t count) {
     return (element *)fdma_arena_take(arena, (size_t)count * sizeof(element));
 }
@@ -42,7 +41,6 @@ template <auto lay_out> static size_t workspace_of(const fdma_problem *problem) 
 
 static inline size_t no_workspace(const fdma_problem *) { return 0; }
 
-/* Clears memory on the problem's stream. */
 static inline fdma_status clear(const char *what, const fdma_problem *problem, void *to,
                                 size_t bytes) {
     const cudaStream_t stream = (cudaStream_t)problem->exec.stream;
@@ -62,7 +60,8 @@ template <typename number> static number_view<number> numbers_of(const fdma_tens
 template <typename... Params, typename... Args>
 static fdma_status launch(const char *what, void (*kernel)(Params...), const launch_shape &shape,
                           const fdma_problem *problem, const Args &...args) {
-    // what a kernel may have without permission: 48 KB, less up to 16 KB of static shared memory
+    // the most that a kernel may have without permission: 48 KB, less up to 16 KB of static shared
+    // memory
     enum { free_shared_bytes = (48 - 16) * 1024 };
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};

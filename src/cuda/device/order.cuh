@@ -9,7 +9,7 @@
  *
  * An order is an integer because comparisons of floats may flush subnormals. It is unsigned where
  * keys are sorted by its digits, and signed where keys are only compared, which takes fewer
- * instructions. The functions of bits are C, too, for a test. */
+ * instructions. The functions of bits are also valid C, for a test. */
 #pragma once
 
 #include "core/integers.h"
@@ -19,7 +19,6 @@ static const uint32_t order_sink = 0xff800001; // the order of +inf is 0xff80000
 static const int32_t signed_order_none = INT32_MIN, signed_order_nan = INT32_MIN + 1;
 static const uint32_t bits_of_infinity = 0x7f800000;
 
-/* The order of the score with these bits. */
 INTEGER_FUNCTION uint32_t order_of_score_bits(uint32_t bits) {
     const uint32_t magnitude = bits & ~order_zero;
     if (magnitude > bits_of_infinity)
@@ -29,7 +28,7 @@ INTEGER_FUNCTION uint32_t order_of_score_bits(uint32_t bits) {
     return bits >> 31 != 0 ? ~bits : bits | order_zero;
 }
 
-/* The bits of a score of this order; those of -inf for NaN and for no key. */
+/* The bits of a score of this order; the bits of -inf for NaN and for no key. */
 INTEGER_FUNCTION uint32_t score_bits_of_order(uint32_t order) {
     const uint32_t lowest = ~(bits_of_infinity | order_zero); // of -inf
     if (order <= lowest)
@@ -37,21 +36,20 @@ INTEGER_FUNCTION uint32_t score_bits_of_order(uint32_t order) {
     return order >> 31 != 0 ? order & ~order_zero : ~order;
 }
 
-/* is_nan: whether the score is NaN, which a comparison of floats tells. */
+/* is_nan: the score is NaN, which a comparison of floats shows. */
 INTEGER_FUNCTION int32_t signed_order_of_score_bits(int32_t bits, int is_nan) {
     const int32_t magnitude = bits & INT32_MAX;
     return is_nan ? signed_order_nan : bits < 0 ? -magnitude : magnitude;
 }
 
-/* A key as its order above its position, which has so many bits: of two the greater outranks the
- * other. */
+/* A key as its order above its position, which has position_bits bits. The greater of two keys
+ * outranks the other. */
 typedef uint64_t ranked_key;
 
 INTEGER_FUNCTION ranked_key ranked_key_of(uint32_t order, uint32_t position, int position_bits) {
     return (ranked_key)order << position_bits | position;
 }
 
-/* The same with a signed order. */
 typedef int64_t signed_ranked_key;
 
 INTEGER_FUNCTION signed_ranked_key signed_ranked_key_of(int32_t order, int32_t position) {

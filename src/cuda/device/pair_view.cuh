@@ -1,4 +1,4 @@
-/* A tensor that has a number for each pair of a query and a key, as kernels take it. */
+/* A tensor with a number for each pair of a query and a key, as an argument of kernels. */
 #pragma once
 
 #include "cuda/device/element.cuh"
@@ -10,14 +10,13 @@ struct pair_view {
     int64_t batch, head, query, key;
     int32_t sharing;                      // query heads that share an entry of the axis of heads
     int32_t dtype;                        // an fdma_dtype
-    static constexpr int32_t float32 = 1; // FDMA_FLOAT32, as kernels do not see fdma.h
+    static constexpr int32_t float32 = 1; // FDMA_FLOAT32; kernels do not see fdma.h
 
     __device__ int64_t offset(int64_t b, int32_t h, int64_t i, int64_t j) const {
         return b * batch + h / sharing * head + i * query + j * key;
     }
 };
 
-/* Whether attn_mask lets a query attend to a key. */
 __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,
                                    int64_t j) {
     return mask.data == NULL || ((const uint8_t *)mask.data)[mask.offset(b, h, i, j)] != 0;

@@ -1,26 +1,26 @@
-/* Rows of k or v in two pieces, those of carried keys and those of the call (fdma.h, "Streams"), as
- * gather_rows() takes them. The index of a row counts units from a base. If the pieces are near
- * each other they have the same base, so that the copies cost the same as those of one piece.
- * Otherwise the highest bit of an index says which of two bases it counts from. */
+/* Rows of k or v in two pieces, carried keys and keys of the call (fdma.h, "Streams"), as sources
+ * of gather_rows(). The index of a row counts units from a base. If the pieces are near each other
+ * they have the same base, so that the copies cost the same as with one piece. Otherwise the
+ * highest bit of an index selects one of two bases. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
 #include "cuda/device/head_view.cuh"
 
-/* How rows follow one another. The rows of keys below carried_len are in the first piece, from its
- * row 0 on; those of the other keys are in the second one, from its row 0 on. */
+/* The strides of rows. The rows of keys below carried_len are in the first piece, from its row 0
+ * on; the rows of the other keys are in the second one, from its row 0 on. */
 struct row_strides {
     uint32_t carried_len;  // 0: there is one piece, the unit is its stride, and a key is its index
     uint32_t unit;         // bytes
     uint32_t shift;        // the logarithm of the unit, if there are two pieces
-    uint32_t carried, own; // units from one row of a piece to the next
+    uint32_t carried, own; // units between two rows of a piece
     bool is_far;           // the pieces have bases of their own
 };
 
 /* The rows of one (b, g). Indices are modulo 2^32. */
 struct piece_rows {
     const char *base;
-    uint32_t carried, own; // the index that key 0 has, or would have, in either piece
+    uint32_t carried, own; // the index of key 0 if it were in either piece
 };
 
 /* The rows of one (b, g) in pieces with bases of their own. */
@@ -28,7 +28,7 @@ struct far_rows {
     const char *carried, *own;
     uint32_t unit;
 
-    static constexpr uint32_t of_own = 1u << 31; // in the index of a row of the second piece
+    static constexpr uint32_t of_own = 1u << 31; // marks the index of a row of the second piece
 
     __device__ const char *at(uint32_t n) const {
         return (const char *)mad_wide_u32(n & ~of_own, unit,
@@ -81,7 +81,6 @@ __device__ static uint32_t index_of(const row_strides &strides, const piece_rows
                                      : rows.own + key * strides.own;
 }
 
-/* The same in far_rows. */
 __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key) {
     if (key == no_row)
         return key;

@@ -18,14 +18,14 @@ __device__ static void wait(uint64_t *barrier, uint32_t parity) {
 #endif
 }
 
-/* Arrives once for each warp, after what all of its lanes have read. */
+/* Arrives once for each warp, after the reads of all its lanes. */
 __device__ static void release(uint64_t *barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
         mbarrier_arrive(barrier);
 }
 
-/* Where a producer or a consumer stands in a pipeline: its stage, and the parity of that stage's
+/* The state of a producer or a consumer in a pipeline: its stage, and the parity of that stage's
  * current phase. */
 template <int stages> struct pipeline_state {
     int32_t stage = 0;

@@ -24,8 +24,9 @@ __device__ static void griddepcontrol_wait() {
 }
 
 /* Lets the next kernel in the stream start, if it is launched with start_early. Call it after
- * griddepcontrol_wait(), so that every kernel before this one has ended by then; or earlier, if the
- * kernel before this one has called both in that order, and the next one needs nothing of it. */
+ * griddepcontrol_wait(), so that every kernel before this one has ended by then. It may come
+ * earlier if the kernel before this one has called both in that order, and the next one does not
+ * depend on it. */
 __device__ static void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -47,7 +48,7 @@ __device__ static void mbarrier_arrive(uint64_t *barrier) {
                  : "memory");
 }
 
-/* Arrives, and makes the phase wait for this many bytes of bulk copies too. */
+/* Arrives, and makes the phase wait for `bytes` bytes of bulk copies too. */
 __device__ static void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -55,8 +56,8 @@ __device__ static void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t byt
         : "memory");
 }
 
-/* Copies bytes, a multiple of 16, to shared memory. Both addresses are multiples of 16. They count
- * for the barrier's mbarrier_arrive_expect_tx(). */
+/* Copies `bytes` bytes to shared memory. These and both addresses are multiples of 16. The bytes
+ * count for the barrier's mbarrier_arrive_expect_tx(). */
 __device__ static void cp_async_bulk(uint32_t shared, const void *global, uint32_t bytes,
                                      uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
@@ -75,8 +76,8 @@ __device__ static void cp_async_bulk_tensor(uint32_t shared, const void *map, in
                  : "memory");
 }
 
-/* Adds float32 numbers in shared memory to those in device memory. bytes: a multiple of 16, as both
- * addresses are. */
+/* Adds float32 numbers in shared memory to those in device memory. `bytes` and both addresses are
+ * multiples of 16. */
 __device__ static void cp_reduce_async_bulk_add(float *global, uint32_t shared, uint32_t bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
@@ -93,7 +94,8 @@ __device__ static void cp_async_bulk_wait_group_read(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/* Waits until at most `pending` of this thread's last groups of bulk operations are not over. */
+/* Waits until at most the `pending` latest groups of this thread's bulk operations are
+ * incomplete. */
 template <int pending> __device__ static void cp_async_bulk_wait_group(void) {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
@@ -116,8 +118,7 @@ __device__ static void fence_mbarrier_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Copies 16 bytes to shared memory, bypassing L1. Only the first `bytes` are read; the rest is
- * 0. */
+/* Copies 16 bytes to shared memory, bypassing L1. Reads only the first `bytes`; the rest is 0. */
 __device__ static void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                  "r"(bytes)
@@ -153,21 +154,20 @@ __device__ static void bar_arrive(uint32_t barrier, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* a * b + c. */
 __device__ static uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
     uint64_t d;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
     return d;
 }
 
-/* Returns x, but hides its value from the compiler. What depends on it is computed again where it
- * is used, instead of being kept in registers from an earlier use. */
+/* Returns x, but hides its value from the compiler. Values that depend on it are computed again at
+ * each use, instead of being kept in registers from an earlier use. */
 __device__ static uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Keeps words in their registers up to here, as wgmma reads them until it has been waited for. */
+/* Keeps words in their registers up to here, because wgmma reads them until a wait for it. */
 template <int n> __device__ static void hold(const uint32_t (&words)[n][4]) {
 #pragma unroll
     for (int i = 0; i < n; i++)
@@ -188,8 +188,8 @@ __device__ static uint32_t low_bits(uint32_t count) {
     return bits;
 }
 
-/* A number of four of the bytes of low (0 to 3) and high (4 to 7), a digit of the selector for
- * each. A digit with 8 added stands for eight copies of that byte's sign. */
+/* Selects four bytes of low (0 to 3) and high (4 to 7), one digit of the selector for each. A digit
+ * with 8 added stands for eight copies of that byte's sign. */
 __device__ static uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
@@ -203,7 +203,6 @@ __device__ static float ex2_approx(float x) {
     return y;
 }
 
-/* Copies 4 bytes to shared memory. */
 __device__ static void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -237,7 +236,6 @@ __device__ static void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shared) {
                  : "r"(shared));
 }
 
-/* The dynamic shared memory of the block. */
 template <typename memory> __device__ static memory &shared_memory(void) {
     extern __shared__ uint4 dynamic_shared[];
     return *reinterpret_cast<memory *>(dynamic_shared);
@@ -266,7 +264,6 @@ __device__ static uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
     return same;
 }
 
-/* The rank of this block in its cluster. */
 __device__ static uint32_t cluster_ctarank(void) {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -345,7 +342,7 @@ __device__ static void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
                  : "memory");
 }
 
-/* Waits for `threads` threads at a named barrier; returns whether the predicate holds for any. */
+/* Waits for `threads` threads at a named barrier. True if the predicate holds for any of them. */
 __device__ static bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
     uint32_t any;
     asm volatile("{\n"
@@ -367,7 +364,7 @@ __device__ static void red_add_v4(float *address, float x, float y, float z, flo
                  : "memory");
 }
 
-/* The same on any device, of which those before 9.0 add one float after the other. */
+/* Adds to four floats on any device. Before 9.0 it adds one after the other. */
 __device__ static void add_four(float *address, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
     red_add_v4(address, x, y, z, w);
@@ -394,7 +391,7 @@ __device__ static void red_add_x8(element *address, const uint32_t (&words)[4]) 
                  : "memory");
 }
 
-/* Orders this thread's earlier accesses to device memory, and those that it knows of, before its
+/* Orders earlier accesses to device memory, this thread's and those it has observed, before its
  * later stores, as seen by threads that acquire one of these. */
 __device__ static void fence_release_gpu(void) { asm volatile("fence.release.gpu;" ::: "memory"); }
 

@@ -27,7 +27,7 @@ template <int pending> __device__ static void wgmma_wait_group(void) {
 #define NAMES_120 NAMES_60 NAMES_10(6) NAMES_10(7) NAMES_10(8) NAMES_10(9) NAMES_10(10) NAMES_10(11)
 #define NAMES_128 NAMES_120 "%120, %121, %122, %123, %124, %125, %126, %127"
 
-/* The accumulators that these names stand for: those of d from n on. */
+/* The accumulators for these names: d from n on. */
 #define SUMS_8(d, n)                                                                               \
     "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]),    \
         "+f"(d[n + 6]), "+f"(d[n + 7])

@@ -1,4 +1,4 @@
-/* Kernels that go over the rows of a tensor once: row_lanes neighbouring lanes take a row, one
+/* Kernels that process the rows of a tensor once: row_lanes neighbouring lanes take a row, one
  * vector each at a time. */
 #pragma once
 
@@ -18,14 +18,12 @@ __device__ static element *row_of(const head_view &view, int64_t head, int64_t h
            head % heads * view.head;
 }
 
-/* The sum over the lanes of a row. */
 __device__ static float row_sum(float x) {
     for (int step = row_lanes / 2; step > 0; step /= 2)
         x += __shfl_xor_sync(~0u, x, step);
     return x;
 }
 
-/* The launch of such a kernel over `rows` rows of each head. */
 static inline launch_shape over_rows(int64_t rows, int64_t heads) {
     return {grid_of(divide_up(rows, block_rows), heads), dim3(row_threads)};
 }

@@ -7,7 +7,6 @@ static constexpr int clamp_threads = 1024;
 static constexpr int clamp_warps = clamp_threads / 32;
 static constexpr int range_threads = 256;
 
-/* The largest value of this lane and the lower ones. */
 __device__ static int32_t most_of_lower_lanes(int32_t value) {
     const int lane = threadIdx.x % 32;
     for (int step = 1; step < 32; step *= 2) {
@@ -43,7 +42,7 @@ static __global__ void __launch_bounds__(clamp_threads)
     }
 }
 
-/* Each thread looks up the sequence of one position. */
+/* Each thread finds the sequence of one position. */
 static __global__ void __launch_bounds__(range_threads)
     find_ranges(const packed_sequences sequences, int32_t kv_len) {
     const int64_t position = (int64_t)blockIdx.x * range_threads + threadIdx.x;

@@ -1,6 +1,6 @@
 /* Functions of the online softmax for rows whose logits are in the accumulators of mma.sync or
- * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are exponents of
- * 2. */
+ * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are base-2
+ * exponents. */
 #pragma once
 
 #include "cuda/device/ptx.cuh"
@@ -10,7 +10,7 @@
 static constexpr float log2_e = 1.44269504088896340736f;
 static constexpr float ln_2 = 0.69314718055994530942f;
 
-/* Where row_max starts: no finite number is less, and -inf minus it is -inf, not NaN. */
+/* The initial row_max: no finite number is less, and -inf minus it is -inf, not NaN. */
 static constexpr float least_max = -FLT_MAX;
 
 __device__ static float quad_max(float x) {
@@ -23,8 +23,8 @@ __device__ static float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* tanh(x) with relative error 2e-7: an odd polynomial up to 0.625 (Cephes' coefficients), above it
- * an exponential. */
+/* tanh(x) with relative error 2e-7: an odd polynomial up to 0.625 (Cephes' coefficients), an
+ * exponential above. */
 __device__ static float tanh_of(float x) {
     const float size = fabsf(x), square = x * x;
     float p = fmaf(square, -5.70498872745e-3f, 2.06390887954e-2f);
@@ -36,14 +36,14 @@ __device__ static float tanh_of(float x) {
     return size > 0.625f ? copysignf(high, x) : low; // NaN takes the polynomial
 }
 
-/* The factor that turns sums of weights relative to the maximum `from` into sums relative to `to`,
- * which is no less. */
+/* The factor that turns sums of weights relative to the maximum `from` into sums relative to `to`.
+ * to >= from. */
 __device__ static float growth_factor(float from, float to) {
     return from == to ? 1 : ex2_approx(from - to);
 }
 
-/* What the epilogue does with a row: it multiplies out by `scale`, or sets it to 0 if that is 0, as
- * the out of an empty row may hold anything; and it writes lse, which is in nats. */
+/* The epilogue of a row: out is multiplied by `scale`, or set to 0 if `scale` is 0, because out of
+ * an empty row is undefined. lse is in nats. */
 struct row_result {
     float scale, lse;
 };

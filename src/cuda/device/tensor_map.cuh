@@ -1,5 +1,5 @@
-/* Tensor maps, by which the Tensor Memory Accelerator of compute capability 9.0 copies boxes of
- * rows of q or dout to shared memory, laid out as wgmma.cuh has it. */
+/* Tensor maps, with which the Tensor Memory Accelerator of compute capability 9.0 copies boxes of
+ * rows of q or dout to shared memory, in the layout of wgmma.cuh. */
 #pragma once
 
 #include "cuda/device/wgmma.cuh"

@@ -19,10 +19,9 @@ static constexpr int warpgroup_threads = 128;
 static constexpr int warpgroup_warps = 4;
 static constexpr int panel_channels = 64; // 16-bit elements in one line of the swizzle
 static constexpr int line_bytes = 128;    // a row of a panel
-static constexpr int swizzle_rows = 8;    // after which the pattern repeats
+static constexpr int swizzle_rows = 8;    // period of the pattern
 static constexpr int wgmma_k = 16;        // channels or keys that one wgmma sums over
 
-/* The offset of a vector of a row in its panel. */
 __device__ static uint32_t swizzled(uint32_t row, uint32_t vec) {
     return row * line_bytes + ((vec ^ row % swizzle_rows) * vec_bytes);
 }
@@ -38,7 +37,7 @@ struct matrix {
     __device__ uint64_t descriptor(void) const { return (uint64_t)high << 32 | low; }
 };
 
-/* The matrix that begins at `address`. panel_bytes: from one panel to the next; wgmma reads it only
+/* The matrix that begins at `address`. panel_bytes: the distance of two panels; wgmma reads it only
  * if channels are the matrix's M or N dimension. */
 __device__ static matrix matrix_at(uint32_t address, uint32_t panel_bytes) {
     const uint32_t swizzle_128 = 1;
@@ -121,7 +120,8 @@ __device__ static void issue_ab(float (&d)[accumulators], uint32_t a_address, ui
         multiply<element, 1, 0, 1>(d, a.after(j * wgmma_k * 2), b.after(j * wgmma_k * line_bytes));
 }
 
-static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane
+static constexpr int quad_channels = 32; // channels of 16 bits that a quad stores at once: 8 per
+                                         // lane
 
 /* Moves words[i] of lane l of a quad to words[l] of lane i, so that each lane can store 16
  * contiguous bytes of a row of accumulators. */
@@ -141,11 +141,12 @@ __device__ static void transpose_quad(uint32_t (&words)[4]) {
     }
 }
 
-static constexpr int pair_channels = 16; // of 16 bits, that a quad stores at once: 4 per lane
+static constexpr int pair_channels = 16; // channels of 16 bits that a quad stores at once: 4 per
+                                         // lane
 
 /* Exchanges words between the even and the odd lane of a pair, so that a quad stores 32 contiguous
- * bytes of a row of accumulators. Before, words[n] has two columns of the n-th octet of columns;
- * afterwards, both words have the four columns from pair_channel() on. This takes half of the
+ * bytes of a row of accumulators. Before, words[n] has two columns of the n-th octet of columns.
+ * Afterwards, both words have the four columns from pair_channel() on. This takes half the
  * instructions of transpose_quad(), which needs half as many stores. */
 __device__ static void transpose_pair(uint32_t (&words)[2]) {
     const bool is_odd = (threadIdx.x & 1) != 0;
@@ -154,5 +155,5 @@ __device__ static void transpose_pair(uint32_t (&words)[2]) {
     words[1] = is_odd ? words[1] : received;
 }
 
-/* The first channel that this lane stores, of the pair_channels of its quad. */
+/* The first channel that this lane stores, among the pair_channels of its quad. */
 __device__ static int pair_channel(void) { return (threadIdx.x & 1) * 8 + (threadIdx.x & 2) * 2; }

@@ -1,8 +1,8 @@
 /* fdma_lists() on any device from compute capability 8.0. Every key writes itself, at its slot,
  * into the lists at whose first position it is live. Then a thread block for each list removes the
- * entries that the selection does not confirm, and appends the keys that arrive later. A list
- * that would lose a key, because the selection has more slots than it says, gets counts of -1. Such
- * a key cannot be in the list, so it writes itself into the list's count.
+ * entries that the selection does not confirm, and appends the keys that arrive later. A list that
+ * would lose a key, because the selection has more slots than it says, gets counts of -1. Such a
+ * key cannot be in the list, so it writes itself into the list's count.
  *
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
@@ -15,22 +15,22 @@ static constexpr int finish_threads = 128;
 struct list_params {
     number_view<const int32_t> expiry, slot;
     number_view<int32_t> list, count; // of tile 0
-    const int32_t *kv_used;           // [batch]: see count_used(); NULL: all keys exist
-    int64_t list_tile, count_tile;    // from tile to tile
+    const int32_t *kv_used;           // [batch]; see count_used(); NULL: all keys exist
+    int64_t list_tile, count_tile;    // distance between two tiles
     int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
-    int64_t slots; // that the selection says it uses
+    int64_t slots; // slots that the selection says it uses
     bool causal, is_global;
     bool has_gap; // slots may be empty
 };
 
-/* The selection and the lists of one (b, g). */
 struct head_lists {
     const int32_t *expiry, *slot;
     int32_t *list, *count;
     int64_t kv_len; // keys that exist
 };
 
-/* The positions of a tile's first and last query. Where not causal, both are the last key's. */
+/* The positions of a tile's first and last query. If not causal, both are the position of the last
+ * key. */
 struct tile_positions {
     int64_t first, last;
 };
@@ -53,9 +53,9 @@ __device__ static tile_positions positions_of(const list_params &params, const h
     return {first, first + count - 1};
 }
 
-/* Whether key j belongs to the entries of a list that are in the order of slots. In a global
- * selection slots ascend with j, so that arriving keys are among them; but not in packed sequences,
- * in each of which slots begin anew. */
+/* True if key j belongs to the entries of a list that are in the order of slots. In a global
+ * selection slots ascend with j, so arriving keys are among them; but not in packed sequences,
+ * where slots start at 0 in each. */
 __device__ static bool is_in_slot_order(const list_params &params, const head_lists &of,
                                         tile_positions at, int64_t j) {
     const int64_t expiry = of.expiry[j];
@@ -68,7 +68,8 @@ __device__ static bool has_slot(const list_params &params, const head_lists &of,
     return of.slot[j] >= 0 && of.slot[j] < params.slots;
 }
 
-/* Slots that may be in use at a tile's positions: no more than there are keys up to there. */
+/* The number of slots that may be in use at a tile's positions: at most the number of keys up to
+ * there. */
 __device__ static int64_t most_slots(const list_params &params, tile_positions at) {
     const int64_t keys = (params.is_global ? at.last : at.first) + 1;
     return max((int64_t)0, min(params.slots, keys));
@@ -98,14 +99,13 @@ static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const lis
     }
 }
 
-/* The number of threads of the block whose `mine` is true; `before`: how many of them come before
- * this one. */
+/* The number of threads of the block whose `mine` is true; `before`: those before this thread. */
 __device__ static int add_up(bool mine, int *before) {
     __shared__ int of_warp[finish_threads / 32];
     const unsigned mask = __ballot_sync(~0u, mine);
     const int warp = threadIdx.x / 32;
     int all = 0;
-    __syncthreads(); // every thread has read the counts of the call before
+    __syncthreads(); // every thread has read the counts of the previous call
     if (threadIdx.x % 32 == 0)
         of_warp[warp] = __popc(mask);
     __syncthreads();
@@ -117,14 +117,14 @@ __device__ static int add_up(bool mine, int *before) {
     return all;
 }
 
-/* Whether entry s of a list is the key that the selection has at that slot. */
+/* True if entry s of a list is the key that the selection has in that slot. */
 __device__ static bool is_confirmed(const list_params &params, const head_lists &of,
                                     tile_positions at, int64_t j, int64_t s) {
     return j >= 0 && j < of.kv_len && of.slot[j] == s && is_in_slot_order(params, of, at, j);
 }
 
 /* Counts the slots in use at the first position and, in a global selection, at the last. Then
- * writes -1 into the slots between that no key has, or key 0 if there is no gap, as in a corrupt
+ * writes -1 to the slots between them that no key has, or key 0 if there is no gap, as in a corrupt
  * selection. */
 __device__ static void confirm_slots(const list_params &params, const head_lists &of,
                                      tile_positions at, int32_t *list, int32_t (&in_use)[2]) {
@@ -141,15 +141,14 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
             list[s] = params.has_gap ? -1 : 0;
 }
 
-/* Whether a number, which may be left from anything, is a key that belongs to a list but has none
- * of its slots. */
+/* True if a number, which may be arbitrary, is a key that belongs to a list but has none of its
+ * slots. */
 __device__ static bool names_lost_key(const list_params &params, const head_lists &of,
                                       tile_positions at, int64_t j) {
     return j >= 0 && j < of.kv_len && !has_slot(params, of, j) &&
            is_in_slot_order(params, of, at, j);
 }
 
-/* Each thread block finishes one list. */
 static __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
     const int64_t head = head_of_block(), tile = blockIdx.x;

@@ -1,5 +1,5 @@
-/* fdma_merge() and its gradients, on any device from compute capability 8.0: the partial results of
- * attention over two disjoint sets of keys become one. Memory bandwidth limits both kernels.
+/* fdma_merge() and its gradients, on any device from compute capability 8.0: merges the partial
+ * results of attention over two disjoint sets of keys. Memory bandwidth limits both kernels.
  *
  * Source: arXiv:2205.14135, section 3.1; docs/algorithm.md, backward. */
 #include "cuda/device/host.cuh"
@@ -12,7 +12,7 @@ struct partial_view {
 
 struct merge_params {
     partial_view partial[2];
-    partial_view merged;      // lse may be absent, and so may dlse
+    partial_view merged;      // lse and dlse may be absent
     int64_t heads, all_heads; // of a sequence, of all sequences
     int32_t q_len, head_dim;
     bool aligned; // rows of every out and dout can be copied 16 bytes at a time
@@ -42,7 +42,8 @@ __device__ static merge_weights find_weights(const merge_params &params, int64_t
     return {most + logf(sum), {x / sum, y / sum}};
 }
 
-/* Merges eight channels of a row. out: those of each partial result, or 0 if its weight is 0. */
+/* Merges eight channels of a row. out: the channels of each partial result, or 0 if its weight is
+ * 0. */
 template <typename element>
 __device__ static void merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
                                       const merge_params &params, const merge_weights &weights,

@@ -1,5 +1,5 @@
-/* Dropout in accumulators of mma.sync. Codes are in shared memory, to save registers; see
- * core/dropout.h for what they are. */
+/* Dropout in accumulators of mma.sync. Shared memory holds the codes, to save registers; see
+ * core/dropout.h for their definition. */
 #pragma once
 
 #include "cuda/mma/queries.cuh"
@@ -8,10 +8,9 @@
 template <typename shape> struct tile_codes {
     row_code row[shape::rows];
     alignas(8) uint32_t key[2][shape::keys];
-    bool is_paired; // rows 2 n and 2 n + 1 share one: a query at an even position, and the next
+    bool is_paired; // rows 2 n and 2 n + 1 share a code: a query at an even position, and the next
 };
 
-/* Of a tile without dropout. */
 struct no_codes {};
 
 template <typename shape, bool drops> struct codes_of {
@@ -21,7 +20,6 @@ template <typename shape> struct codes_of<shape, true> {
     using type = tile_codes<shape>;
 };
 
-/* Writes the codes of a tile's rows. */
 template <typename shape>
 __device__ static void write_row_codes(tile_codes<shape> &codes, const forward_plan &plan,
                                        const row_range &range, int32_t kv_len) {
@@ -35,7 +33,6 @@ __device__ static void write_row_codes(tile_codes<shape> &codes, const forward_p
         codes.is_paired = plan.group == 1 && (kv_len - plan.q_len) % 2 == 0;
 }
 
-/* Writes those of the keys of block n. */
 template <typename shape>
 __device__ static void write_key_codes(tile_codes<shape> &codes, const forward_plan &plan,
                                        const row_range &range, const int32_t *entries, int32_t n) {
@@ -44,7 +41,7 @@ __device__ static void write_key_codes(tile_codes<shape> &codes, const forward_p
         codes.key[n % 2][column] = key_code_of(plan, range.b, range.g, entries[column]);
 }
 
-/* Whether a pair is dropped, of an even position or of an odd one. */
+/* True if a pair is dropped, at an even position or at an odd one. */
 __device__ static bool drops(uint32_t mixed, bool is_odd, uint32_t threshold) {
     return (is_odd ? mixed >> 16 : mixed & 0xffff) < threshold;
 }
@@ -78,7 +75,7 @@ __device__ static void drop_elements(float (&x)[shape::row_tiles][shape::keys / 
     }
 }
 
-/* The same for block n, by whether the rows share codes. `first` is the warp's first row. */
+/* drop_elements() for block n, whose rows may share codes. `first` is the warp's first row. */
 template <typename shape>
 __device__ static void drop_elements(float (&x)[shape::row_tiles][shape::keys / 8][4],
                                      const tile_codes<shape> &codes, const int32_t *position,

@@ -5,7 +5,7 @@
 #include "cuda/mma/queries.cuh"
 #include "cuda/mma/softmax.cuh"
 
-/* What a tile works from. It is kept in shared memory to save registers. */
+/* The inputs of a tile. Shared memory holds them to save registers. */
 struct tile_inputs {
     row_range range;
     tile_list keys;
@@ -13,7 +13,7 @@ struct tile_inputs {
     logit_params logits;
 };
 
-/* The rows of k or v of a (b, g), `carried` among them. */
+/* The rows of k or v of a (b, g), with its carried rows. */
 __device__ static row_source key_source_of(const forward_plan &plan, const head_view &own,
                                            const head_view &carried, int32_t b, int32_t g,
                                            bool aligned) {
@@ -26,7 +26,7 @@ __device__ static row_source key_source_of(const forward_plan &plan, const head_
     return source;
 }
 
-/* Of a tile that has the first `rows` rows of a range. */
+/* The inputs of a tile with the first `rows` rows of a range. */
 __device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row_range &range,
                                              int32_t rows, bool aligned) {
     const int32_t kv_len = key_count(plan, range.b);
@@ -37,13 +37,13 @@ __device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row
             logit_params_of(plan)};
 }
 
-/* The entry of key block n that this thread looks up. */
+/* This thread's entry of key block n. */
 template <typename config> __device__ static int32_t own_entry(const tile_list &keys, int32_t n) {
     const int32_t column = threadIdx.x;
     return column < config::keys ? entry_at(keys, n * config::keys + column) : -1;
 }
 
-/* Writes it to shared memory, which has the entries of three key blocks. */
+/* Writes the entry to shared memory, which has the entries of three key blocks. */
 template <int keys>
 __device__ static void store_entry(int32_t (&key)[3][keys], int32_t n, int32_t entry) {
     const uint32_t column = opaque(threadIdx.x);
@@ -52,8 +52,8 @@ __device__ static void store_entry(int32_t (&key)[3][keys], int32_t n, int32_t e
 }
 
 /* Starts copying the record of an entry. Without records every row keeps a key; no row keeps an
- * entry that is no key. `from` is only filled in where not causal, in packed sequences: the first
- * position of the key's sequence. */
+ * entry that is no key. `from` is only set if not causal, in packed sequences: the first position
+ * of the key's sequence. */
 template <int keys>
 __device__ static void copy_record(key_records<keys> &records, int column, const tile_list &from,
                                    int32_t entry) {
@@ -69,15 +69,14 @@ __device__ static void copy_record(key_records<keys> &records, int column, const
         cp_async_4(shared_address(&records.from[column]), &from.ranges[entry].x);
 }
 
-/* The first positions at which the keys of a block may be kept, where rows are told apart by
- * position: where causal, the keys themselves. */
+/* The first positions at which the keys of a block may be kept, if by_position: if causal, the keys
+ * themselves. */
 template <int keys>
 __device__ static const int32_t *first_positions(const key_records<keys> &records,
                                                  const int32_t *entries, const tile_list &list) {
     return list.ranges == NULL ? entries : records.from;
 }
 
-/* Starts copying the records of a key block. */
 template <int keys>
 __device__ static void copy_records(key_records<keys> &records, const tile_list &from,
                                     const int32_t *entries) {
@@ -86,8 +85,8 @@ __device__ static void copy_records(key_records<keys> &records, const tile_list 
         copy_record(records, column, from, entries[column]);
 }
 
-/* copy_block() where some keys are carried, or rows are not aligned: with few registers, because it
- * looks up one row after the other. */
+/* copy_block() if some keys are carried, or rows are not aligned. It needs few registers, because
+ * it processes one row after the other. */
 template <typename config>
 __device__ static void copy_rows_one_by_one(char *to, const int32_t *keys, const row_source &source,
                                             int32_t kv_len) {
@@ -101,7 +100,7 @@ __device__ static void copy_rows_one_by_one(char *to, const int32_t *keys, const
 }
 
 /* Starts copying the rows of k or v of a key block. An entry that is no key becomes zeros, because
- * whatever lies there is multiplied by a weight of 0. */
+ * its weight is 0, but 0 times the memory's contents may be NaN. */
 template <typename config>
 __device__ static void copy_block(char *to, const int32_t *keys, const row_source &source,
                                   int32_t kv_len) {
@@ -114,7 +113,8 @@ __device__ static void copy_block(char *to, const int32_t *keys, const row_sourc
         copy_rows_one_by_one<config>(to, keys, source, kv_len);
         return;
     }
-    const row_source from = source; // a copy in registers, or each cp.async would read it again
+    const row_source from = source; // a copy in registers, otherwise each cp.async would read it
+                                    // again
     const uint32_t at = shared_address(to) + layout::offset(first, lane);
     int32_t key[config::keys / step];
 #pragma unroll

@@ -1,4 +1,4 @@
-/* attn_mask and attn_bias in a warp's logits. They are read where a row and a key meet. */
+/* attn_mask and attn_bias in a warp's logits. They are read for each pair of a row and a key. */
 #pragma once
 
 #include "cuda/mma/keys.cuh"
@@ -16,7 +16,7 @@ __device__ static pair_row pair_row_of(const forward_plan &plan, const row_range
     return {range.b, h, i, query_position(plan, range.b, i)};
 }
 
-/* Which keys of a block a row keeps by attn_mask, a bit each. */
+/* The keys of a block that a row keeps by attn_mask, a bit each. */
 template <int keys> struct row_bits {
     static constexpr int words = keys < 32 ? 1 : keys / 32;
     uint32_t word[words];
@@ -24,14 +24,14 @@ template <int keys> struct row_bits {
     __device__ bool has(int column) const { return word[column / 32] >> column % 32 & 1; }
 };
 
-/* How many words after the bits of a row for the first 32 entries of a list those for the 32 that
- * `entry` is one of are. */
+/* The distance, in words, from a row's bits of the first 32 entries of a list to its bits of the 32
+ * entries that include `entry`. */
 __device__ static int64_t words_before(const forward_plan &plan, int64_t entry) {
     const int64_t step = (int64_t)plan.kept.mask_heads * list_queries * (list_queries / 32);
     return entry / list_queries * step + entry % list_queries / 32;
 }
 
-/* The bits of a row for key block n. `first`: where those for the first key block are. */
+/* The bits of a row for key block n. `first`: its bits for the first key block. */
 template <int keys>
 __device__ static row_bits<keys> load_bits(const forward_plan &plan, const uint32_t *first,
                                            int32_t n) {
@@ -44,9 +44,9 @@ __device__ static row_bits<keys> load_bits(const forward_plan &plan, const uint3
     return bits;
 }
 
-/* What add_pairs() needs to know of the rows of a tile. */
+/* The inputs of add_pairs() for the rows of a tile. */
 template <int rows> struct pair_rows {
-    int64_t bias[rows];         // where the row of attn_bias begins, in elements
+    int64_t bias[rows];         // offset of the row in attn_bias, in elements
     const uint32_t *bits[rows]; // of attn_mask, for the first key block
 };
 
@@ -61,7 +61,7 @@ __device__ static void write_pair_rows(pair_rows<rows> &to, const forward_plan &
     }
 }
 
-/* Whether a row keeps the key of a column: by its bit, or without attn_mask by the records. `first`
+/* True if a row keeps the key of a column: by its bit, or without attn_mask by the records. `first`
  * as from first_positions(). */
 template <int keys>
 __device__ static bool keeps_pair(const forward_plan &plan, int32_t position, const tile_list &list,
@@ -73,14 +73,13 @@ __device__ static bool keeps_pair(const forward_plan &plan, int32_t position, co
            (!plan.by_position || first[column] <= position);
 }
 
-/* The attn_bias of a row and a key, as an exponent of 2. */
 template <typename element>
 __device__ static float pair_exponent(const forward_plan &plan, const pair_row &row, int32_t key) {
     return log2_e * pair_bias<element>(plan.pair_bias, row.b, row.h, row.i, key);
 }
 
-/* Adds attn_bias to the logits of a warp's rows against key block n, and makes those -inf whose row
- * does not keep the key. first_row: the warp's first row in the tile. */
+/* Adds attn_bias to the logits of a warp's rows for key block n, and sets them to -inf where the
+ * row does not keep the key. first_row: the warp's first row in the tile. */
 template <typename config>
 __device__ static void add_pairs(float (&s)[config::row_tiles][config::keys / 8][4],
                                  const forward_plan &plan, const tile_list &list,

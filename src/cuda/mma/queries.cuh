@@ -16,14 +16,15 @@ __device__ static row_range row_range_of(const forward_plan &plan, int32_t head,
     return {head / plan.kv_heads, head % plan.kv_heads, first, plan.q_len * plan.group};
 }
 
-/* The position of a row in a sequence of kv_len keys; past the end, that of the last row. */
+/* The position of a row in a sequence of kv_len keys; past the end, the position of the last
+ * row. */
 __device__ static int32_t row_position(const forward_plan &plan, const row_range &range,
                                        int32_t kv_len, int32_t row) {
     return min(row, range.total - 1) / plan.group + kv_len - plan.q_len;
 }
 
-/* The row of its warp, in the order of the range, that is row r of the warp's tiles. Rows are
- * permuted so that a lane's accumulators belong to neighbours, mostly heads of one query. */
+/* Maps row r of the warp's tiles to a row of the warp in the order of the range. Rows are permuted
+ * so that a lane's accumulators belong to neighbours, mostly heads of one query. */
 template <typename shape> __device__ static int row_order(int r) {
     return r % 8 * (2 * shape::row_tiles) + r / 8;
 }
@@ -40,12 +41,11 @@ __device__ static float sink_of_row(const forward_plan &plan, const row_range &r
     return sink_exponent(plan, range.g * plan.group + row % plan.group);
 }
 
-/* Where the lse of a row is written, if it is wanted. */
+/* The address of the lse of a row, if it is wanted. */
 __device__ static float *lse_at(const forward_plan &plan, const row_range &range, int32_t row) {
     return plan.lse.at(range.b, range.g * plan.group + row % plan.group) + row / plan.group;
 }
 
-/* Writes the positions of the first `rows` rows of a range. */
 template <int rows>
 __device__ static void write_positions(int32_t *position, const forward_plan &plan,
                                        const row_range &range, int32_t kv_len) {

@@ -1,8 +1,8 @@
 /* The online softmax of a warp's rows, for accumulators of mma.sync: products become logits, logits
  * of keys that are not kept become -inf, and logits become weights.
  *
- * `shape` is that of mma/tile.cuh. Logits are exponents of 2.
- * Source: arXiv:2205.14135, algorithm 1; arXiv:2307.08691. */
+ * `shape` is defined in mma/tile.cuh. Logits are exponents of 2. Source: arXiv:2205.14135,
+ * algorithm 1; arXiv:2307.08691. */
 #pragma once
 
 #include "cuda/device/softmax.cuh"
@@ -13,7 +13,6 @@
  * rarely rescaled. Weights then reach 2^8, far below the largest float16. */
 static constexpr float most_growth = 8;
 
-/* How products become logits. */
 struct logit_params {
     float softcap_scale; // multiplies the product inside tanh; 0: no softcap
     float scale;         // multiplies the product, or its tanh
@@ -46,14 +45,12 @@ template <typename shape> __device__ static void clear_rows(row_state<shape> &st
     clear_sums(state.out);
 }
 
-/* The records of a key block, in shared memory. */
 template <int keys> struct key_records {
     alignas(8) float bias[keys];
     alignas(8) int32_t expiry[keys];
     alignas(8) int32_t from[keys]; // see copy_record()
 };
 
-/* Products become logits. */
 template <typename shape>
 __device__ static void find_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
                                    const float *bias_of, const logit_params &params) {
@@ -73,8 +70,8 @@ __device__ static void find_logits(float (&s)[shape::row_tiles][shape::keys / 8]
     }
 }
 
-/* -inf in column tile n where a row does not keep the key. `position` is of the warp's rows. A key
- * is kept at no position below that in from_of, if it `arrives`. */
+/* Sets logits to -inf in column tile n where a row does not keep the key. `position` is of the
+ * warp's rows. If `arrives`, a key is kept only from its position in from_of on. */
 template <typename shape>
 __device__ static void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8][4], int n,
                                     const int32_t *expiry_of, const int32_t *from_of,
@@ -96,7 +93,7 @@ __device__ static void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8
     }
 }
 
-/* The same in every column. It first finds the column tiles that need it: most key blocks have
+/* mask_columns() for every column tile. It first finds the tiles that need it: most key blocks have
  * none, most of the others few. */
 template <typename shape>
 __device__ static void mask_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
@@ -125,8 +122,8 @@ __device__ static void mask_logits(float (&s)[shape::row_tiles][shape::keys / 8]
     }
 }
 
-/* Raises row_max of the rows that have outgrown theirs, and rescales what was summed under the old
- * one. `top` has the greatest logits of this lane's columns. */
+/* Raises row_max of the rows whose logits exceed it too far, and rescales the sums that depend on
+ * the old one. `top` has the greatest logits of this lane's columns. */
 template <typename shape>
 __device__ static void raise_max(row_state<shape> &state,
                                  const float (&top)[2 * shape::row_tiles]) {
@@ -144,8 +141,7 @@ __device__ static void raise_max(row_state<shape> &state,
     }
 }
 
-/* Finds the greatest logits of this lane's columns. Returns whether one has outgrown its
- * row_max. */
+/* Finds the greatest logits of this lane's columns. True if one exceeds its row_max too far. */
 template <typename shape>
 __device__ static bool find_top(float (&top)[2 * shape::row_tiles],
                                 const float (&s)[shape::row_tiles][shape::keys / 8][4],
@@ -162,7 +158,7 @@ __device__ static bool find_top(float (&top)[2 * shape::row_tiles],
     return outgrown;
 }
 
-/* Logits become weights, which are added to the rows' sums. A logit of NaN makes its weight NaN,
+/* Turns logits into weights, and adds them to the rows' sums. A logit of NaN makes its weight NaN,
  * and with it the row. */
 template <typename shape>
 __device__ static void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
@@ -172,7 +168,7 @@ __device__ static void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
         raise_max<shape>(state, top);
 #pragma unroll
     for (int r = 0; r < 2 * shape::row_tiles; r++) {
-        float block_sum = 0; // errors then grow with the number of blocks, not of keys
+        float block_sum = 0; // so that errors grow with the number of blocks, not of keys
 #pragma unroll
         for (int n = 0; n < shape::keys / 8; n++)
 #pragma unroll

@@ -1,10 +1,10 @@
-/* Tiles of 16-bit elements for mma.sync: how rows of head_dim channels lie in shared memory, how
- * they get there, and the two matrix products of attention.
+/* Tiles of 16-bit elements for mma.sync: the layout of rows of head_dim channels in shared memory,
+ * copies to it, and the two matrix products of attention.
  *
- * The template parameter `shape` names head_dim, row_tiles (tiles of 16 rows that a warp has) and
- * keys (of a key block). Accumulators are [row tile][tile of 8 columns][4]: of a lane's four
- * elements two are in row lane / 4 and two in row lane / 4 + 8, at columns 2 * (lane % 4) and the
- * next. Source: PTX ISA, "Matrix fragments for mma.m16n8k16". */
+ * The template parameter `shape` has head_dim, row_tiles (tiles of 16 rows of a warp) and keys (of
+ * a key block). Accumulators are [row tile][tile of 8 columns][4]: two of a lane's four elements
+ * are in row lane / 4 and two in row lane / 4 + 8, at columns 2 * (lane % 4) and the next. Source:
+ * PTX ISA, "Matrix fragments for mma.m16n8k16". */
 #pragma once
 
 #include "cuda/device/head_view.cuh"
@@ -17,9 +17,9 @@
 
 enum { warp_lanes = 32, mma_rows = 16 };
 
-/* Rows in shared memory. A vector is what a lane copies at once, and one row of an 8 x 8 matrix of
- * ldmatrix. The vectors of a row are permuted by its number, so that the same vector
- * of 8 consecutive rows lies in different banks. */
+/* Rows in shared memory. A vector is the 16 bytes that a lane copies at once, and one row of an 8 x
+ * 8 matrix of ldmatrix. The vectors of a row are permuted by its number, so that the same vector of
+ * 8 consecutive rows lies in different banks. */
 template <int head_dim> struct row_layout {
     static constexpr int row_bytes = head_dim * 2;
     static constexpr int vecs = head_dim / vec_channels;
@@ -33,9 +33,9 @@ template <int head_dim> struct row_layout {
     }
 };
 
-/* The address that a lane passes to ldmatrix: of its row among the first 16 and its vector, 0 or 1.
- * Addresses of later rows and vectors follow from it by constants. A first vector of 2 or 3 is
- * allowed where the later ones are multiples of 4 away. */
+/* The address that a lane passes to ldmatrix, from its row among the first 16 and its vector, 0 or
+ * 1. Addresses of later rows and vectors differ from it by constants. A first vector of 2 or 3 is
+ * allowed if the later ones are multiples of 4 away. */
 template <int head_dim> struct lane_address {
     using layout = row_layout<head_dim>;
     uint32_t row, swizzle;
@@ -44,8 +44,8 @@ template <int head_dim> struct lane_address {
         : row(shared_address(rows) + lane_row * layout::row_bytes),
           swizzle((vec ^ layout::swizzle(lane_row)) * vec_bytes) {}
 
-    /* The same address. It stops the compiler from hoisting address arithmetic out of a loop, which
-     * would take too many registers. */
+    /* The same address, hidden from the compiler, which would hoist address arithmetic out of a
+     * loop and need too many registers. */
     __device__ lane_address unhoisted() const {
         lane_address other = *this;
         other.swizzle = opaque(swizzle);
@@ -105,9 +105,9 @@ __device__ static void mma_abt(float (&s)[shape::row_tiles][shape::keys / 8][4],
     }
 }
 
-/* out += P V. The accumulators of two column tiles of P are the left operand for 16 keys. Where out
- * has only some of v's column tiles, it has pairs of them, equally far apart, and v is at the first
- * of them. */
+/* out += P V. The accumulators of two column tiles of P are the left operand for 16 keys. If out
+ * has only some of v's column tiles, it has pairs of them at equal distances, and v points to the
+ * first. */
 template <typename shape, int columns>
 __device__ static void mma_ab(float (&out)[shape::row_tiles][columns][4],
                               const float (&p)[shape::row_tiles][shape::keys / 8][4],
@@ -137,12 +137,12 @@ __device__ static void mma_ab(float (&out)[shape::row_tiles][columns][4],
     }
 }
 
-/* The rows of one sequence and head in global memory. Where they are those of keys, and some keys
- * are carried, the rows of the carried ones come first and are elsewhere. */
+/* The rows of one sequence and head in global memory. If some keys are carried, the rows of the
+ * first carried_len keys are in `carried`. */
 struct row_source {
     const char *data;
     int64_t stride;      // bytes
-    int32_t vecs;        // of head_dim; those that a layout has beyond them are zero
+    int32_t vecs;        // of head_dim; a layout's vectors beyond them are zero
     bool aligned;        // every vector is aligned to 16 bytes
     int32_t carried_len; // 0: there are none
     const char *carried;
@@ -158,7 +158,6 @@ __device__ static const char *row_at(const row_source &source, uint32_t row) {
     return source.data + row * source.stride;
 }
 
-/* Where the row of a key is, whether it is carried or not. */
 __device__ static const char *row_of_key(const row_source &source, uint32_t key) {
     return key < (uint32_t)source.carried_len ? source.carried + key * source.carried_stride
                                               : row_at(source, key - source.carried_len);
@@ -193,7 +192,6 @@ __device__ static void copy_row(char *rows, int row, const char *from, int32_t v
     }
 }
 
-/* Writes a row of shared memory to a tensor, with `copiers` lanes. */
 template <int head_dim>
 __device__ static void store_row(char *to, const char *rows, int row, int32_t vecs, bool aligned) {
     using layout = row_layout<head_dim>;

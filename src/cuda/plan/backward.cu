@@ -12,8 +12,8 @@ extern "C" {
 #include "core/pair_sums.h"
 }
 
-/* How many keys a row attends to, of those that this lane looks at. Not inline, as it is rare and
- * would take registers. */
+/* The number of this lane's keys that a row attends to. Not inline: it is rare and would take
+ * registers. */
 __device__ static __noinline__ float count_own_keys(const forward_plan &plan,
                                                     const selection_view &selection, int64_t b,
                                                     int32_t h, int32_t i) {
@@ -29,9 +29,9 @@ __device__ static __noinline__ float count_own_keys(const forward_plan &plan,
     return count;
 }
 
-/* Whether a row attends to no key, and its lse is therefore the sink logit. Only a row with numbers
- * that are not finite is looked at: 0 times these is NaN, but the others, times a P of 0, are 0.
- * row_lanes lanes take a row; they differ in `i`, and all of a warp call this. */
+/* True if a row attends to no key, so that its lse is the sink logit. Only rows with numbers that
+ * are not finite need this test: 0 times such a number is NaN, while P = 0 makes other rows 0.
+ * row_lanes lanes take a row. They differ in `i`, and all lanes of a warp call this. */
 template <typename element>
 __device__ static bool is_empty_beside_sink(const backward_plan &plan,
                                             const selection_view &selection, int64_t head,
@@ -39,7 +39,7 @@ __device__ static bool is_empty_beside_sink(const backward_plan &plan,
     const forward_plan &forward = plan.forward;
     const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
     const float sink = forward.sink_logit != NULL ? forward.sink_logit[h] : -INFINITY;
-    // lse has been an exponent of 2 in between, which costs its last bits
+    // lse was an exponent of 2 in between, which costs its last bits
     const bool is_sink = i < forward.q_len && fabsf(lse - sink) <= 1e-6f * fabsf(sink);
     if (!__any_sync(~0u, is_sink))
         return false;
@@ -72,7 +72,7 @@ __device__ static void find_row_stats(const backward_plan &plan, const selection
     const bool there = i < forward.q_len;
     const float lse = there ? forward.lse.at(b, h)[i] : -INFINITY;
     float delta = 0;
-    if (there) { // even if it is empty: to wait for lse first would take longer
+    if (there) { // if it is empty too: waiting for lse first would take longer
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
         const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
 #pragma unroll 2
@@ -88,7 +88,7 @@ __device__ static void find_row_stats(const backward_plan &plan, const selection
     delta = row_sum(delta);
     if (there && plan.dlse.data != NULL)
         delta -= plan.dlse.at(b, h)[i];
-    const bool empty = // a row of NaN is not
+    const bool empty = // a row of NaN is not empty
         is_empty_beside_sink<element>(plan, selection, head, i, lse, delta) || lse == -INFINITY;
     if (lane != 0)
         return;
@@ -96,7 +96,7 @@ __device__ static void find_row_stats(const backward_plan &plan, const selection
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
 }
 
-/* What an empty row, or one past q_len, adds to dsink_logit. */
+/* The term of an empty row, or of one past q_len, in dsink_logit. */
 __device__ static float dlse_of_empty(const backward_plan &plan, int32_t b, int32_t h, int32_t i) {
     const bool adds = plan.dlse.data != NULL && i < plan.forward.q_len &&
                       plan.forward.lse.at(b, h)[i] != -INFINITY;
@@ -104,8 +104,8 @@ __device__ static float dlse_of_empty(const backward_plan &plan, int32_t b, int3
 }
 
 /* dsink_logit: minus the sum of the sink's probability times delta, over all rows of a query head.
- * A thread block takes a head. Each thread adds up every row_threads-th row, and thread 0 the sums
- * of the threads, so that every sum has one order. */
+ * A thread block takes a head. Each thread adds every row_threads-th row, and thread 0 adds the
+ * sums of the threads, so the order of every sum is fixed. */
 static __global__ void __launch_bounds__(row_threads)
     sum_sinks(const __grid_constant__ backward_plan plan) {
     __shared__ float sums[row_threads];
@@ -128,8 +128,8 @@ static __global__ void __launch_bounds__(row_threads)
     plan.dsink_logit[h] = plan.accumulate ? plan.dsink_logit[h] + sum : sum;
 }
 
-/* Clears dbias, dk and dv, unless they are added to what they hold, of the keys of a kv head from
- * key `first` on. row_lanes lanes take a key. */
+/* Clears dbias, dk and dv of the keys of a kv head from key `first` on, unless the call adds to
+ * them. row_lanes lanes take a key. */
 __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32_t first,
                                   bool aligned) {
     const forward_plan &forward = plan.forward;
@@ -138,7 +138,7 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     const int32_t lane = threadIdx.x % row_lanes;
     if (j >= forward.kv_len)
         return;
-    // a call without keys of its own may have no memory for dbias, and yet some for carried keys
+    // a call without keys of its own may lack memory for dbias and have it for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
     if (has_dbias && lane == 0 && !adds_dbias(plan, j))
         *dbias_of_key(plan, b, g, j) = 0;
@@ -153,19 +153,19 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     }
 }
 
-/* Clears what thread block n of `blocks` has of a range. */
+/* Clears the slice of a range that belongs to thread block n of `blocks`. */
 __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_t blocks) {
     const int64_t each = divide_up(range.vecs, blocks), end = min((n + 1) * each, range.vecs);
     for (int64_t i = n * each + threadIdx.x; i < end; i += row_threads)
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
-/* Clears sums and the gradients of keys, and finds lse and delta of rows: none of it needs lists.
- * Of the blocks of a kv head, the first key_blocks take its keys, and the others its query heads,
- * row_blocks each.
+/* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. The
+ * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
+ * each.
  *
- * It may run while roll_lists makes the lists. One block waits for them at its end, so that a
- * kernel that waits for this one has them. */
+ * It may run while roll_lists makes the lists. One block waits for them at its end, so a kernel
+ * that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan,
@@ -187,7 +187,7 @@ static __global__ void __launch_bounds__(row_threads)
         griddepcontrol_wait();
 }
 
-/* Adds eight channels of a row of key_sums, from channel d on, times scale to a gradient. */
+/* Adds eight channels of a row of key_sums, from channel d on, times scale, to a gradient. */
 template <typename element>
 __device__ static void add_key_channels(element *to, const float *sums, int32_t d, float scale,
                                         bool aligned) {
@@ -221,7 +221,7 @@ static __global__ void __launch_bounds__(row_threads)
     }
 }
 
-/* The lengths of dattn_bias, and where it has the number of element n of a contiguous one. */
+/* The lengths of dattn_bias, and the offset of element n in row-major order. */
 struct pair_lengths {
     int64_t batch, heads, queries, keys;
 
@@ -234,7 +234,7 @@ struct pair_lengths {
     }
 };
 
-/* Writes an element of dattn_bias in each thread: the rounded sum, or 0 without sums. */
+/* Each thread writes an element of dattn_bias: the rounded sum, or 0 without sums. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     write_pairs(const pair_view pairs, const pair_lengths lengths, const float *sums) {
@@ -257,7 +257,7 @@ static fdma_status launch_write_pairs(const fdma_problem *problem, const float *
         sums);
 }
 
-/* Whether the elements of a tensor of rank 4 follow one another without gaps. */
+/* True if a tensor of rank 4 has no gaps between its elements. */
 static bool is_contiguous(const fdma_tensor *tensor) {
     int64_t stride = 1;
     for (int axis = 3; axis >= 0; axis--) {
@@ -268,7 +268,6 @@ static bool is_contiguous(const fdma_tensor *tensor) {
     return true;
 }
 
-/* Whether the sums of dattn_bias are in the workspace. */
 static bool has_pair_sums(const fdma_problem *problem, const backward_plan *plan) {
     return has_short_pairs(problem) && plan->dpair_writing == pairs_added;
 }
@@ -284,7 +283,6 @@ static fdma_status clear_dattn_bias(const fdma_problem *problem, const backward_
     return launch_write_pairs(problem, NULL);
 }
 
-/* Rounds the sums of dattn_bias, if they are in the workspace. */
 static fdma_status round_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
     if (!has_pair_sums(problem, plan) || count_elements(&problem->dattn_bias) == 0)
         return FDMA_OK;
@@ -304,19 +302,19 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
     return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 
-/* How many partitions it takes for one sequence to fill a large device with thread blocks, as long
- * as the boundary sums stay small beside the tensors of the call. The batch does not count, so that
- * it does not change results. */
+/* Partitions wanted so that one sequence fills a large device with thread blocks while the boundary
+ * sums stay small beside the tensors of the call. The batch does not count, because results must
+ * not depend on it. */
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
     enum { wanted_blocks = 128, packed_blocks = 512, long_len = 65536 };
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
-    // boundary sums have about as many bytes as k and v at most, or as a quarter of q and out if
-    // that is more; those of a long sequence 1/32 as many
+    // boundary sums take at most about the bytes of k and v, or a quarter of the bytes of q and out
+    // if that is more; 1/32 of that for a long sequence
     const int64_t rows = max(problem->kv_len, problem->q_len * (problem->group / 4));
     const int64_t most = 1 + rows / (problem->kv_len < long_len ? 2 : 64) / slots;
-    // high slots are used by long sequences alone, so that blocks of packed ones differ in work
+    // only long sequences use the high slots, so the blocks of packed ones differ in work
     const int64_t wanted = is_present(&problem->starts) ? packed_blocks : wanted_blocks;
     const int64_t partitions = min(divide_up(wanted, blocks), most);
     return (int32_t)min(partitions, (int64_t)min(shape.most_partitions, lists));
@@ -339,23 +337,22 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->deterministic = problem->deterministic;
 }
 
-/* Rows of the boundary sums. */
 static int64_t boundary_rows(const backward_plan *plan) {
     return (int64_t)plan->forward.batch * plan->forward.kv_heads * (plan->partitions - 1) *
            plan->slots;
 }
 
-/* How many queries have a list in common. The slot pass stops at the end of a query block whenever
+/* The number of queries that share a list. The slot pass stops at the end of a query block whenever
  * a slot changes its key, so longer blocks take less time. On an H200, with random scores and
  * head_dim 128, blocks of 256 queries make backward 1 to 7 % faster, and blocks of 512 queries 11 %
  * if a kv head has one query head. But the slots of keys that leave inside a query block are idle
  * until its end, and the diagonal pass takes the keys that arrive instead. That costs most if every
  * key arrives, as with rising scores: backward then takes 3 to 5 % longer with the numbers of slots
- * below. The batch does not matter, so that results do not depend on it. */
+ * below. The batch does not count, because results must not depend on it. */
 static int32_t choose_block_queries(const fdma_problem *problem, const backward_shape &shape) {
     const int64_t long_queries = 256, long_slots = 1024, longest_slots = 2048;
-    // query blocks of a sequence, over all kv heads, so that the diagonal pass has thread blocks;
-    // the more query heads share a kv head, the longer each takes, and the more are wanted
+    // query blocks of a sequence over all kv heads, as thread blocks of the diagonal pass; with
+    // more query heads per kv head each block takes longer, and more blocks are needed
     const int64_t least_blocks = min(max((int64_t)32, 16 * problem->group), (int64_t)128);
     const bool is_rolling = problem->causal && rolls_lists(problem);
     const bool all_arrive = problem->recent > 0;
@@ -384,7 +381,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     const int64_t heads = problem->batch * problem->q_heads;
     plan.is_rolling = forward->list_tile > 0;
     const bool is_listed = problem->selected && problem->slots < problem->kv_len;
-    // a list that packed sequences share has the kept keys of all of them
+    // a list that packed sequences share holds the kept keys of all of them
     const bool has_slots =
         is_listed && !plan.slot_per_key && (plan.is_rolling || !is_present(&problem->starts));
     plan.slots =
@@ -401,7 +398,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
         plan.boundary.dk = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
         plan.boundary.dv = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
         plan.boundary.dbias = take<float>(arena, boundary_rows(&plan));
-        // one after the other in the workspace
+        // adjacent in the workspace
         const size_t before =
             (size_t)((uintptr_t)plan.boundary.dbias - (uintptr_t)plan.boundary.dk);
         plan.cleared[0] = cleared_floats(plan.boundary.dk,
@@ -455,7 +452,7 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // roll_lists lets later kernels start only after it has waited for what precedes the call
+    // roll_lists starts later kernels only after it has waited for the work before this call
     const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
@@ -467,7 +464,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     return FDMA_OK;
 }
 
-/* As many lanes for a row as it has vectors, rounded up to 8, 16 or 32. */
+/* A row gets a lane for each of its vectors, rounded up to 8, 16 or 32. */
 template <typename element>
 static fdma_status launch_add_boundaries(const fdma_problem *problem, const backward_plan &plan) {
     const int lanes = problem->head_dim <= 8 * vec_channels    ? 8

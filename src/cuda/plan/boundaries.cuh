@@ -1,5 +1,5 @@
-/* The end of a backward call with partitions: what they have left at their boundaries is added to
- * the gradients of the keys that are live there. */
+/* The end of a backward call with partitions: adds the boundary sums to the gradients of the keys
+ * that are live at the boundaries. */
 #pragma once
 
 #include "cuda/device/grid.cuh"
@@ -7,7 +7,6 @@
 
 static constexpr int boundary_threads = 128;
 
-/* Adds eight channels to a gradient. */
 template <typename element>
 __device__ static void add_channels(element *to, const float (&sum)[vec_channels], bool aligned) {
     float old[vec_channels];
@@ -18,7 +17,7 @@ __device__ static void add_channels(element *to, const float (&sum)[vec_channels
     store_vec(to, old, aligned);
 }
 
-/* The key in a slot at a boundary; -1: none, or no boundary follows. */
+/* The key in a slot at a boundary; -1 if the slot is empty or there is no such boundary. */
 __device__ static int32_t key_at_boundary(const backward_plan &plan, int64_t head, int32_t boundary,
                                           int32_t slot) {
     return boundary < plan.partitions
@@ -26,10 +25,10 @@ __device__ static int32_t key_at_boundary(const backward_plan &plan, int64_t hea
                : -1;
 }
 
-/* Adds the boundary sums of each key, in order, and the total to the key's gradients. For each slot
- * and boundary some lanes take dk, and as many others dv, eight channels each. They add up all
- * boundary sums of the key that is live there, unless it is live at the next boundary too, whose
- * lanes then do so. */
+/* Adds the boundary sums of each key, in order, and then the total to the key's gradients. For each
+ * slot and boundary one set of lanes takes dk and another dv, eight channels per lane. They add all
+ * boundary sums of the key that is live there. If it is live at the next boundary too, the lanes of
+ * that boundary do so instead. */
 template <typename element, int lanes>
 static __global__ void __launch_bounds__(boundary_threads)
     add_boundaries(const __grid_constant__ backward_plan plan, const bool aligned) {

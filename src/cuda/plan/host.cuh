@@ -1,11 +1,11 @@
-/* The plan of a forward call on the host: the calls that it can hold, laying it out, and filling it
- * in. */
+/* The plan of a forward call on the host: which problems it supports, its layout, and the calls
+ * that fill it in. */
 #pragma once
 
 #include "cuda/device/host.cuh"
 #include "cuda/plan/plan.cuh"
 
-/* Whether each query block has a list of its own. If not, all share one. */
+/* True if each query block has a list of its own. Otherwise all share one. */
 static inline bool rolls_lists(const fdma_problem *problem) {
     return problem->selected && problem->slots < problem->kv_len &&
            problem->scope != FDMA_SCOPE_GLOBAL;
@@ -25,32 +25,31 @@ static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
             (int32_t)tensor->dtype};
 }
 
-/* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
- * NULL. Every kernel's refuses() asks it first. */
+/* The reason why no plan supports this problem, or no kernel with head_dim up to most_head_dim;
+ * NULL if one does. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
 
-/* As fdma_cuda_refuses_plan(), for kernels that take neither attn_mask nor attn_bias. */
+/* fdma_cuda_refuses_plan() for kernels that support neither attn_mask nor attn_bias. */
 const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
 
-/* Fills in what a plan says of the problem's tensors, sizes and options. */
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
 
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
 
-/* The same with query blocks of another length, which only backward kernels take. */
+/* fdma_cuda_plan_forward() with query blocks of another length, for backward kernels only. */
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries);
 
-/* The same without lists: entry j is key j, kept or not. */
+/* fdma_cuda_plan_lists() without lists: entry j is key j, kept or not. */
 forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
                                     int32_t block_queries);
 
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
 
-/* Fills in plan->kept, which works from the records. */
+/* Fills in plan->kept from the records. */
 fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan);
 
 struct selection_view;

@@ -1,8 +1,8 @@
-/* Lists of the keys that attn_mask and the other rules let some query of a query block keep, and
- * for each query of the block which of the listed keys it keeps. Two kernels make them:
+/* Lists the keys that attn_mask and the other rules let some query of a query block keep, and marks
+ * for each query of the block which listed keys it keeps. There are two kernels:
  *
  *   find_queries()     reads the mask once, and writes for each key a bit for each query, and a bit
- *                      that says whether any query keeps the key
+ *                      that is set if any query keeps the key
  *   list_kept_keys()   lists the keys that some query keeps, and turns their bits, in place, into
  *                      bits of the queries, or moves them to the entries of the list */
 #include "cuda/device/ptx.cuh"
@@ -10,26 +10,26 @@
 
 static constexpr int mask_warps = list_queries / 32; // each reads the rows of 32 queries
 static constexpr int mask_threads = mask_warps * 32;
-static constexpr int own_keys = 16; // of a lane, a byte of the mask each
+static constexpr int own_keys = 16; // of a lane, one byte of the mask each
 static constexpr int block_keys = 32 * own_keys;
-static constexpr int queries_together = 8; // whose entries are in flight at a time
+static constexpr int queries_together = 8; // queries whose entries are in flight together
 static constexpr int list_threads = 1024;
 
 /* How find_queries() reads neighbouring entries of a row of the mask. */
 enum mask_reading {
-    by_vectors, // 16 of them as one vector
-    by_words,   // four of them as one word, where rows do not begin at multiples of 16 bytes
+    by_vectors, // 16 as one vector
+    by_words,   // four as one word, where rows do not begin at multiples of 16 bytes
     by_entries, // one by one, where they are not neighbours
 };
 
-/* What a thread block works on: list t of a set. */
+/* The work of a thread block: list t of a set. */
 struct kept_work {
     int32_t b, g, t; // the first sequence and kv head of the set
-    int32_t keys;    // which some query of the list may keep: the first ones
-    int64_t list;    // among all
+    int32_t keys;    // some query of the list may keep keys 0 to keys - 1
+    int64_t list;    // its index among all lists
 };
 
-/* List t of the set that the y and z dimensions of the grid number. Past the last set it has no
+/* List t of the set that the y and z dimensions of the grid select. A set past the last one has no
  * keys. */
 __device__ static kept_work work_of(const forward_plan &plan, int32_t t) {
     const int64_t set = head_of_block();
@@ -42,7 +42,6 @@ __device__ static kept_work work_of(const forward_plan &plan, int32_t t) {
             kept_list(plan.kept, b, g, t)};
 }
 
-/* Sixteen neighbouring entries of the mask, a byte each. */
 struct mask_entries {
     uint32_t word[own_keys / 4];
 };
@@ -50,7 +49,7 @@ struct mask_entries {
 __device__ static mask_entries load_one_by_one(const forward_plan &plan, const uint8_t *row,
                                                int32_t j) {
     mask_entries entries = {};
-#pragma unroll 1 // few registers: this is in place of a load
+#pragma unroll 1 // few registers: this replaces one load
     for (int n = 0; n < own_keys && j + n < plan.kv_len; n++) {
         const uint32_t entry = (uint32_t)(row[(j + n) * plan.mask.key] != 0) << n % 4 * 8;
 #pragma unroll
@@ -60,7 +59,7 @@ __device__ static mask_entries load_one_by_one(const forward_plan &plan, const u
     return entries;
 }
 
-/* Entries j to j + 15 of a row. Those past the end count as 0. */
+/* Entries j to j + 15 of a row. Entries past the end are 0. */
 template <mask_reading reading>
 __device__ static mask_entries load_entries(const forward_plan &plan, const uint8_t *row,
                                             int32_t j) {
@@ -68,7 +67,7 @@ __device__ static mask_entries load_entries(const forward_plan &plan, const uint
         const uint4 four = *(const uint4 *)(row + j);
         return {four.x, four.y, four.z, four.w};
     }
-    // five aligned words have any 16 bytes
+    // five aligned words contain any 16 bytes
     if (reading == by_words && j + own_keys + 4 <= plan.kv_len) {
         const uint32_t *const words = (const uint32_t *)((uintptr_t)(row + j) & ~(uintptr_t)3);
         const int shift = (int)((uintptr_t)(row + j) % 4 * 8);
@@ -81,14 +80,14 @@ __device__ static mask_entries load_entries(const forward_plan &plan, const uint
     return load_one_by_one(plan, row, j);
 }
 
-/* The top bit of each byte that is not 0. */
+/* Sets the top bit of each byte that is not 0. */
 __device__ static uint32_t nonzero_bytes(uint32_t word) {
     const uint32_t low = 0x7f7f7f7f;
     return (((word & low) + low) | word) & ~low;
 }
 
-/* Reads the rows of 32 queries, from query i on, at keys j to j + 15. Bit r of words[n]: whether
- * query i + r keeps key j + n. Queries past the last one get any bits. */
+/* Reads the rows of 32 queries, from query i on, at keys j to j + 15. Bit r of words[n] is set if
+ * query i + r keeps key j + n. The bits of queries past the last one are undefined. */
 template <mask_reading reading>
 __device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, int32_t i,
                                  int32_t j, uint32_t (&words)[own_keys]) {
@@ -115,7 +114,7 @@ __device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, 
     }
 }
 
-/* Which of the list's queries may keep key j by the rules beside the mask. */
+/* The queries of the list that may keep key j by all rules but the mask. */
 __device__ static uint4 allowed_queries(const forward_plan &plan, const kept_work &work,
                                         int32_t j) {
     if (j >= work.keys)
@@ -137,8 +136,8 @@ __device__ static uint4 allowed_queries(const forward_plan &plan, const kept_wor
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* The words of a block of keys, four for each key. Padding keeps lanes, which have 16 keys each,
- * from writing to the same bank. */
+/* The words of a block of keys, four per key. Padding avoids bank conflicts between lanes, which
+ * have 16 keys each. */
 struct block_words {
     static constexpr int own_words = own_keys * mask_warps, stride = own_words + 4;
     alignas(16) uint32_t word[32 * stride];
@@ -154,7 +153,7 @@ __device__ static uint4 *bits_at(const kept_lists &kept, int64_t list, int m, in
     return kept.bits + (block * kept.mask_heads + m) * list_queries + n % list_queries;
 }
 
-/* Finds the queries that keep each key of a block of keys, by the mask of every head. */
+/* Finds the queries that keep each key of a block, by the mask of every head. */
 template <mask_reading reading>
 static __global__ void __launch_bounds__(mask_threads, 4)
     find_queries(const __grid_constant__ forward_plan plan, const int32_t blocks) {
@@ -219,7 +218,8 @@ __device__ static int32_t sum_before(int32_t count, int32_t *warp_sums, int32_t 
     return before;
 }
 
-/* Writes the list, and returns how many entries it has. Each thread looks at 32 keys at a time. */
+/* Writes the list and returns its number of entries. Each thread reads the bits of 32 keys at a
+ * time. */
 __device__ static int32_t write_list(const forward_plan &plan, const kept_work &work,
                                      int32_t *warp_sums) {
     const uint32_t *const listed = plan.kept.listed + work.list * (plan.kept.size / 32);
@@ -237,9 +237,9 @@ __device__ static int32_t write_list(const forward_plan &plan, const kept_work &
     return entries;
 }
 
-/* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, and each of them
- * 32 queries. What is written was read before, as no entry stands before its key. An empty list has
- * 128 entries' bits, too: kernels read those of at least one key block. */
+/* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, 32 queries each.
+ * It works in place, because the entry of a key never comes after the key. An empty list has bits
+ * for 128 entries too: kernels read the bits of at least one key block. */
 __device__ static void write_bits(const forward_plan &plan, const kept_work &work, int m,
                                   int32_t entries) {
     const int32_t *const list = plan.kept.list + work.list * plan.kept.size;

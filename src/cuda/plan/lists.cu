@@ -1,13 +1,13 @@
 /* Builds the lists and records of a plan (plan/plan.cuh) from a selection, on any device from
  * compute capability 8.0.
  *
- * Each slot in use has one live key at any position. So a thread block has a table of live keys by
- * slot. It fills the table for the first position of its first list, from the expiries of all keys
- * of the packed sequence up to there, and rolls it through the lists that follow: at each position
- * at most one key enters, in a free slot or in that of the key that it evicts.
+ * Each slot in use has one live key at any position. So a thread block keeps a table of live keys
+ * by slot. It fills the table for the first position of its first list, from the expiries of all
+ * keys of the packed sequence up to there, and rolls it through the lists that follow: at each
+ * position at most one key enters, in a free slot or in the slot of the key that it evicts.
  *
- * A selection may use more slots than it says (window + recent). The host cannot look, so the rows
- * that would lose a key become NaN: a key whose slot is not one of the table's has a bias of NaN.
+ * A selection may use more slots than it says (window + recent). The host cannot check this, so the
+ * rows that would lose a key become NaN: a key whose slot is outside the table gets a bias of NaN.
  * It is in every list in which it is live, and may stay in later lists until its sequence ends. The
  * table has one more entry for such keys, the misfits.
  *
@@ -20,23 +20,22 @@
 static constexpr int record_threads = 256;
 static constexpr int count_threads = 256;
 static constexpr int compact_threads = 1024;
-static constexpr int64_t multiprocessor_blocks = 2; // of roll_lists, as far as there are lists
+static constexpr int64_t multiprocessor_blocks = 2; // of roll_lists, if there are enough lists
 
-/* The bias of key j, as an exponent of 2. */
 __device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
     if (of.bias == NULL)
         return 0;
     return log2_e * (j < plan.carried_len ? of.bias_carried[j] : of.bias[j - plan.carried_len]);
 }
 
-/* The record of a misfit, by which every row that could keep it becomes NaN. */
+/* The record of a misfit. It makes every row that could keep the misfit NaN. */
 __device__ static key_record misfit_record(const forward_plan &plan, const head_selection &of,
                                            int32_t j) {
     const int32_t end = sequence_end(plan, of, j);
     return {end == of.kv_len ? INT32_MAX : end, NAN};
 }
 
-/* Writes a key that a global selection keeps into the list, an absent key as ~j. */
+/* Writes a key of a global selection to its entry of the list, as ~j if it is absent. */
 __device__ static void list_global_key(const selection_view &selection, const head_selection &of,
                                        int32_t *list, int32_t j) {
     const int32_t entry = table_entry(selection, of, j);
@@ -46,7 +45,7 @@ __device__ static void list_global_key(const selection_view &selection, const he
 
 /* Each thread writes the record of one key. If all query blocks share a list, it also writes the
  * key's entry there. Otherwise roll_lists, launched just before, makes the lists while this kernel
- * writes records, and one block waits for it at its end. So a kernel that waits for this one has
+ * writes records, and one block waits for it at its end, so a kernel that waits for this one has
  * both. roll_lists has waited for the selection before it let this kernel start. */
 static __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const selection_view selection) {
@@ -78,8 +77,8 @@ static __global__ void __launch_bounds__(record_threads)
         list_global_key(selection, of, list, (int32_t)j);
 }
 
-/* How many of the first `count` entries of a global selection's list are keys up to `position`,
- * absent ones included. Entries ascend by key. */
+/* The number of keys up to `position`, absent ones included, among the first `count` entries of a
+ * global selection's list, which ascend by key. */
 __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_t position) {
     int32_t low = 0, high = count;
     while (low < high) {
@@ -93,8 +92,8 @@ __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_
     return low;
 }
 
-/* Makes NaN of the rows that keep a misfit of a global selection, whose slots ascend: those that
- * keep the key of the last slot. Without such a key the misfit takes its entry. */
+/* Makes the rows that keep a misfit of a global selection NaN. Its slots ascend, so these are the
+ * rows that keep the key of the last slot. If there is no such key, the misfit takes its entry. */
 __device__ static void list_misfit(const forward_plan &plan, int head, int32_t misfit,
                                    int32_t *last, bool is_listed) {
     if (is_listed && is_key(*last, plan.kv_len))
@@ -103,8 +102,8 @@ __device__ static void list_misfit(const forward_plan &plan, int head, int32_t m
         *last = misfit;
 }
 
-/* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
- * them each query block sees. */
+/* For a global selection a thread block counts the kept keys of one (b, g), and those that each
+ * query block sees. */
 static __global__ void __launch_bounds__(count_threads)
     count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
@@ -141,7 +140,7 @@ static __global__ void __launch_bounds__(count_threads)
     }
 }
 
-/* For a global selection of packed sequences, whose slots begin anew in each, a thread block lists
+/* For a global selection of packed sequences, where slots start at 0 in each, a thread block lists
  * the kept keys of one (b, g) in ascending order, and counts them up to each position. */
 static __global__ void __launch_bounds__(compact_threads) compact_kept(const forward_plan plan) {
     __shared__ int32_t counts[compact_threads / 32];
@@ -173,7 +172,6 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
     }
 }
 
-/* The dynamic shared memory of a thread block of roll_lists. */
 static size_t roll_bytes(const forward_plan &plan, const selection_view &selection) {
     const int64_t table = selection.table_fits ? table_entries(selection) : 0;
     const int64_t arriving = (int64_t)selection.block_lists * plan.block_queries;
@@ -200,7 +198,7 @@ selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const f
     selection.table_fits = room >= list_bytes;
     selection.block_lists = (int32_t)max(min(wanted, most), (int64_t)1);
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
-    // in backward also where every key has a slot of its own, and there are no lists
+    // in backward also with slot_per_key, where there are no lists
     const bool is_backward = problem->operation == operation_backward;
     selection.checks_slots = plan->count != NULL || (is_backward && rolls_lists(problem));
     return selection;

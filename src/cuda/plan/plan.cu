@@ -1,11 +1,11 @@
-/* The plan of a forward call, on the host: what it says of the problem, which problems it can hold,
- * and what it takes of the workspace. */
+/* The plan of a forward call, on the host: which problems it supports, its contents and its layout
+ * in the workspace. */
 extern "C" {
 #include "cuda/cuda.h"
 }
 #include "cuda/plan/host.cuh"
 
-/* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
+/* True if lists leave out keys that are not kept. Otherwise entry j is key j, or absent. */
 static bool is_listed(const fdma_problem *problem) {
     return problem->selected && problem->slots < problem->kv_len;
 }
@@ -42,7 +42,6 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->block_queries = list_queries;
 }
 
-/* Entries of the longest list. */
 static int64_t list_size(const fdma_problem *problem, int64_t block_queries) {
     if (!is_listed(problem))
         return problem->kv_len;
@@ -51,7 +50,8 @@ static int64_t list_size(const fdma_problem *problem, int64_t block_queries) {
     return problem->slots + min(problem->q_len, block_queries) - 1;
 }
 
-/* Each query block has a list with an entry for every slot. No check of one tensor bounds that. */
+/* True if the lists, one per query block with an entry per slot, are too large. No check of a
+ * single tensor bounds them. */
 static bool has_vast_lists(const fdma_problem *problem) {
     const double most_entries = (double)(INT64_C(1) << 46);
     const double lists =
@@ -64,7 +64,8 @@ static bool has_vast_lists(const fdma_problem *problem) {
 }
 
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim) {
-    const int64_t most_rows = INT32_MAX - 1024; // positions of rows past the end do not overflow
+    const int64_t most_rows = INT32_MAX - 1024; // so that positions of rows past the end do not
+                                                // overflow
     if (problem->dtype == FDMA_FLOAT32)
         return "float32 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
@@ -99,11 +100,11 @@ const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_he
     return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 
-/* A list has room for every key, since how many a mask lets through is not known on the host. */
+/* A list has room for every key, because the host does not know how many keys the mask keeps. */
 static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const mask = &problem->attn_mask;
     kept_lists kept = {};
-    const bool differ = problem->selected; // expiries of keys, from one kv head to another
+    const bool differ = problem->selected; // expiries differ between kv heads
     const bool differ_in_batch = differ || is_present(&problem->key_valid) ||
                                  is_present(&problem->kv_used) || mask->shape[0] > 1;
     kept.batches = differ_in_batch ? (int32_t)problem->batch : 1;
@@ -122,7 +123,7 @@ static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
 static kept_lists kept_lists_of(const fdma_problem *problem, fdma_arena *arena) {
     fdma_arena given = {(uint8_t *)problem->mask_lists.data, 0};
     if (!is_present(&problem->attn_mask) || problem->operation == operation_probabilities)
-        return {}; // probabilities are written pair by pair, from the mask
+        return {}; // probabilities are written per pair, from the mask
     return lay_out_kept(problem, is_present(&problem->mask_lists) ? &given : arena);
 }
 
@@ -144,7 +145,7 @@ fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Has the plan work from what the selection of a call of few queries has listed. */
+/* Points the plan to the lists that the selection of a call with few queries has written. */
 static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
     plan->records = (key_record *)last.record.data;
     plan->list = (int32_t *)last.list.data;
@@ -152,10 +153,10 @@ static void take_last_keys(const fdma_last_keys &last, forward_plan *plan) {
     plan->count = (int2 *)last.count.data;
 }
 
-/* How many queries share a list. Fewer lists are made sooner. But a tile also visits the keys that
- * have arrived and been evicted again since its query block began, and longer blocks have more of
- * these. With at least the numbers of slots below they are few, whatever the scores. With recent
- * keys or in packed sequences they may be many. */
+/* The number of queries that share a list. Fewer lists take less time to make. But a tile also
+ * visits the keys that arrived and were evicted since its query block began, and longer blocks have
+ * more of these. With at least the numbers of slots below they are few, whatever the scores. With
+ * recent keys or in packed sequences they may be many. */
 static int32_t choose_block_queries(const fdma_problem *problem) {
     const int64_t long_slots = 512, longest_slots = 2048;
     const bool many_leave = problem->recent > 0 || is_present(&problem->starts);
@@ -167,7 +168,7 @@ static int32_t choose_block_queries(const fdma_problem *problem) {
                                            : list_queries;
 }
 
-/* Whether every key is kept, as far as the host knows. */
+/* True if every key is kept, as far as the host knows. */
 static bool is_plain(const fdma_problem *problem) {
     return !problem->selected && !is_present(&problem->key_valid);
 }
@@ -205,14 +206,14 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
         return plan;
     }
     forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);
-    // forward works from the lists of kept keys alone
+    // forward needs only the lists of kept keys
     if (is_plain(problem) ||
         (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
     const bool is_rolling = rolls_lists(problem);
     const int64_t size = round_up(list_size(problem, block_queries), 4);
     plan.list_tile = is_rolling ? size : 0;
-    // a list of one query has no other entry for misfits, see plan/lists.cu
+    // a list of one query has no other entry for misfits; see plan/lists.cu
     plan.list_head = is_rolling ? size * plan.lists + 4 : size;
     plan.list = take<int32_t>(arena, heads * plan.list_head);
     if (is_listed(problem) && !is_rolling && is_present(&problem->starts))

@@ -2,8 +2,8 @@
  *
  * A list begins with the keys that are live at its first position, and ends with those that arrive
  * inside its query block. For forward, the live keys begin with those that are evicted inside the
- * query block, in that order: so the keys of a tile are a range of the list, and those that only
- * some rows of the tile keep are at the ends of that range. */
+ * query block, in the order of eviction. So the keys of a tile are a range of the list, and the
+ * keys that only some rows of the tile keep are at the ends of that range. */
 #pragma once
 
 #include "cuda/device/grid.cuh"
@@ -11,21 +11,20 @@
 #include "cuda/plan/selection.cuh"
 
 static constexpr int roll_threads = 256, roll_warps = roll_threads / 32;
-static constexpr int load_batch = 16; // keys of a thread whose loads are in flight together
-static constexpr int64_t most_rolled_queries = 16384; // of the lists of a thread block
+static constexpr int load_batch = 16; // keys whose loads a thread has in flight together
+static constexpr int64_t most_rolled_queries = 16384; // queries whose lists a thread block makes
 
 static constexpr int change_rounds = most_block_queries / roll_threads; // see find_changes()
 
-/* The state of a thread block that rolls through its lists. */
 struct roll_memory {
     int32_t *table;                            // [slots + 1]: live keys, or -1; aligned to 16 bytes
     int32_t live;                              // one more than the last entry in use
     key_changes changes[most_block_queries];   // of the list that is being written
-    int32_t evicted_entry[most_block_queries]; // of the keys that it begins with
+    int32_t evicted_entry[most_block_queries]; // entries of the keys that it begins with
     int32_t evicted_key[most_block_queries];
     key_changes warp_changes[change_rounds * roll_warps]; // by round, then by warp
-    // the entry of each key that arrives in the query blocks of the thread block; negative: it is
-    // not kept
+    // the entry of each key that arrives in the query blocks of the thread block; negative: not
+    // kept
     int32_t *arriving;
 };
 
@@ -36,7 +35,7 @@ static inline __host__ __device__ int64_t table_entries(const selection_view &se
     return round_up((int64_t)selection.slots + 1, 4);
 }
 
-/* Marks the entry of a key that arrival n of a query block evicts, until the table is rolled. A
+/* A mark in the entry of a key that arrival n of a query block evicts, until the table is rolled. A
  * claim is less than every key and every mark of an absent key. */
 __device__ static int32_t claim_of(int32_t n) { return INT32_MIN + n; }
 
@@ -47,9 +46,9 @@ __device__ static int32_t expiry_before(const head_selection &of, uint32_t j, ui
     return j < end ? of.expiry[j] : INT32_MIN;
 }
 
-/* Enters the keys into the table that are live at a position. For that it reads the expiries of all
- * keys up to there, from the beginning of the packed sequence on. If two keys have the same entry,
- * the later one gets it. */
+/* Enters the keys that are live at a position into the table. It reads the expiries of all keys
+ * from the beginning of the packed sequence to there. If two keys have the same entry, the later
+ * one takes it. */
 __device__ static void fill_table(const forward_plan &plan, const selection_view &selection,
                                   const head_selection &of, int32_t position, roll_memory *shared) {
     const uint32_t end = (uint32_t)max(min(position + 1, of.kv_len), 0), step = roll_threads;
@@ -79,8 +78,8 @@ __device__ static void fill_table(const forward_plan &plan, const selection_view
         atomicMax(&shared->live, live);
 }
 
-/* Loads the entries of the keys that arrive after `position`, which may be negative, within the
- * query blocks of the `lists` lists that this thread block builds. */
+/* Loads the entries of the keys that arrive after `position`, which may be negative, inside the
+ * query blocks of this thread block's `lists` lists. */
 __device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
@@ -91,12 +90,12 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
     }
 }
 
-/* Finds what changes in a list's query block. Arrival n is the key at `position` + 1 + n; in each
- * round a thread looks at one of them. The first arrival that takes an entry evicts the key that is
- * live there at the list's first position; its claim then stands in the table. The expiry of the
- * evicted key is not read: it is the position of that arrival, or before it where a packed sequence
- * has ended. Unless the list begins with the evicted keys, none is looked for. Misfits are never
- * evicted, because they stand for other keys. */
+/* Finds the changes inside a list's query block. Arrival n is the key at `position` + 1 + n; in
+ * each round a thread takes one of them. The first arrival that takes an entry evicts the key that
+ * is live there at the list's first position, and its claim then stands in the table. The expiry of
+ * the evicted key is not read: it is the position of that arrival, or an earlier one where a packed
+ * sequence has ended. Evicted keys are looked for only if the list begins with them. Misfits are
+ * never evicted, because they stand for other keys. */
 __device__ static void find_changes(const forward_plan &plan, const head_selection &of,
                                     int32_t slots, int32_t position, const int32_t *arriving,
                                     bool evicted_first, roll_memory *shared) {
@@ -150,15 +149,14 @@ __device__ static void find_changes(const forward_plan &plan, const head_selecti
     }
 }
 
-/* Writes a key to a list entry. */
 __device__ static void write_key(const head_selection &of, int32_t j, int32_t *to) {
     *to = j >= 0 && !is_valid(of, j) ? ~j : j;
 }
 
 /* Writes the key of a table entry to a list, unless it is evicted inside the list's query block.
  * The first `evicted` entries of the list belong to the evicted keys. A key whose slot is among
- * them gives way to one of these and takes its entry; if that is among the first ones as well, the
- * entry of the evicted key that stands there, and so on. */
+ * them takes the entry that the evicted key of this position has left. If that entry is among the
+ * first ones too, the search continues from there. */
 __device__ static void write_entry(const head_selection &of, int32_t entry, int32_t evicted,
                                    int32_t *list, const roll_memory *shared) {
     const int32_t j = shared->table[entry];
@@ -169,7 +167,7 @@ __device__ static void write_entry(const head_selection &of, int32_t entry, int3
     write_key(of, j, &list[entry]);
 }
 
-/* Copies four table entries to their place in a list, but for those of evicted keys. */
+/* Copies four table entries to a list, except the entries of evicted keys. */
 __device__ static void copy_entries(int4 four, int32_t *list) {
     const int32_t keys[4] = {four.x, four.y, four.z, four.w};
     if (!is_claim(min(min(four.x, four.y), min(four.z, four.w)))) {
@@ -182,10 +180,10 @@ __device__ static void copy_entries(int4 four, int32_t *list) {
             list[n] = keys[n];
 }
 
-/* Writes the live keys to a list, absent ones as ~j: first those that are evicted inside its query
- * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
- * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
- * how many entries that makes. */
+/* Writes the live keys to a list, absent ones as ~j: first the keys that are evicted inside its
+ * query block, in order, then the others, mostly in the entry of their slot. A misfit takes the
+ * entry of the last slot, because backward kernels expect at most `slots` entries. Returns the
+ * number of entries. */
 __device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t block_queries,
                                      int32_t *list, const roll_memory *shared) {
     const bool has_misfit = shared->live > slots;
@@ -206,7 +204,7 @@ __device__ static int32_t write_live(const head_selection &of, int32_t slots, in
     return has_misfit ? slots : own;
 }
 
-/* Appends the keys that arrive after the first position of list t, ascending, to its `live`
+/* Appends the keys that arrive after the first position of list t, ascending, after its `live`
  * entries, and writes its counts and changes. */
 __device__ static void write_arrivals(const forward_plan &plan, int64_t head, int32_t t,
                                       int32_t position, int32_t live, int32_t *list,
@@ -217,7 +215,7 @@ __device__ static void write_arrivals(const forward_plan &plan, int64_t head, in
         const key_changes own = shared->changes[n];
         if (plan.changes != NULL)
             plan.changes[row * plan.block_queries + n] = own;
-        // in bounds for any selection: at most `slots` are live, and no more keys arrive than
+        // in bounds for any selection: at most `slots` keys are live, and no more keys arrive than
         // there are positions after the first one
         if (n < last && shared->changes[n + 1].arrived > own.arrived)
             list[live + own.arrived] = position + 1 + n;
@@ -226,8 +224,8 @@ __device__ static void write_arrivals(const forward_plan &plan, int64_t head, in
     }
 }
 
-/* Moves the table on to the next list's first position: the keys that arrive up to it take over
- * their entries. If two of them take the same one, the later key has it. */
+/* Moves the table to the next list's first position: the keys that arrive up to it take their
+ * entries. If two keys take the same entry, the later one has it. */
 __device__ static void roll_table(int32_t block_queries, int32_t position, const int32_t *arriving,
                                   roll_memory *shared) {
     for (int32_t n = threadIdx.x; n < block_queries; n += roll_threads) {
@@ -238,9 +236,9 @@ __device__ static void roll_table(int32_t block_queries, int32_t position, const
     }
 }
 
-/* Removes the keys from the table that are no longer live at a position, those of sequences that
- * have ended: the next sequence may use fewer slots. A misfit stays until its sequence ends, as it
- * stands for others. */
+/* Removes keys that are no longer live at a position, because their sequence has ended. The next
+ * sequence may use fewer slots. A misfit stays until its sequence ends, because it stands for
+ * others. */
 __device__ static void drop_expired(const forward_plan &plan, const head_selection &of,
                                     int32_t slots, int32_t position, roll_memory *shared) {
     const int32_t used = shared->live;
@@ -261,7 +259,6 @@ __device__ static void drop_expired(const forward_plan &plan, const head_selecti
         atomicMax(&shared->live, live);
 }
 
-/* Moves the table on from list t to the next one. */
 __device__ static void advance_table(const forward_plan &plan, const head_selection &of,
                                      int32_t slots, int32_t t, const int32_t *arriving,
                                      roll_memory *shared) {
@@ -273,7 +270,6 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
     drop_expired(plan, of, slots, next, shared);
 }
 
-/* The lists of one thread block. */
 static __global__ void __launch_bounds__(roll_threads, 2)
     roll_lists(const forward_plan plan, const selection_view selection) {
     extern __shared__ __align__(16) uint8_t bytes[];

@@ -3,25 +3,23 @@
 
 #include "cuda/plan/plan.cuh"
 
-/* The selection, and how many lists a thread block builds. */
 struct selection_view {
     number_view<const int32_t> expiry, slot;     // absent: dense
     number_view<const float> bias, bias_carried; // as forward_plan has k and k_carried
     const uint8_t *key_valid;                    // NULL: all
     int64_t valid_batch;
-    int32_t slots;       // that the selection says it uses
+    int32_t slots;       // slots that the selection says it uses
     int32_t block_lists; // lists of a thread block
     bool is_global;
-    bool table_fits;   // shared memory, for the live keys of a thread block
-    bool checks_slots; // whether a kept key whose slot is not below `slots` is a misfit
+    bool table_fits;   // the live keys of a thread block fit in shared memory
+    bool checks_slots; // a kept key whose slot is not below `slots` is a misfit
 };
 
-/* The selection of one (b, g). */
 struct head_selection {
     const int32_t *expiry, *slot;
     const uint8_t *key_valid;
     const float *bias, *bias_carried;
-    int32_t kv_len; // keys that exist; of the others nothing is read
+    int32_t kv_len; // keys that exist; nothing is read of the others
 };
 
 __device__ static head_selection selection_of(const forward_plan &plan,
@@ -58,7 +56,6 @@ __device__ static int32_t list_position(const forward_plan &plan, const head_sel
     return t * plan.block_queries + of.kv_len - plan.q_len;
 }
 
-/* The end of key j's sequence. */
 __device__ static int32_t sequence_end(const forward_plan &plan, const head_selection &of,
                                        int32_t j) {
     return plan.sequences.ranges == NULL ? of.kv_len : plan.sequences.ranges[j].y;

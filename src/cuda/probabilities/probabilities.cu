@@ -1,8 +1,8 @@
 /* fdma_probabilities() on any device from compute capability 8.0. A thread block takes a few
- * queries and a thread for each of some keys, which reads its key once for all of these queries.
- * Products are of plain multiply-adds: the result is to be looked at, not to be computed with.
+ * queries and some keys. Each thread reads its key once for all of these queries. Products are
+ * plain multiply-adds: the result is for inspection, not for fast computation.
  *
- * The records of forward's plan say which queries keep a key (plan/plan.cuh). */
+ * The records of forward's plan define which queries keep a key (plan/plan.cuh). */
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/plan/host.cuh"
@@ -11,7 +11,7 @@ static constexpr int block_queries = 8;
 static constexpr int block_keys = 128; // a thread for each
 static constexpr int most_channels = 256;
 
-/* What a plan does not say. */
+/* Parameters that are not in a plan. */
 struct probability_params {
     number_view<const float> bias, bias_carried; // may be absent
     float *probability;
@@ -22,7 +22,6 @@ struct probability_params {
     bool aligned; // rows of q and k can be read 16 bytes at a time
 };
 
-/* The queries of a thread block, and the head that they are of. */
 struct query_rows {
     int32_t b, h, g, first, count;
 };
@@ -38,13 +37,12 @@ __device__ static query_rows rows_of_block(const forward_plan &plan, int32_t key
     return rows;
 }
 
-/* Whether the query at a position keeps a key, by its record and the causal rule. */
+/* True if the query at a position keeps a key, by its record and the causal rule. */
 __device__ static bool keeps(const forward_plan &plan, const key_record &record, int32_t j,
                              int32_t position) {
     return position < record.expiry && (!plan.by_position || position >= first_position(plan, j));
 }
 
-/* Loads the queries of a thread block. */
 template <typename element>
 __device__ static void load_rows(float (*to)[most_channels], const forward_plan &plan,
                                  const query_rows &rows, bool aligned) {
@@ -164,7 +162,7 @@ static __global__ void __launch_bounds__(block_keys)
         write_key<element>(plan, params, rows, q, codes, (int32_t)j);
 }
 
-/* A plan that has records of all keys, and no lists. */
+/* A plan with records of all keys, and without lists. */
 static forward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);

@@ -1,32 +1,31 @@
-/* How a score kernel loads keys and weights into shared memory. */
+/* Copies of keys and weights to the shared memory of a score kernel. */
 #pragma once
 
 #include "cuda/score/weights.cuh"
 
 static constexpr int mma_keys = 16, mma_heads = 8;
 
-/* The shapes of a warp's work. */
 template <typename element_, int head_tiles_, int step_channels_, int most_warps_>
 struct score_config {
     using element = element_;
     static constexpr int head_tiles = head_tiles_;       // mma tiles
     static constexpr int step_channels = step_channels_; // of a stage
-    static constexpr int most_warps = most_warps_; // of a thread block: what the registers allow
+    static constexpr int most_warps = most_warps_; // of a thread block: as many as fit in registers
     static constexpr int heads = head_tiles * mma_heads;
     static constexpr int row_bytes = step_channels * (int)sizeof(element);
     static constexpr int row_vecs = step_channels / vec_channels;
-    static constexpr int copy_rows = 32 / row_vecs; // that a warp copies at once
+    static constexpr int copy_rows = 32 / row_vecs; // rows that a warp copies at once
     static constexpr int copies = mma_keys / copy_rows;
     static constexpr int stage_bytes = mma_keys * row_bytes;
 };
 
-/* Whether this warp takes keys. Where there are few keys, some warps only copy weights. */
+/* True if this warp takes keys. If there are few keys, some warps only copy weights. */
 __device__ static bool has_keys(const score_params &params) {
     return threadIdx.x / 32 < params.key_warps;
 }
 
-/* The keys that a warp works on in a round: a tile of mma_keys. A tile takes as many rounds as
- * there are blocks of kv heads. */
+/* The keys of a warp in a round: a tile of mma_keys. A tile takes one round for each block of kv
+ * heads. */
 struct key_tile {
     int64_t b, j;
     bool is_there;
@@ -45,8 +44,8 @@ __device__ static bool is_valid(const score_params &params, int64_t b, int64_t j
            (params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0);
 }
 
-/* A warp's ring of stages, and what this lane copies next: a vector of every copy_rows-th key of a
- * tile. */
+/* A warp's ring of stages, and the next copies of this lane: a vector of every copy_rows-th key of
+ * a tile. */
 template <typename config> struct key_ring {
     char *stages;
     int filled, free;                     // the stages to read next and to fill next
@@ -56,7 +55,6 @@ template <typename config> struct key_ring {
     int round, step;
 };
 
-/* Moves a lane's copies on by some channels. */
 template <typename config>
 __device__ static void advance(key_ring<config> &ring, const score_params &params, int channels) {
     ring.channel += channels;
@@ -66,7 +64,6 @@ __device__ static void advance(key_ring<config> &ring, const score_params &param
         ring.from += params.v.head - params.head_dim;
 }
 
-/* Starts on the tile of a round. */
 template <typename config>
 __device__ static void enter_round(key_ring<config> &ring, const score_params &params, int round) {
     const key_tile tile = find_tile(params, round);
@@ -85,12 +82,12 @@ __device__ static void enter_round(key_ring<config> &ring, const score_params &p
     advance(ring, params, lane % config::row_vecs * vec_channels);
 }
 
-/* The swizzled offset of a vector: those that ldmatrix reads together are in different banks. */
+/* The swizzled offset of a vector: vectors that ldmatrix reads together are in different banks. */
 template <typename config> __device__ static uint32_t vec_offset(int row, int vec) {
     return row * config::row_bytes + (vec ^ row % 8) * vec_bytes;
 }
 
-/* The copies of a lane where v is not aligned: element by element. */
+/* The copies of a lane if v is not aligned: element by element. */
 template <typename config>
 __device__ static __noinline__ void
 copy_unaligned(char *stage, const typename config::element *from, int64_t stride, uint32_t valid) {

@@ -1,11 +1,11 @@
 /* fdma_score() on any device from compute capability 8.0: v times dt_proj on the tensor cores,
  * reading v once, then dt_bias, softplus and the coefficient.
  *
- * A warp takes 16 keys and up to 64 kv heads at a time. Its keys go through a ring of its own in
- * shared memory, which it fills ahead across tiles, so that warps do not wait for one another. The
- * warps of a thread block share the weights: either all of them stay in shared memory, or two
- * panels of them alternate there. Sums go over all channels in order, whichever warp takes a tile.
- * A float32 weight is a sum of three limbs of v's type (weights.cuh). */
+ * A warp takes 16 keys and up to 64 kv heads at a time. It has a ring for its keys in shared
+ * memory, which it fills ahead across tiles, so that warps do not wait for one another. The warps
+ * of a thread block share the weights: either all of them stay in shared memory, or two panels of
+ * them alternate there. Sums go over all channels in order, whichever warp takes a tile. A float32
+ * weight is a sum of three limbs of v's type (weights.cuh). */
 #include "cuda/score/copy.cuh"
 
 static constexpr int mma_channels = 16;
@@ -63,8 +63,8 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
             sums[n][i] += new_sums[n][i];
 }
 
-/* Computes a dot product again, channel by channel: with the limbs of a weight, of which one may be
- * 0, inf * weight is NaN. */
+/* Computes a dot product again, channel by channel: with limbs, inf * weight is NaN if a limb of
+ * the weight is 0. */
 template <typename T>
 __device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
                                                       int64_t j, int g) {
@@ -77,8 +77,8 @@ __device__ static __noinline__ float dot_sequentially(const score_params &params
     return sum;
 }
 
-/* What the epilogue of a tile needs, loaded ahead: a and dt_bias of heads lane and 32 + lane of a
- * block, and whether keys lane / 4 and 8 + lane / 4 of the tile are valid. */
+/* The inputs of the epilogue of a tile, loaded ahead: a and dt_bias of heads lane and 32 + lane of
+ * a block, and `valid` of keys lane / 4 and 8 + lane / 4 of the tile. */
 template <typename config> struct epilogue_inputs {
     static constexpr int head_groups = (config::heads + 31) / 32;
     float a[head_groups], dt_bias[head_groups];
@@ -152,7 +152,7 @@ __device__ static void write_scores(float (&sums)[config::head_tiles][4],
     }
 }
 
-/* Waits until at most `pending` of the latest groups of copies are under way. */
+/* Waits until at most `pending` of the latest groups of copies are in flight. */
 __device__ static void wait_for_copies(int pending) {
     if (pending >= 6)
         cp_async_wait_group<6>();
@@ -176,7 +176,7 @@ __device__ static void take_step(float (&sums)[config::head_tiles][4], key_ring<
         copy_keys(ring, params);
     cp_async_commit_group();
     const uint32_t keys = shared_address(ring.stages) + ring.filled * config::stage_bytes;
-#pragma unroll(config::head_tiles == 1 ? 2 : 1) // what the registers allow
+#pragma unroll(config::head_tiles == 1 ? 2 : 1) // as far as registers allow
     for (int vec = 0; vec < config::row_vecs; vec += sum_channels / vec_channels)
         multiply<config>(sums, keys, weights, vec, params);
     ring.free = ring.filled;
@@ -209,7 +209,7 @@ __device__ static void next_panel(char *next, const score_params &params, int ro
         cp_async_commit_group();
 }
 
-/* The tiles of a thread block, one for each of its warps at a time. */
+/* All tiles of a thread block, one for each of its warps at a time. */
 template <typename config>
 static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     score_keys(const __grid_constant__ score_params params) {
@@ -277,7 +277,7 @@ score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;
     params.weight_limb = (int64_t)params.kv_heads * params.channels;
-    // taken in any case: a caller who asks for the size has no data whose alignment could be seen
+    // taken in any case, because a query of the size has no data whose alignment could be tested
     void *const arranged = take<uint16_t>(arena, params.limbs * params.weight_limb);
     if (params.wide_dt_proj || !is_aligned(dt_proj->data, params.dt_row)) {
         params.weight_row = params.channels;
@@ -292,10 +292,10 @@ template <typename config> static int count_panel_bytes(const score_params &para
     return params.limbs * steps * config::heads * config::row_bytes;
 }
 
-/* Divides shared memory between weights and rings. All weights stay there if they fit a third of
- * it; otherwise two panels do, of the size that leaves most stages to the rings. A ring runs ahead
+/* Divides shared memory between weights and rings. All weights stay there if they fit in a third of
+ * it. Otherwise two panels do, of the size that leaves most stages to the rings. A ring runs ahead
  * by one panel at most, so that a panel does not arrive later than the keys that are multiplied
- * with it. Returns false if the rings of so many warps do not fit. */
+ * with it. Returns false if the rings of params->key_warps warps do not fit. */
 template <typename config> static bool plan_shared(score_params *params, int shared) {
     const int most_stages = 8, most_panel_steps = 8;
     const int steps = (int)divide_up(params->channels, config::step_channels);
@@ -324,8 +324,8 @@ template <typename config> static bool plan_shared(score_params *params, int sha
     return params->stages >= 2;
 }
 
-/* Launches one thread block on each multiprocessor, with no more warps than it takes to finish in
- * the same number of rounds. */
+/* Launches one thread block on each multiprocessor, with the fewest warps that finish in the same
+ * number of rounds. */
 template <typename config>
 static fdma_status launch_score(const fdma_problem *problem, score_params params) {
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);

@@ -1,4 +1,4 @@
-/* What the kernels of score and score_backward work from. Their weights are dt_proj in v's type,
+/* The parameters of the kernels of score and score_backward. Their weights are dt_proj in v's type,
  * aligned to 16 bytes: dt_proj itself if it is that already, otherwise a copy in the workspace. A
  * float32 weight becomes a sum of limbs, which are numbers of v's type. */
 #pragma once
@@ -16,23 +16,24 @@ struct score_params {
     const uint8_t *key_valid;
     int64_t valid_batch;
     number_view<float> score, bias;
-    const void *weights; // [limbs][kv_heads][channels] in v's type: dt_proj, or in the workspace
+    const void *weights; // [limbs][kv_heads][channels] in v's type: dt_proj, or a copy in the
+                         // workspace
     int64_t weight_row, weight_limb;
-    float *scales; // by which the weights of each kv head were divided; NULL: 1
+    float *scales; // divisors of the weights of each kv head; NULL: 1
     int64_t batch, kv_len;
     int32_t kv_heads, head_dim, channels, limbs;
     int32_t key_tiles, sequence_tiles; // tiles of keys: of the call, of a sequence
     int32_t key_warps;                 // warps of a thread block that take keys
-    int32_t head_blocks;               // blocks of kv heads, each of which takes a round of a tile
+    int32_t head_blocks;               // blocks of kv heads; each takes a round of a tile
     int32_t panels, panel_steps;       // panels of the weights, and steps of a panel
     int32_t stages;                    // of a warp's ring
     bool is_resident;                  // one panel stays in shared memory; otherwise two alternate
     fdma_bias_form bias_form;
-    bool wide_dt_proj, wide_a, wide_dt_bias; // are float32, not v's type
+    bool wide_dt_proj, wide_a, wide_dt_bias; // are float32; otherwise of v's type
     bool is_aligned;                         // v may be loaded 16 bytes at a time
 };
 
-/* A number of kv head g, in float32 or in v's type. */
+/* The number of kv head g, in float32 or in v's type. */
 template <typename T> __device__ static float load_of_head(const void *from, bool is_wide, int g) {
     return is_wide ? ((const float *)from)[g] : to_float(((const T *)from)[g]);
 }
@@ -41,10 +42,10 @@ __device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 
-/* Plans fdma_score(), which fdma_cuda_run_products() then runs. */
+/* Plans fdma_score() for fdma_cuda_run_products(). */
 score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena);
 
-/* Plans and runs dt alone, for score_backward. params.score, which then has it, is
- * [batch][kv_heads][kv_len] in the arena; it and params.weights remain valid afterwards. */
+/* Plans and runs dt alone, for score_backward. The result is params.score,
+ * [batch][kv_heads][kv_len] in the arena. It and params.weights remain valid afterwards. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);
 fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_params &params);

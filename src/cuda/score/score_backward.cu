@@ -2,12 +2,12 @@
  * and ddt_bias. Where dbias is 0, v contributes nothing, even if it is NaN.
  *
  *   fdma_cuda_run_products()  computes dt again, as fdma_score() does
- *   find_gradients()          makes ddt of it, and what each round of keys adds to da and ddt_bias
+ *   find_gradients()          makes ddt from it, and each round's terms of da and ddt_bias
  *   add_keys()                takes a split of a sequence's keys, and reads v and dv once for every
- *                             32 kv heads: adds to dv, and sums what the split adds to ddt_proj
+ *                             32 kv heads: adds to dv, and sums the split's terms of ddt_proj
  *   finish_sums()             adds the sums of rounds and splits, in order
  *
- * The number of splits depends on kv_len, kv_heads and head_dim alone, so results do not depend on
+ * The number of splits depends only on kv_len, kv_heads and head_dim, so results do not depend on
  * the batch. Source: docs/algorithm.md, backward. */
 #include "cuda/score/score_backward_products.cuh"
 
@@ -30,7 +30,7 @@ template <typename config> struct split_memory {
     };
 };
 
-/* Starts copying the items of step n of a split, if it has so many steps. `from` has an item for
+/* Starts copying the items of step n of a split, if it has that many steps. `from` has an item for
  * each tile. */
 template <typename config, typename item>
 __device__ static void copy_step(item *to, const void *from, const gradient_params &params,
@@ -73,7 +73,7 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
         cp_async_commit_group();
     }
     for (int32_t step = 0; step * step_tiles < tiles; step++) {
-        __syncthreads(); // each warp has waited for its own copies, so those of this step are done
+        __syncthreads(); // each warp has waited for its own copies: this step has arrived
         copy_step<config>(shared->operands[(step + 1) % 2], params.operands, params, g, step + 1);
         copy_step<config>(shared->masks[(step + 2) % 3], params.masks, params, g, step + 2);
         for (int t = threadIdx.x / 32 % params.key_warps; t < step_tiles; t += params.key_warps) {
@@ -97,12 +97,12 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
     }
 }
 
-/* Adds the sums of warps that have the same channels to those of the first of these warps. */
+/* Adds the sums of warps with the same channels to the sums of the first of these warps. */
 template <typename config>
 __device__ static void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
                                     int key_warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads(); // every warp has read its ring, whose memory this takes
+    __syncthreads(); // every warp has read its ring, whose memory is reused here
     if (warp % key_warps != 0)
         shared->sums[warp][lane] = sums;
     __syncthreads();
@@ -117,7 +117,7 @@ __device__ static void reduce_warps(warp_sums<config> &sums, split_memory<config
             }
 }
 
-/* Writes what a split adds to ddt_proj. Returns whether none of it is NaN. */
+/* Writes the terms of a split in ddt_proj. True if none of them is NaN. */
 template <typename config>
 __device__ static bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
                                 float *to, int32_t g, int32_t first) {
@@ -152,7 +152,7 @@ __device__ static float sum_sequentially(const gradient_params &params, int32_t 
     return sum;
 }
 
-/* Computes again the sums that are NaN. A product includes keys whose gradient is 0 in this head
+/* Computes the sums that are NaN again. A product includes keys whose gradient is 0 in this head
  * but not in others: they count as 0 * v, which is NaN if v is not finite. */
 template <typename config>
 __device__ static __noinline__ void redo_sums(const gradient_params &params, float *to, int32_t g,
@@ -170,8 +170,8 @@ __device__ static __noinline__ void redo_sums(const gradient_params &params, flo
         }
 }
 
-/* Adds to dv of a split's keys, and sums what they add to ddt_proj, for the kv heads from g on and
- * a block of channels. */
+/* Adds to dv of a split's keys, and sums their terms of ddt_proj, for the kv heads from g on and a
+ * block of channels. */
 template <typename config>
 static __global__ void __launch_bounds__(split_threads, 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
@@ -188,7 +188,7 @@ static __global__ void __launch_bounds__(split_threads, 2)
         redo_sums<config>(params, to, g, first);
 }
 
-/* Writes a sum, or adds it to what is there, in float32 (wide) or v's type. */
+/* Writes a sum, or adds it to the contents, in float32 (wide) or v's type. */
 template <typename element>
 __device__ static void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
     if (wide)
@@ -207,7 +207,8 @@ __device__ static float sum_columns(float sum) {
     return sum;
 }
 
-/* Divides `count` numbers, `stride` apart, into `slices` ranges, and returns the sum of one. */
+/* Divides `count` numbers, `stride` apart, into `slices` ranges, and returns the sum of one
+ * range. */
 __device__ static float sum_slice(const float *from, int64_t count, int64_t stride, int slice,
                                   int slices) {
     const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
@@ -218,7 +219,7 @@ __device__ static float sum_slice(const float *from, int64_t count, int64_t stri
     return sum;
 }
 
-/* Writes the sum over all rounds of a number of kv head blockIdx.y. */
+/* Sums over all rounds, and writes the result for kv head blockIdx.y. */
 template <typename element>
 __device__ static void put_rounds(const gradient_params &params, const float *sums, void *to,
                                   bool wide) {
@@ -232,7 +233,6 @@ __device__ static void put_rounds(const gradient_params &params, const float *su
         put_sum<element>(to, blockIdx.y, sum, wide, params.accumulate);
 }
 
-/* Thread blocks whose columns are channels of dt_proj. */
 __host__ __device__ static int32_t count_column_blocks(const gradient_params &params) {
     return (int32_t)divide_up(params.channels, finish_columns);
 }
@@ -264,13 +264,12 @@ static __global__ void __launch_bounds__(finish_columns *finish_rows)
                          params.accumulate);
 }
 
-/* Tiles of kv heads that a thread block takes. */
 static int32_t count_head_tiles(const gradient_params *params) {
     return params->kv_heads <= tile_heads ? 1 : 4;
 }
 
 /* Splits of a sequence: enough to fill a large device with thread blocks, as long as their sums
- * take no more than an eighth of v or 16 MB, whichever is more. */
+ * take at most an eighth of v or 16 MB, whichever is more. */
 static void plan_splits(gradient_params *params) {
     const int64_t few = 512, many = 384; // thread blocks that fill a device
     const int64_t least_sums = 4 << 20;  // floats
@@ -325,8 +324,8 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     return params;
 }
 
-/* Gives each warp of a thread block channels of its own, as long as there are enough of them; warps
- * that are left share channels and take tiles in turn. */
+/* Gives each warp of a thread block channels of its own, as long as there are enough of them. The
+ * other warps share channels and take tiles in turn. */
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
     static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "every device has as much");
@@ -334,7 +333,7 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
         params.key_warps /= 2;
-    // so that the copies of a step are done, and its masks have arrived, when it begins
+    // so that at the beginning of a step its copies are complete, and its masks have arrived
     assert(params.key_warps * config::stages <= config::step_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
     const dim3 grid((unsigned)params.batch * params.splits,

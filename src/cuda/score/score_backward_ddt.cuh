@@ -1,8 +1,8 @@
-/* What the kernels of score_backward work from, and the first of them: from dbias and dt it makes
- * ddt, the gradient of dt, as operands of the tensor cores.
+/* The parameters of the kernels of score_backward, and the first of these kernels: from dbias and
+ * dt it makes ddt, the gradient of dt, as operands of the tensor cores.
  *
- * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, whether they
- * are the 16 numbers that it sums over or its 16 rows. */
+ * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, either as its 16
+ * summands or as its 16 rows. */
 #pragma once
 
 #include "cuda/device/element.cuh"
@@ -26,7 +26,7 @@ struct gradient_params {
     head_view dv; // data NULL: not wanted
     void *ddt_proj, *da, *ddt_bias;
     int64_t ddt_row;
-    float *ddt;          // [batch][kv_heads][kv_len], where dt was
+    float *ddt;          // [batch][kv_heads][kv_len], in place of dt
     void *operands;      // tile_operands [blocks of kv heads][batch][tiles]
     uint32_t *masks;     // of the same tiles; bit i: key i has a gradient
     float *dt_sums;      // [batch * splits][kv_heads][channels]
@@ -39,7 +39,6 @@ struct gradient_params {
     bool dv_aligned, is_exp, accumulate;
 };
 
-/* What a lane has of an operand of mma. */
 struct alignas(16) operand {
     uint32_t pairs[4];
 };
@@ -52,22 +51,19 @@ template <int head_tiles> struct alignas(16) tile_operands {
     float head_unscale[head_tiles * tile_heads];
 };
 
-/* The keys of a thread block. */
 struct split_range {
     int32_t b, tile; // tile: the first, in its sequence
 };
 
 __device__ static split_range find_split(const gradient_params &params) {
-    const int32_t split = opaque(blockIdx.x); // not hoisted: registers are few
+    const int32_t split = opaque(blockIdx.x); // not hoisted, to save registers
     return {split / params.splits, split % params.splits * params.split_tiles};
 }
 
-/* The tiles of a split. */
 __device__ static int32_t split_length(const gradient_params &params, split_range range) {
     return min(params.split_tiles, params.tiles - range.tile);
 }
 
-/* The index of a sequence's first tile, for a block of kv heads. */
 __device__ static int64_t first_tile(const gradient_params &params, int32_t head_block, int32_t b) {
     return ((int64_t)head_block * params.batch + b) * params.tiles;
 }
@@ -80,8 +76,8 @@ __device__ static bool is_valid(const gradient_params &params, int32_t b, int32_
     return params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
-/* The gradients of dt and of a that come from one key and kv head. If dbias is not 0 but ddt is,
- * ddt is stored as -0: it still is a term of the sums, since 0 * inf is NaN. */
+/* The gradients of dt and a from one key and kv head. If dbias is not 0 but ddt is, ddt is stored
+ * as -0: it is still a term of the sums, because 0 * inf is NaN. */
 struct key_gradient {
     float ddt, da;
 };
@@ -108,13 +104,13 @@ struct power_scale {
 
 template <typename element> __device__ static power_scale find_power(float most) {
     const int exponent = __float_as_int(most) >> 23;
-    if (is_bfloat16<element>() || exponent == 255) // bfloat16 needs none; inf and NaN have none
+    if (is_bfloat16<element>() || exponent == 255) // bfloat16 needs no scale; inf and NaN have none
         return {1, 1};
     const int bounded = max(exponent, 15);
     return {__int_as_float((268 - bounded) << 23), __int_as_float((bounded - 14) << 23)};
 }
 
-/* x and y as two limbs each: the upper bits, and what they leave over. */
+/* x and y as two limbs each: the upper bits, and the remainder. */
 template <typename element>
 __device__ static void split_limbs(uint32_t &upper, uint32_t &lower, float x, float y) {
     alignas(4)
@@ -124,8 +120,8 @@ __device__ static void split_limbs(uint32_t &upper, uint32_t &lower, float x, fl
                                         isinf(y) ? 0 : y - to_float(pair[1]));
 }
 
-/* ddt of a round by key and head, in rows padded so that a warp reads from different banks; what
- * each key adds to da; and by what the weights of each head were divided. */
+/* ddt of a round by key and head, in rows padded so that a warp reads from different banks; each
+ * key's term of da; and the divisors of the weights of each head. */
 template <int head_tiles> struct round_gradients {
     static constexpr int heads = head_tiles * tile_heads, row = heads + 4;
     alignas(16) float ddt[round_keys][row];
@@ -202,7 +198,7 @@ __device__ static uint32_t find_mask(const round_gradients<head_tiles> &from) {
     return (both | both >> tile_keys) & 0xffff;
 }
 
-/* Finds ddt of a thread's key, for every second kv head from g on; 0 where dbias is 0. */
+/* Sets ddt of a thread's key, for every second kv head from g on; 0 where dbias is 0. */
 template <typename element, int head_tiles>
 __device__ static void take_key(round_gradients<head_tiles> *round, const gradient_params &params,
                                 int32_t b, int32_t g, int32_t j) {
@@ -231,7 +227,6 @@ __device__ static void take_key(round_gradients<head_tiles> *round, const gradie
     }
 }
 
-/* The sum over a warp, in every lane. */
 __device__ static float sum_lanes(float x) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
@@ -247,7 +242,7 @@ __device__ static float sum_round(const float *of_key, int stride) {
     return sum_lanes(sum);
 }
 
-/* Writes what a round adds to da and to ddt_bias. A warp takes a head. */
+/* Writes the terms of a round in da and ddt_bias. A warp takes a head. */
 template <int head_tiles>
 __device__ static void put_coefficients(const round_gradients<head_tiles> &round,
                                         const gradient_params &params, int32_t g) {
@@ -264,8 +259,8 @@ __device__ static void put_coefficients(const round_gradients<head_tiles> &round
     }
 }
 
-/* From dt to ddt, its operands, and what they add to da and ddt_bias. A thread block takes a
- * round of a sequence's keys, and a block of kv heads. */
+/* Makes ddt from dt, its operands, and its terms of da and ddt_bias. A thread block takes a round
+ * of a sequence's keys, and a block of kv heads. */
 template <typename element, int head_tiles>
 static __global__ void __launch_bounds__(find_threads)
     find_gradients(const __grid_constant__ gradient_params params) {

@@ -6,7 +6,7 @@
 
 static constexpr int split_threads = 128;
 static constexpr int split_warps = split_threads / 32;
-static constexpr int quad_tiles = 4; // tiles of 8 channels, of which a lane has one vector
+static constexpr int quad_tiles = 4; // tiles of 8 channels; a lane has one vector of each quad
 
 template <typename element_, int limbs_, int head_tiles_, int quads_, int stages_, int step_tiles_>
 struct product_config {
@@ -19,18 +19,19 @@ struct product_config {
     static constexpr int channel_tiles = quads * quad_tiles;
     static constexpr int channels = channel_tiles * 8;
     static constexpr int block_channels =
-        split_warps * channels; // of a thread block, if there are so many
+        split_warps * channels; // of a thread block, if there are enough
     static constexpr int row_vecs = channels / vec_channels;
     static constexpr int stages = stages_;         // of a warp's ring
-    static constexpr int step_tiles = step_tiles_; // whose operands a thread block loads in a step
+    static constexpr int step_tiles = step_tiles_; // tiles whose operands a thread block loads in a
+                                                   // step
 };
 
-/* A stage of a warp's ring: a tile of keys, the warp's channels. */
+/* A stage of a warp's ring: the warp's channels of a tile of keys. */
 template <typename config> struct tile_stage {
     uint4 v[tile_keys * config::row_vecs], dv[tile_keys * config::row_vecs];
 };
 
-/* The swizzled index of a vector: those that ldmatrix reads together are in different banks. */
+/* The swizzled index of a vector: vectors that ldmatrix reads together are in different banks. */
 template <typename config> __device__ static int vec_index(int row, int vec) {
     constexpr int line_rows = 8 / config::row_vecs;
     return row * config::row_vecs + (vec ^ row / line_rows % config::row_vecs);
@@ -49,7 +50,7 @@ __device__ static int64_t channel_offset(const gradient_params &params, int32_t 
     return channel / params.head_dim * head_stride + channel % params.head_dim;
 }
 
-/* Finds the vectors of the channels from `first` on. */
+/* Sets the addresses of the vectors of the channels from `first` on. */
 template <typename config>
 __device__ static lane_vecs<config> find_vecs(const gradient_params &params, int32_t first) {
     using element = typename config::element;
@@ -208,14 +209,14 @@ __device__ static void add_to_dv(const tile_stage<config> &stage,
     }
 }
 
-/* A lane's sums for ddt_proj: of head lane / 4 of a tile of heads, and of channels lane % 4 * 2 and
- * the next of a tile of channels. */
+/* A lane's sums for ddt_proj: for head lane / 4 of a tile of heads, and for channels lane % 4 * 2
+ * and the next of a tile of channels. */
 template <typename config> struct warp_sums {
     float2 of[config::head_tiles][config::channel_tiles];
 };
 
-/* Adds ddt times v of a tile. Only the sums within a tile are left to the tensor cores, which
- * truncate. */
+/* Adds ddt times v of a tile. The tensor cores, which truncate, make only the sums within a
+ * tile. */
 template <typename config>
 __device__ static void add_to_sums(warp_sums<config> &sums, const tile_stage<config> &stage,
                                    const typename config::operands &operands) {

@@ -15,9 +15,9 @@ __device__ static float load_weight(const score_params &params, int g, int chann
                                : to_float(((const T *)params.dt_proj)[at]);
 }
 
-/* Thread block g finds the power of two by which the weights of kv head g are divided, so that the
- * largest is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of
- * float32, needs no scale. */
+/* Thread block g finds the power of two that divides the weights of kv head g, so that the largest
+ * is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of float32,
+ * needs no scale. */
 template <typename T>
 static __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(arrange_threads) find_scales(const scor
     params.scales[g] = is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
 }
 
-/* A limb of x. Each takes the upper bits of what those before it leave over. */
+/* A limb of x. Each limb takes the upper bits of the remainder after the limbs before it. */
 template <typename T> __device__ static T limb_of(float x, int limb) {
     for (int before = 0; before < limb; before++)
         x -= to_float(from_float_toward_zero<T>(x));

@@ -1,6 +1,6 @@
-/* The selection where there are at least as many slots as keys, on any device from compute
- * capability 8.0: every key is kept as long as there are queries, in the slot of its own number,
- * whatever its score. In a fused call it also writes the records and the list of forward's plan, as
+/* The selection with at least as many slots as keys, on any device from compute capability 8.0.
+ * Every key is kept as long as there are queries, in the slot of its own number, whatever its
+ * score. In a fused call it also writes the records and the list of forward's plan, as
  * plan/lists.cu does. */
 extern "C" {
 #include "core/streams.h"
@@ -46,7 +46,7 @@ static const char *refuses(const fdma_problem *problem) {
     return has_table(problem) || problem->carried_len > 0 ? "tables or carried keys" : NULL;
 }
 
-/* The plan of the forward call that follows, which lays it out in the same way. */
+/* The plan of the forward call that follows, which uses the same layout. */
 static forward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return problem->fused.forward == NULL ? forward_plan{}
                                           : fdma_cuda_plan_forward(problem->fused.forward, arena);

@@ -12,8 +12,8 @@ enum {
 
 /* ---- the valid keys of a sequence ---- */
 
-/* What a thread has of a tile: bit r of `valid` says whether key first + r * warp_lanes is valid.
- * The keys of a warp are consecutive. */
+/* The keys of a tile that a thread has: bit r of `valid` is set if key first + r * warp_lanes is
+ * valid. The keys of a warp are consecutive. */
 struct tile_keys {
     uint32_t first, valid;
 };
@@ -29,14 +29,14 @@ __device__ static tile_keys load_tile(const uint8_t *valid, uint32_t tile, uint3
     return keys;
 }
 
-/* How many keys of the tile's lower warps are valid; *total: how many of all its warps. */
+/* The number of valid keys in the lower warps of the tile; *total: in all its warps. */
 __device__ static uint32_t count_lower(const tile_keys &keys, uint32_t *total) {
     __shared__ uint32_t scratch[number_warps];
     const uint32_t count = __reduce_add_sync(all_lanes, __popc(keys.valid));
     return sum_lower_warps<number_warps>(scratch, count, total);
 }
 
-/* Each block writes sink_end of one sequence: it goes through tiles until it has met all sinks. */
+/* Each block writes sink_end of one sequence: it reads tiles until it has found all sinks. */
 static __global__ void __launch_bounds__(number_threads)
     find_sinks(const select_call call, uint32_t *sink_end) {
     const uint8_t *const valid = call.valid + blockIdx.x * call.valid_batch;
@@ -121,13 +121,13 @@ __device__ static uint32_t position_of(const key_numbers &keys, uint32_t number)
     return keys.position != NULL ? keys.position[number] : number;
 }
 
-/* The number of the first valid key from the end of a sequence on. */
+/* The number of the first valid key at or after the end of a sequence. */
 __device__ static uint32_t number_at_end(const select_call &call, const key_numbers &keys,
                                          uint32_t end) {
     return end < call.kv_len ? number_of(keys, end) : keys.count;
 }
 
-/* Each thread moves the expiry of one key. That of a key that is not valid stays. */
+/* Each thread moves the expiry of one key. The expiry of a key that is not valid stays. */
 static __global__ void __launch_bounds__(move_threads)
     move_expiries(const select_call call, const rules_space rules, uint32_t segments,
                   uint32_t *parent) {
@@ -157,13 +157,13 @@ static __global__ void __launch_bounds__(move_threads)
 
 /* ---- the rule `gap` ---- */
 
-/* The order of a score, below the first position of its sequence: of two, the greater is that of
- * the later sequence or, in one sequence, of the better key. An order of 0 is no key's. */
+/* The order of a score, with the first position of its sequence in the upper half. The greater of
+ * two is in the later sequence or, in one sequence, has the better key. No key has order 0. */
 typedef uint64_t placed_order;
 
 __device__ static placed_order greater(placed_order x, placed_order y) { return x > y ? x : y; }
 
-/* That of key j, or of no key where j is not valid or past the end. */
+/* The placed order of key j, or of no key if j is not valid or past the end. */
 __device__ static placed_order placed_order_of(const select_call &call,
                                                const select_segment &segment, uint32_t j) {
     if (j >= call.kv_len)
@@ -178,7 +178,6 @@ __device__ static float score_of(placed_order placed) {
     return __uint_as_float(score_bits_of_order((uint32_t)placed));
 }
 
-/* The greatest of the lower lanes and this one. */
 __device__ static placed_order raise_by_lanes(placed_order own) {
     const uint32_t lane = threadIdx.x % warp_lanes;
 #pragma unroll
@@ -189,7 +188,7 @@ __device__ static placed_order raise_by_lanes(placed_order own) {
     return own;
 }
 
-/* The greatest of a thread block, or of its lower warps. */
+/* The greatest value in a thread block, and in its lower warps. */
 struct block_best {
     placed_order lower, all;
 };
@@ -198,7 +197,7 @@ __device__ static block_best best_of_warps(placed_order of_warp) {
     __shared__ placed_order scratch[number_warps];
     const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     block_best best = {0, 0};
-    __syncthreads(); // every thread has read the numbers of the call before
+    __syncthreads(); // every thread has read the values of the previous call
     if (lane == warp_lanes - 1)
         scratch[warp] = of_warp;
     __syncthreads();
@@ -209,8 +208,8 @@ __device__ static block_best best_of_warps(placed_order of_warp) {
     return best;
 }
 
-/* The best up to each key of a tile, those of lower warps and tiles left out. The keys of a warp
- * are consecutive, as in load_tile(). */
+/* The best up to each key of a tile, without lower warps and tiles. The keys of a warp are
+ * consecutive, as in load_tile(). */
 __device__ static void raise_tile(const select_call &call, const select_segment &segment,
                                   uint32_t first, placed_order (&best)[number_items]) {
     placed_order before = 0;
@@ -285,7 +284,7 @@ static __global__ void __launch_bounds__(move_threads)
     const key_numbers keys = find_numbers(call, rules, segment / call.kv_heads);
     const float *const best = rules.best + segment * call.kv_len;
     uint32_t first = end_of_recent(call, keys, j, end, recent), last = expiry;
-    while (first < last) { // the first position at which the score is too low is in between
+    while (first < last) { // the first position with a score that is too low is in between
         const uint32_t middle = first + (last - first) / 2;
         if (falls_below((double)here.score[j], (double)best[middle], gap))
             last = middle;
@@ -301,7 +300,7 @@ static __global__ void __launch_bounds__(move_threads)
 
 /* ---- on the host ---- */
 
-/* Whether the valid keys are numbered, for one of the rules. */
+/* True if valid keys are numbered, which some rules need. */
 static bool numbers_keys(const fdma_problem *problem) {
     const bool is_packed = is_present(&problem->starts);
     return keeps_recent(problem) || (problem->gap > 0 && problem->recent > 0) ||

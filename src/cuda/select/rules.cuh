@@ -1,8 +1,8 @@
-/* The rules `sinks`, `recent` and `gap` of a selection, around the selection by score, which has
- * two implementations (select.cuh).
+/* The rules `sinks`, `recent` and `gap` of a selection, applied before and after the selection by
+ * score, which has two implementations (select.cuh).
  *
  * sinks: the first `sinks` valid keys of a sequence are sorted above all others. Without padding
- * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted, or,
+ * they end at position `sinks`. With padding find_sinks finds their end before keys are sorted, or,
  * where sequences are packed, count_valid and number_keys number all keys.
  *
  * recent: a key competes by score only once `recent` valid keys have followed it. So the selection
@@ -11,10 +11,10 @@
  *     count_valid, number_keys  number the valid keys of each sequence. Without padding the number
  *                               of a key is its position
  *     move_expiries             moves each expiry by `recent` valid keys. The key that leaves the
- *                               selection by score as valid key n arrives, maybe n itself, now
- *                               leaves as valid key n + recent arrives, and is its parent
+ *                               selection by score when valid key n arrives (maybe n itself) now
+ *                               leaves when valid key n + recent arrives, and is its parent
  *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free
- *                               slots, each later one that of its parent
+ *                               slots, each later one takes the slot of its parent
  *
  * gap: a key also leaves once its score is more than `gap` below the best so far, unless it is a
  * sink or among the `recent` newest. This comes last:
@@ -26,30 +26,31 @@
 
 #include "cuda/select/slots.cuh"
 
-/* A part of the workspace. What a call does not need is NULL. */
+/* Arrays in the workspace. Those that a call does not need are NULL. */
 struct rules_space {
     uint32_t *sink_end;   // [batch]: the first position past the sinks
-    uint32_t *number;     // [batch][kv_len], by position: of each valid key; in packed sequences
-                          // the valid keys before each position
+    uint32_t *number;     // [batch][kv_len], by position: the number of each valid key; in packed
+                          // sequences the valid keys before each position
     uint32_t *position;   // [batch][kv_len], by number
-    uint32_t *count;      // [batch]: valid keys, in packed sequences those of all sequences
+    uint32_t *count;      // [batch]: valid keys, in packed sequences of all sequences
     uint32_t *tile_count; // [batch][tiles]: valid keys of each tile
     uint32_t tiles;       // of a sequence, number_tile keys each
     float *best;          // [segments][kv_len]: the best score up to each position
-    uint64_t *tile_best;  // [segments][best_tiles]: the last one of each tile, as a placed_order
+    uint64_t *tile_best;  // [segments][best_tiles]: the best score up to the end of each tile, as a
+                          // placed_order
     uint32_t best_tiles;  // of a segment, number_tile keys each
 };
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
 
 /* Sets call->sink_end and call->number. With padding and sinks one of them points into the
- * workspace, where it is written on the device. Call it before the selection by score, and give
- * that the same `call`. */
+ * workspace, and the device writes it. Call this before the selection by score, with the same
+ * `call`. */
 fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
                                  select_call *call);
 
-/* Applies the rule `recent`, if the call has it, to the selection by score. chains: for the slots,
- * if these are wanted. */
+/* Applies the rule `recent`, if the call has it, to the selection by score. chains: scratch for the
+ * slots, if these are wanted. */
 fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space &rules,
                                   const chain_space &chains, const select_call &by_score);
 

@@ -1,21 +1,21 @@
-/* Selection on the GPU: what its kernels are called with, and what the two implementations of all
- * positions share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes a
- * segment that fits a cluster of blocks in one. Both select by score, in the order of
+/* Selection on the GPU: the arguments of its kernels, and the code that the two implementations for
+ * all positions share. sm80/select.cu takes any segment in several launches. sm90/select.cu takes a
+ * segment that fits in a cluster of blocks in one launch. Both select by score, in the order of
  * device/order.cuh. Before that, rules.cu finds the sinks, to which load_key() gives an order above
- * all scores; after it, rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands
+ * all scores. After it, rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands
  * down slots for the rule `recent` and for sm80/select.cu. Three kernels have steps of their own:
  * for fused calls sm90/top.cu selects for the last positions alone and short/short.cu also writes
  * forward's lists; keep_all.cu takes calls in which no key can leave.
  *
- * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
- * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
+ * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they are
+ * sorted, worst first; absent keys come before all others. Ranks and positions are cut into
  * partitions of equal size. The figure in docs/algorithm.md ("On a GPU") draws the tables:
  *
- *     earlier_count[c][d]  keys of rank partition c and above that stand before the end of position
+ *     earlier_count[c][d]  keys of rank partition c and above that come before the end of position
  *                          partition d
  *     threshold_rank[d]    rank of the worst key that is kept when position partition d begins;
  *                          0 while the set is not full
- *     kept_index           of a key that is ever kept: how many such keys stand before it
+ *     kept_index           of a key that is ever kept: the number of such keys before it
  *
  * The steps have the same names in both implementations:
  *
@@ -26,22 +26,22 @@
  *     decide_by_threshold  decides most keys by the two thresholds around their position; for each
  *                          of the others, finds how many keys of its position partition may
  *                          outrank it if it is to be kept
- *     decide_by_count      decides these by counting the keys that do
+ *     decide_by_count      decides the others by counting the keys that outrank them
  *     index_kept           kept_index of each kept key; its position by kept_index
- *     match_evictions      the i-th worst kept key expires where kept key window + i stands
- *     find_heads           a slot passes along a chain, from each evicted key to its evictor: finds
+ *     match_evictions      the i-th worst kept key expires at the position of kept key window + i
+ *     find_roots           a slot passes along a chain, from each evicted key to its evictor: finds
  *                          the first key of a key's chain that the same block handles
- *     follow_heads         follows chains from block to block up to the slot
+ *     follow_roots         follows chains from block to block up to the slot
  *
  * Global scope needs no thresholds: the `window` best keys of the segment are kept, and a kept
  * key's kept_index is its slot.
  *
  * Packed sequences are one segment in which every key outranks all keys of earlier sequences. Then
  * the keys of its own sequence that a query keeps are those that it would keep in that sequence
- * alone, and an expiry beyond the end of the sequence becomes that end. So sort_keys sorts by the
- * number of the sequence once it has sorted by score, and slots begin anew with the first key of a
- * sequence: it and the keys after it are numbered from there. In global scope a sequence has as
- * many ranks as positions, in the same places, and keeps the best of them. */
+ * alone, and an expiry beyond the end of the sequence becomes that end. So sort_keys sorts by score
+ * and then by the index of the sequence, and slots start at 0 with the first key of each sequence.
+ * In global scope the keys of a sequence occupy the ranks equal to its positions, and the best of
+ * them are kept. */
 #pragma once
 
 #include "core/integers.h"
@@ -59,7 +59,6 @@ struct select_segment {
     uint32_t *first_index; // see select_call
 };
 
-/* A selection by score. */
 struct select_call {
     number_view<const float> score;
     number_view<int32_t> expiry, slot;
@@ -68,26 +67,28 @@ struct select_call {
     uint32_t kv_heads, kv_len;
     uint32_t window;          // at most kv_len
     uint32_t sinks;           // at most the window
-    const uint32_t *sink_end; // [batch]; NULL: `sinks`, since no key before it is padding
+    const uint32_t *sink_end; // [batch]; NULL: `sinks`, because no key before it is padding
     uint32_t recent;          // keys that rules.cu adds afterwards; 0 also if they change nothing
-    // of packed sequences, by position; ranges is NULL if sequences are not packed
+    // tables of packed sequences, by position; ranges is NULL if sequences are not packed
     const int2 *ranges;     // see packed_sequences
-    const uint32_t *index;  // the same
-    const uint32_t *number; // with padding, if needed: valid keys before each; NULL: the position
+    const uint32_t *index;  // see packed_sequences
+    const uint32_t *number; // with padding, if needed: valid keys before each position; NULL: the
+                            // position
     uint32_t *first_index;  // [segments][kv_len]: at a sequence's first position, the kept keys of
-                            // the segment before it; NULL: not needed, as slots are not wanted
-    int index_digits;       // of 8 bits, to sort by the number of a sequence; 0: not packed
+                            // the segment before it; NULL: slots are not wanted
+    int index_digits;       // digits of 8 bits in the index of a sequence, to sort by; 0: not
+                            // packed
     bool causal;            // scope; also false if the window is 0
 };
 
-/* Whether some query keeps keys by the rule `recent`. If there are no more keys than slots, every
- * query keeps all that it sees. */
+/* True if some query keeps keys by the rule `recent`. If there are at least as many slots as keys,
+ * every query keeps all that it sees, and the rule changes nothing. */
 static inline bool keeps_recent(const fdma_problem *problem) {
     return problem->recent > 0 && problem->slots < problem->kv_len;
 }
 
-/* Digits of 8 bits that the numbers of packed sequences have; that past the last one is their
- * count. */
+/* Digits of 8 bits in the indices of packed sequences. Positions after the last sequence have the
+ * number of sequences as their index. */
 static inline int count_index_digits(const fdma_problem *problem) {
     const int64_t count = is_present(&problem->starts) ? problem->starts.shape[0] - 1 : 0;
     int digits = is_present(&problem->starts) ? 1 : 0;
@@ -96,8 +97,8 @@ static inline int count_index_digits(const fdma_problem *problem) {
     return digits;
 }
 
-/* With the rule `recent`, slots follow from the moved expiries, so the selection by score has none.
- * fdma_cuda_find_sinks() adds sink_end and number. */
+/* With the rule `recent`, slots follow from the moved expiries, so the selection by score writes
+ * none. fdma_cuda_find_sinks() adds sink_end and number. */
 static inline select_call describe_select(const fdma_problem *problem,
                                           const packed_sequences &sequences,
                                           uint32_t *first_index) {
@@ -122,7 +123,7 @@ static inline select_call describe_select(const fdma_problem *problem,
     return call;
 }
 
-/* Where a selection by score has slots of packed sequences: what first_index takes of the arena. */
+/* Takes first_index from the arena, if a selection by score has slots of packed sequences. */
 static inline uint32_t *take_first_index(const fdma_problem *problem, fdma_arena *arena) {
     if (!is_present(&problem->starts) || !is_present(&problem->slot) || keeps_recent(problem))
         return NULL;
@@ -139,29 +140,29 @@ __device__ static select_segment segment_of(const select_call &call, uint32_t se
             call.first_index + (size_t)segment * call.kv_len};
 }
 
-/* The end of the sequences: the keys from there on belong to none. */
+/* The end of the last sequence. Keys from there on belong to none. */
 __device__ static uint32_t end_of_sequences(const select_call &call) {
     return call.ranges == NULL ? call.kv_len : (uint32_t)call.ranges[call.kv_len - 1].y;
 }
 
-/* How many valid keys of its own sequence stand before position j, in packed sequences. */
+/* The number of valid keys of its own sequence before position j, in packed sequences. */
 __device__ static uint32_t number_in_sequence(const select_call &call, uint32_t j) {
     const uint32_t first = (uint32_t)call.ranges[j].x;
     return call.number == NULL ? j - first : call.number[j] - call.number[first];
 }
 
-/* This bit is set in the position of a key that is not valid or lies past the end, so that it
- * stands before no position. */
+/* Set in the position of a key that is not valid or lies past the end, which puts it after every
+ * position. */
 static constexpr uint32_t absent = 1U << 31;
 
-/* Whether valid key j of a segment is a sink. Sequences may be packed. */
+/* True if valid key j of a segment is a sink. Sequences may be packed. */
 __device__ static bool is_sink(const select_call &call, const select_segment &segment, uint32_t j) {
     return call.ranges != NULL && segment.sink_end > 0
                ? number_in_sequence(call, j) < segment.sink_end
                : j < segment.sink_end;
 }
 
-/* Key j of a segment as it is sorted: {order, position}. */
+/* The sort key of key j of a segment: {order, position}. */
 template <bool packed>
 __device__ static uint2 load_key(const select_call &call, const select_segment &segment,
                                  uint32_t j) {
@@ -173,19 +174,18 @@ __device__ static uint2 load_key(const select_call &call, const select_segment &
     return make_uint2(outranks_all ? order_sink : order_of(segment.score[j]), j);
 }
 
-/* What a key is sorted by after its order: the number of its sequence. Past the end, it comes after
- * the keys of all sequences. */
+/* The second sort criterion, after the order: the index of a key's sequence. A key past the end
+ * comes after the keys of all sequences. */
 __device__ static uint32_t sequence_of(const select_call &call, uint32_t position) {
     const uint32_t j = position & ~absent;
     return j < call.kv_len ? call.index[j] : UINT32_MAX;
 }
 
-/* `allowed` in the allowance {rank, allowed} of a key that is kept in any case. Other keys are kept
- * if fewer than `allowed` of the keys that stand before them in their position partition outrank
- * them; 0: never kept. */
+/* `allowed` in the allowance {rank, allowed} of a key that is kept in any case. Another key is kept
+ * if fewer than `allowed` earlier keys of its position partition outrank it; 0: never kept. */
 static constexpr uint32_t always_kept = UINT32_MAX;
 
-/* In place of the parent of a key: marks the slot of the first key of a chain. */
+/* Marks a parent that is a slot: the slot of the first key of a chain. */
 static constexpr uint32_t is_slot = 1U << 31;
 
 enum { warp_lanes = 32, digit_bits = 8, digits = 1 << digit_bits, key_bits = 32 };
@@ -196,7 +196,6 @@ __device__ static uint32_t digit_of(uint32_t order, int shift) {
     return order >> shift & (digits - 1);
 }
 
-/* The lanes that have the same digit as this one. */
 __device__ static uint32_t match_digit(uint32_t order, int shift) {
     uint32_t same = all_lanes;
 #pragma unroll
@@ -205,8 +204,8 @@ __device__ static uint32_t match_digit(uint32_t order, int shift) {
     return same;
 }
 
-/* Counts the digits of a warp's keys into count[]. before[r]: how many of the warp's keys with the
- * same digit precede key r of this lane, which is the warp's key 32 r + lane. */
+/* Counts the digits of a warp's keys into count[]. before[r]: the number of the warp's keys with
+ * the same digit before key r of this lane, which is the warp's key 32 r + lane. */
 template <int items>
 __device__ static void count_digits(uint32_t *count, const uint32_t (&order)[items], int shift,
                                     uint32_t (&before)[items]) {
@@ -231,7 +230,7 @@ __device__ static void count_digits(uint32_t *count, const uint32_t (&order)[ite
     }
 }
 
-/* Replaces each warp's count of a digit by the sum over the lower warps; returns the sum of all. */
+/* Replaces each warp's count of a digit by the sum over the lower warps. Returns the sum of all. */
 template <int warps>
 __device__ static uint32_t sum_digit(uint32_t (&digit_count)[warps][digits], uint32_t digit) {
     uint32_t sum = 0;
@@ -244,7 +243,6 @@ __device__ static uint32_t sum_digit(uint32_t (&digit_count)[warps][digits], uin
     return sum;
 }
 
-/* The sum of `value` over the lower lanes. */
 __device__ static uint32_t sum_lower_lanes(uint32_t value) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint32_t sum = value;
@@ -256,7 +254,7 @@ __device__ static uint32_t sum_lower_lanes(uint32_t value) {
     return sum - value;
 }
 
-/* The sum of `value`, one per warp, over the lower warps, and its total over all. count[] is
+/* The sum of `value`, one per warp, over the lower warps; *total: over all warps. count[] is
  * scratch, one word per warp. All threads of the block call it. */
 template <int warps>
 __device__ static uint32_t sum_lower_warps(uint32_t *count, uint32_t value, uint32_t *total) {
@@ -278,9 +276,9 @@ __device__ static uint32_t number_flag(bool flag, uint32_t *next) {
     return first + __popc(lanes & lanemask_lt());
 }
 
-/* Key r of a thread has entry first + r * stride of next[]: like root[r], the entry of the key
- * before it in its chain, or its own if it is the first. Moves both to the first entry of the
- * chain. Each iteration halves the length of all chains. */
+/* Key r of a thread has entry first + r * stride of next[]. next[] and root[r] hold the entry of
+ * the key before it in its chain, or its own entry if it is the first. Moves both to the first
+ * entry of the chain. Each iteration halves the length of all chains. */
 template <int items>
 __device__ static void jump_to_roots(uint32_t *next, uint32_t (&root)[items], uint32_t first,
                                      uint32_t stride) {
@@ -300,8 +298,8 @@ __device__ static void jump_to_roots(uint32_t *next, uint32_t (&root)[items], ui
     }
 }
 
-/* Writes what is final once key j is known to be kept or not. In causal scope the expiry and slot
- * of a kept key follow in later steps. */
+/* Writes the result of key j once it is known to be kept or not. In causal scope the expiry and
+ * slot of a kept key follow in later steps. */
 __device__ static void write_key(const select_segment &segment, uint32_t j, uint32_t expiry,
                                  int32_t slot) {
     segment.expiry[j] = (int32_t)expiry;
@@ -309,8 +307,8 @@ __device__ static void write_key(const select_segment &segment, uint32_t j, uint
         segment.slot[j] = slot;
 }
 
-/* Why no kernel of a table takes a call: its device, for which `device` is the reason or NULL, or
- * its scores. */
+/* The reason why no kernel of a table takes a call: its device, with the reason or NULL in
+ * `device`, or its scores. */
 static inline const char *refuses_scores(const fdma_problem *problem, const char *device) {
     if (device != NULL)
         return device;

@@ -4,13 +4,13 @@
 enum {
     chain_threads = 1024,
     chain_items = 8,
-    chain_keys = chain_threads * chain_items, // keys whose chains one block follows by itself
+    chain_keys = chain_threads * chain_items, // keys whose chains one block follows itself
 };
 
-/* What a block handles: chain_keys consecutive keys of one segment. */
+/* The work of a block: chain_keys consecutive keys of one segment. */
 struct chain_work {
     uint32_t segment, first, end; // first, end: numbers of its keys
-    size_t keys, shared;          // where the segment begins in chain_space, and in `position`
+    size_t keys, shared;          // offset of the segment in chain_space, and in `position`
 };
 
 __device__ static chain_work find_work(const select_call &call, const slot_chains &chains) {
@@ -25,7 +25,6 @@ __device__ static chain_work find_work(const select_call &call, const slot_chain
     return work;
 }
 
-/* The number of key n in its own sequence. */
 __device__ static uint32_t number_of(const select_call &call, const slot_chains &chains,
                                      const chain_work &work, uint32_t n) {
     if (call.ranges == NULL)
@@ -39,8 +38,8 @@ struct root_memory {
     uint32_t root[chain_keys];
 };
 
-/* root: the first key of the block that has the same slot. Its parent is in an earlier block, or,
- * if it is the first key of its slot, is the slot itself. */
+/* root: the first key of the block with the same slot. Its parent is in an earlier block or, if it
+ * is the first key of its slot, is the slot itself. */
 static __global__ void __launch_bounds__(chain_threads)
     find_roots(const select_call call, const slot_chains chains) {
     root_memory &shared = shared_memory<root_memory>();
@@ -69,9 +68,9 @@ static __global__ void __launch_bounds__(chain_threads)
     }
 }
 
-/* Each root goes from root to root up to its slot, all roots of a thread at once. A parent that it
- * reads may already have been moved by another thread: then it is an earlier key of the same slot,
- * or the slot, and the way is shorter. */
+/* Each root follows the roots before it to its slot, all roots of a thread at once. Another thread
+ * may already have moved a parent that it reads: then the parent is an earlier key of the same
+ * slot, or the slot, and the path is shorter. */
 static __global__ void __launch_bounds__(chain_threads)
     follow_roots(const select_call call, const slot_chains chains) {
     griddepcontrol_wait();

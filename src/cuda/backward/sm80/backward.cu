@@ -1,9 +1,9 @@
 /* Backward for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0, with
- * mma.sync. One pass makes dq (dq.cuh) as forward makes out; the others make dk, dv and dbias
- * (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each pass
- * computes the weights again, and none reduces through memory, so results are bit-equal from run to
- * run. With attn_mask a single pass makes all gradients (listed.cuh), unless the call is to be
- * deterministic. Source: arXiv:2205.14135, algorithm 4. */
+ * mma.sync. One pass makes dq (dq.cuh), in the way forward makes out. The others make dk, dv and
+ * dbias (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each
+ * pass computes the weights again, and none reduces through memory, so results are bit-equal from
+ * run to run. With attn_mask a single pass makes all gradients (listed.cuh), unless the call is to
+ * be deterministic. Source: arXiv:2205.14135, algorithm 4. */
 #include "cuda/backward/sm80/dkv.cuh"
 #include "cuda/backward/sm80/listed.cuh"
 #include "cuda/plan/backward_host.cuh"
@@ -44,8 +44,8 @@ static fdma_status sum_for_queries(const fdma_problem *problem, const backward_p
                   problem, plan, tiles, aligned);
 }
 
-/* Where one pass makes all gradients. For larger head dimensions its tiles would not fit shared
- * memory. */
+/* True if one pass makes all gradients. For larger head dimensions its tiles would not fit in
+ * shared memory. */
 static bool is_listed_pass(const fdma_problem *problem) {
     return FDMA_HEAD_DIM <= 128 && is_present(&problem->attn_mask) && !problem->deterministic;
 }
@@ -94,7 +94,8 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
                  : sum_gradients<element, false, false>(problem, plan);
 }
 
-/* Which axes of dattn_bias are not as long as those of its pairs: shorter, or 1 in place of 0. */
+/* The axes on which the length of dattn_bias differs from its pairs: shorter, or 1 in place of
+ * 0. */
 struct short_axes {
     bool any, not_heads;
 };
@@ -110,8 +111,8 @@ static short_axes short_axes_of(const fdma_problem *problem) {
     return axes;
 }
 
-/* Lanes of the listed pass have all heads that share an element where `sharing_rows` are all of
- * them. In the other passes a lane has one row. */
+/* In the listed pass a lane has all heads that share an element if `sharing_rows` counts them all.
+ * In the other passes a lane has one row. */
 static pair_writing writing_of(const fdma_problem *problem, const backward_plan &plan) {
     const short_axes axes = short_axes_of(problem);
     if (!is_listed_pass(problem))

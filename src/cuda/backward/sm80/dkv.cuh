@@ -1,6 +1,6 @@
 /* The passes that make dk, dv and dbias. The rows of a thread block are keys: k and v stay in
- * shared memory and their sums in registers, while steps of queries are streamed past them. Where
- * the key of a slot changes, its sums are written and those of the next key begin. */
+ * shared memory and their sums in registers, while steps of queries are streamed past them. When a
+ * slot changes its key, the sums of the old key are written and new sums begin. */
 #pragma once
 
 #include "cuda/backward/sm80/weights.cuh"
@@ -11,7 +11,7 @@ template <typename config> struct key_sums {
     float dbias[2]; // of this lane's columns
 };
 
-/* Starts copying k and v of the rows whose key is not the one before, and loads their records. */
+/* Starts copying k and v of the rows whose key has changed, and loads their records. */
 template <typename config>
 __device__ static void load_rows(key_memory<config> &shared, const backward_plan &plan,
                                  const int32_t *before, const int32_t *keys) {
@@ -46,7 +46,7 @@ __device__ static void load_rows(key_memory<config> &shared, const backward_plan
     shared.expiry[n] = record.expiry;
     if (inputs.by_position)
         shared.from[n] = there ? first_position(plan.forward, keys[n]) : 0;
-    shared.bias[n] = there ? record.bias : -INFINITY; // without a key, sums are not used
+    shared.bias[n] = there ? record.bias : -INFINITY; // sums of a row without a key are not used
     if constexpr (config::drops)
         shared.codes.key[n] = key_code_of(plan.forward, inputs.b, inputs.g, keys[n]);
 }
@@ -90,7 +90,8 @@ __device__ static void load_step(key_memory<config> &shared, const backward_plan
     cp_async_commit_group();
 }
 
-/* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN. */
+/* Clears q and dout of empty rows. These have no gradient, but their contents may not be finite,
+ * and 0 * NaN is NaN. */
 template <typename config>
 __device__ static void clear_empty(key_memory<config> &shared, int stage) {
     constexpr int row_words = config::head_dim / 2;
@@ -108,7 +109,7 @@ __device__ static void clear_empty(key_memory<config> &shared, int stage) {
         }
     __syncthreads();
 }
-/* One step against the rows' keys in this query block, those of key_memory::key[current]. */
+/* One step for the rows' keys in this query block, which are key_memory::key[current]. */
 template <typename config>
 __device__ static void add_step(key_memory<config> &shared, const backward_plan &plan,
                                 key_sums<config> &sums, int current, int stage) {
@@ -136,8 +137,8 @@ __device__ static void add_step(key_memory<config> &shared, const backward_plan 
     mma_ab<config>(sums.dk, dp, down_first<head_dim>(shared.q[stage], column_warp * 2).unhoisted());
 }
 
-/* Adds row s of the sums times scale to what is at `to`: a gradient, which no other thread block
- * changes meanwhile, or a boundary sum, to which two may add at once. */
+/* Adds row s of the sums, times scale, to `to`: a gradient, which no other thread block changes
+ * meanwhile, or a boundary sum, to which two blocks may add at once. */
 template <typename config, bool to_boundary>
 __device__ static void add_sums(void *to, bool aligned, int32_t head_dim,
                                 const float (&sums)[1][config::warp_columns][4], int s,
@@ -159,7 +160,7 @@ __device__ static void add_sums(void *to, bool aligned, int32_t head_dim,
     }
 }
 
-/* Writes and clears the sums of the rows whose next key is another one. */
+/* Writes and clears the sums of the rows whose key changes. */
 template <typename config>
 __device__ static void write_rows(const key_memory<config> &shared, const backward_plan &plan,
                                   key_sums<config> &sums, const int32_t *keys, const int32_t *next,
@@ -169,7 +170,7 @@ __device__ static void write_rows(const key_memory<config> &shared, const backwa
     const uint32_t thread = opaque(threadIdx.x);
     const int warp = thread / warp_lanes % config::row_warps;
     const int column_warp = thread / warp_lanes / config::row_warps;
-    const bool is_first = column_warp == 0 && thread % 4 == 0; // of a row's lanes
+    const bool is_first = column_warp == 0 && thread % 4 == 0; // of the lanes of a row
     const int32_t dim = plan.forward.head_dim;
     const float scale = plan.forward.scale, dv_scale = plan.forward.dropout_scale;
 #pragma unroll
@@ -209,8 +210,8 @@ __device__ static void write_rows(const key_memory<config> &shared, const backwa
     }
 }
 
-/* At the end of a query block, moves on to the next one's keys. `upcoming` is that of row
- * threadIdx.x, and no key after the last query block. Returns whether `current` must change. */
+/* Moves to the keys of the next query block at the end of one. `upcoming` is the next key of row
+ * threadIdx.x, or no key after the last query block. Returns true if `current` must change. */
 template <typename config>
 __device__ static bool change_keys(key_memory<config> &shared, const backward_plan &plan,
                                    key_sums<config> &sums, int current, int32_t upcoming,
@@ -228,7 +229,6 @@ __device__ static bool change_keys(key_memory<config> &shared, const backward_pl
     return true; // the next step waits for these copies
 }
 
-/* The key of row threadIdx.x in a query block. */
 template <typename config>
 __device__ static int32_t own_key(const key_memory<config> &shared, const backward_plan &plan,
                                   int32_t query_block) {
@@ -238,7 +238,7 @@ __device__ static int32_t own_key(const key_memory<config> &shared, const backwa
                : -1;
 }
 
-/* The step after that of a stage. Steps are kept in shared memory to save registers. */
+/* The step after the one in a stage. Shared memory holds steps to save registers. */
 template <typename config>
 __device__ static query_step next_step(const key_memory<config> &shared, const backward_plan &plan,
                                        int stage) {
@@ -255,7 +255,6 @@ __device__ static void load_next(key_memory<config> &shared, const backward_plan
         load_step(shared, plan, next, stage ^ 1);
 }
 
-/* All steps of a thread block. */
 template <typename config>
 __device__ static void sum_steps(key_memory<config> &shared, const backward_plan &plan,
                                  key_sums<config> &sums, bool aligned) {
@@ -266,7 +265,7 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
     load_step(shared, plan, shared.step[0], stage);
     while (query_block < end) {
         cp_async_wait_group<0>();
-        __syncthreads(); // this step has arrived, and every warp has read the one before
+        __syncthreads(); // this step has arrived, and every warp has read the previous one
         load_next(shared, plan, stage);
         clear_empty(shared, stage);
         add_step(shared, plan, sums, current, stage);
@@ -281,7 +280,6 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
     }
 }
 
-/* One block of rows of a pass. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_keys(const __grid_constant__ backward_plan plan, const key_pass pass, const bool aligned) {

@@ -1,5 +1,5 @@
-/* The pass that makes dq. A tile of query rows visits the keys of its list as it does in forward.
- * Its sums have the order of the list, so they are bit-equal from run to run, and need no buffer in
+/* The pass that makes dq. A tile of query rows visits the keys of its list, as in forward. Its
+ * sums have the order of the list, so they are bit-equal from run to run, and need no buffer in
  * float32. */
 #pragma once
 
@@ -20,7 +20,7 @@ template <typename config> struct query_memory {
     tile_inputs inputs;
 };
 
-/* lse and delta of a lane's two rows: s is row lane / 4 * 2 + s of the warp's. */
+/* lse and delta of a lane's two rows: s stands for row lane / 4 * 2 + s of the warp. */
 struct row_stats {
     float lse[2], delta[2];
 };
@@ -42,7 +42,7 @@ __device__ static row_stats load_row_stats(const backward_plan &plan, const row_
     return stats;
 }
 
-/* Starts copying key block n, whose entries are in shared memory. */
+/* Starts copying key block n. Its entries are in shared memory. */
 template <typename config>
 __device__ static void load_keys(query_memory<config> &shared, const forward_plan &plan,
                                  int32_t n) {
@@ -56,7 +56,7 @@ __device__ static void load_keys(query_memory<config> &shared, const forward_pla
     cp_async_commit_group();
 }
 
-/* dp becomes (dp - delta) times the slope of softcap, and s the tanh of softcap. */
+/* Replaces dp by (dp - delta) times the slope of softcap, and s by the tanh of softcap. */
 template <typename config>
 __device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
                                    float (&dp)[1][config::keys / 8][4], const row_stats &stats,
@@ -78,7 +78,7 @@ __device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
         }
 }
 
-/* dp becomes the gradient of scale * <q, k>. */
+/* Replaces dp by the gradient of scale * <q, k>. */
 template <typename config>
 __device__ static void
 find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
@@ -97,8 +97,8 @@ find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::ke
             dp[0][c][x] *= ex2_approx(s[0][c][x] - stats.lse[x / 2]);
 }
 
-/* find_gradients() with attn_mask or attn_bias. It goes element by element, as dattn_bias takes
- * the gradient that the slope of softcap has not multiplied. */
+/* find_gradients() with attn_mask or attn_bias. It goes element by element, because dattn_bias
+ * takes the gradient before it is multiplied by the slope of softcap. */
 template <typename config>
 __device__ static void find_pair_gradients(query_memory<config> &shared, const backward_plan &plan,
                                            int32_t n, float (&s)[1][config::keys / 8][4],
@@ -142,7 +142,6 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
     }
 }
 
-/* dq of a warp's rows over all key blocks. */
 template <typename config>
 __device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
                                   float (&dq)[1][config::head_dim / 8][4],
@@ -155,7 +154,7 @@ __device__ static void sum_blocks(query_memory<config> &shared, const row_stats 
     for (int32_t n = 0; n * config::keys < keys.entries; n++) {
         float s[1][config::keys / 8][4], dp[1][config::keys / 8][4];
         cp_async_wait_group<0>();
-        __syncthreads(); // block n has arrived, and every warp has read the one before
+        __syncthreads(); // block n has arrived, and every warp has read the previous one
         const int32_t upcoming = own_entry<config>(keys, n + 2);
         if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, plan.forward, n + 1);
@@ -201,7 +200,6 @@ __device__ static void write_dq(const float (&dq)[1][config::head_dim / 8][4],
     }
 }
 
-/* Starts copying q and dout. */
 template <typename config>
 __device__ static void load_rows(query_memory<config> &shared, const backward_plan &plan,
                                  const row_range &range, bool aligned) {
@@ -238,6 +236,6 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     __syncthreads();
     load_keys(shared, forward, 0);
     sum_blocks(shared, stats, dq, plan);
-    cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
+    cp_async_wait_group<0>(); // if the list is empty, copies of rows may still be in flight
     write_dq<config>(dq, plan, range, stats, aligned);
 }

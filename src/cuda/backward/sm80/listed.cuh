@@ -1,13 +1,13 @@
 /* The pass of a call with attn_mask, which makes all gradients from the lists of kept keys. A tile
- * of query rows visits the keys of its list as it does in forward. Its dq stays in registers. dk
- * and dv of a key block, over the rows of the tile, are added to float32 sums in device memory, to
- * which other tiles add, too: their order changes from run to run, and so may the last bits. Where
- * no other tile has a gradient of the same elements of dattn_bias, the tile writes these elements,
+ * of query rows visits the keys of its list, as in forward. Its dq stays in registers. dk and dv of
+ * a key block, over the rows of the tile, are added to float32 sums in device memory. Other tiles
+ * add to them too, in an order that changes from run to run, so the last bits may change. If no
+ * other tile has a gradient of the same elements of dattn_bias, the tile writes these elements,
  * zeros and gradients. A key block's zeros come just before its gradients, which are then stored
- * while the L2 cache has their lines, so that device memory is written once.
+ * while the L2 cache has their lines, so device memory is written once.
  *
- * A warp has 16 keys of the block, and computes their weights against all rows of the tile: rows of
- * the accumulators are keys, columns are queries. dq takes the same numbers transposed, from shared
+ * A warp has 16 keys of the block, and computes their weights for all rows of the tile: rows of the
+ * accumulators are keys, columns are queries. dq uses the same numbers transposed, from shared
  * memory. */
 #pragma once
 
@@ -28,10 +28,10 @@ template <typename type, bool drops_> struct listed_config {
     static_assert(rows == keys, "warps have as many keys of a block as queries of the tile");
 };
 
-/* What depends on the rows of a tile alone. */
+/* The data that depends only on the rows of a tile. */
 template <typename config> struct listed_rows {
     alignas(16) float lse[config::rows], delta[config::rows];
-    int64_t dpairs[config::rows]; // where the row of dattn_bias begins, in elements
+    int64_t dpairs[config::rows]; // offset of the row in dattn_bias, in elements
     pair_rows<config::rows> pairs;
 };
 
@@ -51,7 +51,7 @@ template <typename config> struct listed_memory {
     tile_inputs inputs;
 };
 
-/* The row of the tile that column x of the accumulators' column tile n is, for this lane. */
+/* The row of the tile for this lane's column x of the accumulators' column tile n. */
 __device__ static int row_of_column(int n, int x) {
     return n / 2 * 16 + threadIdx.x % 4 * 4 + x * 2 + n % 2;
 }
@@ -97,7 +97,8 @@ __device__ static void load_values(listed_memory<config> &shared, int32_t n) {
     cp_async_commit_group();
 }
 
-/* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN. */
+/* Clears q and dout of empty rows. These have no gradient, but their contents may not be finite,
+ * and 0 * NaN is NaN. */
 template <typename config> __device__ static void clear_empty(listed_memory<config> &shared) {
     constexpr int row_words = config::head_dim / 2;
     for (int n = threadIdx.x; n < config::rows * row_words; n += config::threads) {
@@ -109,8 +110,8 @@ template <typename config> __device__ static void clear_empty(listed_memory<conf
     }
 }
 
-/* Which pairs of a lane's keys, at entries `own` and own + 8 of block n, and rows dropout drops: a
- * bit for each, 16 for a key. */
+/* The pairs that dropout drops, of rows and a lane's keys at entries `own` and own + 8 of block n:
+ * a bit for each, 16 per key. */
 template <typename config>
 __device__ static uint32_t find_dropped(const listed_memory<config> &shared, int32_t n, int own,
                                         uint32_t threshold) {
@@ -128,8 +129,8 @@ __device__ static uint32_t find_dropped(const listed_memory<config> &shared, int
     return dropped;
 }
 
-/* Puts the gradients of the consecutive rows from `row` on, for one key, into dattn_bias. A bit of
- * `kept` for each says whether it keeps the key. */
+/* Puts the gradients of the consecutive rows from `row` on, for one key, into dattn_bias. Each has
+ * a bit in `kept`, set if the row keeps the key. */
 template <typename config>
 __device__ static void put_rows(const listed_memory<config> &shared, const backward_plan &plan,
                                 int row, int32_t key, float (&ds)[consecutive_rows],
@@ -148,9 +149,9 @@ __device__ static void put_rows(const listed_memory<config> &shared, const backw
                 plan, shared.of_row.dpairs[row + y] + key * plan.dpairs.key, ds[y]);
 }
 
-/* Products s and dp of a lane's two keys, at entries `own` and own + 8 of block n, become what dv
- * takes, weights, and the gradients of scale * <q, k>. Writes dattn_bias, and adds to the keys'
- * dbias. dropped: as from find_dropped(). */
+/* Replaces the products s and dp of a lane's two keys, at entries `own` and own + 8 of block n, by
+ * weights, as dv needs them, and by the gradients of scale * <q, k>. Writes dattn_bias, and adds to
+ * the keys' dbias. dropped: as from find_dropped(). */
 template <typename config>
 __device__ static void find_gradients(const listed_memory<config> &shared,
                                       const backward_plan &plan, int32_t n, int own,
@@ -195,7 +196,7 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
     }
 }
 
-/* Writes gradients as elements, of which dq takes the transposed matrix. */
+/* Writes gradients as elements. dq reads the transposed matrix. */
 template <typename config>
 __device__ static void store_gradients(listed_memory<config> &shared, int own,
                                        const float (&ds)[1][config::keys / 8][4]) {
@@ -231,7 +232,6 @@ __device__ static void add_dq(float (&dq)[1][config::head_dim / 8][4],
     }
 }
 
-/* Adds what a lane has of dk or dv of its two keys to their sums. */
 template <typename config>
 __device__ static void add_to_sums(float *sums, const int32_t *keys, int32_t kv_len,
                                    const float (&own)[1][config::warp_columns][4]) {
@@ -248,7 +248,7 @@ __device__ static void add_to_sums(float *sums, const int32_t *keys, int32_t kv_
     }
 }
 
-/* The first key of block n, or the number of keys if there is none. */
+/* The first key of block n, or kv_len if there is no such block. */
 template <typename config>
 __device__ static int32_t first_key(const listed_memory<config> &shared, const backward_plan &plan,
                                     int32_t n) {
@@ -256,7 +256,7 @@ __device__ static int32_t first_key(const listed_memory<config> &shared, const b
     return is_block ? shared.key[n % 3][0] : plan.forward.kv_len;
 }
 
-/* Clears what the tile has of dattn_bias, from a key of its list or key 0 on up to block n.
+/* Clears the tile's elements of dattn_bias, from a key of its list or key 0 up to block n.
  * Gradients are stored after the next __syncthreads(). */
 template <typename config>
 __device__ static void clear_up_to(const listed_memory<config> &shared, const backward_plan &plan,
@@ -270,7 +270,7 @@ __device__ static void clear_up_to(const listed_memory<config> &shared, const ba
             from, first_key(shared, plan, n));
 }
 
-/* dq of a warp's rows over all key blocks; dk, dv and dbias of these blocks. */
+/* Sums dq of a warp's rows over all key blocks, and dk, dv and dbias of these blocks. */
 template <typename config>
 __device__ static void visit_blocks(listed_memory<config> &shared, const backward_plan &plan,
                                     float (&dq)[1][config::head_dim / 8][4]) {

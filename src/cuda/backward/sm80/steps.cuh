@@ -1,15 +1,15 @@
-/* What a thread block of the key passes visits: the key of each of its rows in each query block,
+/* The work of a thread block of the key passes: the key of each of its rows in each query block,
  * and the steps in which queries are streamed past them. */
 #pragma once
 
 #include "cuda/backward/sm80/tile.cuh"
 
 enum key_pass {
-    pass_diagonal, // keys that arrive inside a query block, against this query block
-    pass_slots,    // keys in slots, against a partition, or against all queries if not is_rolling
+    pass_diagonal, // keys that arrive inside a query block, for this query block
+    pass_slots,    // keys in slots, for a partition, or for all queries if not is_rolling
 };
 
-/* What a thread block works from. It is kept in shared memory to save registers. */
+/* The inputs of a thread block. Shared memory holds them to save registers. */
 struct key_inputs {
     int64_t head; // of all sequences
     int32_t b, g;
@@ -32,7 +32,6 @@ struct query_step {
     int32_t first_query;    // of every head in this query block
 };
 
-/* The first step, where steps have `step` queries. */
 __device__ static query_step first_step(const key_inputs &inputs, int32_t step) {
     const int32_t first = max(inputs.query_block * list_queries, inputs.first_query / step * step);
     return {inputs.query_block, 0, first, first};
@@ -53,7 +52,7 @@ __device__ static query_step step_after(const query_step &now, int32_t step, int
     return {now.query_block + 1, 0, first, first};
 }
 
-/* The key of row n in a query block, or a number for which is_key() is false. */
+/* The key of row n in a query block, or a number that fails is_key(). */
 __device__ static int32_t key_of_row(const backward_plan &plan, const key_inputs &inputs,
                                      int32_t query_block, int32_t n) {
     const forward_plan &forward = plan.forward;
@@ -65,8 +64,8 @@ __device__ static int32_t key_of_row(const backward_plan &plan, const key_inputs
     return forward.list == NULL ? slot : list_entry(forward, inputs.head, query_block, slot);
 }
 
-/* The first query that may see a key from list entry first_slot on, where entries ascend and
- * sequences are not packed. It is in range whatever a corrupt selection says. */
+/* The first query that may see a key from list entry first_slot on, if entries ascend and sequences
+ * are not packed. It is in range even if the selection is corrupt. */
 __device__ static int32_t first_query(const backward_plan &plan, const key_inputs &inputs) {
     if (!inputs.by_position || inputs.first_slot >= inputs.end_slot)
         return 0;

@@ -1,12 +1,12 @@
-/* What the passes of backward share: 64 rows that stay in a thread block (queries or keys) against
- * blocks of columns that are streamed past them (keys or queries), and writing gradients. */
+/* Common code of the passes of backward: 64 rows (queries or keys) that stay in a thread block
+ * while blocks of columns (keys or queries) are streamed past them, and writing gradients. */
 #pragma once
 
 #include "cuda/device/grid.cuh"
 #include "cuda/mma/pairs.cuh"
 #include "cuda/plan/backward.cuh"
 
-/* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, column_warps warps have
+/* A warp has 16 rows. If dk and dv of 16 keys do not fit in its registers, column_warps warps have
  * the same rows: each computes their weights, and sums some of the channels. pairs: with attn_mask
  * or attn_bias. */
 template <typename type, int column_warps_, bool pairs, bool drops_> struct gradient_config {
@@ -32,10 +32,9 @@ using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1), pairs, d
 template <typename element> struct gradient_row {
     element *data;
     bool aligned; // to 4 bytes or more
-    bool add;     // to what is there
+    bool add;     // adds to the contents
 };
 
-/* Writes or adds two neighbouring channels of a gradient. */
 template <typename element>
 __device__ static void put_pair(const gradient_row<element> &row, int channel, float x, float y) {
     using type = element_type<element>;
@@ -53,8 +52,8 @@ __device__ static void put_pair(const gradient_row<element> &row, int channel, f
     *(uint32_t *)at = type::pack(x, y);
 }
 
-/* The first channel of a warp's column tile d, from the warp's first channel on. Pairs of column
- * tiles are dealt to the column warps in turn. */
+/* The first channel of a warp's column tile d, relative to the warp's first channel. Pairs of
+ * column tiles are assigned to the column warps in turn. */
 template <int column_warps> __device__ static constexpr int tile_channel(int d) {
     return (d / 2 * 2 * column_warps + d % 2) * 8;
 }

@@ -1,5 +1,5 @@
-/* What a thread block of the key passes keeps in shared memory, and how the products of its keys
- * and a step of queries become weights and gradients of logits. */
+/* The shared memory of a thread block of the key passes, and the step from the products of its keys
+ * and queries to weights and gradients of logits. */
 #pragma once
 
 #include "cuda/backward/sm80/steps.cuh"
@@ -23,7 +23,7 @@ template <typename config> struct key_memory {
     alignas(128) element q[2][config::keys * config::head_dim];
     alignas(128) element dout[2][config::keys * config::head_dim];
     alignas(16) float lse[2][config::keys], delta[2][config::keys];
-    int32_t key[2][config::rows]; // of this query block and, at its end, of the next
+    int32_t key[2][config::rows]; // of this query block; at its end also of the next
     int32_t expiry[config::rows];
     int32_t from[config::rows]; // the first position at which the key may be kept
     float bias[config::rows];
@@ -31,13 +31,12 @@ template <typename config> struct key_memory {
     query_step step[2];                                     // of each stage
     key_inputs inputs;
 };
-/* What the weights of a lane's two rows depend on. */
 struct key_rows {
     float bias[2];
     int32_t from[2], expiry[2];
 };
 
-/* Which of a lane's elements dropout drops: a bit for each. */
+/* A bit for each of a lane's elements, set if dropout drops it. */
 template <typename config>
 __device__ static uint32_t find_dropped(const key_memory<config> &shared, int stage,
                                         int32_t position, uint32_t threshold) {
@@ -61,7 +60,6 @@ __device__ static uint32_t find_dropped(const key_memory<config> &shared, int st
     return dropped;
 }
 
-/* Clears what is dropped, and multiplies the rest by `factor`. */
 template <typename config>
 __device__ static void drop_elements(float (&x)[1][config::keys / 8][4], uint32_t dropped,
                                      float factor) {
@@ -96,7 +94,6 @@ __device__ static column_stats stats_of(const key_memory<config> &shared, int st
     return {((const float2 *)shared.lse[stage])[pair], ((const float2 *)shared.delta[stage])[pair]};
 }
 
-/* A logit becomes its weight, and dp its gradient. */
 __device__ static void weigh(float &s, float &dp, const column_stats &stats, int x) {
     s = ex2_approx(s - (x % 2 == 0 ? stats.lse.x : stats.lse.y));
     dp = s * (dp - (x % 2 == 0 ? stats.delta.x : stats.delta.y));
@@ -107,7 +104,7 @@ __device__ static bool is_kept(const key_rows &rows, int r, int32_t position, bo
 }
 
 /* Clears the weight and the gradient where a query does not keep the key. Logits of -inf would not
- * do, because a query of NaN would still reach the key. `position` is of column 0. */
+ * do, because a query of NaN would still reach the key. `position` is the position of column 0. */
 template <typename config>
 __device__ static void mask_weights(float (&s)[1][config::keys / 8][4],
                                     float (&dp)[1][config::keys / 8][4], const key_rows &rows,
@@ -128,7 +125,7 @@ __device__ static void mask_weights(float (&s)[1][config::keys / 8][4],
         }
 }
 
-/* s becomes weights, and dp the gradients of logits. */
+/* Replaces s by weights, and dp by the gradients of logits. */
 template <typename config>
 __device__ static void weigh_step(const key_memory<config> &shared, int stage, const key_rows &rows,
                                   int32_t position, float (&s)[1][config::keys / 8][4],
@@ -151,8 +148,8 @@ __device__ static void weigh_step(const key_memory<config> &shared, int stage, c
             step_dbias[x / 2] += dp[0][n][x];
 }
 
-/* The same with softcap. It goes element by element, so that no second copy of the products is
- * kept. dp becomes the gradient of the logit before softcap. */
+/* weigh_step() with softcap. It goes element by element, which avoids a second copy of the
+ * products. dp becomes the gradient of the logit before softcap. */
 template <typename config>
 __device__ static void weigh_softcap(const key_memory<config> &shared, int stage,
                                      const key_rows &rows, int32_t position,
@@ -177,7 +174,7 @@ __device__ static void weigh_softcap(const key_memory<config> &shared, int stage
     }
 }
 
-/* The same with attn_mask or attn_bias, with or without softcap. keys: of the block's rows. */
+/* weigh_step() with attn_mask or attn_bias, with or without softcap. keys: of the block's rows. */
 template <typename config>
 __device__ static void weigh_pairs(const key_memory<config> &shared, const forward_plan &plan,
                                    const int32_t *keys, int stage, const key_rows &rows,
@@ -213,13 +210,13 @@ __device__ static void weigh_pairs(const key_memory<config> &shared, const forwa
     }
 }
 
-/* Products become weights, and gradients of <q, k> times scale. */
+/* Replaces products by weights, and by gradients of <q, k> times scale. */
 template <typename config>
 __device__ static void find_weights(const key_memory<config> &shared, const forward_plan &plan,
                                     const int32_t *keys, int stage, const key_rows &rows,
                                     int32_t position, float (&s)[1][config::keys / 8][4],
                                     float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
-    float step_dbias[2] = {}; // errors grow with the number of steps, not of queries
+    float step_dbias[2] = {}; // so that errors grow with the number of steps, not of queries
     if constexpr (config::has_pairs)
         weigh_pairs(shared, plan, keys, stage, rows, position, s, dp, step_dbias);
     else if (shared.inputs.logits.softcap_scale == 0)

@@ -1,9 +1,9 @@
 /* Backward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
  * passes: the slot pass takes the keys that are live at the first position of a query block, the
- * diagonal pass those that arrive inside one. Where no slot changes its key, the slot pass takes
- * all keys. With attn_mask a single pass takes the lists of kept keys: a thread block has a list,
- * or a part of it, and goes through it 128 entries at a time. In a thread block one warpgroup loads
- * keys and queries (backward_producer) and two multiply (backward_consumer). */
+ * diagonal pass those that arrive inside one. If no slot changes its key, the slot pass takes all
+ * keys. With attn_mask a single pass takes the lists of kept keys: a thread block has a list, or a
+ * part of it, and processes it 128 entries at a time. In a thread block one warpgroup loads keys
+ * and queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
@@ -46,7 +46,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
 }
 
-/* How many query blocks the n-th block of a head visits in the slot pass. */
+/* The number of query blocks that the n-th block of a head visits in the slot pass. */
 __device__ static int32_t count_visits(const backward_plan &plan, int32_t slot_blocks, int32_t n) {
     const int32_t first = n / slot_blocks * plan.partition_lists;
     const int32_t end = min(first + plan.partition_lists, plan.forward.lists);
@@ -57,9 +57,9 @@ __device__ static int32_t count_visits(const backward_plan &plan, int32_t slot_b
     return visits;
 }
 
-/* Orders the blocks of a head in the slot pass: those that visit the most query blocks first, so
- * that no multiprocessor still has much to do when the others end. The first head stands for all,
- * as they have the same sequences. By one thread block. */
+/* Orders the blocks of a head in the slot pass: blocks that visit the most query blocks come first,
+ * so that no multiprocessor still has much to do when the others end. The first head stands for
+ * all, because they have the same sequences. By one thread block. */
 static __global__ void __launch_bounds__(most_ordered)
     order_blocks(const __grid_constant__ backward_plan plan, const int32_t slot_blocks,
                  int32_t *order) {
@@ -81,11 +81,11 @@ using encode_map = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, 
                                 const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* cuTensorMapEncodeTiled() of the driver, to which the library is not linked. */
+/* cuTensorMapEncodeTiled() of the driver. The library is not linked to the driver. */
 static fdma_status find_encode_map(const char *what, encode_map *encode) {
-    static encode_map found; // threads that find it at the same time find the same
+    static encode_map found; // a race is harmless: threads find the same address
     if (found == NULL) {
-        const unsigned version = 12000; // of CUDA, in which the function was new
+        const unsigned version = 12000; // the CUDA version that introduced the function
         void *function = NULL;
         cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
         FDMA_TRY(check_cuda(what,
@@ -99,7 +99,7 @@ static fdma_status find_encode_map(const char *what, encode_map *encode) {
     return FDMA_OK;
 }
 
-/* Whether a tensor map can describe these rows: its strides are below 2^40 bytes, and it repeats
+/* True if a tensor map can describe these rows: its strides are below 2^40 bytes, and it may repeat
  * heads and sequences, but not rows. */
 static bool has_row_map(const fdma_tensor *tensor) {
     const int64_t end = (int64_t)1 << 39; // of strides, in elements
@@ -109,7 +109,6 @@ static bool has_row_map(const fdma_tensor *tensor) {
     return tensor->shape[1] <= 1 || tensor->stride[1] > 0;
 }
 
-/* Makes the map. `what` is the call, for messages. */
 static fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int32_t rows,
                                 row_map *made) {
     enum { rank = 4 };
@@ -137,7 +136,6 @@ static fdma_status make_row_map(const char *what, const fdma_tensor *tensor, int
     return FDMA_OK;
 }
 
-/* What a call works from, all of it in the workspace. */
 struct backward_task {
     backward_plan plan;
     backward_pass pass;
@@ -168,7 +166,8 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
     return task;
 }
 
-/* Runs a pass, with a range of query blocks for each thread block of a slot block. */
+/* Runs a pass with `ranges` thread blocks for each slot block, each with a range of query
+ * blocks. */
 template <class config>
 static fdma_status run_pass(const fdma_problem *problem, const backward_task &task,
                             int64_t ranges) {
@@ -208,10 +207,11 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
     return run_pass<config>(problem, task, task.plan.partitions);
 }
 
-/* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
- * query block it would mostly wait; with several, the queries of the next one are loaded while the
- * current one is multiplied, and the keys while the current gradients are written. As many as leave
- * each multiprocessor `waves` thread blocks, so that the load evens out. */
+/* The number of query blocks that a thread block of the diagonal pass takes, one after the
+ * other. With one query block it would mostly wait. With several, the queries of the next one
+ * are loaded while the current one is multiplied, and the keys while the current gradients are
+ * written. The number is the largest that leaves each multiprocessor `waves` thread blocks, to
+ * balance the load. */
 template <class config>
 static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
     const int64_t waves = config::is_narrow ? 32 : 4;
@@ -229,12 +229,11 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
                             divide_up(task.plan.forward.lists, task.pass.query_blocks));
 }
 
-/* The diagonal pass takes the narrow form where there is one. */
 template <class config>
 using diagonal_config = backward_config<typename config::element, config::channels,
                                         config::has_softcap, config::drops, diagonal_pass>;
 
-/* Several thread blocks share a list where there are few lists. */
+/* If there are few lists, several thread blocks share a list. */
 template <class config>
 static fdma_status run_listed_pass(const fdma_problem *problem, backward_task task) {
     const int64_t waves = 4;
@@ -266,7 +265,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
         FDMA_TRY(run_slot_pass<config>(problem, task));
-        if (plan.is_rolling) // and write dq
+        if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
     if (plan.key_sums != NULL || !plan.is_rolling)
@@ -286,7 +285,7 @@ static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) 
     return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
 }
 
-/* What has a slot: every key, or, with a selection whose lists roll, an entry of a list. */
+/* Which objects have slots: every key or, with a selection whose lists roll, an entry of a list. */
 enum backward_form { by_key, by_list };
 
 static constexpr const char *form_names[] = {
@@ -299,9 +298,9 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
                                           : run_elements<__nv_bfloat16>(problem, form == by_key);
 }
 
-/* All configurations take the same workspace, and by_key less than by_list. But by_key asks for as
- * much, because by_list or cuda/sm80 may run a call whose workspace by_key was asked for: a query
- * of workspace knows no addresses, and serves shorter calls, too. */
+/* All configurations use the same workspace, and by_key needs less than by_list. But by_key asks
+ * for as much, because by_list or cuda/sm80 may run a call with the workspace that by_key asked
+ * for: a workspace query knows no addresses, and its result serves shorter calls too. */
 using any_config = backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>;
 
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
@@ -311,13 +310,13 @@ static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena)
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
-/* The most pairs that by_key visits: the visible ones, in whole slot blocks. */
+/* The pairs that by_key visits at most: the visible ones, in whole slot blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
     return queries * ((double)problem->kv_len - queries / 2 + any_config::slots / 2);
 }
 
-/* The pairs that are kept if the query at position p keeps min(p + 1, slots) keys. */
+/* The number of kept pairs if the query at position p keeps min(p + 1, slots) keys. */
 static double count_kept_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len);
     const double slots = (double)problem->slots;
@@ -325,11 +324,13 @@ static double count_kept_pairs(const fdma_problem *problem) {
     return queries * slots - early * early / 2;
 }
 
-/* Why by_list is to take a call, or NULL. In by_list slots change their keys, and there is a
- * diagonal pass, which costs a query as much time as `further` pairs. The numbers are fitted to an
- * H200 (docs/experiments.md). The batch does not matter, so that results do not depend on it. */
+/* The reason why by_list should take a call, or NULL. In by_list slots change their keys, and there
+ * is a diagonal pass, which takes as much time per query as `further` pairs. The numbers are fitted
+ * to an H200 (docs/experiments.md). The batch does not count, because results must not depend on
+ * it. */
 static const char *refuses_by_key(const fdma_problem *problem) {
-    const double pair_time = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // in by_list, over that in by_key
+    const double pair_time = FDMA_HEAD_DIM <= 64 ? 1.1 : 1; // of a pair in by_list, relative to
+                                                            // by_key
     const double further = 100 + 500 / (double)problem->group;
     if (!problem->causal || !rolls_lists(problem))
         return "a call in which no slot changes its key";

@@ -1,9 +1,9 @@
-/* What producer and consumers of sm90's backward kernel share: the configuration, shared memory
- * with its barriers, and the work of a thread block.
+/* Common definitions for the producer and the consumers of sm90's backward kernel: the
+ * configuration, shared memory with its barriers, and the work of a thread block.
  *
  * A thread block owns a slot block for a range of query blocks. k and v of the slots' keys stay in
- * shared memory, dk and dv in the consumers' registers, and the queries stream past, one or two
- * tiles of 64 queries of one head per step. At the start of a query block a slot may change its
+ * shared memory, dk and dv in the consumers' registers, and the queries are streamed past, one or
+ * two tiles of 64 queries of one head per step. At the start of a query block a slot may change its
  * key. Then a new generation of keys begins: the gradients of the keys that leave are written, and
  * the new keys take their rows. */
 #pragma once
@@ -13,15 +13,16 @@
 #include "cuda/device/tensor_map.cuh"
 #include "cuda/plan/backward.cuh"
 
-static constexpr int q_tile_rows = 64; // queries, of one head, of a tile
+static constexpr int q_tile_rows = 64; // queries of one head in a tile
 
-/* The passes: of the keys that are live at the first position of a query block, slot by slot; of
- * those that arrive inside one; and, in place of both with attn_mask, of the lists of kept keys. */
+/* The passes. slot_pass takes the keys that are live at the first position of a query block, slot
+ * by slot; diagonal_pass the keys that arrive inside one; listed_pass, in place of both with
+ * attn_mask, the lists of kept keys. */
 enum pass_kind { slot_pass, diagonal_pass, listed_pass };
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * Two consumers split the slots of a block between them, each step has 64 queries, and each
- * consumer makes dq of half of the channels, but for three forms:
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two
+ * consumers split the slots of a block between them, each step has 64 queries, and each consumer
+ * makes dq of half of the channels. There are three exceptions:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
@@ -49,8 +50,9 @@ struct backward_config {
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
     static constexpr int own_channels = is_wide ? channels / consumers : channels; // of dk and dv
-    // dq_sum_of() stores dq in blocks of stored_columns channels, as many in all passes, because
-    // the narrow form has no registers for more. stored_registers: a lane's sums in a block.
+    // dq_sum_of() stores dq in blocks of stored_columns channels, the same number in all passes,
+    // because the narrow form has no registers for more. stored_registers: a lane's sums in a
+    // block.
     static constexpr int stored_columns = channels > 64 ? 64 : 32;
     static constexpr int stored_registers = q_tile_rows * stored_columns / warpgroup_threads;
     // channels of dq that a consumer makes, in dq_products products of dq_columns channels each
@@ -62,22 +64,22 @@ struct backward_config {
     static constexpr int most_queries = channels == 128 ? most_block_queries : list_queries;
     // most slot blocks of a query block in the diagonal pass, one after the other in a thread block
     static constexpr int diagonal_blocks = (most_queries - 1 + slots - 1) / slots;
-    // dq is added to dq_sum from shared memory: with 256 channels there is no room for it, and with
-    // 64 it takes longer than from registers
+    // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
+    // for it, and with 64, where adding from registers is faster
     static constexpr bool stages_dq = channels == 128 && !is_diagonal;
-    // the diagonal pass, which writes dq, has the sums of a step loaded to shared memory
+    // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
     static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
                                   : channels > 64 || is_long                    ? 3
                                                                                 : 4;
-    // The keys of a generation are loaded after so many of its steps. With semaphores dq_turns
+    // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
     // waits in the third step until the consumers have ended the first one, which needs the keys.
     static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
-    // the producer reads the mask of a step before there is room for it, if it has the registers
+    // the producer reads the mask of a step before its stage is free, if it has the registers
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
     // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
@@ -90,82 +92,79 @@ struct backward_config {
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // lse and delta are read before the wait for the products that they are subtracted from
     static constexpr bool reads_ahead = !has_softcap && !(drops && channels == 128);
-    // warps of the producer that load a step: q, dout and the header; and those that write its mask
+    // warps of the producer that load a step: q, dout and the header; and warps that write its mask
     // or codes
     static constexpr int step_loaders = 3;
     static constexpr int step_writers = is_listed ? warpgroup_warps : drops ? 1 : 0;
-    // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
-    // because both consumers have sums of the same slots
+    // dbias is summed in shared memory with softcap, to save registers, and in the wide form, where
+    // both consumers have sums of the same slots
     static constexpr bool dbias_in_shared = has_softcap || is_wide;
 };
 
 /* The order in which a thread block of the slot pass visits its query blocks. Thread blocks that
- * run side by side read the same queries from the L2 cache, and add to the same dq there, as long
- * as they do so at nearly the same time. */
+ * run side by side share queries and dq in the L2 cache, as long as they visit a query block at
+ * nearly the same time. */
 enum block_order {
     ascending,
-    descending, // where slots change their keys, or where they do not but slot blocks add in order:
-                // all see the last query block, and so begin with the same one
-    by_head,    // elsewhere: all query blocks of one query head, then those of the next one
+    descending, // if slots change their keys, or if they do not but slot blocks add in order: all
+                // see the last query block, and so begin with the same one
+    by_head,    // otherwise: all query blocks of one query head, then of the next head
 };
 
-/* One launch of the kernel. */
 struct backward_pass {
     row_map q, dout;
     block_order visits;
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     int32_t list_splits;    // thread blocks that share a list in the listed pass
-    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, see dq_sum_of()
-    uint32_t *dq_semaphore; // of each tile: how many slot blocks have added to dq_sum; a step has
-                            // that of its first tile; NULL: they add in any order
+    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
+    uint32_t *dq_semaphore; // of each tile: the number of slot blocks that have added to dq_sum; a
+                            // step uses the semaphore of its first tile; NULL: they add in any
+                            // order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
-    const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
-    int32_t head_group;   // heads whose blocks take turns, see work_in_group(); 0: none do
+    const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
+    int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
 };
 
-/* Whether the thread blocks of a pass add to dq in turns, as deterministic calls do. */
+/* True if the thread blocks of a pass add to dq in turns, as deterministic calls do. */
 template <class config> __device__ static bool takes_turns(const backward_pass &pass) {
     return config::is_slot && pass.dq_semaphore != NULL;
 }
 
-/* The work of a thread block. */
 struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
     int32_t slot_block, first_slot;
     int32_t partition;
     int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
                               // blocks; in the listed pass, of blocks of a list's entries
-    int32_t list;             // in the listed pass: that of this query block
+    int32_t list;             // in the listed pass: the index of its list
 };
 
-/* What a consumer needs to know of a slot. */
 struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
     float bias; // times log2(e)
     union {
-        int32_t boundary; // where causal: that takes its sums, see boundary_of(); 0: none
-        int32_t from;     // where not: the first position at which the key may be kept
+        int32_t boundary; // where causal: the boundary that takes its sums, see boundary_of(); 0:
+                          // none
+        int32_t from;     // otherwise: the first position at which the key may be kept
     };
 };
 
-/* What the producer tells the consumers of a step. */
 struct alignas(16) step_header {
-    int32_t tile;   // the first one of the step, among those of all heads
+    int32_t tile;   // the first tile of the step, among the tiles of all heads
     int32_t first;  // position of its first query; 0 if all queries see the same keys
     bool is_last;   // of its generation
-    bool is_odd;    // the position of its first query
+    bool is_odd;    // the position of its first query is odd
     bool writes_dq; // in the diagonal pass: it is the last step that adds to dq of its queries
-    bool is_only;   // it is also the first one, so that the sums are loaded to shared memory
+    bool is_only;   // it is also the first one, so the sums are loaded to shared memory
     bool dq_phase;  // if is_only: the parity of dq_ready to wait for
     int32_t h, head_tile; // of the tile
 };
 
-/* Of a step, with semaphores. */
 struct dq_turn {
-    int32_t tile;   // whose semaphore it has
-    uint32_t order; // how many slot blocks add to dq_sum before this one
+    int32_t tile;   // the tile whose semaphore it uses
+    uint32_t order; // slot blocks that add to dq_sum before this one
 };
 
 static constexpr int most_turns = 4; // a power of 2; at most three have not ended
@@ -173,23 +172,22 @@ static constexpr int most_turns = 4; // a power of 2; at most three have not end
 // slot records of three generations: the one being written out, the current one, the next one
 static constexpr int slots_buffers = 3;
 
-/* A block that the producer loads the steps of. */
 struct loaded_block {
     int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
     int32_t head;  // by_head: in the group; otherwise 0
 };
 
-/* How far a warp of the producer is: kept in shared memory, as it has few registers. */
+/* The progress of a warp of the producer, in shared memory because it has few registers. */
 struct load_progress {
     loaded_block now, next;
-    int32_t first;       // query block that sees one of the slots
+    int32_t first;       // first query block that sees one of the slots
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
     int32_t changes;     // 1: after this block a slot changes its key, or nothing follows
     // in the diagonal pass
     int32_t next_key; // of the first slot of the next block
-    int32_t dq_loads; // how many loads of dq the warp has issued
+    int32_t dq_loads; // loads of dq that the warp has issued
 };
 
 static constexpr int32_t no_keys = -1;
@@ -212,8 +210,8 @@ static constexpr int32_t no_keys = -1;
  * turn_begun    1         dq_turns: when the slot blocks before    C: before it adds dq  step
  *                         this one have added dq of the step
  * dq_added      warps     C: lane 0 of each warp, when it has      dq_turns              step
- *                         issued dq of the step, and that of the
- *                         step before has been added
+ *                         issued dq of the step, and dq of the
+ *                         previous step has been added
  * all_dq_added  warps     C: lane 0 of each warp, when all its dq  dq_turns, at its end  once
  *                         has been added
  * slots_ready   128       P: each thread, when it has written the  C: before it takes    generation
@@ -221,33 +219,34 @@ static constexpr int32_t no_keys = -1;
  * keys_ready    128       P: each thread, when its copies of k and C: before the first   generation
  *                         v are complete                           step
  * keys_free     warps     C: lane 0 of each warp, when it takes    P: before it loads    generation
- *                         over the slots, as it has read the keys  the new keys
- *                         of the generation before
+ *                         over the slots and has read the keys of  the new keys
+ *                         the previous generation
  *
  * loaders and writers: step_loaders and step_writers. dq_turns is thread turn_thread of P in calls
- * whose slot blocks add to dq in order; other calls do without turn_begun, dq_added and
- * all_dq_added. The latter two are of stages_dq, where lane 0 of each warp waits for turn_begun:
- * elsewhere all of C does, and dq_turns waits for step_free. dq_ready and dq_free are of loads_dq,
- * for steps whose header has is_only. The last phase of slots_ready comes with is_over. P waits for
- * the opposite parity of step_free and dq_free, so that its first waits pass at once.
+ * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
+ * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
+ * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
+ * used only with loads_dq, for steps whose header has is_only. The last phase of slots_ready comes
+ * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
+ * pass at once.
  *
- * Named barriers, at which all wait who arrive:
+ * Named barriers, at which every thread that arrives also waits:
  *
  * number                arrivals  who         for what
  * 0                     all       all         once: mbarriers, work and dbias are initialised
  * producer_barrier      128       P           whether a slot changes its key after this block; in
  *                                             the diagonal pass also the first key of the next one
- * all_barrier           128, 256  C           dS of the step is stored, in the wide form P, too,
- *                                             where once more: both have been read
+ * all_barrier           128, 256  C           dS of the step is stored; in the wide form also P,
+ *                                             and once more when both have been read
  * consumer_barrier + n  128       consumer n  empty rows are cleared; in the narrow form also: dS
- *                                             of the step before has been read */
+ *                                             of the previous step has been read */
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
     alignas(1024) uint8_t
         ds[config::ds_buffers][config::q_tiles][config::slots * line_bytes]; // [slot][query]
-    // with stages_dq: dq of each warp, before it is added to dq_sum; with loads_dq: the sums that
-    // were loaded from there; in the layout of dq_sum_of()
+    // with stages_dq: dq of each warp, before it is added to dq_sum; with loads_dq: the sums loaded
+    // from there; in the layout of dq_sum_of()
     static constexpr bool has_dq = config::stages_dq || config::loads_dq;
     alignas(128) float dq[has_dq ? config::channels / config::stored_columns : 1][warpgroup_warps]
                          [has_dq ? config::stored_registers * 32 : 4];
@@ -258,13 +257,14 @@ template <class config> struct backward_memory {
     alignas(16) float delta[config::stages][config::q_rows];
     step_header header[config::stages];
     slot_record slots[slots_buffers][config::slots];
-    // of attn_mask, for the queries of each step: which of them keep the key of each slot
+    // of attn_mask, for the queries of each step: bits of the queries that keep the key of each
+    // slot
     uint2 mask[config::is_listed ? config::stages : 1][config::is_listed ? config::slots : 1];
     // dropout's codes: of the slots' keys, and of the pairs of positions in each step. An odd step
     // has half a pair at either end.
     uint32_t key_code[slots_buffers][config::drops ? config::slots : 1];
     row_code pair_code[config::stages][config::drops ? config::q_rows / 2 + 1 : 1];
-    // sums of each consumer in this generation and the one before it, and those of older ones
+    // sums of each consumer in this generation and the previous one, and the sums of older ones
     float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
@@ -276,7 +276,7 @@ template <class config> struct backward_memory {
     uint64_t dq_ready, dq_free;
     uint64_t turn_begun, dq_added, all_dq_added;
     uint64_t slots_ready, keys_ready, keys_free;
-    // of a block's shared memory on 9.0, where each block reserves 1 KB
+    // limit for a block on 9.0, where each block reserves 1 KB
     static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
 };
 
@@ -297,12 +297,12 @@ template <class config> __device__ static void init_barriers(backward_memory<con
     fence_mbarrier_init();
 }
 
-// named barriers: see backward_memory
+// named barriers; see backward_memory
 static constexpr int producer_barrier = 1;
 static constexpr int all_barrier = 2;
-static constexpr int consumer_barrier = 3; // and the next one, of the other consumer
+static constexpr int consumer_barrier = 3; // consumer 0; the next one is for consumer 1
 
-/* The sums of dq of a tile for the n-th stored_columns channels, of a warp of the warpgroup that
+/* The sums of dq of a tile for the n-th stored_columns channels, of one warp of the warpgroup that
  * makes them: its accumulators four by four, [stored_registers / 4][32 lanes][4]. */
 template <class config>
 __device__ static float *dq_sum_of(const backward_pass &pass, int32_t tile, int n, int32_t warp) {
@@ -316,18 +316,16 @@ __device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
     return is_key(entry, plan.kv_len) ? entry : -1;
 }
 
-/* The list of the listed pass. */
 __device__ static tile_list kept_list_of(const backward_plan &plan, const backward_work &work) {
     return tile_list_of(plan.forward, work.b, work.g, work.list * list_queries, 0);
 }
 
-/* The expiry in the record of key j. */
 __device__ static int32_t key_expiry(const forward_plan &plan, int32_t head, int32_t j) {
     return plan.records[(int64_t)head * plan.kv_len + j].expiry;
 }
 
-/* The key that a slot has in a query block, or the slot-th key that arrives inside the block, or
- * that of the slot-th entry in a block of a list's; -1: none. */
+/* The key of a slot in a query block, or the slot-th key that arrives inside the block, or the key
+ * of the slot-th entry in a block of a list; -1: none. */
 template <class config>
 __device__ static int32_t slot_key(const backward_plan &plan, const backward_memory<config> &memory,
                                    int32_t query_block, int32_t slot) {
@@ -351,8 +349,8 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_mem
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
-/* How many slots some query of a block sees. Later blocks see no fewer, unless sequences are packed
- * and lists roll. */
+/* The number of slots that some query of a block sees. Later blocks see no fewer, unless sequences
+ * are packed and lists roll. */
 __device__ static int32_t visible_slots(const backward_plan &plan, const backward_work &work,
                                         int32_t query_block) {
     const forward_plan &forward = plan.forward;
@@ -386,9 +384,9 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     return work.end;
 }
 
-/* With slot_per_key, leaves out the last query blocks if they keep none of the slot block's keys;
- * but not if slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread
- * has found the work. */
+/* With slot_per_key, leaves out the last query blocks if they keep none of the slot block's keys,
+ * unless slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread has
+ * found the work. */
 template <class config>
 __device__ static void shorten_work(const backward_plan &plan, const backward_pass &pass,
                                     backward_work *work) {
@@ -409,13 +407,12 @@ __device__ static void shorten_work(const backward_plan &plan, const backward_pa
         work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
 }
 
-/* Keys that arrive inside a query block. */
 __device__ static int32_t count_arrivals(const backward_plan &plan, int32_t head, int32_t t) {
     const int2 count = list_counts(plan, head, t);
     return count.y - count.x;
 }
 
-/* The index in the grid, without an order, of the n-th block of a head in pass.order. */
+/* The index in the unordered grid of the n-th block of a head in pass.order. */
 __device__ static int32_t work_in_order(const backward_pass &pass, int32_t n, int32_t head,
                                         int32_t heads) {
     const int32_t entry = pass.order[n];
@@ -423,8 +420,9 @@ __device__ static int32_t work_in_order(const backward_pass &pass, int32_t n, in
     return (range * heads + head) * pass.slot_blocks + slot_block;
 }
 
-/* The same where pass.head_group heads take turns at their slot blocks, of which the first ones see
- * the most queries: so no multiprocessor still has much to do when the others end. */
+/* work_in_order() for pass.head_group heads that alternate between their slot blocks. The first
+ * slot blocks see the most queries, so no multiprocessor still has much to do when the others
+ * end. */
 __device__ static int32_t work_in_group(const backward_pass &pass, int32_t id, int32_t heads) {
     const int32_t group = id / (pass.head_group * pass.slot_blocks),
                   first = group * pass.head_group;
@@ -432,8 +430,8 @@ __device__ static int32_t work_in_group(const backward_pass &pass, int32_t id, i
     return (first + n % size) * pass.slot_blocks + n / size;
 }
 
-/* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
- * that waits for the dq of another one comes after it: see dq_order(). */
+/* The slot blocks of one head are neighbours in the grid, because they read the same queries. A
+ * block that waits for the dq of another one comes after it: see dq_order(). */
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
@@ -463,7 +461,7 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
         work.end *= config::diagonal_blocks;
         return work;
     }
-    if (config::is_listed) { // the last list first, as it has the most keys where causal
+    if (config::is_listed) { // the last list first, because it has the most keys if causal
         work.list = all - 1 - id / pass.list_splits / heads;
         work.query_block = id % pass.list_splits;
         work.end = (kept_list_of(plan, work).entries + config::slots - 1) / (int32_t)config::slots;

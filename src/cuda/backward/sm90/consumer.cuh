@@ -2,11 +2,11 @@
  * compute
  *   S^T = K Q^T, dP^T = V dO^T, P = 2^(S - lse), dS = P (dP - delta), dV += P^T dO, dK += dS^T Q
  * with keys as rows, so that P and dS go from registers into the next products. From the dS of all
- * slots in shared memory each makes half of dQ = dS K: half of the channels, or in the long form
- * one of the two tiles.
+ * slots in shared memory each consumer makes half of dQ = dS K: half of the channels, or in the
+ * long form one of the two tiles.
  *
- * P and dS stay in registers: a lane has two rows of slots, and of the columns of queries those
- * that are 8n and 8n + 1 after its first one. Here are
+ * P and dS stay in registers. A lane has two rows, which are slots, and the columns 8n and 8n + 1
+ * after its first one, which are queries. The file has
  *
  *   weights   P from S, and dS from P and dP
  *   masks     clear the weights of pairs that are not kept
@@ -24,20 +24,20 @@ template <int tiles, typename item, int n> __device__ static auto &of_tile(item 
     return (own &)all[t * (n / tiles)];
 }
 
-/* Reads a lane's columns of lse or delta, of which every fourth pair is its own. */
+/* Reads a lane's columns of lse or delta: every fourth pair. */
 template <int n> __device__ static void read_columns(const float2 *from, float2 (&to)[n]) {
 #pragma unroll
     for (int i = 0; i < n; i++)
         to[i] = from[4 * i];
 }
 
-/* What the weights of a thread's rows depend on in a generation. */
+/* The inputs of the weights of a thread's rows in a generation. */
 struct row_inputs {
-    int2 kept[2]; // the positions that keep the key
+    int2 kept[2]; // positions x <= p < y keep the key
     float bias[2];
 };
 
-/* Whether some query of a step does not keep a key of the warp's rows by its position. */
+/* True if some query of a step does not keep a key of the warp's rows because of its position. */
 template <int queries> __device__ static bool is_cut(const int2 (&kept)[2], int32_t first) {
     const int32_t last = first + queries - 1;
     return __any_sync(~0u, max(kept[0].x, kept[1].x) > first || min(kept[0].y, kept[1].y) <= last);
@@ -63,8 +63,8 @@ __device__ static void weigh_products(float unit, const float (&bias)[2],
     }
 }
 
-/* P with softcap, and P times the derivative of softcap in `sloped`. Both are kept only as pairs of
- * 16 bits, and lse is read from shared memory, because registers do not suffice. */
+/* P with softcap, and P times the derivative of softcap in `sloped`. To save registers, both are
+ * kept only as pairs of 16 bits, and lse is read from shared memory. */
 template <typename element, int n>
 __device__ static void
 weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const float2 *lse,
@@ -72,7 +72,7 @@ weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const 
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         if (i % 8 == 0)
-            __syncwarp(); // so that lse is not loaded all at once: registers do not suffice
+            __syncwarp(); // so that lse is not loaded all at once, which takes too many registers
         const float2 column = lse[i / 4 * 4];
         float p[2], slope[2];
 #pragma unroll
@@ -86,7 +86,7 @@ weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const 
     }
 }
 
-/* dS = P (dP - delta), whose sums over the columns are added to `sums`, from P in float32. */
+/* dS = P (dP - delta), from P in float32. Its sums over the columns are added to `sums`. */
 template <typename element, int n>
 __device__ static void differentiate_products(const float2 (&delta)[n / 4], const float (&dp)[n],
                                               const float (&p)[n], uint32_t (&ds)[n / 8][4],
@@ -100,8 +100,8 @@ __device__ static void differentiate_products(const float2 (&delta)[n / 4], cons
     }
 }
 
-/* The same from P in pairs. masked: where P is 0, dS is 0 even if dP is NaN. With dropout dP is 0
- * where the sign of P is set, and otherwise multiplied by `factor`. */
+/* differentiate_products() from P in pairs. masked: where P is 0, dS is 0 even if dP is NaN. With
+ * dropout dP is 0 where the sign of P is set, and otherwise multiplied by `factor`. */
 template <class config, bool masked, int n>
 __device__ static void
 differentiate_pairs(float factor, const float2 (&delta)[n / 4], const float (&dp)[n],
@@ -138,15 +138,16 @@ __device__ static int2 kept_positions(const backward_plan &plan, const slot_reco
     return make_int2(arrives ? from : INT32_MIN, slot.expiry);
 }
 
-/* Which of the 32 positions from `begin` on are in a range, as bits. */
+/* Bits of the 32 positions from `begin` on, set for those in a range. */
 __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
     return low_bits((uint32_t)max(range.y, begin) - begin) &
            ~low_bits((uint32_t)max(range.x, begin) - begin);
 }
 
-/* Clears what is not kept of row `row` of a lane in 32 columns, the k-th ones. bits: of these, from
- * the lane's first column on. Its columns are 8n and 8n + 1 after that: the two lowest bits of byte
- * n. Shifted to the sign of the byte, each becomes half a pair. */
+/* Clears the elements that are not kept in row `row` of a lane, in the k-th 32 columns. bits: a bit
+ * for each of these that is kept, from the lane's first column on. The lane's columns are 8n and 8n
+ * + 1 after that: the two lowest bits of byte n. Shifted to the sign of the byte, each becomes half
+ * a pair. */
 template <int steps>
 __device__ static void mask_columns(uint32_t bits, int k, int row, uint32_t (&packed)[steps][4]) {
 #pragma unroll
@@ -154,8 +155,8 @@ __device__ static void mask_columns(uint32_t bits, int k, int row, uint32_t (&pa
         packed[2 * k + n / 2][n % 2 * 2 + row] &= prmt(bits << 7, bits << 6, 0xcc88 + n * 0x1111);
 }
 
-/* Clears the pairs of queries that do not keep their key by its positions. first: position of the
- * lane's first column. */
+/* Clears the pairs of queries whose positions do not keep their key. first: position of the lane's
+ * first column. */
 template <int steps>
 __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2],
                                   uint32_t (&packed)[steps][4]) {
@@ -166,7 +167,8 @@ __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2],
             mask_columns(bits_of_range(kept[row], first + 32 * k), k, row, packed);
 }
 
-/* The same by attn_mask. words: bits of 32 columns of each row, from the lane's first column on. */
+/* mask_pairs() by attn_mask. words: bits of 32 columns of each row, from the lane's first column
+ * on. */
 template <int steps>
 __device__ static void mask_pairs(const uint32_t (&words)[steps / 2][2],
                                   uint32_t (&packed)[steps][4]) {
@@ -177,7 +179,7 @@ __device__ static void mask_pairs(const uint32_t (&words)[steps / 2][2],
             mask_columns(words[k][row], k, row, packed);
 }
 
-/* Whether a pair is dropped, by the upper or the lower half of dropout_mix() of its codes, given
+/* True if a pair is dropped, by the upper or the lower half of dropout_mix() of its codes, given
  * dropout_product(). limit: the threshold times 2^16. */
 __device__ static bool drops_upper(uint32_t product, uint32_t limit) { return product < limit; }
 
@@ -185,9 +187,9 @@ __device__ static bool drops_lower(uint32_t product, uint32_t limit) {
     return (product ^ product << 16) < limit;
 }
 
-/* Sets the signs of the weights of dropped pairs, as weights are never negative. queries: codes of
- * the positions of the lane's columns. Two columns share one if the first is even; otherwise the
- * second column has the code after it. keys: codes of the lane's two rows. */
+/* Sets the signs of the weights of dropped pairs; weights are never negative. queries: codes of the
+ * positions of the lane's columns. Two columns share one if the first is even; otherwise the second
+ * column has the code after it. keys: codes of the lane's two rows. */
 template <bool is_odd, int steps>
 __device__ static void mark_dropped(const row_code *queries, const uint32_t (&keys)[2],
                                     uint32_t threshold, uint32_t (&weights)[steps][4]) {
@@ -206,8 +208,8 @@ __device__ static void mark_dropped(const row_code *queries, const uint32_t (&ke
         }
 }
 
-/* The same for a step. row: the slot of a thread's first row; its second row is eight slots later.
- * query: the warpgroup's first query in the step. */
+/* mark_dropped() for a step. row: the slot of a thread's first row; its second row is eight slots
+ * later. query: the warpgroup's first query in the step. */
 template <class config, int steps>
 __device__ static void
 mark_dropped(const backward_plan &plan, const backward_memory<config> &memory, int32_t stage,
@@ -243,7 +245,7 @@ template <class config> struct backward_consumer {
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
     // softcap leaves no registers for dP while P is computed
     static constexpr bool overlaps_dp = !config::has_softcap;
-    // P stays in float32 until dS has been computed, where nothing else needs it in pairs
+    // P stays in float32 until dS has been computed, if nothing else needs it in pairs
     static constexpr bool keeps_p =
         !config::has_softcap && !config::drops && !config::is_listed && !config::is_wide;
 
@@ -252,14 +254,14 @@ template <class config> struct backward_consumer {
     static constexpr int tiles = config::q_tiles;
     using tile_products = float[product_registers / tiles];
     using tile_pairs = uint32_t[config::own_queries / wgmma_k / tiles][4];
-    // lse or delta of a lane's queries in a tile: there are no registers for those of two tiles
+    // lse or delta of a lane's queries in a tile: two tiles need too many registers
     using columns = float2[product_registers / tiles / 4];
     using dq_tile = float[config::dq_registers];
 
-    /* What the weights of a step depend on, beside the scores and row_inputs. */
+    /* The inputs of the weights of a step, beside the scores and row_inputs. */
     struct step_inputs {
         int32_t first; // position of this consumer's first query
-        columns lse;   // read later with softcap, for lack of registers
+        columns lse;   // read later with softcap, to save registers
     };
 
     backward_memory<config> *memory;
@@ -269,12 +271,10 @@ template <class config> struct backward_consumer {
     float dbias[2]; // of this thread's rows
     float dk[sum_registers], dv[sum_registers];
 
-    /* This consumer's first slot in the slot block. */
     __device__ int32_t first_slot(void) const {
         return config::is_wide ? 0 : index * config::warpgroup_slots;
     }
 
-    /* This consumer's first query in a step. */
     __device__ int32_t first_query(void) const {
         return config::is_wide ? index * config::own_queries : 0;
     }
@@ -288,14 +288,14 @@ template <class config> struct backward_consumer {
 
     __device__ dq_adder<config> adder(void) const { return {memory, index}; }
 
-    /* Waits for the queries of a step, and clears those of empty rows. */
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
         clear_empty(stage_of(step));
     }
 
-    /* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN.
-     * Each consumer does so before it reads them, and all write the same zeros. */
+    /* Clears q and dout of empty rows. These have no gradient, but their contents may not be
+     * finite, and 0 * NaN is NaN. Each consumer does so before it reads them, and all write the
+     * same zeros. */
     __device__ void clear_empty(int32_t stage) {
         constexpr int vecs = config::q_rows * config::row_bytes / 16, line_vecs = line_bytes / 16;
         const float *const lse = memory->lse[stage];
@@ -315,7 +315,7 @@ template <class config> struct backward_consumer {
         sync_consumer(index);
     }
 
-    /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */
+    /* Issues d = keys queries^T for rows of k or v and a step's q or dout. */
     __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
         const uint32_t a = opaque(shared_address(keys) + first_slot() * line_bytes);
         const uint32_t b = shared_address(queries) + first_query() * line_bytes;
@@ -332,12 +332,11 @@ template <class config> struct backward_consumer {
         issue_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
-    /* Where the columns of this lane begin in lse or delta of a step, from its tile t on. */
+    /* This lane's columns in lse or delta of a step, from tile t of the step on. */
     __device__ const float2 *own_columns(const float *row, int t = 0) const {
         return (const float2 *)(row + first_query() + t * q_tile_rows) + threadIdx.x % 4;
     }
 
-    /* The position of the first query of this lane's columns. */
     static __device__ int32_t own_column(const step_inputs &inputs) {
         return inputs.first + threadIdx.x % 4 * 2;
     }
@@ -358,8 +357,7 @@ template <class config> struct backward_consumer {
             read_columns(own_columns(memory->lse[stage_of(step)]), to.lse);
     }
 
-    /* Clears the weights of a step that attn_mask does not let through. True if there are any in
-     * the warp. */
+    /* Clears the weights of a step that attn_mask masks. True if there are any in the warp. */
     __device__ bool apply_mask(int32_t stage, pairs &weights, pairs &sloped) const {
         uint32_t words[product_registers / 16][2], all = ~0u;
 #pragma unroll
@@ -379,8 +377,8 @@ template <class config> struct backward_consumer {
         return true;
     }
 
-    /* P = 2^(S - lse) of a step. True if some entry of the warp may be masked. Where P stays in
-     * float32 it takes the registers of S, and is not masked yet. Elsewhere it is in pairs: 0 where
+    /* P = 2^(S - lse) of a step. True if some entry of the warp may be masked. If P stays in
+     * float32 it takes the registers of S, and is not masked yet. Otherwise it is in pairs: 0 where
      * the query does not keep the key, and with its sign set where dropout drops the pair; with
      * softcap also P times the derivative of softcap, in `sloped`. */
     __device__ bool weigh(const backward_plan &plan, int32_t step, const row_inputs &rows,
@@ -415,7 +413,7 @@ template <class config> struct backward_consumer {
         return is_masked;
     }
 
-    /* dS of a step, and P in pairs where it was in float32. delta: of the first tile. */
+    /* dS of a step, and P in pairs if it was in float32. delta: of the first tile. */
     template <bool masked>
     __device__ void differentiate(const backward_plan &plan, int32_t step, const row_inputs &rows,
                                   const step_inputs &inputs, columns &delta, const products &dp,
@@ -465,7 +463,7 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Returns dbias of row i up to this generation, in the first lane of the quad, and starts again
+    /* Returns dbias of row i up to this generation, in the first lane of the quad, and restarts
      * from 0 if the slot's key changes. */
     __device__ float take_dbias(int i, bool changes) {
         if constexpr (config::dbias_in_shared) {
@@ -505,7 +503,7 @@ template <class config> struct backward_consumer {
         return memory->ds[step % config::ds_buffers][0];
     }
 
-    /* Waits until all consumers have stored what they share. */
+    /* Waits until all consumers have stored their P or dS. */
     static __device__ void sync_stores(void) {
         fence_proxy_async();
         bar_sync(all_barrier, config::consumers * warpgroup_threads);
@@ -533,7 +531,7 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    /* The same in the wide form, with A in shared memory, for this consumer's channels. */
+    /* issue_sums() in the wide form, with A in shared memory, for this consumer's channels. */
     __device__ void issue_sums(float (&sums)[sum_registers], const uint8_t *a,
                                const uint8_t *rows) {
         const int panel = index * config::own_channels / panel_channels;
@@ -544,7 +542,7 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    /* Adds dq of a step, whose first channels have been multiplied. */
+    /* Adds dq of a step. Its first channels have been multiplied already. */
     __device__ void add_dq(const backward_plan &plan, const backward_pass &pass, int32_t step,
                            const step_header &header, dq_tile &dq) {
         adder().add(plan, pass, step, header, dq);
@@ -576,9 +574,9 @@ template <class config> struct backward_consumer {
         hold(ds);
     }
 
-    /* The steps of a generation from `now` on; returns the first step of the next one. dP is
+    /* The steps of a generation from `now` on. Returns the first step of the next one. dP is
      * multiplied while P is computed. With reads_ahead, lse and delta are read before the waits for
-     * the products, as reads of shared memory take long while wgmma reads it too. */
+     * the products, because reads of shared memory are slow while wgmma reads it too. */
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
         row_inputs rows;
@@ -611,7 +609,7 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* The same in the wide form, where the consumers share P and dS. */
+    /* run_generation() in the wide form, where the consumers share P and dS. */
     __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
                                            int32_t now) {
         row_inputs rows;
@@ -712,7 +710,8 @@ template <class config> struct backward_consumer {
         if (!config::stages_dq || threadIdx.x % 32 != 0)
             return;
         if (pass.dq_semaphore == NULL) {
-            cp_async_bulk_wait_group_read(); // of shared memory, before it is another block's
+            cp_async_bulk_wait_group_read(); // reads of shared memory must end before the block
+                                             // does
         } else {
             cp_async_bulk_wait_group<0>();
             mbarrier_arrive(&memory->all_dq_added);

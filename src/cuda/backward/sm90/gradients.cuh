@@ -1,6 +1,6 @@
-/* How the gradients leave sm90's backward kernel: dk, dv and dbias of a key that leaves its slot,
- * which is the epilogue of a generation, and dq of a step, which is added to the sums of all slot
- * blocks, or written where nothing more is added. A kernel of its own makes dq of those sums. */
+/* The output of sm90's backward kernel: dk, dv and dbias of a key that leaves its slot, which is
+ * the epilogue of a generation, and dq of a step, which is added to the sums of all slot blocks, or
+ * written if nothing more is added. A separate kernel makes dq from those sums. */
 #pragma once
 
 #include "cuda/backward/sm90/backward.cuh"
@@ -19,14 +19,13 @@ template <typename element> __device__ static uint32_t add_pairs(uint32_t x, uin
     return element_type<element>::pack(a.x + b.x, a.y + b.y);
 }
 
-/* Adds eight elements to those of `old`. */
 template <typename element>
 __device__ static uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
     return make_uint4(add_pairs<element>(old.x, words[0]), add_pairs<element>(old.y, words[1]),
                       add_pairs<element>(old.z, words[2]), add_pairs<element>(old.w, words[3]));
 }
 
-/* The dk or dv of one slot, which the lanes of a quad hold together. */
+/* The dk or dv of one slot, which the four lanes of a quad hold. */
 struct gradient_row {
     int32_t key, boundary;
     int32_t slot;    // in the slot block
@@ -71,12 +70,11 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
     }
 }
 
-/* What sums of P dout are multiplied by, for dv. */
 template <class config> __device__ static float dv_factor(const backward_plan &plan) {
     return config::drops ? plan.forward.dropout_scale : 1;
 }
 
-/* Writes row i of a thread's dk and dv, unless a boundary takes them. */
+/* Writes row i of a thread's dk and dv, unless they go to a boundary. */
 template <class config, int registers>
 __device__ static void write_sums(const backward_plan &plan, const backward_work &work,
                                   const gradient_row &row, int i, const float (&dk)[registers],
@@ -92,7 +90,7 @@ __device__ static void write_sums(const backward_plan &plan, const backward_work
     write_row(dv_row, channels, is_own, adds, i, dv_factor<config>(plan), dv);
 }
 
-/* Writes the row's dbias, and adds what a boundary takes. */
+/* Writes the row's dbias, and adds the row's sums to its boundary, if it has one. */
 template <class config, int registers>
 __device__ static void write_rest(const backward_plan &plan, const backward_work &work,
                                   const gradient_row &row, int i, float dbias,
@@ -115,7 +113,6 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
     }
 }
 
-/* Adds row i of a thread's sums to those of a key. */
 template <int registers>
 __device__ static void add_row(float *to, int i, const float (&sums)[registers]) {
 #pragma unroll
@@ -139,7 +136,7 @@ __device__ static void add_to_key_sums(const backward_plan &plan, const backward
         atomicAdd(dbias_of_key(plan, work.b, work.g, row.key), dbias);
 }
 
-/* Writes dq of tile `head_tile` of 64 queries of (b, h), for the 32 channels from c on, whose sums
+/* Writes dq of tile `head_tile` of 64 queries of (b, h), for the 32 channels from c on. The sums
  * are laid out as accumulators. By a warpgroup. */
 template <class config>
 __device__ static void write_dq_columns(const backward_plan &plan, int32_t b, int32_t h,
@@ -166,15 +163,15 @@ __device__ static void write_dq_columns(const backward_plan &plan, int32_t b, in
     }
 }
 
-/* Adds the dq that a consumer makes to dq_sum, or writes it where nothing more is added. */
+/* Adds the dq of a consumer to dq_sum, or writes it if nothing more is added. */
 template <class config> struct dq_adder {
     using dq_tile = float[config::dq_registers];
 
     backward_memory<config> *memory;
     int32_t index; // of the consumer
 
-    /* Adds what dq_sum has of these channels of dq, and writes them. The thread itself has made
-     * the additions of this pass, and those of the slot pass are over. is_loaded: `from` is in
+    /* Adds the sums in dq_sum to these channels of dq, and writes them. The thread itself made the
+     * additions of this pass, and the slot pass is complete. is_loaded: `from` is in
      * shared memory, instead of dq_sum. */
     template <bool is_loaded>
     __device__ void write_last_dq(const backward_plan &plan, const step_header &header,
@@ -199,7 +196,7 @@ template <class config> struct dq_adder {
         }
     }
 
-    /* The same where the sums are loaded to shared memory. */
+    /* write_last_dq() if the sums are loaded to shared memory. */
     __device__ void write_loaded_dq(const backward_plan &plan, const step_header &header,
                                     const dq_tile &dq, int n) {
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
@@ -212,7 +209,7 @@ template <class config> struct dq_adder {
     }
 
     /* Adds dq to dq_sum by a bulk operation of each warp; if is_ordered, once the turn of the step
-     * has begun. The wait until the previous one has read its rows is short, because that was
+     * has begun. The wait for the previous operation to read its rows is short, because it was
      * issued a step ago. */
     __device__ void add_bulk(const dq_tile &dq, float *to, bool is_ordered, int32_t step) {
         const int32_t lane = threadIdx.x % 32;
@@ -232,13 +229,13 @@ template <class config> struct dq_adder {
             cp_reduce_async_bulk_add(to, shared_address(own), config::dq_registers * 32 * 4);
             cp_async_bulk_commit_group();
             if (is_ordered) {
-                cp_async_bulk_wait_group<1>(); // that of the step before has been added
+                cp_async_bulk_wait_group<1>(); // dq of the previous step has been added
                 mbarrier_arrive(&memory->dq_added);
             }
         }
     }
 
-    /* The same by each thread, from its registers. */
+    /* add_bulk() by each thread, from its registers. */
     static __device__ void add_vectors(const dq_tile &dq, float *to) {
         constexpr int stored = config::stored_registers;
 #pragma unroll
@@ -276,7 +273,7 @@ template <class config> struct dq_adder {
     }
 };
 
-/* Writes dq from dq_sum, where no diagonal pass does. A thread block takes a tile of 64 queries. */
+/* Writes dq from dq_sum, if no diagonal pass does. A thread block takes a tile of 64 queries. */
 template <class config>
 static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,

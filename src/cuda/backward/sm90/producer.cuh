@@ -1,28 +1,28 @@
 /* The producer of sm90's backward kernel: a warpgroup that loads the queries of each step, and the
- * keys of each generation. Each of its threads watches the key of one slot. `tile` is the first
- * tile of a step. */
+ * keys of each generation. Each of its threads tracks the key of one slot. `tile` is the first tile
+ * of a step. */
 #pragma once
 
 #include "cuda/backward/sm90/backward.cuh"
 
-static constexpr int32_t past_end = -2; // in place of a slot's key after the last query block
+static constexpr int32_t past_end = -2; // a slot's key after the last query block
 
 /* The order in which slot blocks add to dq of a tile, for a deterministic result. The steps of a
- * thread block take turns with those of others: a turn begins when all slot blocks before this one
+ * thread block alternate with those of others: a turn begins when all slot blocks before this one
  * have added their dq of the step's queries, and ends when this one has added its own. Each tile
  * has a semaphore that counts the turns that have ended. One thread of the producer keeps the
  * order, so that the consumers, which add dq, wait only if their turn has not begun. */
 template <class config> struct dq_turns {
     backward_memory<config> *memory;
 
-    /* Begins the turn of the step before, and stores that of `step`, which is being loaded. */
+    /* Begins the turn of the previous step, and stores the turn of `step`, which is being
+     * loaded. */
     __device__ void advance(const backward_pass &pass, int32_t step, const dq_turn &turn) {
         if (step > 0)
             begin(pass, step - 1);
         memory->turns[step % most_turns] = turn;
     }
 
-    /* Begins and ends the turn of the last step of all. */
     __device__ void finish(const backward_pass &pass, int32_t steps) {
         if (steps == 0)
             return;
@@ -36,11 +36,11 @@ template <class config> struct dq_turns {
 
   private:
     /* Lets the consumers add dq of a step, after the slot blocks before this one, and ends the turn
-     * of the step before. With stages_dq the turn begins first, because the bulk operations of the
-     * step before are over only when those of this one are issued; otherwise the other turn ends
-     * first. Either way all consumers have passed the wait for one turn before the next begins.
-     * Bulk operations of two thread blocks need no fence between them: a thread issues its own once
-     * it knows that the others are over. */
+     * of the previous step. With stages_dq the turn begins first, because the bulk operations of
+     * the previous step are only known to be complete when those of this one are issued. Otherwise
+     * the other turn ends first. Either way all consumers have passed the wait for one turn before
+     * the next begins. Bulk operations of two thread blocks need no fence between them: a thread
+     * issues its own once it knows that the others are complete. */
     __device__ void begin(const backward_pass &pass, int32_t step) {
         const dq_turn turn = memory->turns[step % most_turns];
         if (!config::stages_dq && step > 0) {
@@ -51,7 +51,7 @@ template <class config> struct dq_turns {
         }
         mbarrier_arrive(&memory->turn_begun);
         if (config::stages_dq) {
-            wait(&memory->dq_added, step & 1); // of the step before; this one's is being added
+            wait(&memory->dq_added, step & 1); // of the previous step; this one's is being added
             if (step > 0)
                 end(pass, step - 1, false);
         }
@@ -64,7 +64,7 @@ template <class config> struct dq_turns {
 
     /* Ends turns in pairs, `step` - 1 and `step`, because the fence is slow: it waits for writes of
      * the whole multiprocessor. The last turn of all may be single. With more turns at a time the
-     * slot blocks of a head would be so far apart that what they read leaves the L2 cache. */
+     * slot blocks of a head would be so far apart that their common data leaves the L2 cache. */
     __device__ void end(const backward_pass &pass, int32_t step, bool is_last) {
         const bool is_second = step % 2 != 0;
         if (!is_second && !is_last)
@@ -75,19 +75,18 @@ template <class config> struct dq_turns {
         count(pass, step);
     }
 
-    /* Counts the turn of a step in its tile's semaphore. */
     __device__ void count(const backward_pass &pass, int32_t step) {
         const dq_turn turn = memory->turns[step % most_turns];
         st_relaxed_gpu(&pass.dq_semaphore[turn.tile], turn.order + 1);
     }
 };
 
-/* The consumers leave few registers, so what can be found again is not kept. */
+/* The consumers leave few registers, so values that can be computed again are not kept. */
 template <class config> struct backward_producer {
-    static constexpr int turn_thread = 3 * 32; // that runs dq_turns
+    static constexpr int turn_thread = 3 * 32; // the thread that runs dq_turns
 
     backward_memory<config> *memory;
-    int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
+    int32_t generation; // of the keys in shared memory, or the next to be loaded
 
     __device__ int32_t own_slot(void) const { return opaque(threadIdx.x) % warpgroup_threads; }
 
@@ -114,13 +113,11 @@ template <class config> struct backward_producer {
                                     : -1;
     }
 
-    /* The key of this thread's slot in a generation. */
     __device__ int32_t key_in_generation(int32_t which) const {
         return own_slot() < config::slots ? memory->slots[which % slots_buffers][own_slot()].key
                                           : -1;
     }
 
-    /* Writes the record of this thread's slot. */
     __device__ void write_record(const backward_plan &plan, int32_t key, slot_record *to) {
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
@@ -145,7 +142,6 @@ template <class config> struct backward_producer {
             to->from = forward.by_position ? forward.sequences.ranges[key].x : INT32_MIN;
     }
 
-    /* Hands the slot records of the next generation to the consumers. */
     __device__ void publish_slots(const backward_plan &plan, int32_t key) {
         const backward_work &work = memory->work;
         if (own_slot() < config::slots) {
@@ -180,7 +176,6 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* Loads k and v of one key, or zeros if there is none. */
     __device__ void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
         const forward_plan &forward = plan.forward;
         if ((uint32_t)key < (uint32_t)forward.carried_len)
@@ -203,12 +198,13 @@ template <class config> struct backward_producer {
         cp_async_mbarrier_arrive_noinc(&memory->keys_ready);
     }
 
-    /* Words of the mask, of 32 entries of a block each. A warp has some of them, for 32 of the 64
-     * queries of a step, and each of its threads those of one query. */
+    /* Words of the mask, for 32 entries of a block each. A warp has some of them, for 32 of the 64
+     * queries of a step, and each of its threads has the words of one query. */
     static constexpr int entry_words = config::slots / 32; // of a block
     static constexpr int own_words = 2 * entry_words / warpgroup_warps;
 
-    /* Word n of the block that begins with entry `first`: which entries a query of head h keeps. */
+    /* Word n of the block that begins with entry `first`: bits of the entries that a query of head
+     * h keeps. */
     __device__ static uint32_t mask_word(const forward_plan &plan, const tile_list &list, int32_t h,
                                          int32_t tile, int32_t first, int n) {
         const int32_t query = tile * q_tile_rows + n / entry_words * 32 + threadIdx.x % 32;
@@ -216,13 +212,12 @@ template <class config> struct backward_producer {
         return bits[first % list_queries / 32 + n % entry_words];
     }
 
-    /* Writes which queries keep each of the entries of word n. */
+    /* Writes, for each entry of word n, bits of the queries that keep it. */
     __device__ void write_mask(uint32_t bits, int n, int32_t stage) {
         uint2 &to = memory->mask[stage][n % entry_words * 32 + threadIdx.x % 32];
         (n / entry_words == 0 ? to.x : to.y) = transpose_bits(bits);
     }
 
-    /* Reads this thread's words of a block. */
     __device__ void read_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
                               uint32_t (&words)[own_words]) const {
         const tile_list &list = memory->kept_list;
@@ -231,7 +226,7 @@ template <class config> struct backward_producer {
                                  threadIdx.x / 32 + x * warpgroup_warps);
     }
 
-    /* Reads and writes them one by one, for lack of registers. */
+    /* Reads and writes the words one by one, to save registers. */
     __device__ void copy_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
                               int32_t stage) {
         const tile_list &list = memory->kept_list;
@@ -251,7 +246,7 @@ template <class config> struct backward_producer {
                 row_code_of(plan.forward, memory->work.b, h, first + 2 * n);
     }
 
-    /* Whether a step of the diagonal pass is the last one that adds to dq of a tile. Keys that
+    /* True if a step of the diagonal pass is the last one that adds to dq of a tile. Keys that
      * arrive later than all of its queries do not count. */
     __device__ bool writes_dq(const backward_plan &plan, int32_t tile) const {
         const int32_t next = progress()->next.block;
@@ -259,9 +254,9 @@ template <class config> struct backward_producer {
                first_seeing(plan, next, progress()->next_key) >= end_in_block(plan, tile);
     }
 
-    /* The first query of a query block, counted from its first one, that may see a key of a slot
-     * block of the diagonal pass. key: of the first slot. The n-th key to arrive inside the query
-     * block arrives after the first n queries, or later. */
+    /* The first query of a query block, relative to its start, that may see a key of a slot block
+     * of the diagonal pass. key: of the first slot. The n-th key to arrive inside the query block
+     * arrives after the first n queries, or later. */
     __device__ int32_t first_seeing(const backward_plan &plan, int32_t block, int32_t key) const {
         const int32_t at_least = block % config::diagonal_blocks * config::slots;
         const int32_t query = query_block_of(block) * plan.forward.block_queries;
@@ -292,7 +287,7 @@ template <class config> struct backward_producer {
         cp_async_bulk(shared_address(to_numbers), numbers + row, number_bytes, ready);
     }
 
-    /* By one thread. */
+    /* Writes the header of a step. By one thread. */
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
@@ -322,7 +317,7 @@ template <class config> struct backward_producer {
         progress()->dq_loads++;
     }
 
-    /* The first lane of three warps each does a part of what a step needs. */
+    /* The first lane of each of three warps loads one part of a step: q, dout, or the header. */
     __device__ void load_queries(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         uint64_t *const ready = &memory->step_ready[stage];
@@ -343,7 +338,7 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* Whether keys that wait for room must be loaded after this step. */
+    /* Counts a step. True if keys that wait for room must be loaded after it. */
     __device__ bool count_step(bool ends_block) {
         const load_progress was = *progress();
         const bool waits = was.steps_ahead != no_keys;
@@ -356,7 +351,6 @@ template <class config> struct backward_producer {
         return loads_keys;
     }
 
-    /* Loads q, dout, lse and delta of a step's queries of head h. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
                               int32_t tile, bool ends_block) {
         const int32_t step = progress()->step, stage = step % config::stages;
@@ -382,10 +376,10 @@ template <class config> struct backward_producer {
             load_keys(plan);
     }
 
-    /* How many slot blocks add to dq of a query block before this one does: all lower ones, as
-     * lower slots become visible no later, and a slot block visits every query block from its
-     * first one on, even if the selection is corrupt. by_head, all higher ones that are visible:
-     * with packed sequences lower ones may not be. */
+    /* The number of slot blocks that add to dq of a query block before this one does: all lower
+     * ones, because lower slots become visible no later, and a slot block visits every query block
+     * from its first one on, even if the selection is corrupt. by_head, all higher ones that are
+     * visible: with packed sequences lower ones may not be. */
     __device__ uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
                                  int32_t query_block) const {
         const backward_work &work = memory->work;
@@ -398,7 +392,7 @@ template <class config> struct backward_producer {
 
     __device__ dq_turns<config> turns(void) const { return {memory}; }
 
-    /* By one thread. */
+    /* Records the turn of the step that is being loaded. By one thread. */
     __device__ void take_turn(const backward_plan &plan, const backward_pass &pass, int32_t h,
                               int32_t tile) {
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
@@ -407,10 +401,10 @@ template <class config> struct backward_producer {
                         {head * pass.tiles + tile, dq_order(plan, pass, query_block)});
     }
 
-    /* The end of the queries of a block that may see a key of the slots. In the slot pass of
-     * packed sequences, if the sequence of the second tile's first query begins inside this
-     * block, no query from that one on sees a key of the slots. The long form does not look,
-     * because its steps have both tiles. */
+    /* The end of the queries of a block that may see a key of the slots. In the slot pass of packed
+     * sequences, if the sequence of the second tile's first query begins inside this block, no
+     * query from there on sees a key of the slots. The long form does not check, because its steps
+     * have both tiles. */
     __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;
@@ -421,7 +415,7 @@ template <class config> struct backward_producer {
         return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
     }
 
-    /* Whether no query of a tile sees a key of the current slot block of the diagonal pass. The
+    /* True if no query of a tile sees a key of the current slot block of the diagonal pass. The
      * first slot block of a query block takes a step for every tile, so that dq of each is
      * written. */
     __device__ bool sees_none(const backward_plan &plan, int32_t tile, int32_t block) const {
@@ -431,12 +425,10 @@ template <class config> struct backward_producer {
         return first_seeing(plan, block, key) >= end_in_block(plan, tile);
     }
 
-    /* How many query heads a block has steps of. */
     __device__ static int32_t heads_of_block(const backward_plan &plan, const backward_pass &pass) {
         return config::is_slot && pass.visits == by_head ? 1 : opaque(plan.forward.group);
     }
 
-    /* The query block that a block is, or belongs to. */
     __device__ int32_t query_block_of(int32_t block) const {
         return config::is_listed     ? memory->work.list
                : config::is_diagonal ? block / config::diagonal_blocks
@@ -446,7 +438,7 @@ template <class config> struct backward_producer {
     /* Loads the steps of the current block. True if a slot changes its key after it, or nothing
      * follows. */
     __device__ bool load_block(const backward_plan &plan, const backward_pass &pass) {
-        // steps of a head in the block; those of the listed pass are not longer
+        // steps of a head in the block; blocks of the listed pass are not longer
         const int steps_log2 =
             config::is_listed ? 1 : 31 - __clz(plan.forward.block_queries / config::q_rows);
         const int32_t last_step = (1 << steps_log2) - 1;
@@ -476,8 +468,8 @@ template <class config> struct backward_producer {
     }
 
     /* The next block to visit: in the diagonal pass another slot block of the query block, or the
-     * first one of the next query block. Where a packed sequence has ended, those query blocks
-     * follow in which no query sees a slot of this block. */
+     * first one of the next query block. Query blocks in which no query sees a slot of this block,
+     * as may follow the end of a packed sequence, are skipped. */
     __device__ loaded_block block_after(const backward_plan &plan, const backward_pass &pass,
                                         const loaded_block &at) const {
         const int32_t next = at.block + 1;
@@ -507,7 +499,6 @@ template <class config> struct backward_producer {
         return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
     }
 
-    /* Finds the block before the first one. */
     __device__ void begin(const backward_plan &plan, const backward_pass &pass) {
         const backward_work &work = memory->work;
         int32_t first = work.query_block, before = first - 1;
@@ -551,7 +542,7 @@ template <class config> struct backward_producer {
             publish_slots(plan, memory->next[own_slot()]);
             if (memory->next[own_slot()] == past_end)
                 break;
-            // the first keys are loaded after one step, as no others must be released
+            // the first keys are loaded after one step, because no others must be released
             progress()->steps_ahead = generation == 0 ? config::steps_before_keys - 1 : 0;
         }
         if (takes_turns<config>(pass) && threadIdx.x == turn_thread)

@@ -16,7 +16,7 @@ template <typename type, bool pairs, bool drops_> struct tile_config {
     static constexpr bool drops = drops_;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
-    // of a warp: what the registers hold
+    // of a warp: as many as fit in registers
     static constexpr int row_tiles = head_dim <= 128 && !has_pairs ? 2 : 1;
     static constexpr int keys = (has_pairs || drops) && head_dim > 192 ? 32 : 64; // of a key block
     // on a multiprocessor
@@ -25,7 +25,6 @@ template <typename type, bool pairs, bool drops_> struct tile_config {
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
 
-/* Of a tile with neither attn_mask nor attn_bias. */
 struct no_pairs {};
 
 template <typename config> struct tile_memory {
@@ -59,8 +58,8 @@ __device__ static void load_values(tile_memory<config> &shared, int32_t n) {
     cp_async_commit_group();
 }
 
-/* A warp's rows against all key blocks. The values of a block arrive during its first product, the
- * keys of the next block during this one's softmax and second product. */
+/* A warp's rows and all key blocks. The values of a block arrive during its first product, the keys
+ * of the next block during this one's softmax and second product. */
 template <typename config>
 __device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
                                      const forward_plan &plan) {
@@ -74,7 +73,7 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         const key_records<config::keys> &records = shared.records[n % 2];
         float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<0>();
-        __syncthreads(); // k has arrived, and every warp has read the last block's v
+        __syncthreads(); // k has arrived, and every warp has read the previous block's v
         load_values(shared, n);
         const int32_t upcoming = own_entry<config>(keys, n + 2);
         mma_abt<config>(s, q_at.unhoisted(), k_at); // S = Q K^T
@@ -101,7 +100,7 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
 }
 
 /* The epilogue. Rows go from registers to the warp's rows of q in shared memory, and from there to
- * out a vector at a time. */
+ * out one vector at a time. */
 template <typename config>
 __device__ static void write_out(tile_memory<config> &shared, const row_state<config> &state,
                                  const forward_plan &plan) {
@@ -123,7 +122,7 @@ __device__ static void write_out(tile_memory<config> &shared, const row_state<co
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {
             const float *const out = &state.out[r / 2][d][r % 2 * 2];
-            // not out * 0: out may be NaN where no key is kept
+            // not out * 0: out may be NaN if no key is kept
             const uint32_t pair =
                 result.scale == 0 ? 0 : type::pack(out[0] * result.scale, out[1] * result.scale);
             *(uint32_t *)(staged + layout::offset(r * 8 + lane / 4, d) + lane % 4 * 4) = pair;
@@ -168,7 +167,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     load_keys(shared, plan, 0);
     clear_rows(state);
     attend_blocks(shared, state, plan);
-    cp_async_wait_group<0>(); // if the list is empty, q may still be on its way
+    cp_async_wait_group<0>(); // if the list is empty, copies of q may still be in flight
     __syncthreads();
     write_out(shared, state, plan);
 }

@@ -1,10 +1,10 @@
-/* The host side of forward on Hopper (kernel.cuh), for head_dim up to FDMA_HEAD_DIM: the calls that
- * the kernel takes, the order of its tiles, its launch. Dense attention is the same with the list
- * 0, 1, 2, ... */
+/* The host side of forward on Hopper (kernel.cuh), for head_dim up to FDMA_HEAD_DIM: which calls
+ * the kernel supports, the order of its tiles, its launch. Dense attention is the same with the
+ * list 0, 1, 2, ... */
 #include "cuda/forward/sm90/kernel.cuh"
 #include "cuda/plan/host.cuh"
 
-/* How far a row of either piece may be from the base of its (b, g), in bytes. */
+/* The largest distance of a row of either piece from the base of its (b, g), in bytes. */
 static double most_distance(const fdma_tensor *carried, const fdma_tensor *own) {
     const double between = (double)((intptr_t)own->data - (intptr_t)carried->data);
     double elements = 0, rows = 0;
@@ -16,14 +16,14 @@ static double most_distance(const fdma_tensor *carried, const fdma_tensor *own) 
     return fabs(between) + 2 * (elements + rows);
 }
 
-/* Whether every row has an index below no_row from a base that both pieces have. */
+/* True if every row has an index below no_row from a base that both pieces share. */
 static bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
     const row_strides strides =
         strides_of(view_of(carried), view_of(own), carried->shape[1], false);
     return most_distance(carried, own) < (double)no_row * strides.unit;
 }
 
-/* Whether every row has an index, be it from a base of its own piece. */
+/* True if every row has an index, from a shared base or from the base of its own piece. */
 static bool are_within_reach(const fdma_tensor *carried, const fdma_tensor *own) {
     const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1], true);
     const double rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
@@ -31,8 +31,8 @@ static bool are_within_reach(const fdma_tensor *carried, const fdma_tensor *own)
     return are_near(carried, own) || 2 * rows < (double)(far_rows::of_own - 1) * strides.unit;
 }
 
-/* Computes as many heads together as fit L2 with the keys of one list, or with all keys if dense.
- * All tiles of a selection cost about the same; dense tiles differ, and only keep all
+/* Computes as many heads together as fit in L2 with the keys of one list, or with all keys if
+ * dense. All tiles of a selection cost about the same. Dense tiles differ, and only keep all
  * multiprocessors busy if many heads are computed together, so they may use more of L2. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
     const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
@@ -122,8 +122,8 @@ static const char *refuses(const fdma_problem *problem) {
         return "rows more than 2^31 elements apart";
     if (problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";
-    // also if there are few keys: a kernel that takes the call instead, because of the alignment of
-    // its tensors, must not need more workspace
+    // also with few keys: if the alignment of tensors makes another kernel take the call, that
+    // kernel must not need more workspace
     if (problem->q_len <= few_queries)
         return "few queries, which are better split over keys";
     return fdma_refuses_all_but_sm90a(problem);

@@ -1,5 +1,5 @@
-/* What sm90's forward kernel (kernel.cuh) and its launch (forward.cu) share: the configuration,
- * shared memory with its barriers, and the order of the row tiles. */
+/* Common definitions for sm90's forward kernel (kernel.cuh) and its launch (forward.cu): the
+ * configuration, shared memory with its barriers, and the order of the row tiles. */
 #pragma once
 
 #include "cuda/device/divisor.cuh"
@@ -9,8 +9,8 @@
 #include "cuda/plan/plan.cuh"
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * softcap, mask and drops: whether there is a softcap, an attn_mask, and dropout. The code of
- * softcap in the loop would cost calls without it 7%. */
+ * softcap, mask and drops: with softcap, attn_mask and dropout. The code of softcap in the loop
+ * would cost calls without it 7%. */
 template <typename element_, int most_channels, bool softcap, bool mask, bool drops_>
 struct forward_config {
     using element = element_;
@@ -21,8 +21,8 @@ struct forward_config {
     static constexpr int consumers = 2;                     // warpgroups
     static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
-    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers,
-    // its weights, which are held twice, key_rows / 2
+    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, and its
+    // two copies of the weights key_rows / 2
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
     static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
@@ -46,16 +46,16 @@ struct position_range {
 static constexpr int16_t past_tile = INT16_MAX;
 
 static constexpr int octet_keys = 8; // of a core matrix of wgmma, 16 bytes
-static constexpr int bias_terms = 3; // of 8 bits each: a float32
+static constexpr int bias_terms = 3; // 8 bits of the significand each: a float32
 
 /* The biases of eight keys as a matrix to be multiplied by ones: the sum of a key's terms is bias /
- * scale. wgmma reads 16 rows. The rest, which it multiplies by 0, are the octets that follow, so
- * nothing here may be inf or NaN, as 0 * inf is not 0. */
+ * scale. wgmma reads 16 rows. The rows after bias_terms are the octets that follow. wgmma
+ * multiplies them by 0, so nothing here may be inf or NaN, because 0 * inf is NaN. */
 struct bias_octet {
     __nv_bfloat16 terms[bias_terms][octet_keys];
 };
 
-/* The mask of a key block: biases, and which rows of the tile keep which key. */
+/* The mask of a key block: biases, and the positions at which each key is kept. */
 template <class config> struct alignas(16) block_mask {
     static constexpr int octets = config::key_rows / octet_keys;
     union {
@@ -64,19 +64,19 @@ template <class config> struct alignas(16) block_mask {
     };
     position_range kept[config::key_rows];               // in the order of mask_index()
     uint32_t code[config::drops ? config::key_rows : 1]; // of dropout, in the same order
-    // for each warp of the producer a bit per 16 keys: some row does not keep all of them
+    // for each warp of the producer one bit per 16 keys: some row does not keep all of them
     uint8_t is_partial[warpgroup_warps];
 };
 
-/* Dropout's code of a row. The bits of its pairs are the upper half of dropout_product() where its
- * position is odd; where it is even, the lower half xor the upper one. */
+/* Dropout's code of a row. The bits of its pairs are the upper half of dropout_product() if its
+ * position is odd; if it is even, the lower half xor the upper one. */
 struct alignas(16) drop_code {
     row_code code;
-    uint32_t fold; // a factor that moves the lower half to the upper one; 0 where odd
+    uint32_t fold; // a factor that moves the lower half to the upper one; 0 if odd
 };
 
-/* The index of a key in a mask. Of 16 keys, the four whose columns a thread's accumulators hold are
- * neighbours: 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 for lane q of a quad. */
+/* The index of a key in a mask. Of each 16 keys, the four in the columns of a thread's accumulators
+ * are neighbours: 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 for lane q of a quad. */
 __device__ static int32_t mask_index(int32_t column) {
     const int32_t inside = column % 16;
     return column - inside + inside % 8 / 2 * 4 + inside / 8 * 2 + inside % 2;
@@ -87,17 +87,18 @@ struct row_tile {
     int32_t b, g;
     int32_t first_row, end_row; // of this kv head's rows
     int32_t query;              // of first_row
-    int32_t first, last;        // positions of its first and its last row; 0 if all rows see the
-                                // same keys
+    int32_t first, last;        // positions of its first and last row; 0 if all rows see the same
+                                // keys
 };
 
-/* What the producer tells the consumers of a tile. */
+/* The data of a tile for the consumers. */
 struct tile_header {
     row_tile tile;
     int32_t entries; // of the tile's list; -1: there are no more tiles
 };
 
-/* The producer writes the header of a tile while consumers still read that of the tile before. */
+/* Two, because the producer writes the header of a tile while consumers still read the previous
+ * one. */
 static constexpr int tile_headers = 2;
 
 /* The key blocks of a tile: `whole` of key_rows keys, at least one, and then perhaps one of
@@ -133,11 +134,11 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
  *                         with dropout when it has dropped weights  the mask              stage i
  *
  * A key block uses a kv stage for k, another for v, and a mask stage. P loads k one key block ahead
- * of v, so C waits for k of the first block and for v of each: what was loaded before is complete
- * then. P waits for the opposite parity of q_free, kv_free and mask_free, so that its first waits
- * pass at once. The header that says that there are no more tiles is one more phase of q_ready.
+ * of v, so C waits for k of the first block and for v of each: all earlier loads are complete then.
+ * P waits for the opposite parity of q_free, kv_free and mask_free, so that its first waits pass at
+ * once. The header that says that there are no more tiles is one more phase of q_ready.
  *
- * The named barriers 1 and 2 hand the right to issue products from consumer to consumer. Their
+ * The named barriers 1 and 2 pass the right to issue products from consumer to consumer. Their
  * arrivals are 128 threads that arrive and 128 that wait.
  *
  * number        arrivals  who arrives                               who waits             phase
@@ -147,9 +148,9 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
  * 2             256       consumer 0: when it has issued S and O    consumer 1: before    key
  *                                                                   it issues S and O     block
  *
- * The first key block of a tile does without, as there is no O before it.
+ * The first key block of a tile needs neither, because there is no O before it.
  *
- * mask stands before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
+ * mask comes before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
  * would find it past the end of shared memory. */
 template <class config> struct forward_memory {
     alignas(1024) uint8_t q[config::rows * config::row_bytes];
@@ -160,7 +161,7 @@ template <class config> struct forward_memory {
     uint64_t kv_ready[config::kv_stages], kv_free[config::kv_stages];
     uint64_t mask_ready[config::mask_stages], mask_free[config::mask_stages];
     alignas(1024) uint8_t kv[config::kv_stages][config::key_rows * config::row_bytes];
-    static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
+    static constexpr int most_bytes = 227 * 1024; // limit for a block's shared memory on 9.0
 };
 
 template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
@@ -179,7 +180,6 @@ template <class config> __device__ static void init_barriers(forward_memory<conf
     fence_mbarrier_init();
 }
 
-/* How the rows of keys follow one another. */
 struct key_strides {
     row_strides k, v;
 };
@@ -189,26 +189,26 @@ __device__ static int32_t row_position(const forward_plan &plan, int32_t b, int3
     return plan.by_position ? query_position(plan, b, query) : 0;
 }
 
-/* The same relative to the first row of a tile. */
+/* The position of a query relative to the first row of a tile. */
 __device__ static int32_t position_in_tile(const forward_plan &plan, const row_tile &tile,
                                            int32_t query) {
     return plan.by_position ? query - tile.query : 0;
 }
 
-/* The order in which tiles are computed: from the last position, which is the heaviest, to the
+/* The order in which tiles are computed: from the last position, which has the most work, to the
  * first, for a few heads at a time, so that L2 holds their keys. */
 struct tile_order {
     int32_t tiles; // of a head
     int32_t heads; // batch * kv_heads
     divisor group, kv_heads;
-    divisor together;      // heads that are computed at a time
-    divisor last_together; // the same for the last heads, which may be fewer
-    divisor turn;          // tiles of all heads that are computed at a time
+    divisor together;      // heads that are computed together
+    divisor last_together; // heads of the last group, which may have fewer
+    divisor turn;          // tiles of all heads that are computed together
 };
 
 /* Tile `index` in this order, below tiles * heads. The order of heads is rotated from one position
- * to the next: otherwise a thread block would always get the same heads, and heads differ in the
- * cost of their softmax. */
+ * to the next. Otherwise a thread block would always get the same heads, and heads differ
+ * in the cost of their softmax. */
 template <class config>
 __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &order,
                                    int32_t index) {

@@ -1,11 +1,11 @@
 /* Forward on Hopper (compute capability 9.0 alone): a persistent thread block on each
  * multiprocessor takes tile after tile of rows. One warpgroup (producer) gathers q, k and v into
  * shared memory, and two (consumers) turn key blocks into out and lse. While one consumer computes
- * its softmax, the other has the tensor cores. forward.cuh has shared memory and its barriers. Here
- * are
+ * its softmax, the other uses the tensor cores. forward.cuh has shared memory and its barriers.
+ * This file has
  *
- *   producer   rows of q, k and v, and the mask of each key block, whose keys are the lanes' own
- *   softmax    weights, row_max and row_sum of a consumer's rows, of which a thread has two
+ *   producer   rows of q, k and v, and the mask of each key block; each lane handles one key
+ *   softmax    weights, row_max and row_sum of a consumer's rows, two per thread
  *   dropout    in the weights of a consumer; core/dropout.h has the codes
  *   consumer   S, weights, O; then the epilogue, out and lse
  *   attend     the kernel
@@ -37,7 +37,7 @@ __device__ static void write_bias(bias_octet *octet, int32_t column, float bias)
     }
 }
 
-/* The rows of k, or of v, of the (b, g) of a tile. */
+/* The rows of k or v for the (b, g) of a tile. */
 struct tile_keys {
     const row_strides &strides;
     const head_view &carried, &own;
@@ -54,16 +54,16 @@ __device__ static tile_keys keys_of_tile(const row_strides &strides, const head_
     return {strides, carried, own, tile.b, tile.g, rows_of(strides, carried, own, tile.b, tile.g)};
 }
 
-/* The key that a lane looks after in a key block. */
+/* The key of a lane in a key block. */
 struct own_key {
-    int32_t key; // no_key: there is none to read
+    int32_t key; // no_key: nothing to read
     key_record record;
 };
 
 template <class config> struct producer {
     forward_memory<config> *memory;
     tile_order order;
-    float bias_scale; // turns a bias of logits into one of products
+    float bias_scale; // turns a bias of logits into a bias of products
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
@@ -79,7 +79,7 @@ template <class config> struct producer {
     }
 
     __device__ key_record fetch_record(const tile_list &keys, int32_t key) const {
-        // without records consumers may leave out the bias, so the expiry masks an absent key
+        // without records consumers may skip the bias, so the expiry masks an absent key
         if (keys.records == NULL)
             return {key == no_key ? INT32_MIN : INT32_MAX, 0};
         return key == no_key ? masked_record() : keys.records[key];
@@ -107,13 +107,13 @@ template <class config> struct producer {
             head_dim);
     }
 
-    /* Drops a key that has expired by the tile's first position, so that it is not read. */
+    /* Replaces a key that has expired by the tile's first position, so that it is not read. */
     __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
             *own = {no_key, masked_record()};
     }
 
-    /* A position from which on rows keep a key, where its expiry does not say otherwise. */
+    /* The first position at which rows keep a key, as far as its expiry allows. */
     __device__ static int32_t first_kept(const forward_plan &plan, const row_tile &tile,
                                          const own_key &own) {
         if (plan.causal)
@@ -167,8 +167,8 @@ template <class config> struct producer {
         publish_tile(of);
     }
 
-    /* Publishes the header of a tile. The consumers start once its queries are copied too: this
-     * does not wait for them. */
+    /* Publishes the header of a tile, without waiting for the copies of its queries. The consumers
+     * start once these are complete too. */
     __device__ void publish_tile(const tile_header &of) {
         if (threadIdx.x == 0) {
             memory->header[header.stage] = of;
@@ -179,9 +179,9 @@ template <class config> struct producer {
         header.advance();
     }
 
-    /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
-     * and records one. A pass of the loop uses what earlier passes fetched before it fetches more,
-     * because waiting for a load would also wait for those issued since. */
+    /* Loads k one key block ahead of v. List entries are fetched two key blocks ahead of k, and
+     * records one. A pass of the loop uses the results of earlier fetches before it starts new
+     * ones, because waiting for a load would also wait for those issued since. */
     __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
@@ -190,7 +190,7 @@ template <class config> struct producer {
         const int32_t entries = max(keys.entries, 0);
         const block_count count = count_blocks<config>(entries);
         const int32_t blocks = count.whole + count.has_short;
-        // whether this warp's rows of the last key block, which is short, are not read
+        // this warp's rows of the last key block, which is short, are not read
         const bool skips = __any_sync(~0u, count.has_short && own_column >= config::short_keys);
         const int32_t first_entry = fetch_entry(keys, 0);
         int32_t before = no_key, next_entry = fetch_entry(keys, 1);
@@ -214,8 +214,8 @@ template <class config> struct producer {
         load_rows(plan, v, before, skips);
     }
 
-    /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
-     * every thread block gets heavy and light ones. */
+    /* Loads the tiles of this thread block. Tiles are assigned to the grid in alternating
+     * directions, so that every thread block gets tiles with much and with little work. */
     __device__ void run(const forward_plan &plan, const key_strides &strides) {
         const int32_t grid = gridDim.x, all = order.tiles * order.heads;
         for (int32_t round = 0; round * grid < all; round++) {
@@ -238,7 +238,8 @@ static constexpr float most_sum = 32768;
  * two errors cancel; a fused multiply-add would not round it. */
 static constexpr float most_row_max = 1 << 24;
 
-/* What is subtracted from the logits of a row: not -inf, because -inf - -inf is NaN. */
+/* The base that is subtracted from the logits of a row. It is not -inf, because -inf - -inf is
+ * NaN. */
 __device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
 /* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
@@ -269,8 +270,8 @@ struct row_softmax {
     }
 
     /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. If `checked`: returns
-     * false and adds nothing if the warp must raise row_max first. It need not look for the maximum
-     * of the logits, since a row_max that is too low shows in the sum of the weights. */
+     * false and adds nothing if the warp must raise row_max first. This needs no maximum of the
+     * logits, because a row_max that is too low shows in the sum of the weights. */
     template <typename element, bool checked, int registers>
     __device__ bool weigh(const float (&products)[registers], float unit,
                           uint32_t (&weights)[registers / 8][4]) {
@@ -300,7 +301,7 @@ struct row_softmax {
     }
 };
 
-/* The code of a row past the last one is that of any row. */
+/* Dropout's code of a row of a tile; arbitrary past the last row. */
 __device__ static drop_code drop_code_of(const forward_plan &plan, const row_tile &tile,
                                          int32_t row) {
     const int32_t position = query_position(plan, tile.b, row / plan.group);
@@ -308,8 +309,8 @@ __device__ static drop_code drop_code_of(const forward_plan &plan, const row_til
     return {row_code_of(plan, tile.b, head, position), position % 2 != 0 ? 0 : 1u << 16};
 }
 
-/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: of the keys of
- * a block, in the order of mask_index(). threshold: as in dropout_params. */
+/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: codes of the
+ * keys of a block, in the order of mask_index(). threshold: as in dropout_params. */
 template <int steps>
 __device__ static void drop_pairs(const drop_code (&rows)[2], const uint32_t *keys,
                                   uint32_t threshold, uint32_t (&weights)[steps][4]) {
@@ -330,20 +331,20 @@ __device__ static void drop_pairs(const drop_code (&rows)[2], const uint32_t *ke
     }
 }
 
-/* Which keys of a key block a thread's two rows keep by attn_mask, a bit each. */
+/* The keys of a key block that a thread's two rows keep by attn_mask, a bit each. */
 template <class config> struct mask_bits {
     static constexpr int words = config::key_rows / 32;
     uint32_t word[2][words];
 };
 
-/* Without attn_mask there are none. */
 struct no_mask_bits {};
 
-/* Where a thread finds the bits of its rows: in kept_lists, 128 entries after the other. */
+/* The location in kept_lists of the bits of a thread's rows; the bits of 128 entries are
+ * together. */
 struct mask_rows {
     const uint32_t *first; // of this thread's first row, for the next key block
-    int32_t second;        // words from there to its second row
-    int32_t step;          // words from 128 entries to the next
+    int32_t second;        // distance to its second row, in words
+    int32_t step;          // distance from 128 entries to the next 128, in words
 };
 
 template <class config> struct consumer {
@@ -366,22 +367,22 @@ template <class config> struct consumer {
     mask_rows rows;      // with attn_mask
     row_softmax softmax;
     float out[out_registers];
-    block_weights weights; // of the block whose values come next
+    block_weights weights; // of the block whose values are multiplied next
 
-    /* Waits for the next stage of k or v, and thereby for all stages before it. */
+    /* Waits for the next stage of k or v, which completes all stages before it too. */
     __device__ void wait_rows(void) {
         wait(&memory->kv_ready[kv.stage], kv.parity);
         fence_proxy_async(); // wgmma reads through another proxy than cp.async writes
     }
 
-    /* Named barriers 1 and 2 hand the tensor cores from consumer to consumer. */
+    /* Named barriers 1 and 2 pass the tensor cores from consumer to consumer. */
     __device__ void acquire_tensor_cores(void) { bar_sync(1 + index, 2 * warpgroup_threads); }
 
     __device__ void release_tensor_cores(void) { bar_arrive(2 - index, 2 * warpgroup_threads); }
 
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
-     * bias is added as 16 more channels. With attn_mask it is added even if there is none, as the
-     * compiler would serialise the products if that depended on the plan. */
+     * bias is added as 16 more channels. With attn_mask it is added even if there is none, because
+     * the compiler would serialise the products if that depended on the plan. */
     template <int registers>
     __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
         const uint32_t q = shared_address(memory->q) + index * config::warpgroup_rows * line_bytes;
@@ -398,7 +399,7 @@ template <class config> struct consumer {
         wgmma_commit_group();
     }
 
-    /* This lane's two of 16 channels: 1 in the channels of the bias terms, else 0. */
+    /* This lane's two of 16 channels: 1 in the channels of the bias terms, otherwise 0. */
     __device__ static uint32_t ones_of_bias(void) {
         const int channel = threadIdx.x % 4 * 2;
         return element_type<__nv_bfloat16>::pack(channel < bias_terms ? 1 : 0,
@@ -413,8 +414,8 @@ template <class config> struct consumer {
         wgmma_commit_group();
     }
 
-    /* Sets logits to -inf where a row does not keep a key, in those groups of 16 keys of which some
-     * row does not keep all. */
+    /* Sets logits to -inf where a row does not keep a key, in the groups of 16 keys that some row
+     * does not keep entirely. */
     template <int registers>
     __device__ void apply_mask(const block_mask<config> *from, float (&products)[registers]) {
         const uint32_t partial = *(const uint32_t *)from->is_partial;
@@ -436,7 +437,7 @@ template <class config> struct consumer {
         }
     }
 
-    /* Starts to read which keys of the next block this thread's rows keep. */
+    /* Starts to load the bits of this thread's rows for the next block. */
     __device__ bits_of_block load_bits(void) {
         bits_of_block bits;
         if constexpr (config::has_mask) {
@@ -458,7 +459,7 @@ template <class config> struct consumer {
         return bits;
     }
 
-    /* Sets logits to -inf where the bits say that a row does not keep a key. */
+    /* Sets logits to -inf where the bits of a row are 0. */
     template <int registers>
     __device__ void apply_bits(const mask_bits<config> &bits, float (&products)[registers]) {
 #pragma unroll
@@ -492,8 +493,8 @@ template <class config> struct consumer {
         }
     }
 
-    /* Turns S of a key block into its weights, `next`. Returns true if row_max was raised,
-     * so that out must be multiplied by `rescale`. The first block of a tile always raises it. */
+    /* Turns S of a key block into its weights, `next`. Returns true if row_max was raised, so that
+     * out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
     __device__ bool weigh(const forward_plan &plan, bool is_first, const bits_of_block &bits,
                           float (&products)[registers], uint32_t (&next)[registers / 8][4],
@@ -502,7 +503,7 @@ template <class config> struct consumer {
         const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
             soften(plan, from, products);
-        // after the bias, as -inf + inf is NaN
+        // after the bias, because -inf + inf is NaN
         if constexpr (config::has_mask)
             apply_bits(bits, products);
         else
@@ -524,7 +525,7 @@ template <class config> struct consumer {
         mask.advance();
     }
 
-    /* Clears the next weights where dropout drops the pair: after row_sum has them. */
+    /* Clears the next weights of dropped pairs, once row_sum includes them. */
     template <int steps>
     __device__ void drop(const forward_plan &plan, uint32_t (&next)[steps][4]) {
         if constexpr (config::drops) {
@@ -535,8 +536,8 @@ template <class config> struct consumer {
         }
     }
 
-    /* Copies the next weights once out no longer reads the current ones. They need registers of
-     * their own, since they are computed while out is multiplied. */
+    /* Copies the next weights once out no longer reads the current ones. They need separate
+     * registers, because they are computed while out is multiplied. */
     template <int steps> __device__ void set_weights(const uint32_t (&next)[steps][4]) {
 #pragma unroll
         for (int i = 0; i < steps * 4; i++)
@@ -555,12 +556,12 @@ template <class config> struct consumer {
         return index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
     }
 
-    /* The same among the rows of the kv head. */
+    /* own_row() among the rows of the kv head. */
     __device__ int32_t first_row_of(const row_tile &tile) const {
         return tile.first_row + own_row();
     }
 
-    /* Rows past the last one have the bits of that. */
+    /* Rows past the last one have the bits of the last one. */
     __device__ mask_rows mask_rows_of(const forward_plan &plan, const row_tile &tile) const {
         const tile_list list = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
         const uint32_t *own[2];
@@ -575,7 +576,7 @@ template <class config> struct consumer {
     /* A quad needs the codes of its two rows: each of its first two lanes writes one. */
     __device__ void write_row_codes(const forward_plan &plan, const row_tile &tile) {
         const int32_t row = own_row() + threadIdx.x % 4 * 8;
-        __syncwarp(); // until all have read those of the tile before
+        __syncwarp(); // until all have read the codes of the previous tile
         if (threadIdx.x % 4 < 2)
             memory->code[row] = drop_code_of(plan, tile, tile.first_row + row);
         __syncwarp();
@@ -604,7 +605,6 @@ template <class config> struct consumer {
             mbarrier_arrive(&memory->q_free);
     }
 
-    /* S and the weights of the first key block. */
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
         block_weights next;
@@ -619,8 +619,8 @@ template <class config> struct consumer {
         set_weights(next);
     }
 
-    /* S of a key block together with O += P V of the block before it, then its weights. The
-     * softmax overlaps with this consumer's out and with the products of the other consumer. */
+    /* S of a key block together with O += P V of the previous block, then its weights. The softmax
+     * overlaps with this consumer's out and with the products of the other consumer. */
     template <int block_keys = config::key_rows>
     __device__ void attend_next(const forward_plan &plan, bool is_last) {
         float products[block_keys / 2], rescale[2];
@@ -647,7 +647,6 @@ template <class config> struct consumer {
         set_weights(next);
     }
 
-    /* Out of the last key block. */
     template <int keys> __device__ void attend_last(void) {
         wait_rows();
         issue_out<keys>(kv.stage);
@@ -686,8 +685,8 @@ template <class config> struct consumer {
     }
 };
 
-/* The sums of two values over a quad: of the first one in its even lanes, of the second one in its
- * odd lanes. */
+/* The sums of two values over a quad: the first sum in its even lanes, the second in its odd
+ * lanes. */
 __device__ static float quad_sum_pair(const float (&values)[2]) {
     const bool is_odd = (threadIdx.x & 1) != 0;
     float sum = is_odd ? values[1] : values[0];
@@ -695,8 +694,8 @@ __device__ static float quad_sum_pair(const float (&values)[2]) {
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
-/* Writes lse of a row: of this thread's first one in even lanes, of its second one in odd lanes.
- * Returns what the row of out is multiplied by. */
+/* Writes lse of a row: of this thread's first row in even lanes, of its second row in odd lanes.
+ * Returns the factor of the row of out. */
 template <class config>
 __device__ float consumer<config>::finish_row(const forward_plan &plan,
                                               const row_tile &tile) const {
@@ -741,7 +740,7 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan) const {
     }
 }
 
-/* Clears the masks: wgmma multiplies what stands after the last biases by 0, which must not be inf
+/* Clears the masks: wgmma multiplies the memory after the last biases by 0, so it must not be inf
  * or NaN. */
 template <class config> __device__ static void clear_masks(forward_memory<config> *memory) {
     const uint32_t words = sizeof memory->mask / sizeof(uint32_t);

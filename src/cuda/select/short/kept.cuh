@@ -1,5 +1,5 @@
-/* Which keys of a short segment are ever kept, when they leave and in which slots they are: the
- * steps from sort_keys to follow_slots. */
+/* The steps from sort_keys to follow_slots for a short segment: which keys are ever kept, when each
+ * leaves, and its slot. */
 #pragma once
 
 #include "cuda/select/short/memory.cuh"
@@ -50,7 +50,7 @@ __device__ static void sort_keys(short_memory<config> &shared, const select_call
         position[r] = key[r].y;
 }
 
-/* The lanes whose `value`, of so many bits, is greater than that of this lane. */
+/* The lanes whose `value`, of `bits` bits, is greater than this lane's value. */
 template <int bits> __device__ static uint32_t lanes_above(uint32_t value) {
     uint32_t above = 0, same = all_lanes;
 #pragma unroll
@@ -62,14 +62,15 @@ template <int bits> __device__ static uint32_t lanes_above(uint32_t value) {
     return above;
 }
 
-/* The position partition of a key by rank. An absent key has the last one, which is before none. */
+/* The position partition of a key by rank. An absent key gets the last one, so it counts as earlier
+ * than none. */
 template <class config> __device__ static uint32_t partition_of(uint32_t position) {
     return (position & absent) != 0 ? config::partitions - 1 : position / warp_lanes;
 }
 
 /* The row of rank partition `own_partition(r)`, without the higher ones. A word has the counts of
- * all position partitions of a lane, which are warp_lanes apart, 8 bits each: a rank partition has
- * warp_lanes keys. */
+ * all position partitions of a lane, which are warp_lanes apart, in 8 bits each: a rank partition
+ * has only warp_lanes keys. */
 template <class config>
 __device__ static void count_row(short_memory<config> &shared, int r, uint32_t position) {
     const uint32_t lane = threadIdx.x % warp_lanes, d = partition_of<config>(position);
@@ -90,7 +91,7 @@ __device__ static void count_row(short_memory<config> &shared, int r, uint32_t p
     }
 }
 
-/* Replaces the rows of earlier_count by the sums of the rows above each. A thread has two columns,
+/* Replaces each row of earlier_count by the sum of the rows above it. A thread takes two columns,
  * as a word, of one strip of rows. */
 template <class config> __device__ static void sum_columns(short_memory<config> &shared) {
     const uint32_t strip = threadIdx.x / config::pairs, pair = threadIdx.x % config::pairs;
@@ -118,8 +119,8 @@ template <class config> __device__ static void sum_columns(short_memory<config> 
     }
 }
 
-/* Sends to the position of each key its rank, and how many keys of earlier position partitions
- * outrank it: those of higher rank partitions, and those of its own one. */
+/* Sends to the position of each key its rank and the number of keys of earlier position partitions
+ * that outrank it: keys of higher rank partitions, and keys of its own. */
 template <class config>
 __device__ static void count_earlier(short_memory<config> &shared,
                                      const uint32_t (&position)[config::items]) {
@@ -135,7 +136,7 @@ __device__ static void count_earlier(short_memory<config> &shared,
         const uint32_t d = partition_of<config>(position[r]);
         const uint32_t earlier = lanes_above<config::partition_bits>(~d);
         const uint32_t higher = shared.earlier_count[own_partition<config>(r)][d] +
-                                __popc(earlier & ~lanemask_lt()); // not this lane's own
+                                __popc(earlier & ~lanemask_lt()); // without this lane's own
         const bool is_absent = (position[r] & absent) != 0;
         shared.standing[position[r] & ~absent] =
             own_index<config>(r) | (is_absent ? config::keys : higher) << 16;
@@ -143,14 +144,14 @@ __device__ static void count_earlier(short_memory<config> &shared,
     __syncthreads();
 }
 
-/* Bit r is about key r of a thread, by position. */
+/* Bit r stands for key r of a thread, by position. */
 struct kept_flags {
-    uint32_t present, kept; // whether it is present, and whether it is ever kept
+    uint32_t present, kept; // the key is present; it is ever kept
     uint32_t total;         // kept keys of the segment
 };
 
-/* Whether fewer keys than the window outrank a key when it arrives. Keys of the same partition are
- * counted here, unless that cannot matter to any of them. */
+/* True if fewer keys than the window outrank a key when it arrives. Keys of the same partition are
+ * counted here, unless they cannot change the result of any lane. */
 template <class config> __device__ static bool is_kept(uint32_t standing, uint32_t window) {
     const uint32_t higher = standing >> 16, rank = standing & 0xffff;
     const uint32_t lane = threadIdx.x % warp_lanes;
@@ -160,8 +161,8 @@ template <class config> __device__ static bool is_kept(uint32_t standing, uint32
     return keeps;
 }
 
-/* Numbers the kept keys: kept_index goes to each key's rank and position, its position to its
- * kept_index. The first `window` of them have slots of their own. */
+/* Numbers the kept keys: sends kept_index to each key's rank and position, and its position to its
+ * kept_index. The first `window` keys have slots of their own. */
 template <class config>
 __device__ static kept_flags index_kept(short_memory<config> &shared, uint32_t window) {
     kept_flags own = {};
@@ -193,8 +194,8 @@ __device__ static kept_flags index_kept(short_memory<config> &shared, uint32_t w
     return own;
 }
 
-/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
- * becomes, since that key takes over its slot. */
+/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i. That key takes
+ * over its slot, so the evicted key becomes its parent. */
 template <class config>
 __device__ static void match_evictions(short_memory<config> &shared, const select_call &call,
                                        const uint32_t (&position)[config::items], uint32_t total) {
@@ -220,13 +221,14 @@ __device__ static void match_evictions(short_memory<config> &shared, const selec
     __syncthreads();
 }
 
-/* Applies the rule `recent` (rules.cuh): each key leaves `recent` valid keys later, and all valid
- * keys are kept for so long. From here on they are numbered by kept_index. Returns how many there
- * are. */
+/* Applies the rule `recent` (rules.cuh): each key leaves `recent` valid keys later, and all
+ * valid keys are kept for that long. From here on they are numbered by kept_index. Returns their
+ * number. */
 template <class config>
 __device__ static uint32_t move_expiries(short_memory<config> &shared, const select_call &call,
                                          const kept_flags &by_score) {
-    uint32_t leaving[config::items], count = 0, total; // leaving: the position by score
+    uint32_t leaving[config::items], count = 0, total; // leaving: position at which a key leaves by
+                                                       // score
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t j = own_index<config>(r), number = shared.number[j];
@@ -267,7 +269,7 @@ __device__ static uint32_t move_expiries(short_memory<config> &shared, const sel
 }
 
 /* Replaces parents by slots. Each thread follows the chains of its keys while other threads move
- * the parents that it reads farther along the same chains: so every step may double its length. */
+ * the parents that it reads farther along the same chains, so every step may double its length. */
 template <class config>
 __device__ static void follow_slots(short_memory<config> &shared, uint32_t total) {
     volatile uint16_t *const parent = shared.parent;

@@ -1,12 +1,10 @@
-/* What forward works from, written by the block that selects: the records and lists of a plan, as
- * plan/lists.cu builds them from any selection. Here a list is known without being rolled: a slot
- * passes from the key that is evicted to the one that evicts it, so it has at a list's first
- * position the last key that took it before. */
+/* The records and lists of forward's plan, written by the block that selects; plan/lists.cu builds
+ * them from any selection. Here lists need no rolling: a slot passes from the evicted key to the
+ * key that evicts it, so at a list's first position it holds the last key that took it before. */
 #pragma once
 
 #include "cuda/select/short/memory.cuh"
 
-/* What a block writes for its (b, g). */
 struct list_target {
     key_record *records;
     int32_t *list; // of query block 0
@@ -15,7 +13,7 @@ struct list_target {
     int64_t list_tile;
     uint32_t lists, origin; // origin: the position of query 0
     uint32_t kv_len;
-    uint32_t slots; // that a list has: window + recent
+    uint32_t slots; // of a list: window + recent
 };
 
 __device__ static list_target target_of(const forward_plan &plan, uint32_t slots) {
@@ -35,7 +33,7 @@ __device__ static uint32_t list_position(const list_target &to, uint32_t t) {
     return to.origin + t * list_queries;
 }
 
-/* Clears the table of live keys. Nothing else may use its memory by then; a barrier follows before
+/* Clears the table of live keys. Its memory must not be in use, and a barrier must follow before
  * enter_live(). */
 template <class config>
 __device__ static void clear_live(short_memory<config> &shared, const list_target &to) {
@@ -45,8 +43,8 @@ __device__ static void clear_live(short_memory<config> &shared, const list_targe
         words[n] = 0;
 }
 
-/* Enters a kept key into the table where it first stands in it: if it is evicted before that
- * position, nowhere. No other key is live in its slot there. */
+/* Enters a kept key into the table of the first list in which it is live. A key that is evicted
+ * before that list's first position is not entered. No other key is live in its slot there. */
 template <class config>
 __device__ static void enter_live(short_memory<config> &shared, const list_target &to, uint32_t j,
                                   uint32_t kept_index, uint32_t expiry, uint32_t slot) {
@@ -56,7 +54,6 @@ __device__ static void enter_live(short_memory<config> &shared, const list_targe
         shared.live[t * to.slots + slot] = (uint16_t)(kept_index + 1);
 }
 
-/* Writes expiry, slot and record of each key. */
 template <class config>
 __device__ static void write_keys(short_memory<config> &shared, const select_segment &segment,
                                   const list_target &to, const float (&bias)[config::items]) {
@@ -80,8 +77,8 @@ __device__ static void write_keys(short_memory<config> &shared, const select_seg
     __syncthreads();
 }
 
-/* By one warp: what changes in the query block of list t, the keys that arrive there, and those
- * that are evicted there and were live at its first position. */
+/* By one warp: the changes in the query block of list t. These are the keys that arrive there, and
+ * the keys evicted there that were live at its first position. */
 template <class config>
 __device__ static void write_changes(short_memory<config> &shared, const list_target &to,
                                      uint32_t t) {
@@ -129,8 +126,8 @@ __device__ static void write_entry(const short_memory<config> &shared, const lis
     to.list[t * to.list_tile + entry] = shared.position[kept_index];
 }
 
-/* A thread follows a slot through the lists: a key stands in the one that it was entered into and
- * in those after it, up to the next key of its slot. If there are fewer slots than threads, each
+/* A thread follows a slot through the lists: a key is in the list that it was entered into and in
+ * the following ones, up to the next key of its slot. If there are fewer slots than threads, each
  * group of threads writes some of the lists. */
 template <class config>
 __device__ static void write_live(const short_memory<config> &shared, const list_target &to) {

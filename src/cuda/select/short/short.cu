@@ -1,10 +1,10 @@
-/* The selection of a fused call of short sequences, on any device from compute capability 8.0: one
- * thread block takes a segment, and also writes the records and lists that forward works from, so
- * that no other launch stands between the scores and attention. select.cuh names the steps.
+/* The selection of a fused call of short sequences, on any device from compute capability 8.0. One
+ * thread block takes a segment, and also writes the records and lists that forward works from,
+ * which saves a launch between the scores and attention. select.cuh names the steps.
  *
- * A block has the exact number of keys that outrank a key when it arrives: those of earlier
- * position partitions are counted by rank, from a table and the lanes of its rank partition, those
- * of its own position partition by the lanes of a warp. So no thresholds are needed. */
+ * A block counts exactly the keys that outrank a key when it arrives. Keys of earlier position
+ * partitions are counted by rank, from a table and by the lanes of its rank partition. Keys of its
+ * own position partition are counted by the lanes of a warp. So no thresholds are needed. */
 extern "C" {
 #include "core/streams.h"
 }
@@ -15,7 +15,8 @@ extern "C" {
 
 #include <assert.h>
 
-/* The biases of the keys by position, as exponents of 2. Loaded long before they are written. */
+/* The biases of the keys by position, as exponents of 2. Loaded long before they are written, to
+ * hide the latency. */
 template <class config>
 __device__ static void load_bias(const number_view<const float> &view, uint32_t segment,
                                  const select_call &call, float (&bias)[config::items]) {
@@ -57,14 +58,14 @@ template <int keys>
 static fdma_status run_with(const fdma_problem *problem, const select_call &call,
                             const forward_plan &plan) {
     using config = short_config<keys>;
-    // not early: beside the blocks of score, several blocks would get the same multiprocessor
+    // not early: beside the blocks of score, several blocks would share a multiprocessor
     const launch_shape shape = {dim3((unsigned)(problem->batch * problem->kv_heads)),
                                 dim3(config::threads), sizeof(short_memory<config>), start_after};
     return launch("select", select_short<config>, shape, problem, call, plan,
                   numbers_of<const float>(&problem->fused.forward->bias));
 }
 
-/* A block that holds a segment. */
+/* A configuration of a block that holds a segment. */
 static const struct short_choice {
     int64_t keys, entries;
     size_t shared_bytes;
@@ -76,7 +77,7 @@ static const struct short_choice {
     {4096, short_config<4096>::entries, sizeof(short_memory<short_config<4096>>), run_with<4096>},
 };
 
-/* The smallest one. The problem has at most most_short_keys keys. */
+/* The smallest block that holds the segment; kv_len is at most most_short_keys. */
 static const short_choice *choose(const fdma_problem *problem) {
     const short_choice *choice = choices;
     while (choice->keys < problem->kv_len)
@@ -113,7 +114,7 @@ static const char *refuses(const fdma_problem *problem) {
                : NULL;
 }
 
-/* The plan comes first: forward will find it there. */
+/* The plan comes first, where forward expects it. */
 struct short_space {
     forward_plan plan;
     rules_space rules;

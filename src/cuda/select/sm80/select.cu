@@ -4,10 +4,10 @@
 
 /* ---- which keys are ever kept ---- */
 
-enum { few_lanes = 8 }; // up to which a warp counts for one lane after the other
+enum { few_lanes = 8 }; // most lanes for which a warp counts lane by lane
 
-/* For each lane that wants it, how many of the words `from` to `to` - 1 of a partition are below
- * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their
+/* For each lane that wants it, the number of words `from` to `to` - 1 of a partition that are below
+ * `bound`. Each lane counts for itself. Most reads are of one word for all lanes, because their
  * ranges begin, or end, near each other. */
 __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
@@ -26,7 +26,7 @@ __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32
     return count;
 }
 
-/* As count_alone(), but if few lanes want a count, all lanes count for one after the other. */
+/* count_alone(), but if few lanes want a count, all lanes count for one after the other. */
 __device__ static uint32_t count_below(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
     const uint32_t lanes = __ballot_sync(all_lanes, wanted);
@@ -47,8 +47,8 @@ __device__ static uint32_t count_below(const uint32_t *word, bool wanted, uint32
     return count;
 }
 
-/* How many keys of its position partition may outrank the key of a rank if it is to be kept. All
- * lanes of a warp call it; shared.word holds the positions of this rank partition. */
+/* The number of keys of its position partition that may outrank the key of a rank if it is to be
+ * kept. All lanes of a warp call it; shared.word holds the positions of this rank partition. */
 __device__ static uint32_t find_allowed(const partition_memory &shared, const select_call &call,
                                         const select_space &space, const partition_work &work,
                                         uint32_t rank) {
@@ -58,7 +58,7 @@ __device__ static uint32_t find_allowed(const partition_memory &shared, const se
     const uint32_t d = present ? position >> space.shift : 0;
     const uint32_t allowed = present && rank >= threshold_rank[d + 1] ? always_kept : 0;
     const bool unsure = present && allowed == 0 && rank >= threshold_rank[d];
-    uint32_t higher = // keys of higher rank that stand before position partition d
+    uint32_t higher = // keys of higher rank before position partition d
         count_below(shared.word, unsure, n + 1, 1U << space.shift, d << space.shift);
     if (!unsure)
         return allowed;
@@ -68,8 +68,7 @@ __device__ static uint32_t find_allowed(const partition_memory &shared, const se
     return call.window - higher;
 }
 
-/* The end of the ranks among which the keys of global scope are the best: those of the key's
- * sequence. */
+/* The end of the ranks that compete in global scope: the ranks of the key's sequence. */
 __device__ static uint32_t end_of_ranks(const select_call &call, uint32_t position) {
     return call.ranges != NULL ? (uint32_t)call.ranges[position].y : call.kv_len;
 }
@@ -96,7 +95,7 @@ static __global__ void __launch_bounds__(threads)
     }
 }
 
-/* Whether key n of a position partition is ever kept. All lanes of a warp call it; shared.word has
+/* True if key n of a position partition is ever kept. All lanes of a warp call it; shared.word has
  * the ranks of the partition's keys. */
 __device__ static bool is_kept(const partition_memory &shared, uint32_t n, uint32_t allowed,
                                uint32_t size) {
@@ -105,7 +104,7 @@ __device__ static bool is_kept(const partition_memory &shared, uint32_t n, uint3
     return keeps || (unsure && n - lower < allowed);
 }
 
-/* Counts a warp's kept keys by rank partition, which is usually the same for most of them. */
+/* Counts a warp's kept keys by rank partition, which is the same for most of them. */
 __device__ static void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
     const uint32_t lanes = __ballot_sync(all_lanes, keeps);
     if (lanes == 0)
@@ -118,7 +117,7 @@ __device__ static void count_by_rank(uint32_t *count, bool keeps, uint32_t parti
         atomicAdd(&count[partition], 1);
 }
 
-/* Replaces `allowed` by 1 if the key is kept, else 0. */
+/* Replaces `allowed` by 1 if the key is kept, otherwise by 0. */
 static __global__ void __launch_bounds__(threads)
     decide_by_count(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
@@ -145,7 +144,7 @@ static __global__ void __launch_bounds__(threads)
 
 /* ---- kept keys, by position and by rank ---- */
 
-/* Writes kept_index by rank, into `key` where the order was, and the position by kept_index. */
+/* Writes kept_index by rank, in place of the order in `key`, and the position by kept_index. */
 static __global__ void __launch_bounds__(threads)
     index_kept(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
@@ -181,8 +180,8 @@ static __global__ void __launch_bounds__(threads)
     }
 }
 
-/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
- * becomes, since that key takes over its slot. */
+/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i. That key takes
+ * over its slot, so the evicted key becomes its parent. */
 static __global__ void __launch_bounds__(threads)
     match_evictions(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
@@ -211,8 +210,8 @@ static __global__ void __launch_bounds__(threads)
     }
 }
 
-/* In global scope index_kept numbers the kept keys of all packed sequences. Here the slots of each
- * begin anew. */
+/* In global scope index_kept numbers the kept keys of all packed sequences. This makes the slots of
+ * each sequence start at 0. */
 static __global__ void __launch_bounds__(threads) renumber_slots(const select_call call) {
     const int64_t head = head_of_block();
     const uint32_t j = blockIdx.x * threads + threadIdx.x;
@@ -232,7 +231,7 @@ static const char *refuses(const fdma_problem *problem) {
     return problem->kv_len > most_kv_len ? "more than 2^28 keys" : NULL;
 }
 
-/* The least shift for which there are no more partitions than keys in one. */
+/* The least shift with no more partitions than keys in a partition. */
 static int find_shift(int64_t kv_len) {
     int shift = least_partition_shift;
     while ((int64_t)1 << 2 * shift < kv_len)
@@ -262,7 +261,7 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     space.kept_position = take<uint32_t>(arena, keys);
     space.sort.key = take<uint2>(arena, keys);
     space.sort.other = take<uint2>(arena, keys);
-    // these share memory, as each is used after the one before it
+    // these share memory, because each is used after the one before it
     space.allowance = space.sort.other;
     space.chains.parent = (uint32_t *)space.sort.other;
     space.chains.root = space.chains.parent != NULL ? space.chains.parent + keys : NULL;

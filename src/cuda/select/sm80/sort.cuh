@@ -5,7 +5,7 @@
  * it publishes its own counts, then looks back over the tiles before it until it finds one that has
  * published a prefix sum (Merrill, Garland, "Single-pass parallel prefix scan with decoupled
  * look-back", 2016; Adinets, Merrill, "Onesweep", arXiv:2206.01784). Tiles are numbered in the
- * order in which their blocks start, so that a tile only waits for blocks that already run. */
+ * order in which their blocks start, so a tile only waits for blocks that already run. */
 #pragma once
 
 #include "cuda/select/select.cuh"
@@ -16,27 +16,27 @@ enum {
     sort_items = 8, // keys of a thread
     sort_tile = sort_threads * sort_items,
     order_passes = key_bits / digit_bits,
-    most_passes = 2 * order_passes, // those that sort by the number of a sequence included
+    most_passes = 2 * order_passes, // including those that sort by the index of a sequence
 };
 
-/* What a published word holds: 0, nothing yet; own_count, the count of its tile; sum_count, the sum
- * of its tile and all tiles before it. */
+/* The flags of a published word. 0: nothing yet; own_count: the count of its tile; sum_count: the
+ * sum over its tile and all tiles before it. */
 enum : uint32_t { own_count = 1U << 30, sum_count = 1U << 31, count_bits = own_count - 1 };
 
 struct sort_space {
     uint2 *key, *other;    // [segments][kv_len]: {order, position}. The result is in `key`, by
                            // rank, with UINT32_MAX in place of the orders
-    uint32_t *digit_total; // [segments][passes][digits]; zero at first, as are the next two
+    uint32_t *digit_total; // [segments][passes][digits]; zero at first, like the next two
     uint32_t *tile_count;  // [passes][segments][tiles][digits]
     uint32_t *next_tile;   // [passes]
     uint32_t segments, tiles;
-    int passes; // even, so that the last one writes to `key`
+    int passes; // even, so that the last pass writes to `key`
 };
 
 struct sort_memory {
     uint2 key[sort_tile];
     uint32_t digit_count[sort_warps][digits];
-    uint32_t start[digits];  // where a digit's keys start in the sorted tile
+    uint32_t start[digits];  // index of a digit's first key in the sorted tile
     uint32_t offset[digits]; // from an index in the sorted tile to one in the segment
     uint32_t scratch[sort_warps];
     uint32_t tile;
@@ -46,17 +46,15 @@ struct total_memory {
     uint32_t count[most_passes][digits];
 };
 
-/* The lowest bit of the digit of a pass: of the order, then of the number of the sequence. */
+/* The lowest bit of the digit of a pass: of the order, then of the index of the sequence. */
 __device__ static int shift_of(int pass) { return pass % order_passes * digit_bits; }
 
-/* load_key() for packed sequences or not. */
 __device__ static uint2 load_sorted(const select_call &call, const select_segment &segment,
                                     uint32_t j) {
     return call.ranges != NULL ? load_key<true>(call, segment, j)
                                : load_key<false>(call, segment, j);
 }
 
-/* Adds the counts of all digits of a tile to those of its segment. */
 static __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();
@@ -98,8 +96,8 @@ __device__ static uint32_t wait_for(const uint32_t *count) {
     return seen;
 }
 
-/* How many keys of this digit the earlier tiles of the segment have. own: where this tile publishes
- * its count; the word of the tile before it is `digits` words earlier. */
+/* The number of keys of this digit in the earlier tiles of the segment. own: the word where this
+ * tile publishes its count; the word of the previous tile is `digits` words earlier. */
 __device__ static uint32_t look_back(uint32_t *own, uint32_t count, uint32_t tile) {
     uint32_t before = 0;
     if (tile > 0)
@@ -116,7 +114,6 @@ __device__ static uint32_t look_back(uint32_t *own, uint32_t count, uint32_t til
     return before;
 }
 
-/* Fills start and offset of digit `threadIdx.x`. */
 __device__ static void find_offsets(sort_memory &shared, const sort_space &space, uint32_t segment,
                                     uint32_t tile, int pass) {
     const uint32_t digit = threadIdx.x, last = warp_lanes - 1;
@@ -139,7 +136,8 @@ __device__ static void find_offsets(sort_memory &shared, const sort_space &space
     __syncthreads();
 }
 
-/* Sorts by one digit. The first pass reads scores, every other what the pass before it wrote. */
+/* Sorts by one digit. The first pass reads scores, each later one the output of the pass before
+ * it. */
 static __global__ void __launch_bounds__(sort_threads, 2)
     sort_by_digit(const select_call call, const sort_space space, int pass) {
     sort_memory &shared = shared_memory<sort_memory>();

@@ -1,4 +1,4 @@
-/* How select.cu cuts ranks and positions into partitions, and its steps count_earlier and
+/* The partitions of ranks and positions in select.cu, and its steps count_earlier and
  * find_thresholds. */
 #pragma once
 
@@ -14,8 +14,8 @@ enum {
     most_kv_len = 1 << 28, // a partition then takes 64 KB of shared memory
 };
 
-/* The workspace. Partitions are about as many as each has keys, so that earlier_count is no larger
- * than the keys. */
+/* The workspace. The number of partitions is about the number of keys in each, so earlier_count is
+ * no larger than the keys. */
 struct select_space {
     sort_space sort;
     uint2 *allowance;         // [segments][kv_len], by position: {rank, allowed}; see always_kept
@@ -23,20 +23,20 @@ struct select_space {
     uint32_t *threshold_rank; // [segments][partitions + 1]
     uint32_t *kept_position;  // [segments][kv_len], by kept_index
     chain_space chains;       // by kept_index; with the rule `recent`, by number of the valid key
-    uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
+    uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: numbers of kept keys
     uint32_t *kept_total;                      // [segments]
     uint32_t *first_index;                     // see select_call
     packed_sequences sequences;
     rules_space rules;
     uint32_t partitions;
     int shift;         // log2 of a partition's keys
-    size_t zero_bytes; // of the workspace, which must be zero at first
+    size_t zero_bytes; // size of the head of the workspace that must be zero at first
 };
 
 /* The partition of a block. Warp w handles its keys from w * warp_keys on. */
 struct partition_work {
     uint32_t segment, partition, first, warp_keys, warp, lane;
-    size_t keys, counts; // where the segment begins in arrays by key, by partition
+    size_t keys, counts; // offsets of the segment in arrays by key, by partition
 };
 
 __device__ static partition_work find_work(const select_call &call, const select_space &space) {
@@ -66,8 +66,8 @@ __device__ static uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, 
     return total;
 }
 
-/* Counts the keys of each rank partition by position: after this, earlier_count[c][d] counts those
- * of rank partition c alone. find_thresholds adds the partitions above. */
+/* Counts the keys of each rank partition by position. earlier_count[c][d] then counts the keys of
+ * rank partition c alone. find_thresholds adds the partitions above. */
 static __global__ void __launch_bounds__(threads)
     count_earlier(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
@@ -100,12 +100,12 @@ static __global__ void __launch_bounds__(threads)
 
 struct column_memory {
     uint32_t partial[column_warps][warp_lanes + 1]; // sums over a warp's rows
-    // of a column: the rank partition that holds its threshold, and which of its keys the threshold
-    // is, counted from the partition's end; 0: the sum does not reach the window
+    // of a column: the rank partition of its threshold, and the threshold's index among the
+    // partition's keys, counted from the end; 0: the sum does not reach the window
     uint32_t partition[warp_lanes], nth_last[warp_lanes];
 };
 
-/* Sums a lane's column of earlier_count over the partitions above, each warp a range of rows, and
+/* Sums a lane's column of earlier_count over the partitions above, a range of rows per warp, and
  * records where the sum reaches the window. */
 __device__ static void sum_column(column_memory &shared, const select_space &space,
                                   uint32_t *column, bool inside, uint32_t window) {
@@ -139,8 +139,8 @@ __device__ static void sum_column(column_memory &shared, const select_space &spa
     __syncthreads();
 }
 
-/* The rank of the n-th key from the end of a rank partition, of those that stand before position
- * `end`. A warp works together. */
+/* The rank of the n-th key from the end of a rank partition, among the keys before position `end`.
+ * The lanes of a warp work together. */
 __device__ static uint32_t find_rank(const uint2 *key, const select_space &space, uint32_t kv_len,
                                      uint32_t partition, uint32_t n, uint32_t end) {
     const uint32_t lane = threadIdx.x % warp_lanes, first = partition << space.shift;
@@ -157,7 +157,7 @@ __device__ static uint32_t find_rank(const uint2 *key, const select_space &space
     return 0;
 }
 
-/* A block takes 32 columns of earlier_count, and finds the threshold at the end of each. */
+/* A block takes 32 columns of earlier_count and finds the threshold at the end of each. */
 static __global__ void __launch_bounds__(column_threads)
     find_thresholds(const select_call call, const select_space space) {
     column_memory &shared = shared_memory<column_memory>();

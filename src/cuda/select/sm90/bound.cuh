@@ -1,6 +1,6 @@
 /* The best keys of a segment that a cluster holds, by radix selection: one digit after the other,
  * the highest first. Every block counts the digits of its own keys in shared memory, and adds up
- * the counts of all blocks by itself. */
+ * the counts of all blocks itself. */
 #pragma once
 
 #include "cuda/device/used.cuh"
@@ -8,16 +8,16 @@
 #include "cuda/select/sm90/memory.cuh"
 
 enum {
-    // A wide digit is counted as a whole, but found half by half, so that a thread reads at most
+    // A wide digit is counted as a whole but found in two halves, so that a thread reads at most
     // one count of other blocks for each half.
     half_bits = 6,
     halves = 1 << half_bits,
     wide_bits = 2 * half_bits,
     wide_digits = 1 << wide_bits,
     position_bits = 28,
-    ranked_bits = key_bits + position_bits, // whole digits
-    load_items = 8,                         // scores of a thread whose loads are in flight together
-    most_positions = 16,                    // the last ones
+    ranked_bits = key_bits + position_bits, // a whole number of digits
+    load_items = 8,                         // scores whose loads a thread has in flight together
+    most_positions = 16,                    // most last positions that a call may have
     most_changes = most_positions - 1,
 };
 
@@ -41,7 +41,8 @@ struct alignas(16) top_memory {
     uint32_t count[wide_digits];  // keys of this block by digit
     uint32_t upper_count[halves]; // by the upper half of the digit
     uint32_t upper_sum[halves];   // in all blocks
-    uint32_t lower_sum[halves];   // in all blocks, by the lower half, where the upper one is chosen
+    uint32_t lower_sum[halves];   // in all blocks, by the lower half, among digits with the chosen
+                                  // upper half
     uint32_t scratch[warps];
     uint32_t live; // live keys of this block
     uint32_t worst_count;
@@ -49,13 +50,12 @@ struct alignas(16) top_memory {
     worst_key listed[most_changes]; // in the first block: of all blocks
 };
 
-/* The last positions. */
 struct last_positions {
     int32_t first, end; // end: the keys that exist
-    int32_t competing;  // the keys up to this one compete by score at the first one; below 0: none
+    int32_t competing;  // keys up to this one compete by score at position `first`; below 0: none
 };
 
-/* Where a thread stands. Its key r is key index + r * warp_lanes of its block. */
+/* The indices of a thread. Its key r is key index + r * warp_lanes of its block. */
 struct top_work {
     uint32_t block, blocks;
     uint32_t items; // keys of a thread
@@ -64,7 +64,6 @@ struct top_work {
 
 __device__ static uint32_t *orders_of(top_memory &shared) { return (uint32_t *)(&shared + 1); }
 
-/* The position of key r of a thread. */
 __device__ static uint32_t position_of(const top_work &work, uint32_t r) {
     return work.block * work.items * threads + work.index + r * warp_lanes;
 }
@@ -104,8 +103,8 @@ __device__ static void count_keys(top_memory &shared, const top_work &work, rank
     }
 }
 
-/* Loads the orders of load_items keys of a thread, from key `first` on. No load depends on another
- * one, so all of them are in flight together. */
+/* Loads the orders of load_items keys of a thread, from key `first` on. No load depends on another,
+ * so all of them are in flight together. */
 __device__ static void load_orders(const select_call &call, const select_segment &segment,
                                    const top_work &work, const last_positions &last, uint32_t first,
                                    uint32_t (&order)[load_items]) {
@@ -148,7 +147,7 @@ __device__ static void load_keys(top_memory &shared, const top_work &work, const
     }
 }
 
-/* Adds up the counts of this block's digits by their upper halves. */
+/* Sums the counts of this block's digits by their upper halves. */
 __device__ static void count_upper(top_memory &shared) {
     constexpr uint32_t adders = halves / 4; // threads of a half
     __syncthreads();
@@ -161,7 +160,7 @@ __device__ static void count_upper(top_memory &shared) {
         shared.upper_count[threadIdx.x / adders] = sum;
 }
 
-/* Adds the counts of all blocks to sum[]; they are at the same address in each. */
+/* Adds the counts of all blocks to sum[]; they have the same address in each block. */
 __device__ static void add_blocks(const top_work &work, const uint32_t *count,
                                   uint32_t (&sum)[halves]) {
     const uint32_t block = threadIdx.x / halves, half = threadIdx.x % halves;
@@ -171,14 +170,14 @@ __device__ static void add_blocks(const top_work &work, const uint32_t *count,
 
 /* ---- choosing ---- */
 
-/* One half of a digit: the keys above it, and those that have it. */
+/* One half of a digit: the number of keys above it, and of keys with it. */
 struct chosen_half {
     uint32_t half, above, keys;
     uint32_t all; // keys that were counted
 };
 
-/* Chooses the half of the `left`-th best of the keys, by each warp alike; if there are fewer keys,
- * none is chosen. A lane has two halves, descending by lane, as the best come first. */
+/* Chooses the half of the `left`-th best key; all warps compute the same. If there are fewer keys,
+ * none is chosen. A lane has two halves, descending by lane, because the best come first. */
 __device__ static chosen_half choose_half(const uint32_t (&sum)[halves], uint32_t left) {
     static_assert(halves == 2 * warp_lanes, "a lane has two");
     const uint32_t lower = halves - 2 - 2 * (threadIdx.x % warp_lanes);
@@ -195,14 +194,14 @@ __device__ static chosen_half choose_half(const uint32_t (&sum)[halves], uint32_
             __shfl_sync(all_lanes, is_low ? low : high, owner), all};
 }
 
-/* The keys from `lowest` on are the best ones, `count` of them. */
+/* The best keys are those from `lowest` on, `count` of them. */
 struct best_keys {
     ranked_key lowest;
     uint32_t count;
 };
 
-/* Finds the `wanted` best of all keys that compete, or all of them if they are fewer. Every thread
- * of the cluster gets the same result. is_counted: the highest digits have been counted. */
+/* Finds the `wanted` best of all keys that compete, or all if there are fewer. Every thread of the
+ * cluster gets the same result. is_counted: the highest digits have been counted. */
 __device__ static best_keys find_bound(top_memory &shared, const top_work &work, uint32_t wanted,
                                        bool is_counted) {
     ranked_key prefix = 0;
@@ -227,7 +226,7 @@ __device__ static best_keys find_bound(top_memory &shared, const top_work &work,
             return {1, upper.all};
         left -= upper.above + lower.above;
         prefix = prefix << wide_bits | upper.half << half_bits | lower.half;
-        if (lower.keys == left) // of the whole keys no two are equal
-            return {max(prefix << shift, (ranked_key)1), wanted}; // 0 is no key
+        if (lower.keys == left)                                   // no two whole keys are equal
+            return {max(prefix << shift, (ranked_key)1), wanted}; // 0 means no key
     }
 }

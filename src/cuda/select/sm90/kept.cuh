@@ -1,15 +1,15 @@
-/* Which keys are ever kept: the steps from count_earlier to decide_by_count. */
+/* The steps from count_earlier to decide_by_count, which find the keys that are ever kept. */
 #pragma once
 
 #include "cuda/select/sm90/memory.cuh"
 
-/* The column of position partition d in earlier_count. After the partitions that one lane sums, a
- * word is left out, so that lanes use different banks. */
+/* The column of position partition d in earlier_count. A word is left out after the partitions that
+ * one lane sums, so that lanes use different banks. */
 template <class config> __device__ static uint32_t column_of(uint32_t d) {
     return d + d / config::lane_partitions;
 }
 
-/* A warp's row: how many of its keys stand before the end of each position partition. */
+/* A warp's row: the number of its keys before the end of each position partition. */
 template <class config>
 __device__ static void count_row(select_memory<config> &shared, const cluster_work &work,
                                  const uint32_t (&position)[config::items]) {
@@ -22,7 +22,7 @@ __device__ static void count_row(select_memory<config> &shared, const cluster_wo
         if ((position[r] & absent) == 0)
             atomicAdd(&row[column_of<config>(position[r] / config::warp_keys)], 1);
     __syncwarp();
-    // past the last partition the words hold anything
+    // the words past the last partition are undefined
     uint32_t *const own = row + work.lane * (config::lane_partitions + 1);
     uint32_t sum = 0;
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ static void count_row(select_memory<config> &shared, const cluster_wo
         own[d] = sum += own[d];
 }
 
-/* Adds to each row of column `threadIdx.x` the rows of the later warps. */
+/* Adds the rows of the later warps to each row of column `threadIdx.x`. */
 template <class config> __device__ static void sum_column(select_memory<config> &shared) {
     const uint32_t column = column_of<config>(threadIdx.x);
     uint32_t sum = 0;
@@ -44,7 +44,7 @@ template <class config> __device__ static void sum_column(select_memory<config> 
     shared.own_count[threadIdx.x] = (uint16_t)sum;
 }
 
-/* earlier_count of this block, and its first row for every block. */
+/* Fills earlier_count of this block, and sends its first row to every block. */
 template <class config>
 __device__ static void count_earlier(select_memory<config> &shared, const cluster_work &work,
                                      const uint32_t (&position)[config::items]) {
@@ -57,7 +57,7 @@ __device__ static void count_earlier(select_memory<config> &shared, const cluste
     sync_blocks(work);
 }
 
-/* The warp that has the n-th key from the end of this block, of those that a column counts. */
+/* The warp with the n-th key from the end of this block, among the keys that a column counts. */
 template <class config>
 __device__ static uint32_t find_warp(const select_memory<config> &shared, uint32_t column,
                                      uint32_t n) {
@@ -68,8 +68,8 @@ __device__ static uint32_t find_warp(const select_memory<config> &shared, uint32
     return w;
 }
 
-/* The block that has the threshold at the end of position partition `threadIdx.x`, or work.blocks
- * if fewer keys than the window stand before it. If it is this block, finds the threshold too. */
+/* The block with the threshold at the end of position partition `threadIdx.x`, or work.blocks if
+ * fewer keys than the window come before that end. If it is this block, finds the threshold too. */
 template <class config>
 __device__ static uint32_t find_owner(select_memory<config> &shared, const cluster_work &work,
                                       uint32_t window) {
@@ -108,7 +108,7 @@ __device__ static void find_thresholds(select_memory<config> &shared, const clus
     __syncthreads();
 }
 
-/* How many keys of higher rank than key `index` of this warp stand before position partition d. */
+/* The number of keys of higher rank than key `index` of this warp before position partition d. */
 template <class config>
 __device__ static uint32_t
 count_higher(const select_memory<config> &shared, const cluster_work &work,
@@ -151,7 +151,8 @@ __device__ static void decide_by_threshold(select_memory<config> &shared, const 
     }
 }
 
-/* The same in global scope: the best keys of the segment, or of each packed sequence. */
+/* decide_by_threshold() for global scope: keeps the best keys of the segment, or of each packed
+ * sequence. */
 template <class config>
 __device__ static void keep_best(select_memory<config> &shared, const cluster_work &work,
                                  const uint32_t (&position)[config::items],
@@ -161,7 +162,7 @@ __device__ static void keep_best(select_memory<config> &shared, const cluster_wo
         const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
         if ((position[r] & absent) != 0)
             continue;
-        // those of the key's sequence, or all
+        // ranks of the key's sequence, or all
         const uint32_t end_rank =
             config::packed ? (uint32_t)call.ranges[position[r]].y : work.blocks * config::keys;
         if (rank + call.window >= end_rank)
@@ -170,7 +171,7 @@ __device__ static void keep_best(select_memory<config> &shared, const cluster_wo
     }
 }
 
-/* Bit r: whether key r of this thread, now by position, is ever kept. */
+/* Bit r is set if key r of this thread, now by position, is ever kept. */
 template <class config>
 __device__ static uint32_t decide_by_count(const select_memory<config> &shared,
                                            const cluster_work &work) {

@@ -1,5 +1,5 @@
-/* The shared memory of select.cu, and how the blocks of a cluster write into each other's; which
- * clusters a device runs. */
+/* The shared memory of select.cu, writes between the blocks of a cluster, and the clusters that a
+ * device runs. */
 #pragma once
 
 #include "cuda/select/select.cuh"
@@ -10,14 +10,15 @@ enum {
     vector_counts = sizeof(uint4) / sizeof(uint16_t), // counts that a lane sends at once
 };
 
-/* items: keys of a thread; most_blocks: of a cluster; packed: whether sequences are. A partition is
+/* items: keys of a thread; most_blocks: of a cluster; packed: sequences are packed. A partition is
  * the keys of a warp. */
 template <int items_, int most_blocks_, bool packed_> struct segment_config {
     static constexpr bool packed = packed_;
     static constexpr int items = items_;
     static constexpr int most_blocks = most_blocks_;
     static constexpr int most_partitions = warps * most_blocks;
-    static constexpr int lane_partitions = most_partitions / warp_lanes; // that a lane sums
+    static constexpr int lane_partitions = most_partitions / warp_lanes; // partitions that a lane
+                                                                         // sums
     static constexpr int counts = most_partitions > digits ? most_partitions : digits;
     static constexpr int row_words = most_partitions + warp_lanes + 1; // odd: no bank conflicts
     static constexpr uint32_t warp_keys = warp_lanes * items;
@@ -29,9 +30,9 @@ template <class config> struct alignas(16) select_memory {
         uint2 key[config::keys];       // by rank: {order, position}
         uint2 allowance[config::keys]; // by position: {rank, allowed}; see always_kept
         struct {
-            uint32_t parent[config::keys]; // by kept_index: that of the evicted key, then the slot
-                                           // with the bit is_slot
-            uint32_t root[config::keys];   // the first key of the block that has the same slot
+            uint32_t parent[config::keys]; // by kept_index: kept_index of the evicted key, then the
+                                           // slot with the bit is_slot
+            uint32_t root[config::keys];   // the first key of the block with the same slot
         };
     };
     union {
@@ -39,19 +40,19 @@ template <class config> struct alignas(16) select_memory {
             uint32_t digit_count[warps][digits];
             uint2 sorted[config::keys]; // this block's keys by digit, before they are sent
         };
-        // counts the keys of this block only; earlier_above counts the blocks above. The columns
-        // are spread by column_of()
+        // counts the keys of this block only; earlier_above counts the blocks above. column_of()
+        // spreads the columns
         uint32_t earlier_count[warps][config::row_words];
         struct {
-            uint32_t kept_index[config::keys];    // by rank; at the end the expiry
+            uint32_t kept_index[config::keys];    // by rank; later the expiry
             uint32_t kept_position[config::keys]; // by kept_index
             uint32_t position[config::keys];      // by rank
         };
     };
-    // keys of a digit, or before the end of a position partition: in this block, in every block
+    // keys of a digit, or before the end of a position partition: in this block, in each block
     alignas(16) uint16_t own_count[config::counts];
     alignas(16) uint16_t count[config::most_blocks][config::counts];
-    uint32_t start[digits];  // where a digit's keys start in the sorted block
+    uint32_t start[digits];  // index of a digit's first key in the sorted block
     uint32_t offset[digits]; // from an index in the sorted block to one in the segment
     // in units of partitions, plus 1: the partition of the threshold; 0: the set is not full
     uint32_t threshold_rank[config::most_partitions + 1];
@@ -61,13 +62,12 @@ template <class config> struct alignas(16) select_memory {
     uint32_t kept_by_block[config::most_blocks][config::most_blocks / 2];
     uint32_t own_kept[config::most_blocks / 2];
     uint32_t scratch[warps];
-    // kept keys in blocks of lower positions, in blocks of lower ranks, in the segment
+    // numbers of kept keys: in blocks of lower positions, in blocks of lower ranks, in the segment
     uint32_t kept_before, kept_below, kept_total;
 };
 
 static constexpr uint32_t never_kept = UINT32_MAX;
 
-/* Where a thread stands in its cluster. */
 struct cluster_work {
     uint32_t block; // in the cluster
     uint32_t blocks, partitions;
@@ -80,7 +80,7 @@ __device__ static void sync_cluster(void) {
 }
 
 /* The barrier of a cluster makes writes visible to the whole device (MEMBAR.ALL.GPU) and
- * invalidates the L1 cache, so a cluster of one block has that of a block instead. */
+ * invalidates the L1 cache, so a cluster of one block uses the barrier of a block instead. */
 __device__ static void arrive_blocks(const cluster_work &work) {
     if (work.blocks > 1)
         barrier_cluster_arrive();
@@ -108,7 +108,6 @@ __device__ static uint32_t load_at(uint32_t block, const void *shared) {
     return ld_shared_cluster(mapa(shared_address(shared), block));
 }
 
-/* Index in its block of key r of a thread. */
 template <class config> __device__ static uint32_t own_index(const cluster_work &work, int r) {
     return work.warp * config::warp_keys + r * warp_lanes + work.lane;
 }
@@ -126,15 +125,15 @@ __device__ static void broadcast_counts(select_memory<config> &shared, const clu
 
 /* ---- on the host ---- */
 
-/* Blocks of a cluster: at most, and on every device. */
+/* Most blocks of a cluster, and most on every device. */
 enum { most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
 
 static inline int64_t most_cluster_blocks(const cuda_device *device) {
     return device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
 }
 
-/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
- * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
+/* The number of clusters of `blocks` blocks that run at once, with one block per multiprocessor. A
+ * cluster lies within a group of 16 multiprocessors; about one group of a device has fewer. */
 static inline int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
     const int64_t groups = device->multiprocessors / cluster_group;
     const int64_t clusters = groups * (cluster_group / blocks) - (blocks > 1);

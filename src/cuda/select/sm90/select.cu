@@ -1,17 +1,15 @@
 /* Selection in one launch, a cluster of blocks per segment, on compute capability 9.0 and later.
- * sm80/select.cu takes the segments that are longer than a cluster holds. select.cuh names the
- * steps.
+ * sm80/select.cu takes the segments that are too long for a cluster. select.cuh names the steps.
  *
- * A block owns as many ranks as positions, and each of its warps a partition of either. What
- * belongs to another block is written into its shared memory. The selection is exact, and its time
- * hardly depends on the order in which scores come. */
+ * A block owns as many ranks as positions, and each of its warps a partition of either. Data of
+ * another block is written into that block's shared memory. The selection is exact, and its time
+ * hardly depends on the order of the scores. */
 #include "cuda/select/rules.cuh"
 #include "cuda/select/sm90/kept.cuh"
 #include "cuda/select/sm90/sort.cuh"
 
 /* ---- kept keys, by position and by rank ---- */
 
-/* How many flags the lower warps of the block have set. */
 template <class config>
 __device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint32_t flags) {
     uint32_t total;
@@ -19,7 +17,8 @@ __device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint
                                   &total);
 }
 
-/* Sends to every block how many kept keys this block of positions has in each block of ranks. */
+/* Sends to every block the number of kept keys that this block of positions has in each block of
+ * ranks. */
 template <class config>
 __device__ static void broadcast_kept(select_memory<config> &shared, const cluster_work &work,
                                       uint32_t kept) {
@@ -43,7 +42,7 @@ __device__ static void broadcast_kept(select_memory<config> &shared, const clust
         store_at(to, &shared.kept_by_block[work.block][of], shared.own_kept[of]);
 }
 
-/* Sums kept_by_block over the blocks of lower positions, those of lower ranks, and all. By one
+/* Sums kept_by_block over the blocks of lower positions, of lower ranks, and all blocks. By one
  * warp. */
 template <class config>
 __device__ static void sum_kept(select_memory<config> &shared, const cluster_work &work) {
@@ -61,7 +60,7 @@ __device__ static void sum_kept(select_memory<config> &shared, const cluster_wor
     shared.kept_total = __reduce_add_sync(all_lanes, total);
 }
 
-/* What a block has to write, in the registers of its threads. Nothing is written to global memory
+/* The output of a block, in the registers of its threads. Nothing is written to global memory
  * before the last cluster barrier, which would wait for the writes. */
 template <class config> struct select_result {
     uint32_t kept;                // bit r: key r by position is ever kept
@@ -69,7 +68,6 @@ template <class config> struct select_result {
     uint32_t slot[config::items]; // by kept_index
 };
 
-/* Writes first_index if a packed sequence begins at position j. */
 __device__ static void write_first_index(const cluster_work &work, const select_call &call,
                                          uint32_t j, uint32_t kept_index) {
     if (call.first_index == NULL || j >= call.kv_len || (uint32_t)call.ranges[j].x != j)
@@ -77,14 +75,14 @@ __device__ static void write_first_index(const cluster_work &work, const select_
     segment_of(call, blockIdx.x / work.blocks).first_index[j] = kept_index;
 }
 
-/* How many kept keys of its own packed sequence stand before the key at position j. */
+/* The number of kept keys of its own packed sequence before the key at position j. */
 __device__ static uint32_t index_in_sequence(const cluster_work &work, const select_call &call,
                                              uint32_t j, uint32_t kept_index) {
     const select_segment segment = segment_of(call, blockIdx.x / work.blocks);
     return kept_index - segment.first_index[call.ranges[j].x];
 }
 
-/* Calls decide_by_count, and sends kept_index to each kept key's rank, its position to its
+/* Calls decide_by_count. Sends kept_index to each kept key's rank, and its position to its
  * kept_index. */
 template <class config>
 __device__ static void index_kept(select_memory<config> &shared, const cluster_work &work,
@@ -116,8 +114,8 @@ __device__ static void index_kept(select_memory<config> &shared, const cluster_w
     }
 }
 
-/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
- * becomes, since that key takes over its slot. kept_index is replaced by the expiry. */
+/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i. That key takes
+ * over its slot, so the evicted key becomes its parent. The expiry replaces kept_index. */
 template <class config>
 __device__ static void match_evictions(select_memory<config> &shared, const cluster_work &work,
                                        const select_call &call) {
@@ -145,8 +143,8 @@ __device__ static void match_evictions(select_memory<config> &shared, const clus
 
 /* ---- slots ---- */
 
-/* root: the first kept key of this block that has the same slot. Its parent is in an earlier block,
- * or, if it is the first key of its slot, is the slot itself. */
+/* root: the first kept key of this block with the same slot. Its parent is in an earlier block or,
+ * if it is the first key of its slot, is the slot itself. */
 template <class config>
 __device__ static void find_roots(select_memory<config> &shared, const cluster_work &work,
                                   const select_call &call, uint32_t (&root)[config::items]) {
@@ -168,8 +166,8 @@ __device__ static void find_roots(select_memory<config> &shared, const cluster_w
     jump_to_roots(shared.root, root, own_index<config>(work, 0), warp_lanes);
 }
 
-/* Each root goes from root to root up to its slot. A parent that it reads may already have been
- * moved by another thread: then it is an earlier key of the same slot, or the slot, and the way is
+/* Each root follows the roots before it to its slot. Another thread may already have moved a parent
+ * that it reads: then the parent is an earlier key of the same slot, or the slot, and the path is
  * shorter. */
 template <class config>
 __device__ static void follow_roots(select_memory<config> &shared, const cluster_work &work,
@@ -215,13 +213,13 @@ __device__ static void write_global(const cluster_work &work, const select_segme
     }
 }
 
-/* Keys that are never kept by position, expiries of the others by rank, their slots by
- * kept_index. */
+/* Writes the keys that are never kept by position, the expiries of the others by rank, and their
+ * slots by kept_index. */
 template <class config>
 __device__ static void write_causal(const select_memory<config> &shared, const cluster_work &work,
                                     const select_segment &segment, const select_call &call,
                                     const select_result<config> &result) {
-#pragma unroll 1 // registers do not suffice for more
+#pragma unroll 1 // more would not fit in registers
     for (int r = 0; r < config::items; r++) {
         const uint32_t j = work.block * config::keys + own_index<config>(work, r);
         if (j < call.kv_len && (result.kept >> r & 1) == 0)
@@ -309,10 +307,10 @@ static __global__ void __launch_bounds__(threads, 1)
 /* ---- the kernel of the table ---- */
 
 enum { most_items = 11 };
-enum { most_packed_items = 4 }; // where sequences are packed, registers do not suffice for more
+enum { most_packed_items = 4 }; // with packed sequences more do not fit in registers
 
-/* The most blocks of a cluster. The more keys a thread has, the fewer registers and the less memory
- * are left for the counts of other blocks. */
+/* The most blocks of a cluster. With more keys per thread, fewer registers and less memory are left
+ * for the counts of other blocks. */
 static constexpr int most_blocks_of(int items) {
     return items <= 8 ? most_blocks : items <= 10 ? 8 : 4;
 }
@@ -363,7 +361,7 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     segment_plan best = {NULL, 0, INT64_MAX};
     for (const auto &choice : choices) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choice.items);
-        const int64_t blocks = max(wanted, (int64_t)1); // also if there are no keys
+        const int64_t blocks = max(wanted, (int64_t)1); // also without keys
         if (blocks > min(most, (int64_t)most_blocks_of(choice.items)))
             continue;
         if (is_present(&problem->starts) && choice.items > most_packed_items)
@@ -398,7 +396,7 @@ static const char *refuses(const fdma_problem *problem) {
     return NULL;
 }
 
-/* What the rules and packed sequences need; a selection by score alone needs no workspace. */
+/* The workspace of the rules and packed sequences; a selection by score alone needs none. */
 struct select_space {
     packed_sequences sequences;
     uint32_t *first_index; // see select_call

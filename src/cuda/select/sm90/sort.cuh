@@ -1,10 +1,11 @@
-/* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes. */
+/* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes, and
+ * one more for each 8 bits of the index if sequences are packed. */
 #pragma once
 
 #include "cuda/select/sm90/memory.cuh"
 
-/* The sum of `value`, one per digit in the thread of that number, over the lower digits. All
- * threads of the block call it. */
+/* The sum of `value` over the lower digits. Thread d has the value of digit d, and all threads of
+ * the block call it. */
 template <class config>
 __device__ static uint32_t sum_lower_digits(select_memory<config> &shared, uint32_t value) {
     enum { digit_warps = digits / warp_lanes };
@@ -50,8 +51,8 @@ __device__ static void sort_block(select_memory<config> &shared, const cluster_w
     }
 }
 
-/* Sends the sorted keys to their blocks. Keys of one digit are neighbours here and there, because
- * scattered writes to the memory of other blocks are slow. */
+/* Sends the sorted keys to their blocks. Keys of one digit are neighbours in source and target,
+ * because scattered writes to the memory of other blocks are slow. */
 template <class config>
 __device__ static void send_keys(select_memory<config> &shared, const cluster_work &work,
                                  int shift) {
@@ -78,7 +79,8 @@ __device__ static void send_keys(select_memory<config> &shared, const cluster_wo
     }
 }
 
-/* From here on keys are sorted by the number of their packed sequence. */
+/* Replaces the order of each key by the index of its packed sequence, for the passes that
+ * follow. */
 template <class config>
 __device__ static void sort_by_sequence(select_memory<config> &shared, const cluster_work &work,
                                         const select_call &call) {
@@ -104,7 +106,7 @@ __device__ static void sort_keys(select_memory<config> &shared, const cluster_wo
         shared.key[index] =
             load_key<config::packed>(call, segment, work.block * config::keys + index);
     }
-    wait_blocks(work); // every block has begun, so its shared memory can be written
+    wait_blocks(work); // every block has begun, so other blocks can write to its shared memory
     for (int pass = 0; pass < passes; pass++) {
         const int shift = pass % order_digits * digit_bits;
         if (config::packed && pass == order_digits)

@@ -1,23 +1,23 @@
 /* Selection for the last positions of a sequence alone, on compute capability 9.0 and later, by one
- * cluster of thread blocks for each segment. A call of few queries needs no more: which keys are
- * live at its first position, and which of them leave, or arrive, at its other ones. So no key is
- * sorted, no eviction before that is found, and nothing is written of keys that no query keeps:
- * instead of expiry and slot, the kernel writes the list and the records that forward works from.
+ * cluster of thread blocks for each segment. A call of few queries needs only the keys that are
+ * live at its first position, and the keys that leave or arrive at its other positions. So the
+ * kernel sorts no keys, finds no earlier evictions, and writes nothing for keys that no query
+ * keeps. Instead of expiry and slot, it writes the list and the records that forward works from.
  *
  *     load_keys      the orders of the keys that compete by score at the first position
  *     find_bound     the lowest of the `wanted` best of them: radix selection, one digit at a time,
  *                    by histograms in shared memory that every block adds up for itself
- *     list_live      lists the live keys by position, and notes the worst of them, as many as
+ *     list_live      lists the live keys by position, and records the worst of them, as many as
  *                    there are positions after the first
  *     roll_last      one warp lets the keys after those compete, position by position, and lists
  *                    those that arrive: the worst key leaves a set that is full
  *
- * A list in ascending order does not depend on the size of the cluster, and so neither do the bits
- * of what forward sums over it. */
+ * A list in ascending order does not depend on the size of the cluster, so the bits of forward's
+ * sums over it do not either. */
 #include "cuda/plan/plan.cuh"
 #include "cuda/select/sm90/bound.cuh"
 
-/* What a selection writes of one segment; see forward_plan. */
+/* The output of a selection for one segment; see forward_plan. */
 struct last_segment {
     int32_t *list;
     int2 *count;
@@ -25,7 +25,6 @@ struct last_segment {
     const float *bias; // NULL: 0
 };
 
-/* What it writes of all segments. */
 struct last_output {
     int32_t *list; // [segments][room]
     int64_t room;
@@ -42,7 +41,7 @@ __device__ static last_segment last_segment_of(const last_output &to, const sele
             to.bias.data != NULL ? to.bias.at(b, g) : NULL};
 }
 
-/* Whether key r of a thread is live at the first of the last positions. */
+/* True if key r of a thread is live at the first of the last positions. */
 __device__ static bool is_live(top_memory &shared, const top_work &work, const last_positions &last,
                                const best_keys &best, uint32_t r) {
     const int32_t j = (int32_t)position_of(work, r);
@@ -50,12 +49,12 @@ __device__ static bool is_live(top_memory &shared, const top_work &work, const l
     return is_newest ? j < last.end : ranked_at(shared, work, r) >= best.lowest;
 }
 
-/* Of a block: where its live keys begin in the list, how many it has, and all blocks together. */
+/* Of a block: where its live keys begin in the list and their number; the total of all blocks. */
 struct live_keys {
     uint32_t first, count, total;
 };
 
-/* Numbers the live keys. *next: the number of the first one of this thread's warp. */
+/* Numbers the live keys. *next: the number of the first live key of this thread's warp. */
 __device__ static live_keys number_live(top_memory &shared, const top_work &work,
                                         const last_positions &last, const best_keys &best,
                                         uint32_t *next) {
@@ -83,7 +82,7 @@ __device__ static key_record record_of(const last_segment &to, int32_t j, int32_
 }
 
 /* Lists the live keys of the first position, with records as if none were to leave. Keys below
- * `safe` may leave. Returns how many keys are live. */
+ * `safe` may leave. Returns the number of live keys. */
 __device__ static uint32_t list_live(top_memory &shared, const top_work &work,
                                      const last_positions &last, const best_keys &best,
                                      ranked_key safe, const last_segment &to) {
@@ -111,9 +110,9 @@ __device__ static uint32_t list_live(top_memory &shared, const top_work &work,
     return own.total;
 }
 
-/* Gathers the worst live keys of all blocks. Returns how many there are. */
+/* Gathers the worst live keys of all blocks. Returns their number. */
 __device__ static uint32_t gather_worst(top_memory &shared, const top_work &work) {
-    const uint32_t block = threadIdx.x; // a lane of the first warp
+    const uint32_t block = threadIdx.x; // lane of the first warp
     const uint32_t count = block < work.blocks ? load_at(block, &shared.worst_count) : 0;
     const uint32_t first = sum_lower_lanes(count);
     for (uint32_t n = 0; n < count; n++) {
@@ -124,8 +123,9 @@ __device__ static uint32_t gather_worst(top_memory &shared, const top_work &work
     return __reduce_add_sync(all_lanes, count);
 }
 
-/* A key that competes, or will, at the last positions, one in each lane: below most_changes the
- * worst live keys of the first position, then the keys that enter at the positions after it. */
+/* A key that competes at the last positions, now or later, one per lane. Lanes below most_changes
+ * have the worst live keys of the first position, the others the keys that enter at the positions
+ * after it. */
 struct competing_key {
     ranked_key key; // 0: none
     bool competes;
@@ -147,7 +147,6 @@ __device__ static competing_key load_competing(const top_memory &shared, uint32_
     return {order == order_none ? 0 : ranked_key_of(order, (uint32_t)j, position_bits), false};
 }
 
-/* The lane of the lowest key that competes. */
 __device__ static uint32_t worst_lane(const competing_key &own) {
     const ranked_key mine = own.competes ? own.key : above_all;
     ranked_key lowest = mine;
@@ -159,10 +158,10 @@ __device__ static uint32_t worst_lane(const competing_key &own) {
     return (uint32_t)__ffs((int)__ballot_sync(all_lanes, mine == lowest)) - 1;
 }
 
-/* Lets the keys after the first of the last positions compete, by one warp. competing: how many
- * keys compete at the first position. Writes the expiries of those that were live there and leave;
- * returns the expiry of the key of this lane's position, which is last.first + 1 + lane: that
- * position itself if the key is not kept. */
+/* Lets the keys after the first of the last positions compete, by one warp. competing: the number
+ * of keys that compete at the first position. Writes the expiries of keys that were live there and
+ * leave. Returns the expiry of the key of this lane's position, last.first + 1 + lane, which is
+ * that position itself if the key is not kept. */
 __device__ static int32_t roll_last(const select_call &call, const last_positions &last,
                                     competing_key own, uint32_t competing, const last_segment &to) {
     const int32_t lane = (int32_t)threadIdx.x;
@@ -172,7 +171,7 @@ __device__ static int32_t roll_last(const select_call &call, const last_position
         const bool enters = __shfl_sync(all_lanes, own.key, entering) != 0;
         own.competes |= lane == entering && enters;
         competing += enters;
-        if (lane == n && (call.recent > 0 || enters)) // key p is kept, at least while it arrives
+        if (lane == n && (call.recent > 0 || enters)) // key p is kept, at least at its own position
             expiry = INT32_MAX;
         if (competing <= call.window)
             continue;
@@ -189,7 +188,7 @@ __device__ static int32_t roll_last(const select_call &call, const last_position
     return expiry;
 }
 
-/* Lists the keys that arrive after the first of the last positions, by one warp, behind the `live`
+/* Lists the keys that arrive after the first of the last positions, by one warp, after the `live`
  * keys of the first one. */
 __device__ static void list_arriving(const last_positions &last, int32_t expiry, uint32_t live,
                                      const last_segment &to) {
@@ -226,7 +225,7 @@ static __global__ void __launch_bounds__(threads)
     const ranked_key lowest_safe = changes == 0 ? 0 : find_bound(shared, work, safe, false).lowest;
     const uint32_t live = list_live(shared, work, last, best, lowest_safe, to);
     if (changes > 0)
-        sync_cluster(); // all records are written, and the worst keys
+        sync_cluster(); // all records and the worst keys are written
     if (work.block == 0 && warp == 0) {
         int32_t expiry = 0;
         if (changes > 0) {
@@ -243,16 +242,16 @@ static __global__ void __launch_bounds__(threads)
 /* ---- the kernel of the table ---- */
 
 enum {
-    fixed_items = 8, // an estimate: what a cluster does beside its keys takes as long as so many of
-                     // each thread
+    fixed_items = 8, // an estimate: the work of a cluster beside its keys takes as long as this
+                     // many keys per thread
 };
 
-/* A cluster that holds all keys; blocks 0: none does. */
+/* A cluster that holds all keys; blocks 0: no cluster does. */
 struct cluster_shape {
     uint32_t blocks, items;
 };
 
-/* Few keys of a thread are fast as long as all clusters run at once. */
+/* Few keys per thread are fast as long as all clusters run at once. */
 static cluster_shape shape_of(const fdma_problem *problem) {
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     const int64_t room = device->shared_bytes - (int64_t)sizeof(top_memory);
