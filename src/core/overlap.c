@@ -1,6 +1,6 @@
-/* Whether two tensors share elements. The test is exact for separate buffers and for interleaved
- * slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an overlap where
- * there is none, but it never misses one. */
+/* Tests whether two tensors share elements. The test is exact for separate buffers and for
+ * interleaved slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an
+ * overlap where there is none, but it never misses one. */
 #include "core/overlap.h"
 
 #include "core/error.h"

@@ -1,5 +1,6 @@
-/* What was measured to be faster on this machine than the rules by which kernels choose, for
- * classes of similar calls. A tuning never changes once a call can see it. src/tune/ makes them. */
+/* Choices that were measured to be faster on this machine than the rules of the kernels, for
+ * classes of similar calls. A tuning never changes once a call can see it. src/tune/ makes
+ * tunings. */
 #pragma once
 
 #include "core/problem.h"
@@ -9,8 +10,8 @@ enum {
     tuning_line = 256, /* of an entry as a line of a file */
 };
 
-/* The calls that share a choice. Neither the batch nor the number of threads is in it, so that
- * results depend on neither. */
+/* Calls that share a choice. The batch and the number of threads are left out, so that results
+ * depend on neither. */
 typedef struct tuning_class {
     fdma_operation operation; /* forward or backward */
     fdma_dtype dtype;
@@ -20,7 +21,7 @@ typedef struct tuning_class {
     int64_t kept; /* keys that a query keeps, at most */
 } tuning_class;
 
-/* Empty and 0 mean what the rules say. */
+/* Empty and 0: the rules decide. */
 typedef struct tuning_choice {
     char kernel[tuning_name];
     int64_t tile_rows;   /* rows of a tile, rounded up to whole blocks of lanes */
@@ -43,12 +44,12 @@ typedef struct fdma_tuning {
 /* The power of 2 that is nearest to n; 0 for 0. */
 int64_t fdma_nearest_power(int64_t n);
 
-/* The class of a problem; the rules are followed in every other one. */
+/* The class of a problem. Calls of a class without an entry follow the rules. */
 tuning_class fdma_class_of(const fdma_problem *problem);
 
 /* The entry of a class; NULL if there is none. */
 const tuning_entry *fdma_find_entry(const fdma_tuning *tuning, const tuning_class *calls);
 
-/* What the problem's tuning says of it. Problems without a tuning, or with what was not measured
- * (a kernel that the caller forces, masks, attn_bias, dropout), follow the rules. */
+/* The tuned choice for a problem. The rules decide for problems without a tuning, and for what was
+ * not measured (a kernel that the caller forces, masks, attn_bias, dropout). */
 const tuning_choice *fdma_tuned(const fdma_problem *problem);

@@ -1,6 +1,6 @@
-/* The probability of every query and key, from the lse that forward has written: one row of
- * attention at a time, in double precision. Nothing is skipped or blocked, because the result is to
- * be looked at, not to be computed with. */
+/* The probability of every query and key, from the lse of forward: one row of attention at a time,
+ * in double precision. Nothing is skipped or blocked, because the result is for inspection, not for
+ * computing. */
 #pragma once
 
 #include "cpu/common/math.h"
@@ -11,7 +11,6 @@
 
 enum { multiplied_channels = 1000 }; /* in a microsecond on one thread, roughly */
 
-/* A row of attention. */
 typedef struct probability_row {
     const fdma_problem *problem;
     int64_t b, i, h, g;
