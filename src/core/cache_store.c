@@ -26,7 +26,7 @@ static int32_t int_of_key(const fdma_tensor *tensor, int64_t b, int64_t g, int64
     return ((const int32_t *)tensor->data)[offset_of(tensor, b, g, j)];
 }
 
-/* Empties every row except those of carried keys that are kept to the end. */
+/* Empties every row, except rows of carried keys that are kept to the end. */
 static void empty_rows(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
     const fdma_table *const table = &problem->cache.table;
     for (int64_t row = 0; row < rows_of_cache(&problem->cache); row++) {

@@ -115,9 +115,9 @@ static int32_t row_of_slot(const int32_t *row, int64_t rows, int64_t empty, int3
     return slot < rows - empty ? row[empty + slot] : row[slot - (rows - empty)];
 }
 
-/* Writes the selection of one (b, g) from that of its sequence. Slots become rows of the table if
- * the table has a row for each slot. Some carried keys may be evicted by others before the keys of
- * the call. */
+/* Writes the selection of one (b, g) from the selection of its sequence. Slots become rows of the
+ * table if the table has a row for each slot. Some carried keys may be evicted by others before the
+ * keys of the call. */
 static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, const int32_t *row,
                             const fdma_problem *one) {
     const int64_t rows = stream->carried_len;

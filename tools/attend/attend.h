@@ -1,4 +1,4 @@
-/* What the steps of `fdma attend` share: options, inputs and results. */
+/* Options, inputs and results that the steps of `fdma attend` share. */
 #pragma once
 
 #include "common/timing.h"
@@ -72,11 +72,11 @@ typedef struct attend_results {
     attend_times times;
 } attend_results;
 
-/* Of each row exp(lse of the kept keys - lse of all visible keys): the sum of the dense
- * probabilities of the keys that it keeps. */
+/* exp(lse of the kept keys - lse of all visible keys) of each row: the sum of the dense
+ * probabilities of its kept keys. */
 typedef struct attention_mass {
     double mean, worst; /* NaN if there are no rows */
-    int64_t rows;       /* those that see a key */
+    int64_t rows;       /* rows that see a key */
     int64_t worst_batch, worst_head, worst_query;
 } attention_mass;
 
@@ -97,7 +97,7 @@ typedef struct decoded_tokens {
     int64_t tokens;
     samples times;                  /* milliseconds a token */
     double cache_bytes, full_bytes; /* of the cache; of k and v of all positions */
-    double difference, allowed;     /* of out, from that of the whole sequence */
+    double difference, allowed;     /* of out, from the attention over the whole sequence */
 } decoded_tokens;
 
 typedef struct attend_summary {

@@ -39,7 +39,6 @@ static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t 
     return tensor;
 }
 
-/* Moves an array of the host to the job's device. */
 static fdma_tensor move_there(const bench_job *job, fdma_tensor host) {
     const fdma_tensor copy = device_copy_of(job->target.device, &host);
     if (copy.data != host.data)

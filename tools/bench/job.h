@@ -26,7 +26,7 @@ typedef struct bench_job {
     fdma_backward_args backward_args;
     fdma_score_backward_args score_backward_args;
     void *workspace;
-    void *copy;         /* on a device: where a plain read is copied to */
+    void *copy;         /* on a device: the destination of a plain read */
     const char *kernel; /* that does the main part */
     bool selects;       /* each run makes its selection */
 } bench_job;

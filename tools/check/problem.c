@@ -295,7 +295,7 @@ static void make_score_backward_inputs(check_problem *problem, uint64_t *random)
     }
 }
 
-/* Whether partial result `n` of a row is empty. Some rows have two empty ones. */
+/* True if partial result `n` of a row is empty. Some rows have two empty ones. */
 static bool is_empty_partial(int64_t row, int n) { return row % (n == 0 ? 3 : 5) == 1; }
 
 static void empty_partial(check_problem *problem, int64_t row, int n) {

@@ -61,7 +61,7 @@ static const struct {
     [CHECK_CACHE_COPY] = OPERATION(cache_copy), [CHECK_PROBABILITIES] = OPERATION(probabilities),
 };
 
-/* The problem with the tensors that an operation is given in place of others. */
+/* The problem with the tensors that an operation takes in place of others. */
 static check_problem given_to(const check_problem *problem, check_operation_id id) {
     check_problem given = *problem;
     if (id == CHECK_SCORE_BACKWARD)
@@ -76,7 +76,7 @@ static check_problem given_to(const check_problem *problem, check_operation_id i
     return given;
 }
 
-/* The problem's tensor that an operation is given under a name. */
+/* The problem's tensor for an operation's input of that name. */
 static fdma_tensor input_named(const check_problem *problem, check_operation_id id,
                                const char *name) {
     const check_problem given = given_to(problem, id);
@@ -133,7 +133,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
 
 /* ---- one call ---- */
 
-/* The fields that are no tensors, of a call with a cache. */
+/* Sets the fields that are no tensors, in a call with a cache. */
 static void set_cache_options(check_call *call, const check_problem *problem, check_operation_id id,
                               const fdma_selection *selection) {
     const check_case *const test = problem->test;
@@ -158,7 +158,7 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
     }
 }
 
-/* Those of any call. */
+/* Sets these fields in any call. */
 static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);
@@ -217,12 +217,13 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     *(size_t *)&call->args = operations[id].size; // the first field of each
 }
 
-/* Carried keys and tables, which no case has: test_streams.c checks them. */
+/* True for carried keys and tables, which no case has: test_streams.c checks them. */
 static bool belongs_to_stream(const tensor_entry *entry) {
     return strstr(entry->name, "_carried") != NULL || strstr(entry->name, "table_") != NULL;
 }
 
-/* A cache is an output, but the decode calls of a check commit no token to it. */
+/* True for the cache of a decode call. It is an output, but the decode calls of a check commit no
+ * token to it. */
 static bool is_cache_of_decode(check_operation_id id, const tensor_entry *entry) {
     return id == CHECK_DECODE && strncmp(entry->name, "cache.", strlen("cache.")) == 0;
 }

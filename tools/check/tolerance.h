@@ -3,11 +3,11 @@
 
 #include "check/problem.h"
 
-/* How far a kernel's result is from the reference's. */
+/* A kernel's difference from the reference. */
 typedef struct check_error {
     double ratio;       /* error / tolerance: at most 1 passes; infinite if no tolerance would do */
     int64_t compared;   /* elements */
-    const char *tensor; /* the name of the tensor that `ratio` is of */
+    const char *tensor; /* the name of the tensor with this ratio */
 } check_error;
 
 /*! check_compare() - by the rule: the error may be twice that of the plain evaluation, plus one

@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* What a handler or exit() must remove; only changed while the signals are blocked. */
+/* The file that a handler or exit() must remove; only changed while the signals are blocked. */
 static const char *unfinished;
 
 static const int deadly[] = {SIGINT, SIGTERM, SIGHUP};

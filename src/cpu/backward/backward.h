@@ -1,6 +1,6 @@
-/* Backward sweeps over tiles like those of forward, with queries in the lanes, in the order of
- * their positions. dq of a tile is complete once its keys have been visited; the sums of the keys
- * are held in a table that moves along with the tiles. So every sum has one order for any number of
+/* Backward sweeps over tiles as forward does, with queries in the lanes, in the order of their
+ * positions. dq of a tile is complete once its keys have been visited; the sums of the keys are
+ * held in a table that moves along with the tiles. So every sum has one order for any number of
  * threads. Sources: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #pragma once
 

@@ -1,5 +1,5 @@
-/* A tile of the backward pass. It has buffers for dout like those of forward for q, and both a
- * second time row by row, for the sums over lanes that give dk and dv. */
+/* A tile of the backward pass. It has buffers for dout as forward has for q, and both a second time
+ * row by row, for the sums over lanes that give dk and dv. */
 #pragma once
 
 #include "cpu/common/product.h"

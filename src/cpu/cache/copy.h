@@ -51,7 +51,7 @@ static copied_pairs copied_sequences(const fdma_problem *problem) {
     return (copied_pairs){problem->from.data, problem->to.data};
 }
 
-/* Reads the positions of a row; those of an empty sequence are -1. */
+/* Reads the positions of a row; -1 for an empty sequence. */
 static void read_positions(const fdma_problem *problem, int64_t g, int64_t row,
                            const row_copies *copies) {
     for (int64_t n = 0; n < problem->batch; n++) {

@@ -218,7 +218,7 @@ static void attend_split(const void *context, int64_t index, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Merges the partial results of a row into that of the first split, and returns its sum. */
+/* Merges the partial results of a row into the one of the first split, and returns its sum. */
 static float merge_splits(const decode_context *decode, int64_t head, int64_t row) {
     const decode_partial merged = partial_of(decode, head, 0, row);
     vf max = vf_load(merged.max), total = vf_set(0);

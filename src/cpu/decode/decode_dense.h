@@ -2,8 +2,8 @@
  * then keep the same keys, and rows are read in the order of memory: all heads of a key, then the
  * next key. The processor's own prefetchers follow this order. Prefetch instructions alone reach
  * two thirds of the rate of a plain read, because each occupies one of the few miss buffers of the
- * L1 cache until its line has come from memory. The results are those of decode_products.h, bit for
- * bit: which of the two files a task uses depends on the number of threads. */
+ * L1 cache until its line has come from memory. The results equal those in decode_products.h bit
+ * for bit: which of the two files a task uses depends on the number of threads. */
 #pragma once
 
 #include "cpu/decode/decode_products.h"
