@@ -86,7 +86,7 @@ def find(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def metadata_of(tensors: Tensors, given: dict[str, str]) -> dict[str, str]:
-    """What the model file says of the model, from shapes and from `given`."""
+    """The metadata of the model file, from shapes and from `given`."""
     has_scores = "blocks.0.attention.dt_proj.weight" in tensors
     chosen = {**DEFAULTS, **given}
     head_dim = int(chosen["head_dim"])

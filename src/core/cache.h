@@ -110,7 +110,7 @@ void fdma_count_committed(const fdma_problem *problem);
 /* A prompt of fdma_cache_store(): a batch entry, or one of the packed sequences. */
 typedef struct stored_prompt {
     int64_t b;
-    int64_t first, end; /* its keys, among those of the call */
+    int64_t first, end; /* its keys in the call */
     int64_t sequence;   /* of the cache; -1: none */
     int32_t seen;       /* tokens of the sequence before it */
 } stored_prompt;

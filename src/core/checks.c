@@ -326,7 +326,7 @@ static fdma_status check_tables(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks the positions that have passed in each stream: with those of the call they fit int32. */
+/* Checks the positions that have passed in each stream: with the new ones they fit int32. */
 static fdma_status check_seen(const fdma_problem *problem) {
     const int32_t *const seen = problem->table_in.seen.data;
     const int64_t most = INT32_MAX - problem->new_len;

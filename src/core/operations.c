@@ -102,7 +102,7 @@ static fdma_status take_score(const any_args *args, fdma_problem *problem) {
     return take_bias_form(args->score.bias_form, problem);
 }
 
-/* The reserved words of an absent table do not matter, like those of an absent tensor. */
+/* The reserved words of an absent table do not matter, as in an absent tensor. */
 static fdma_status check_table_form(const char *name, const fdma_table *table) {
     return is_present(&table->score)
                ? fdma_check_reserved(name, table->reserved, sizeof table->reserved)

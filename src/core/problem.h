@@ -63,7 +63,7 @@ typedef struct fdma_problem {
     fdma_operation operation;
     fdma_dtype dtype; /* of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
-    int64_t carried_len; /* keys that stand before those of the call; kv_len counts them too */
+    int64_t carried_len; /* keys before the keys of the call; kv_len counts them too */
     int64_t new_len;     /* keys of the call: kv_len - carried_len */
     int64_t group;       /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,

@@ -352,7 +352,7 @@ __attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__native(void) {
     PyObject *type = failed ? NULL : make_call_type();
     state->call_type = (PyTypeObject *)type;
     if (type != NULL) {
-        Py_INCREF(type); /* for the module, beside that of its state */
+        Py_INCREF(type); /* for the module, beside the one of its state */
         failed = PyModule_AddObject(module, "Call", type) < 0;
         if (failed)
             Py_DECREF(type);

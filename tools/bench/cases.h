@@ -39,7 +39,7 @@ typedef struct bench_case {
 
 enum { BENCH_NAME = 112 };
 
-/*! bench_case_count(), bench_case_at() - the cases of the CPU, or those of CUDA devices. */
+/*! bench_case_count(), bench_case_at() - the cases of the CPU, or of CUDA devices. */
 int64_t bench_case_count(int32_t device);
 const bench_case *bench_case_at(int32_t device, int64_t index);
 

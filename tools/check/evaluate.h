@@ -1,6 +1,6 @@
-/* Every kernel is compared with two results: those of the kernel "reference" on the same inputs in
- * float64, and of the plain evaluation, "reference/float32", on the kernel's own inputs. The error
- * of the plain evaluation is the cost of the dtype itself; a kernel may make twice that error. */
+/* Every kernel is compared with two results: the kernel "reference" on the same inputs in float64,
+ * and the plain evaluation, "reference/float32", on the kernel's own inputs. The error of the plain
+ * evaluation is the cost of the dtype itself; a kernel may make twice that error. */
 #pragma once
 
 #include "check/report.h"

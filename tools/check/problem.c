@@ -163,8 +163,8 @@ static void copy_positions(fdma_tensor to, fdma_tensor from, int64_t first, int6
             check_store(to, o * to_len * inner + n, values[(o * from_len + first) * inner + n]);
 }
 
-/* The stream begins with the `past` keys before the tokens, all of which have a row. Rows without a
- * key hold NaN. */
+/* The stream begins with the `past` keys before the tokens. All of these keys have a row. Rows
+ * without a key hold NaN. */
 static void fill_cache(check_problem *problem, int64_t first, int64_t past) {
     const check_case *test = problem->test;
     fdma_cache *const cache = &problem->cache;

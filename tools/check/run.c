@@ -230,7 +230,7 @@ static bool is_cache_of_decode(check_operation_id id, const tensor_entry *entry)
 
 static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
                         const fdma_tensor *outputs) {
-    const tensor_table table = fdma_tensors[id]; // the ids are those of the library
+    const tensor_table table = fdma_tensors[id]; // the ids of the library
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         if (belongs_to_stream(entry))
             continue;

@@ -10,8 +10,9 @@ typedef struct check_error {
     const char *tensor; /* the name of the tensor with this ratio */
 } check_error;
 
-/*! check_compare() - by the rule: the error may be twice that of the plain evaluation, plus one
- *  rounding step of the output; infinities and NaN stand exactly where the reference has them. */
+/*! check_compare() - by the rule: the error may be twice as large as in the plain evaluation, plus
+ *  one rounding step of the output; infinities and NaN stand exactly where the reference has
+ *  them. */
 check_error check_compare(const char *tensor, const check_result *result, fdma_tensor actual);
 
 /*! check_compare_exact() - tensors that must be equal, NaN where the other has NaN. */

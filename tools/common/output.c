@@ -109,7 +109,7 @@ static char *link_target(const char *link) {
     return path;
 }
 
-/* Follows symbolic links, the last of which may point to a file that does not exist yet. */
+/* Follows symbolic links. The last one may point to a file that does not exist yet. */
 static char *resolve(const char *path) {
     enum { LINK_LIMIT = 40 };
     char *name = strdup(path);
