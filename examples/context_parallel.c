@@ -212,7 +212,6 @@ static void find_candidates(const piece *of) {
                     heads_of(of->v, of->len, kv_heads), score, &selection);
 }
 
-/* Gathers the candidates of all ranks, one kv head after the other. */
 static void gather_candidates(int ranks, const piece *pieces) {
     enum { tensors = 4, gathers = kv_heads * tensors, row_size = head_dim * sizeof(uint16_t) };
     transfer *const transfers = allocate((size_t)(gathers * ranks), sizeof *transfers);
@@ -222,7 +221,7 @@ static void gather_candidates(int ranks, const piece *pieces) {
         const struct {
             const char *own;
             char *all;
-            size_t size; // of one candidate
+            size_t size; // bytes of one candidate
         } each[tensors] = {{own->table.score.data, (char *)of->all_score, sizeof(float)},
                            {own->table.position.data, (char *)of->all_position, sizeof(int32_t)},
                            {own->k.data, of->all_k, row_size},
@@ -392,7 +391,7 @@ int main(int argc, char **argv) {
         fail("TOKENS", "want ranks * (ranks + 1) / 2 or more, below 2^31");
     piece *const pieces = allocate((size_t)ranks, sizeof *pieces);
     const sequence whole = new_sequence(total);
-    for (int64_t r = 0; r < ranks; r++) { // of different lengths: about 1 : 2 : 3 ...
+    for (int64_t r = 0; r < ranks; r++) { // pieces of different lengths: about 1 : 2 : 3 ...
         const int64_t begin = total * (r * (r + 1) / 2) / lengths;
         const int64_t end = total * ((r + 1) * (r + 2) / 2) / lengths;
         pieces[r] = new_piece(&on[r], &whole, begin, end - begin);

@@ -22,8 +22,8 @@ typedef struct backend backend;
 typedef struct rank {
     const backend *backend;
     int32_t device;      /* as in fdma_exec */
-    void *stream, *comm; /* of a device: its cudaStream_t and ncclComm_t */
-    void *workspace;     /* of the calls on `stream`, which run one after the other */
+    void *stream, *comm; /* the device's cudaStream_t and ncclComm_t */
+    void *workspace;     /* workspace of the calls on `stream`, which run one after the other */
     size_t workspace_size;
     void *owned[most_owned]; /* the memory that close_ranks() releases */
     int owned_count;
@@ -34,7 +34,7 @@ typedef struct transfer {
     const rank *of;
     const void *own;
     void *all;
-    size_t bytes; /* of `own` */
+    size_t bytes; /* bytes of `own` */
 } transfer;
 
 struct backend {
@@ -57,7 +57,6 @@ static void demand(fdma_status status) {
 
 /* ---- the CPU ---- */
 
-/* Memory of the host. */
 static void *allocate(size_t count, size_t size) {
     void *const data = calloc(count + 1, size);
     if (data == NULL)
@@ -120,7 +119,7 @@ static void demand_nccl(ncclResult_t result) {
 static void *allocate_device(const rank *of, size_t bytes) {
     void *data;
     demand_cuda(cudaSetDevice(of->device - FDMA_CUDA(0)));
-    demand_cuda(cudaMalloc(&data, bytes + 1)); // of 0 bytes it would be NULL
+    demand_cuda(cudaMalloc(&data, bytes + 1)); // 0 bytes would give NULL
     return data;
 }
 
@@ -164,7 +163,7 @@ static int open_devices(rank *ranks) {
     if (count < 2)
         fail("one CUDA device", "want two or more, or --cpu RANKS");
     count = count < most_ranks ? count : most_ranks;
-    demand_nccl(ncclCommInitAll(comms, count, NULL)); // of the devices 0 to count - 1
+    demand_nccl(ncclCommInitAll(comms, count, NULL)); // devices 0 to count - 1
     for (int r = 0; r < count; r++) {
         cudaStream_t stream;
         demand_cuda(cudaSetDevice(r));

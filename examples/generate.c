@@ -33,8 +33,8 @@ enum { default_tokens = 100000, checked_tokens = 2000, intervals = 20, bar_width
 typedef struct layer {
     float *wq, *wk, *wv, *wo, *w1, *w2; /* [inputs, outputs] */
     float *dt_proj, *a;
-    fdma_cache cache; /* of one sequence */
-    void *memory;     /* of the cache */
+    fdma_cache cache; /* cache of one sequence */
+    void *memory;     /* memory of the cache */
 } layer;
 
 /* Buffers that positions pass through. */

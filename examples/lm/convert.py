@@ -51,7 +51,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-DTYPES = {8: torch.float32, 16: torch.bfloat16, 32: torch.float32}  # of what is not quantised
+DTYPES = {
+    8: torch.float32,
+    16: torch.bfloat16,
+    32: torch.float32,
+}  # of tensors that are not quantised
 DEFAULTS = {
     "recent": "0",
     "sinks": "0",
@@ -75,7 +79,7 @@ def read_checkpoint(path: Path, key: str | None) -> tuple[Tensors, dict[str, str
         found = found[key]
     if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
         raise ValueError(f"{path}: is no dictionary of tensors, want one, or --key")
-    prefix = "_orig_mod."  # of the parameters of a module that torch.compile() has made
+    prefix = "_orig_mod."  # prefix of the parameters of a module that torch.compile() has made
     return {name.replace(prefix, "", 1): tensor for name, tensor in found.items()}, {}
 
 

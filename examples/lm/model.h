@@ -58,7 +58,7 @@ typedef struct layer {
 
 typedef struct model {
     int64_t layers, width, q_heads, kv_heads, head_dim;
-    int64_t recent, sinks; /* of every layer */
+    int64_t recent, sinks; /* the same in every layer */
     fdma_bias_form bias_form;
     double rotary_base, norm_eps;
     bool qk_norm;            /* whether each head of queries and keys is normalized */
@@ -66,7 +66,7 @@ typedef struct model {
     matrix embedding, head;
     float *norm; /* [width] */
     layer *layer;
-    size_t bytes; /* of all weights */
+    size_t bytes; /* bytes of all weights */
 } model;
 
 /*! read_model() - reads and checks the file.

@@ -112,7 +112,6 @@ head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *proble
     return taken;
 }
 
-/* Returns elements `first` to `first` + `count` - 1 of an axis. */
 static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
     fdma_tensor sliced = *tensor;
     if (!is_present(tensor))

@@ -36,7 +36,6 @@ fdma_status fdma_check_cache_positions(const fdma_cache *cache);
 
 typedef fdma_status (*fill_memory)(int32_t device, void *data, int byte, size_t bytes);
 
-/* Places the tensors of a cache in `memory`. */
 fdma_status fdma_take_cache_memory(fdma_cache *cache, void *memory);
 
 /* Empties all sequences of a cache whose tensors are in the memory that it was given. */
@@ -72,7 +71,7 @@ typedef struct decode_head {
     int64_t sequence; /* of the cache; -1: none */
     int64_t tokens;   /* new ones */
     int64_t committed;
-    int64_t queries; /* those with a token; the others get empty rows */
+    int64_t queries; /* queries with a token; the others get empty rows */
     int32_t seen;    /* tokens before the new ones */
 } decode_head;
 

@@ -111,7 +111,6 @@ static bool stores_behind_rows(const fdma_problem *problem) {
            problem->expiry.shape[2] > problem->new_len;
 }
 
-/* Settles kv_len and new_len once one of them is known. */
 static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
     if (!(*settled & bit_of('n')))
         problem->new_len = problem->kv_len;
@@ -371,7 +370,6 @@ static void read_rng_state(fdma_problem *problem) {
     problem->dropout.offset = (uint64_t)state[1];
 }
 
-/* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
     if (has_cache(problem->operation))
         FDMA_TRY(fdma_check_cache_sizes(problem));
@@ -470,7 +468,7 @@ fdma_status fdma_check_slots(const fdma_problem *problem) {
     const bool lists = problem->operation == operation_lists;
     if (problem->exec.device != FDMA_CPU || (!lists && problem->operation != operation_cache_store))
         return FDMA_OK;
-    if (is_empty(slot)) // of any number of heads
+    if (is_empty(slot)) // with any number of heads
         return FDMA_OK;
     for (int64_t head = 0; head < problem->batch * problem->kv_heads; head++) {
         const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;

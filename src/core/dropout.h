@@ -17,7 +17,7 @@ typedef struct dropout_params {
     uint32_t threshold; /* 0: off; at most 65535 */
 } dropout_params;
 
-enum { dropout_range = 65536 }; /* of the bits of a pair: 0 to 65535 */
+enum { dropout_range = 65536 }; /* range of a pair's bits: 0 to 65535 */
 
 /* The factor of kept probabilities. */
 INTEGER_FUNCTION double dropout_scale(uint32_t threshold) {

@@ -39,7 +39,7 @@ typedef struct kernel_table {
  * list of backends ends with NULL. */
 typedef struct kernel_backend {
     const kernel_table *const *tables;            /* the fastest point first; ends with NULL */
-    const struct kernel_adapter *const *adapters; /* of its kernels; see core/adapter.h */
+    const struct kernel_adapter *const *adapters; /* adapters of its kernels; see core/adapter.h */
     bool scores_tokens;    /* kernels of decode compute the scores of their tokens */
     bool writes_last_keys; /* a kernel of select has trait_writes_last_keys */
 } kernel_backend;

@@ -25,7 +25,6 @@ static fdma_status take_bias_form(fdma_bias_form form, fdma_problem *problem) {
     return form == FDMA_BIAS_NONE ? check_absent("bias", &problem->bias) : FDMA_OK;
 }
 
-/* Sets the rules of a selection that the call makes or is given. */
 static void set_rules(fdma_problem *problem, int64_t window, int64_t recent, int64_t sinks,
                       fdma_scope scope) {
     problem->window = window;
@@ -237,7 +236,7 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
 
 typedef struct operation_entry {
     const char *name, *args_name;
-    size_t size;                      /* of the argument struct */
+    size_t size;                      /* size of the argument struct */
     size_t exec, reserved, selection; /* their offsets in it; 0: no such field */
     bool needs_selection;             /* it may not be NULL */
     fdma_status (*take_options)(const any_args *args, fdma_problem *problem);

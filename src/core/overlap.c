@@ -54,7 +54,6 @@ static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
     return true;
 }
 
-/* The workspace as a tensor of bytes. */
 static fdma_tensor workspace_of(const fdma_exec *exec) {
     const int64_t most = INT64_MAX - (int64_t)(uintptr_t)exec->workspace;
     const bool fits = exec->workspace_size < (size_t)most;

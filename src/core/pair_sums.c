@@ -20,7 +20,6 @@ static fdma_problem sum_problem(const fdma_problem *problem, fdma_arena *arena) 
     return summed;
 }
 
-/* Rounds contiguous sums into a tensor. */
 static void round_sums(const float *from, const fdma_tensor *to) {
     for (int64_t x0 = 0; x0 < to->shape[0] && !is_empty(to); x0++)
         for (int64_t x1 = 0; x1 < to->shape[1]; x1++)

@@ -61,7 +61,7 @@ typedef struct fused_steps {
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
-    fdma_dtype dtype; /* of the operation's first tensor */
+    fdma_dtype dtype; /* dtype of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t carried_len; /* keys before the keys of the call; kv_len counts them too */
     int64_t new_len;     /* keys of the call: kv_len - carried_len */
@@ -82,7 +82,7 @@ typedef struct fdma_problem {
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     double gap;    /* of the selection; 0: off. Slots of a given one with a gap may be empty */
-    int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
+    int64_t slots; /* window + recent of a selection, at most INT64_MAX */
     int64_t tile_len;
     double scale;   /* never 0 */
     double softcap; /* 0: off */
@@ -190,7 +190,6 @@ static inline uint32_t key_code_of(const fdma_problem *problem, int64_t b, int64
     return dropout_key(&problem->dropout, head, problem->first_position + j);
 }
 
-/* True if dropout drops the pair of the query at position p and key j. */
 static inline bool is_dropped(const fdma_problem *problem, row_code row, int64_t b, int64_t g,
                               int64_t j, int64_t p) {
     const uint32_t threshold = problem->dropout.threshold;

@@ -54,7 +54,7 @@ typedef struct tensor_entry {
     bool in_selection; /* absent where the call has no selection */
 } tensor_entry;
 
-enum { most_tensors = 32 }; /* of one operation */
+enum { most_tensors = 32 }; /* tensors of one operation */
 
 /* The tensors of one operation, in the order in which they are checked. */
 typedef struct tensor_table {

@@ -38,7 +38,6 @@ static stream_scratch take_scratch(fdma_arena *arena, const fdma_problem *stream
     return scratch;
 }
 
-/* The problem of the sequence that the kernel selects from. */
 static fdma_problem sequence_of(const fdma_problem *stream, const stream_scratch *scratch) {
     const int64_t heads = stream->batch * stream->kv_heads, len = stream->kv_len;
     fdma_problem one = *stream;
@@ -85,7 +84,6 @@ static void sort_rows(const fdma_problem *stream, int64_t b, int64_t g,
         row[n] = (int32_t)(sorted[n] & INT32_MAX);
 }
 
-/* Fills in scores and validity of one (b, g). */
 static void fill_sequence(const fdma_problem *stream, int64_t b, int64_t g, const int32_t *row,
                           fdma_problem *one) {
     const fdma_table *const table = &stream->table_in;

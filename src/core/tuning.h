@@ -7,7 +7,7 @@
 
 enum {
     tuning_name = 32,  /* bytes of a kernel's name */
-    tuning_line = 256, /* of an entry as a line of a file */
+    tuning_line = 256, /* bytes of an entry as a line of a file */
 };
 
 /* Calls that share a choice. The batch and the number of threads are left out, so that results
@@ -16,7 +16,7 @@ typedef struct tuning_class {
     fdma_operation operation; /* forward or backward */
     fdma_dtype dtype;
     int64_t causal, head_dim;
-    int64_t rows; /* of a kv head: q_len times group. Rounded to a power of 2, as the two below */
+    int64_t rows; /* q_len * group rows of a kv head; rounded to a power of 2, as the two below */
     int64_t keys; /* kv_len */
     int64_t kept; /* keys that a query keeps, at most */
 } tuning_class;

@@ -62,7 +62,7 @@ typedef struct parallel_job {
     _Atomic int64_t next;       // the next task to hand out
     _Atomic int32_t working;    // workers that have joined and not left
     int32_t threads;            // threads that may join, including the caller
-    int32_t joined;             // that have joined, even if they have left; the caller counts
+    int32_t joined;             // threads that have joined, also those that left; the caller counts
     struct parallel_job *later; // the next job of the pool
 } parallel_job;
 
@@ -186,7 +186,7 @@ static int32_t default_threads;
 
 static void start_pool(void) {
     const int before = fdma_defer_cancellation();           // reading files may be cancelled
-    const char *const variable = getenv("OMP_NUM_THREADS"); // of a list, strtol() reads the first
+    const char *const variable = getenv("OMP_NUM_THREADS"); // strtol() reads the first of a list
     const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
     default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
     empty_pool();
@@ -267,7 +267,7 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
 
 int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds,
                            int64_t thread_work) {
-    enum { least_microseconds = 100 }; // of work per thread: waking it and waiting take up to 10
+    enum { least_microseconds = 100 }; // work per thread: waking it and waiting take up to 10
     const int64_t least = thread_work > 0 ? thread_work : least_microseconds;
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least));
 }

@@ -9,7 +9,7 @@
 
 #include "ort/ort.h"
 
-enum { TOKENS_MAX = 64 }; // of an fdma_decode()
+enum { TOKENS_MAX = 64 }; // tokens of an fdma_decode()
 
 /* The tensors of a cache are inputs from CACHE on, and outputs from 1 on, in the same order. */
 enum { CACHE_TENSORS = 6, CACHE = ORT_SHARED_INPUTS };

@@ -29,22 +29,22 @@ enum {
     NAME_COUNT,
 };
 static const char *const name_texts[NAME_COUNT] = {
-    [LEVEL] = "_current_level", /* of torch.autograd.forward_ad */
-    [NATIVE] = "native",        /* of a DirectCall */
-    [TO_SAVE] = "to_save",      /* of the context of a Function, as the next three */
+    [LEVEL] = "_current_level", /* in torch.autograd.forward_ad */
+    [NATIVE] = "native",        /* in a DirectCall */
+    [TO_SAVE] = "to_save",      /* in the context of a Function, as the next three */
     [MATERIALIZE_GRADS] = "materialize_grads",
     [NON_DIFFERENTIABLE] = "non_differentiable",
     [CALL] = "call",
-    [MEMORY] = "memory",   /* of _call.py: a thread's */
-    [DIRECT] = "direct",   /* of a Memory: lists of DirectCalls by their keys */
-    [TUNINGS] = "tunings", /* of the type Memory */
+    [MEMORY] = "memory",   /* in _call.py: the Memory of a thread */
+    [DIRECT] = "direct",   /* in a Memory: lists of DirectCalls by their keys */
+    [TUNINGS] = "tunings", /* in the type Memory */
 };
 
 /* Objects are borrowed from `plan`, except the type and the names. */
 typedef struct module_state {
     PyObject *plan; /* the arguments of configure(), NULL before it */
     PyTypeObject *call_type;
-    PyObject *names[NAME_COUNT];  /* of attributes */
+    PyObject *names[NAME_COUNT];  /* names of attributes */
     PyObject *watchers[WATCHERS]; /* functions: true where something watches operators */
     PyObject *hooks;              /* function: the hooks for saved tensors, or None */
     PyObject *states[STATES];     /* functions: parts of a key */
@@ -150,7 +150,6 @@ static PyObject *not_implemented(void) {
     return Py_NotImplemented;
 }
 
-/* The Call of a DirectCall. */
 static call *find_native(const module_state *state, PyObject *owner) {
     PyObject *native = PyObject_GetAttr(owner, state->names[NATIVE]);
     if (native != NULL && Py_TYPE(native) != state->call_type) {

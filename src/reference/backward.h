@@ -8,7 +8,7 @@
 typedef struct key_gradients {
     real *dk, *dv;  /* [kv_len, head_dim] */
     real *dbias;    /* [kv_len] */
-    real *dpairs;   /* of dattn_bias, contiguous: of all (b, g) */
+    real *dpairs;   /* sums of dattn_bias over all (b, g), contiguous */
     real *dq;       /* [head_dim] of the row */
     real *q, *dout; /* [head_dim] of the row */
     real *k, *v;    /* [head_dim] of the key */

@@ -14,7 +14,6 @@ static const fdma_kernel plain_select = {.workspace = any_select_workspace,
                                          .run = fdma_reference_select};
 static const adapted_kernel select_kernel = {&plain_select, fdma_host_adapters};
 
-/* The problem of fdma_select() for the new tokens of one kv head. */
 static fdma_problem selection_of(const decode_head *head, const head_selection *selection) {
     const fdma_problem *const problem = head->problem;
     const fdma_table *const table = &problem->cache.table;

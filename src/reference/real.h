@@ -58,7 +58,6 @@ static inline real dot(const real *x, const real *y, int64_t count) {
     return sum;
 }
 
-/* Writes a gradient, or adds it to the tensor. */
 static inline void put(const fdma_tensor *tensor, int64_t at, real value, bool add) {
     store(tensor, at, add ? load(tensor, at) + value : value);
 }

@@ -75,7 +75,6 @@ static int32_t end_of_key(const fdma_problem *problem, int64_t b, int64_t row, i
     return expiry;
 }
 
-/* Applies the rule `gap` to the selection of one (b, g). */
 static void keep_near_best(const fdma_problem *problem, int64_t b, int64_t g, int32_t *expiry,
                            int32_t *slot) {
     const int64_t row = offset_of(&problem->score, b, g, 0);

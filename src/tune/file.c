@@ -33,7 +33,7 @@ static fdma_status find_heading(file_heading *heading) {
 typedef struct reading {
     const char *path;
     FILE *stream;
-    int number; /* of the line */
+    int number; /* number of the line */
     char line[longest_line];
 } reading;
 

@@ -17,7 +17,7 @@
 #include <string.h>
 
 enum {
-    most_choices = 32, /* of a stage */
+    most_choices = 32, /* choices of a stage */
     fewest_rounds = 5,
     most_rounds = 51,
     stages = 4, /* kernel, tile or split, threads, and the best one again */
@@ -40,11 +40,10 @@ typedef struct tuning_session {
     const fdma_tune_args *args;
     tuning_subject *subject;
     measured_choice rules, best;
-    measured_choice list[most_choices]; /* of the stage */
+    measured_choice list[most_choices]; /* choices of the stage */
     int count;
 } tuning_session;
 
-/* The numbers of a choice, in the order of tuning_choice. */
 static void describe(const tuning_choice *choice, char *text, size_t size) {
     const struct {
         const char *name;

@@ -12,7 +12,7 @@
 
 static const fdma_tuning none;
 
-static _Atomic(fdma_tuning *) newest;          // of all, linked by `older`
+static _Atomic(fdma_tuning *) newest;          // all tunings, linked by `older`
 static _Atomic(const fdma_tuning *) current;   // NULL: FDMA_TUNING was not read yet
 static _Thread_local const fdma_tuning *tried; // by fdma_try_tuning()
 

@@ -6,10 +6,10 @@
 typedef struct tuning_subject {
     fdma_operation operation; /* forward or backward: the one that is measured */
     fdma_forward_args forward;
-    fdma_backward_args backward; /* of the forward call */
+    fdma_backward_args backward; /* backward of the forward call */
     fdma_selection selection;
     tuning_class calls;
-    int64_t rows;    /* of a kv head */
+    int64_t rows;    /* rows of a kv head */
     void *tensors;   /* memory that the subject owns */
     void *workspace; /* as large as the measured call needs */
     size_t workspace_size;
@@ -21,7 +21,6 @@ typedef struct tuning_subject {
 fdma_status fdma_begin_subject(const fdma_tune_args *args, tuning_subject *subject);
 void fdma_end_subject(tuning_subject *subject);
 
-/* Sets the operation to measure. */
 fdma_status fdma_measure_operation(tuning_subject *subject, fdma_operation operation);
 
 /* Makes later calls follow this choice; `kernel` becomes the name of the kernel that will run. */

@@ -3,7 +3,7 @@
 
 #include "core/tuning.h"
 
-enum { most_entries = 1024 }; /* of a tuning */
+enum { most_entries = 1024 }; /* entries of a tuning */
 
 /* The tuning that calls of this thread follow, which may be empty; never NULL. The first call reads
  * the file that FDMA_TUNING names. It stays in memory until the process ends. */

@@ -67,8 +67,8 @@ typedef struct attend_results {
     fdma_selection selection;
     fdma_tensor out, lse;             /* over the kept keys */
     fdma_tensor dense_out, dense_lse; /* over all visible keys, with the same bias */
-    const char *kernel;               /* that ran forward */
-    int64_t threads;                  /* of the CPU, that ran; 0: unknown */
+    const char *kernel;               /* the kernel of forward */
+    int64_t threads;                  /* CPU threads that ran; 0: unknown */
     attend_times times;
 } attend_results;
 
@@ -96,8 +96,8 @@ typedef struct reference_difference {
 typedef struct decoded_tokens {
     int64_t tokens;
     samples times;                  /* milliseconds a token */
-    double cache_bytes, full_bytes; /* of the cache; of k and v of all positions */
-    double difference, allowed;     /* of out, from the attention over the whole sequence */
+    double cache_bytes, full_bytes; /* bytes of the cache; bytes of k and v of all positions */
+    double difference, allowed;     /* of out, from attention over the whole sequence */
 } decoded_tokens;
 
 typedef struct attend_summary {

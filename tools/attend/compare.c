@@ -14,7 +14,7 @@ typedef struct comparison {
     const attend_options *options;
     const attend_results *results;
     fdma_tensor q, k, v, bias; /* float64 */
-    fdma_tensor expiry;        /* of all keys */
+    fdma_tensor expiry;        /* expiry of all keys */
     fdma_tensor prefix_expiry; /* clipped to a prefix */
     fdma_tensor out;           /* float64 [batch, 1, q_heads, head_dim] */
     void *workspace;

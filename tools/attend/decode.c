@@ -12,14 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUPS = 25 }; /* of tokens, each with a time of its own */
+enum { GROUPS = 25 }; /* groups of tokens, each with a time of its own */
 
 typedef struct decoding {
     const attend_options *options;
     const attend_inputs *inputs;
     const attend_results *results;
     fdma_cache cache;
-    void *memory; /* of the cache */
+    void *memory; /* memory of the cache */
     fdma_tensor slot, expiry, out;
     void *workspace;
     size_t workspace_size;
@@ -96,7 +96,6 @@ static size_t bytes_before(const fdma_tensor *tensor, int64_t b, int64_t row, in
     return (size_t)at * dtype_bytes(tensor->dtype);
 }
 
-/* Copies key j of the file to a row of the cache. */
 static void copy_key(const decoding *work, int64_t b, int64_t g, int64_t row, int64_t j) {
     const fdma_tensor *const to[] = {&work->cache.k, &work->cache.v};
     const fdma_tensor *const from[] = {&work->inputs->k, &work->inputs->v};
@@ -154,10 +153,9 @@ static int prefill(decoding *work, int64_t count) {
     return EXIT_DONE;
 }
 
-/* The call for the token at position t. */
 static fdma_decode_args call_at(const decoding *work, int64_t t) {
     const attend_inputs *const inputs = work->inputs;
-    const int64_t later = inputs->k.shape[1] - inputs->q.shape[1]; /* of query 0 */
+    const int64_t later = inputs->k.shape[1] - inputs->q.shape[1]; /* position of query 0 */
     return (fdma_decode_args){
         .size = sizeof(fdma_decode_args),
         .cache = work->cache,

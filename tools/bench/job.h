@@ -7,7 +7,7 @@
 typedef struct bench_target {
     const char *kernel; /* NULL: the dispatched one */
     int32_t device;
-    int threads; /* of the CPU */
+    int threads; /* CPU threads */
 } bench_target;
 
 typedef struct bench_job {
@@ -27,7 +27,7 @@ typedef struct bench_job {
     fdma_score_backward_args score_backward_args;
     void *workspace;
     void *copy;         /* on a device: the destination of a plain read */
-    const char *kernel; /* that does the main part */
+    const char *kernel; /* the kernel of the main part */
     bool selects;       /* each run makes its selection */
 } bench_job;
 

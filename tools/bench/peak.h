@@ -9,7 +9,7 @@
 typedef struct peak_loop {
     float (*run)(int64_t rounds);
     uint64_t (*read)(const void *bytes, size_t count);
-    double flops; /* of one round */
+    double flops; /* operations of one round */
     int64_t rounds;
     int threads;
 } peak_loop;

@@ -22,7 +22,6 @@ static void give_workspace(bench_job *job, size_t bytes) {
     }
 }
 
-/* Finds the kernel, and allocates the workspace. */
 static fdma_status plan_job(const bench_case *item, bench_job *job) {
     size_t bytes = 0, select_bytes = 0, forward_bytes = 0;
     fdma_status status = FDMA_OK;

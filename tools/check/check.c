@@ -76,7 +76,6 @@ static void check_kernels(const check_problem *problem, check_tally *tallies, in
     }
 }
 
-/* Checks a case in a dtype, on all kernels. */
 static int check_one(const check_case *test, fdma_dtype dtype, int32_t device, check_tally *tallies,
                      int count, check_coverage *coverage) {
     check_problem problem;

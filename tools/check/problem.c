@@ -138,7 +138,7 @@ static void allocate_inputs(check_problem *problem) {
 
 /* ---- decode ---- */
 
-enum { most_tokens = 64 }; /* of a call of fdma_decode() */
+enum { most_tokens = 64 }; /* tokens of a call of fdma_decode() */
 
 static int64_t tokens_of(const check_case *test) {
     const int64_t tokens = test->q_len < test->kv_len ? test->q_len : test->kv_len;

@@ -17,7 +17,7 @@ typedef struct check_call {
     fdma_selection selection;
     int32_t device;
     int count;
-    fdma_tensor *fields[most_tensors]; /* in the structs, of tensors on the call's device */
+    fdma_tensor *fields[most_tensors]; /* fields of the structs: tensors on the call's device */
     fdma_tensor hosts[most_tensors];   /* the same in host memory */
     bool is_output[most_tensors];
 } check_call;
@@ -48,7 +48,7 @@ DEFINE_OPERATION(probabilities)
 _Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
 
 static const struct {
-    size_t size; /* of the argument struct */
+    size_t size; /* size of the argument struct */
     size_t exec; /* offset of that field */
     fdma_status (*ask)(const void *args, size_t *bytes);
     fdma_status (*call)(const void *args);
@@ -76,7 +76,6 @@ static check_problem given_to(const check_problem *problem, check_operation_id i
     return given;
 }
 
-/* The problem's tensor for an operation's input of that name. */
 static fdma_tensor input_named(const check_problem *problem, check_operation_id id,
                                const char *name) {
     const check_problem given = given_to(problem, id);
@@ -158,7 +157,6 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
     }
 }
 
-/* Sets these fields in any call. */
 static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);

@@ -34,7 +34,7 @@ __attribute__((format(printf, 2, 3))) static int refuse(message_buffer message, 
 enum {
     PREFIX_BYTES = 8,
     HEADER_LIMIT = 100000000,
-    VALUE_LIMIT = 4000000, // of two bytes or more, for which cJSON allocates some 80
+    VALUE_LIMIT = 4000000, // values of two bytes or more, for which cJSON allocates some 80
     DEPTH_LIMIT = 4,       // the format needs 3: file, tensor, shape
 };
 

@@ -59,7 +59,7 @@ def functions(text: str) -> Iterator[Function]:
     """Every function that a file declares or defines. Errors: ValueError."""
     code = strip_comments(text)
     depth = 0
-    start = 0  # of the declaration at the outermost level
+    start = 0  # start of the declaration at the outermost level
     opened = 0
     signature = ""
     for brace in re.finditer(r"[{};]", code):

@@ -124,7 +124,6 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-/* The entries of the tuning that calls of this process follow. */
 static void print_tuning(void) {
     const char *line = fdma_tuning_line(0);
     printf("tuning%s\n", line != NULL ? "" : "     none: calls follow the rules");

@@ -19,7 +19,7 @@ typedef struct backward_context {
     uint8_t *partitions; /* [batch * kv_heads][count], each of partition_size bytes */
     size_t partition_size;
     int64_t count;    /* partitions of one (b, g) */
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
     int64_t lanes; /* lanes of a tile */
     int64_t tiles; /* tiles of one (b, g) */
@@ -54,7 +54,6 @@ static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_
     return scratch;
 }
 
-/* Finds the sums of the listed keys in the table. */
 static void find_sums(const key_table *table, const key_list *list, backward_step *step) {
     for (int32_t n = 0; n < key_block; n++) {
         const int64_t row = n < list->count ? table->row_of[list->key[n]] : table->count;
@@ -174,7 +173,6 @@ static void sweep_all(backward_context *backward) {
         }
 }
 
-/* Adds up the partial sums of the partitions of one (b, g). */
 static void join_partitions(const void *context, int64_t head, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;

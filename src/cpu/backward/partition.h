@@ -8,7 +8,7 @@
 #include "cpu/backward/keys.h"
 
 enum {
-    wanted_tasks = 8,           /* of one sequence */
+    wanted_tasks = 8,           /* tasks of one sequence */
     min_partition = 4,          /* tiles */
     free_table_bytes = 1 << 24, /* always allowed for the tables of one (b, g) */
 };
@@ -59,7 +59,6 @@ static bool joins_rows(const fdma_problem *problem, int64_t lanes) {
            (pairs->shape[2] == 1 || (pairs->shape[1] != problem->q_heads && splits_queries));
 }
 
-/* The kv heads of a sequence that run at a time. */
 static int64_t heads_at_once(const fdma_problem *problem) {
     return joins_heads(problem) ? 1 : problem->kv_heads;
 }

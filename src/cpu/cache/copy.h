@@ -11,14 +11,14 @@
 
 enum {
     task_rows = 64,
-    slice_bytes = 256, // of a row: the lines of each sequence that are read in one go
+    slice_bytes = 256, // bytes of a row; a slice of each sequence is read in one go
 };
 
 typedef struct copy_context {
     const fdma_problem *problem;
-    int64_t row_tasks; /* of each kv head */
+    int64_t row_tasks; /* tasks of each kv head */
     int32_t threads;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
 } copy_context;
 

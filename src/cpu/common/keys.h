@@ -18,7 +18,7 @@
  * like all later ones, and tiles start from the last complete snapshot. */
 typedef struct snapshots {
     int64_t step;
-    int64_t count;    /* of each (b, g) */
+    int64_t count;    /* snapshots of each (b, g) */
     int64_t capacity; /* keys that one snapshot can hold */
     int32_t *keys;    /* [batch * kv_heads][count][capacity] */
     int32_t *length;  /* [batch * kv_heads][count]; incomplete: not all live keys fit */
@@ -190,7 +190,7 @@ typedef struct key_list {
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
     float bias[key_block];
-    uint32_t code[key_block]; /* of dropout; see core/dropout.h */
+    uint32_t code[key_block]; /* dropout codes; see core/dropout.h */
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
     uint64_t *kept; /* [key_block][kept_words]: bits of the lanes that keep each key, instead of
@@ -270,7 +270,6 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
     }
 }
 
-/* The address of a carried key's row in the pages of k or v. */
 static const void *row_in_pages(const fdma_problem *problem, const fdma_tensor *carried, int64_t b,
                                 int64_t g, int64_t j) {
     const key_indices at = indices_of_carried(problem, b, j);
@@ -368,7 +367,7 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
 typedef struct key_blocks {
     key_list *now, *next;
     uint64_t *kept[2]; /* of the two lists */
-    key_cursor cursor; /* at the first key after those of `next` */
+    key_cursor cursor; /* at the first key after the keys of `next` */
 } key_blocks;
 
 static key_blocks take_key_blocks(fdma_arena *arena, const fdma_problem *problem) {

@@ -22,7 +22,7 @@ typedef struct mask_scan {
                             keeps key first + 64 w + c, whatever the key's expiry is */
     uint64_t any[scanned_words]; /* each the union of all lanes */
     int64_t first, end;          /* the keys that were scanned last */
-    int64_t lane_words;          /* of the tile */
+    int64_t lane_words;          /* words of lanes in the tile */
 
     uint64_t *columns;    /* [kept_words][word_bits]: bit n of columns[w][c] is set if lane 64 w + n
                              keeps key first_column + c */

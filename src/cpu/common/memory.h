@@ -67,7 +67,6 @@ static inline const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) 
     return (const uint8_t *)valid->data + b * valid->stride[0];
 }
 
-/* The slots of the kept keys of one (b, g). */
 static inline int64_t slots_of(const fdma_problem *problem) {
     return min(problem->slots, problem->kv_len);
 }

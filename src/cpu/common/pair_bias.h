@@ -11,7 +11,6 @@ static int64_t pair_offset(const tile_step *step, const fdma_tensor *tensor, int
                           query_of_lane(problem, rows, lane), 0);
 }
 
-/* Copies the elements of one lane and the keys of some groups. */
 INLINE void load_lane_bias(const tile_step *step, const group_list *groups, const fdma_tensor *bias,
                            int64_t offset, fdma_dtype dtype, float *to) {
     const key_list *const list = step->keys;
@@ -47,7 +46,6 @@ NOINLINE void load_pair_bias(const tile_step *step, int block, const group_list 
     }
 }
 
-/* Adds gradients of the logits of a block of lanes to dattn_bias. */
 NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_list *groups,
                                  const float *gradients) {
     const key_list *const list = step->keys;

@@ -9,7 +9,7 @@ enum {
     amx_rows = 16,
     amx_words = 16,
     amx_lanes = 16,
-    amx_bytes = 64,                  /* of a row */
+    amx_bytes = 64,                  /* bytes of a row */
     lane_bytes = 4 * block_lanes,    /* from one row of a block of lanes to the next */
     summed_blocks = backward_blocks, /* blocks of lanes that one call of add_lanes() sums over */
 };

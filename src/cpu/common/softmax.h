@@ -37,7 +37,6 @@ INLINE void cap_products(product_block s, int from, float *stored, float scale, 
     load_group(s, from, stored, block_lanes);
 }
 
-/* The fields that all steps of a tile share, before the first step. */
 static tile_step first_step(const fdma_problem *problem, const row_range *rows,
                             const tile_state *tile) {
     return (tile_step){

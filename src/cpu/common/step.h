@@ -6,7 +6,7 @@
 
 /* A group of group_keys listed keys. Some lane keeps at least one of them. */
 typedef struct key_group {
-    int32_t first; /* in the list */
+    int32_t first; /* its index in the list */
     bool upper;    /* all keys come after the lower half of the lanes, which is left out */
     bool masked;   /* some lane does not keep all of them */
 } key_group;
@@ -93,7 +93,7 @@ typedef struct tile_step {
     int64_t dim;
     float scale;
     float cap;          /* 0: no softcap */
-    uint32_t threshold; /* of dropout; 0: off */
+    uint32_t threshold; /* dropout threshold; 0: off */
     int blocks;         /* blocks of lanes with rows */
     const fdma_problem *problem;
     const row_range *rows;

@@ -14,7 +14,7 @@
 
 enum {
     block_lanes = tile_vectors * vf_width,  /* lanes that one micro-kernel holds in registers */
-    most_lanes = tile_blocks * block_lanes, /* of a tile */
+    most_lanes = tile_blocks * block_lanes, /* lanes of a tile */
     /* Tiles of the backward pass are smaller, because they hold four times as much. */
     backward_blocks = tile_blocks > 8 ? tile_blocks / 3
     : tile_blocks > 4                 ? tile_blocks / 2

@@ -9,7 +9,7 @@
 
 typedef struct cached_context {
     const fdma_problem *problem;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
     int32_t threads;      /* threads that take tasks */
     int32_t head_threads; /* threads that attend within a task */

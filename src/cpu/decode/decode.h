@@ -116,7 +116,6 @@ INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays,
     add_heads(task, arrays, keys, dtype);
 }
 
-/* Attends to a block of keys that all heads of the task keep. */
 static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
     const decode_context *const decode = task->decode;
     if (decode->problem->dtype == FDMA_FLOAT32)
@@ -133,7 +132,6 @@ static void attend_heads(const decode_task *task, const dense_arrays *arrays, de
     }
 }
 
-/* Attends to one split of the keys of some heads without a selection. */
 static void attend_dense_split(const decode_task *task) {
     const dense_arrays arrays = dense_arrays_of(task);
     decode_task first = *task; // all heads have the keys of one
@@ -178,7 +176,6 @@ static void list_next_split(const decode_task *task, decode_block *keys) {
     list_decode_keys(&next, keys);
 }
 
-/* Attends to one split of the keys of some heads under a selection. */
 static void attend_selected_split(decode_task *task) {
     decode_block blocks[2], after;
     list_decode_keys(task, &blocks[0]);
@@ -263,7 +260,6 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Threads for `tasks` tasks that read `bytes` in total. */
 static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64_t bytes) {
     return fdma_tuned_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond,
                               fdma_tuned(problem)->thread_work);

@@ -9,7 +9,7 @@
 #include "cpu/decode/decode_products.h"
 
 enum {
-    ahead_bytes = 4096, /* of k or v, from the multiplied row to the prefetched one */
+    ahead_bytes = 4096, /* bytes of k or v from the multiplied row to the prefetched one */
     line_size = 64,     /* bytes of a cache line */
 };
 
@@ -32,7 +32,7 @@ static dense_arrays dense_arrays_of(const decode_task *task) {
 
 /* Strides of the rows of k or v. */
 typedef struct dense_rows {
-    int64_t bytes;      /* of a row */
+    int64_t bytes;      /* bytes of a row */
     int64_t head_bytes; /* from a row to the next head's */
     int64_t ahead;      /* bytes from the multiplied row to the prefetched one */
     int64_t keys;       /* keys between these two rows */

@@ -6,13 +6,13 @@
 
 enum {
     shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
-    decode_keys = 32, /* of a block: their weights are held between the two products */
-    decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
+    decode_keys = 32, /* keys of a block, whose weights are held between the two products */
+    decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
     usual_split = 512,             /* keys; more if max_splits would be exceeded */
-    max_splits = 32,               /* of a sequence */
+    max_splits = 32,               /* splits of a sequence */
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
@@ -24,17 +24,17 @@ static const float zero_row[256]; /* the most channels of a row, in any dtype */
 
 typedef struct decode_context {
     const fdma_problem *problem;
-    int64_t rows;      /* of a head */
+    int64_t rows;      /* rows of a head */
     int64_t padded;    /* rows; if more than two, rounded up to a multiple of shared_rows */
     int64_t width;     /* head_dim, rounded up to whole vectors */
-    int64_t heads;     /* of a task */
+    int64_t heads;     /* heads of a task */
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
     int64_t split;     /* keys of a split */
     int64_t splits;
     bool dense; /* tasks use the products of decode_dense.h */
     int32_t threads;
     float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
-    float *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    float *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     int64_t scratch_size;
 } decode_context;
 

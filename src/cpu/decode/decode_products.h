@@ -11,7 +11,6 @@
  * keep their order. */
 INLINE int64_t whole_pairs(int64_t dim) { return dim - dim % (2 * vf_width); }
 
-/* Channels d, d + 1, ... of a row. */
 INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
     if (dtype == FDMA_FLOAT32 && count == vf_width)
         return vf_load((const float *)row + d);
@@ -28,7 +27,6 @@ INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
     }
 }
 
-/* Prefetches some vectors of channels from d on, of some rows. */
 INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
                               int vectors) {
     UNROLL

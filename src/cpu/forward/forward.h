@@ -8,7 +8,7 @@
 typedef struct forward_context {
     const fdma_problem *problem;
     snapshots snapshots;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
     int64_t lanes; /* lanes of a tile */
     int64_t tiles; /* tiles of one (b, g) */

@@ -21,7 +21,7 @@ enum { passed_keys = 1000, copied_keys = 2000 };
 
 typedef struct lists_context {
     const fdma_problem *problem;
-    int64_t ranges;      /* of the tiles of each (b, g) */
+    int64_t ranges;      /* ranges of the tiles of each (b, g) */
     int64_t range_tiles; /* tiles of each range but the last */
     int64_t slots;
     int32_t threads;

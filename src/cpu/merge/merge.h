@@ -9,16 +9,16 @@
 
 enum {
     merge_rows = 64,    /* rows of a task */
-    merge_bytes = 5000, /* of out, merged by one thread in a microsecond, roughly */
+    merge_bytes = 5000, /* bytes of out that one thread merges in a microsecond, roughly */
 };
 
 /* A row of the merged result and of both partial results. */
 typedef struct merged_row {
     const fdma_problem *problem;
     int64_t b, i, h;
-    const void *out[2]; /* of the partial results */
+    const void *out[2]; /* out of the partial results */
     float lse;          /* merged */
-    float weight[2];    /* of the partial results in the merged one; 0 for an empty one */
+    float weight[2];    /* weights of the partial results in the merged one; 0 for an empty one */
 } merged_row;
 
 static float *float_of_row(const merged_row *row, const fdma_tensor *tensor) {

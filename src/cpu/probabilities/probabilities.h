@@ -9,14 +9,14 @@
 
 #include <math.h>
 
-enum { multiplied_channels = 1000 }; /* in a microsecond on one thread, roughly */
+enum { multiplied_channels = 1000 }; /* channels in a microsecond on one thread, roughly */
 
 typedef struct probability_row {
     const fdma_problem *problem;
     int64_t b, i, h, g;
     const void *q; /* [head_dim] */
     float lse;
-    row_code code; /* of dropout */
+    row_code code; /* dropout code of the row */
 } probability_row;
 
 static probability_row find_probability_row(const fdma_problem *problem, int64_t index) {

@@ -14,9 +14,9 @@ enum {
     dot_heads = 4,       /* heads whose sums are in registers at a time */
     batch_keys = 8,      /* keys that are multiplied with one slab before the next: see below */
     task_keys = 256,     /* keys of a task */
-    slab_channels = 512, /* of v, about: adding up the lanes then takes a tenth of the time */
-    line_bytes = 64,     /* of the cache */
-    score_bytes = 10000, /* of v that a thread works through per microsecond, about */
+    slab_channels = 512, /* channels of v, about: adding up lanes then takes a tenth of the time */
+    line_bytes = 64,     /* bytes of a cache line */
+    score_bytes = 10000, /* bytes of v that a thread works through per microsecond, about */
 };
 
 /* batch_keys: if rows are a multiple of 4 KB apart, each row of a batch takes a way of the same
@@ -30,13 +30,13 @@ typedef struct score_context {
     const fdma_problem *problem;
     int64_t slab_heads; /* heads of v in a slab */
     int64_t slabs;
-    int64_t width;         /* of a slab: slab_heads * head_dim, rounded up to whole vectors */
+    int64_t width;         /* width of a slab: slab_heads * head_dim, rounded up to whole vectors */
     int64_t heads;         /* kv_heads, rounded up to a multiple of dot_heads */
-    int64_t tasks;         /* of one sequence */
+    int64_t tasks;         /* tasks of one sequence */
     int64_t channel_size;  /* bytes of a channel of v */
     int64_t head_bytes;    /* from one head of v to the next */
     int64_t slab_runs;     /* pieces of memory that a slab of a key consists of */
-    int64_t run_bytes;     /* of each of them */
+    int64_t run_bytes;     /* bytes of each of them */
     int64_t slab_lines;    /* lines of the cache that a slab of a key consists of */
     int64_t product_lines; /* lines of the next slab to prefetch before each product */
     bool is_ready;         /* slabs of v are multiplied where they are */

@@ -10,7 +10,7 @@
 
 enum {
     gradient_keys = 4,      /* keys of a batch */
-    most_ranges = 16,       /* of a sequence */
+    most_ranges = 16,       /* ranges of a sequence */
     least_range_keys = 256, /* keys of a range */
     line_floats = 16,       /* floats of a cache line */
     gradient_flops = 20000, /* done by one thread per microsecond, about */
@@ -105,7 +105,6 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
     }
 }
 
-/* Finds ddt from dbias, and calls add_head(). */
 INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first, int keys,
                                const float *dbias) {
     const int64_t width = batch->context->width;
@@ -175,7 +174,6 @@ static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     return any && is_valid_key(problem, b, j);
 }
 
-/* Finds the gradients of the keys of one range, in every sequence. */
 static void add_range(const void *data, int64_t index, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;
@@ -205,7 +203,6 @@ static void add_range(const void *data, int64_t index, int32_t thread) {
     }
 }
 
-/* Packs dt_proj, a and dt_bias of one head. */
 static void pack_weights(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_tensor *const from = &context->problem->dt_proj;

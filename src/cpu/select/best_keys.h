@@ -10,7 +10,7 @@ typedef struct order_buffer {
 } order_buffer;
 
 enum {
-    sample_keys = 512,     /* of a range, from which the worst of its best keys is guessed */
+    sample_keys = 512,     /* keys of a range, from which the worst of its best keys is guessed */
     least_capacity = 1024, /* orders, so that small windows do not sort too often */
 };
 
@@ -23,7 +23,7 @@ static int64_t buffer_capacity(int64_t slots, int64_t keys) {
 
 static void sort_by_byte(const int64_t *orders, int64_t *to, int32_t count, int32_t shift) {
     const uint64_t sign = (uint64_t)1 << 63;
-    int32_t start[256] = {0}; // of each byte in `to`; before that, its count
+    int32_t start[256] = {0}; // start of each byte in `to`; before that, its count
     for (int32_t n = 0; n < count; n++)
         start[((uint64_t)orders[n] ^ sign) >> shift & 255]++;
     for (int32_t value = 0, before = 0; value < 256; value++) {

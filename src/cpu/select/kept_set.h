@@ -165,7 +165,6 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
     return n;
 }
 
-/* The slot of the key of this number. */
 static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_before) {
     return any_before && number < pass->before ? number : pass->slot[number - pass->before];
 }

@@ -18,8 +18,8 @@ typedef struct select_context {
     const fdma_problem *problem;
     int64_t heads; /* batch * kv_heads */
     int32_t threads;
-    int32_t slots;          /* of the keys that are kept by score: at most the window */
-    int32_t partitions;     /* of each (b, g) */
+    int32_t slots;          /* slots for keys that are kept by score: at most the window */
+    int32_t partitions;     /* partitions of each (b, g) */
     int32_t partition_keys; /* keys of each partition but the last */
     /* arrays of [heads][partitions]: */
     int64_t *best;   /* [slots] orders of its best keys; once merged, of the best up to its end */
@@ -33,7 +33,7 @@ typedef struct select_context {
 } select_context;
 
 enum {
-    least_partitions = 3,           /* of two, the second would wait for the first */
+    least_partitions = 3,           /* with two, the second would wait for the first */
     least_partition_keys = 1 << 17, /* fewer take no longer than waking threads in every phase */
     partition_windows = 64,         /* in keys: each slot costs a partition as much as many keys */
     keys_per_microsecond = 500,     /* selected from by one thread, about */
@@ -114,7 +114,6 @@ static order_buffer take_buffer(fdma_arena *arena, const select_context *select)
     return buffer;
 }
 
-/* Memory of a pass: the set, and slots if they need not be kept. */
 static kept_set take_set(fdma_arena *arena, const select_context *select, int32_t **slot) {
     kept_set set = {.slots = select->slots, .ring = queue_ring(select->slots)};
     set.tree = take_orders(arena, tree_size(select->slots));

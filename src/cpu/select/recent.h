@@ -73,7 +73,6 @@ static void number_slots(const fdma_problem *problem, const uint8_t *valid, rece
             n < slots ? n : slot[position_of(keys, keys.evicted[n - recent])];
 }
 
-/* Applies the rule to the selection by score of one (b, g). */
 static void keep_recent(const fdma_problem *problem, int64_t head, recent_keys keys) {
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const uint8_t *const valid = valid_keys(problem, b);
