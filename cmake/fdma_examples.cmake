@@ -73,6 +73,6 @@ else()
 endif()
 
 set(lm_model "${PROJECT_SOURCE_DIR}/examples/lm/model.safetensors")
-if(EXISTS "${lm_model}") # tests/python/test_lm.py has those of random models
+if(EXISTS "${lm_model}") # tests/python/test_lm.py has random models
   add_test(NAME lm COMMAND lm "${lm_model}" --prompt "The " --bytes 300)
 endif()

@@ -14,9 +14,8 @@ typedef struct key_table {
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
-    int64_t next; /* the first key that has not been looked at */
-    int64_t
-        first_key; /* first that arrives in the sweep; earlier keys hold their rows to its end */
+    int64_t next;      /* the first key that has not been looked at */
+    int64_t first_key; /* the first that arrives in the sweep; earlier keys hold rows to its end */
 } key_table;
 
 /* Rows of a table: one per slot; in a partition one more per slot, for keys that were live before

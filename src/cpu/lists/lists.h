@@ -30,8 +30,7 @@ typedef struct lists_context {
 
 /* The table of one (b, g) after all keys before `next`. */
 typedef struct slot_table {
-    int32_t
-        *key; /* [slots + 1]: the last key of each slot; the last entry: of keys without a slot */
+    int32_t *key;        /* [slots + 1]: the last key of each slot, and of keys without a slot */
     const int32_t *slot; /* [kv_len] */
     int64_t slots;
     int64_t first;   /* first position of the sequence of these keys */

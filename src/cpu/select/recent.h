@@ -14,8 +14,7 @@
 typedef struct recent_keys {
     int32_t *number;   /* [kv_len] of each valid key; NULL: all keys are valid */
     int32_t *position; /* [kv_len] by number; NULL likewise */
-    int32_t
-        *evicted; /* [kv_len]: the key that the window evicts or refuses as valid key n arrives */
+    int32_t *evicted;  /* [kv_len]: the key that the window drops as valid key n arrives */
 } recent_keys;
 
 static recent_keys take_recent(fdma_arena *arena, const fdma_problem *problem) {
