@@ -1,5 +1,5 @@
-# fdma_choose_architectures(VARIABLE KNOWN...): the compute capabilities to build for by default,
-# out of those that nvcc knows. Code for the newest is also kept as PTX, for later devices.
+# fdma_choose_architectures(VARIABLE KNOWN...): the default compute capabilities among those that
+# nvcc knows. Code for the newest is also kept as PTX, for later devices.
 function(fdma_choose_architectures variable)
   set(chosen "")
   foreach(capability 80 90 100 120)

@@ -49,7 +49,7 @@ foreach(kind fdma_shared fdma_static)
   set_target_properties(${kind} PROPERTIES LINKER_LANGUAGE C CUDA_ARCHITECTURES OFF)
 endforeach()
 
-# What a program that links libfdma.a without CMake needs.
+# Libraries that a program needs to link libfdma.a without CMake.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
 foreach(source device/sequences score/score score/score_backward select/sm80/select select/short/short select/keep_all select/rules select/slots

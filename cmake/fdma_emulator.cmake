@@ -1,5 +1,5 @@
-# Compiles sources of CUDA as C++, for the emulated device of tests/emulator. Of the toolkit it needs
-# the headers alone.
+# Compiles sources of CUDA as C++, for the emulated device of tests/emulator. It needs only the
+# headers of the toolkit.
 
 enable_language(CXX)
 set(CMAKE_CXX_STANDARD 17)

@@ -1,5 +1,5 @@
-# examples/context_parallel.c. Its ranks are CUDA devices where NCCL and the CUDA runtime are found,
-# and in any case, for the test, a loop on the CPU.
+# examples/context_parallel.c. Its ranks are CUDA devices where NCCL and the CUDA runtime are found
+# and everywhere, for the test, a loop on the CPU.
 
 set(NCCL_ROOT "" CACHE PATH "the folder of NCCL, with include/nccl.h and lib/libnccl.so, for examples/context_parallel.c")
 find_path(FDMA_NCCL_INCLUDE_DIR nccl.h
@@ -34,7 +34,8 @@ else()
     SKIP_REGULAR_EXPRESSION "no CUDA device: ;one CUDA device: ")
 endif()
 
-# Ranks and tokens: one rank; pieces longer than the window, and shorter; and of single tokens.
+# Ranks and tokens: one rank; pieces longer than the window; shorter ones; and pieces of single
+# tokens.
 foreach(ranks_tokens 1,500 2,5000 3,1000 8,200 8,36)
   string(REPLACE "," ";" arguments "${ranks_tokens}")
   string(REPLACE "," "_" name "context_parallel_${ranks_tokens}")
@@ -43,8 +44,8 @@ foreach(ranks_tokens 1,500 2,5000 3,1000 8,200 8,36)
 endforeach()
 set_tests_properties(${context_parallel_tests} PROPERTIES TIMEOUT 300)
 
-# examples/lm, where there is cJSON to read model files with. Its products are compiled for the CPU
-# of this machine, where it runs: it is not installed.
+# examples/lm, built where cJSON is found, which reads the model files. Its products are compiled
+# for the CPU of this machine, so it is not installed.
 
 if(NOT TARGET fdma_cjson OR WIN32)
   message(STATUS "examples/lm: left out, cJSON was not found")
@@ -72,6 +73,6 @@ else()
 endif()
 
 set(lm_model "${PROJECT_SOURCE_DIR}/examples/lm/model.safetensors")
-if(EXISTS "${lm_model}") # tests/python/test_lm.py has those of random models
+if(EXISTS "${lm_model}") # tests/python/test_lm.py has random models
   add_test(NAME lm COMMAND lm "${lm_model}" --prompt "The " --bytes 300)
 endif()

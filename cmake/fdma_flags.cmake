@@ -1,4 +1,4 @@
-# Flags of everything that is compiled here, and the one way to add an instruction set.
+# Flags of all targets, and the one way to add an instruction set.
 
 set(CMAKE_C_STANDARD 11)
 set(CMAKE_C_STANDARD_REQUIRED ON)

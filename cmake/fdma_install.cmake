@@ -1,4 +1,5 @@
-# What `cmake --install` installs. Of this a Python wheel has only the libraries, inside the package flash_dmattn.
+# Files that `cmake --install` installs. A Python wheel has only the libraries, inside the package
+# flash_dmattn.
 
 if(SKBUILD)
   install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
@@ -11,7 +12,7 @@ endif()
 
 include(CMakePackageConfigHelpers)
 
-# Everything that `cmake --install` needs built.
+# Targets that `cmake --install` needs.
 add_custom_target(fdma_installed DEPENDS fdma_shared fdma_static)
 
 install(FILES include/fdma.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")

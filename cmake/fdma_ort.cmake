@@ -1,5 +1,5 @@
-# libfdma_ort: operators for ONNX Runtime over libfdma. Of ONNX Runtime it needs one header, at build
-# time alone; tools/setup.sh tests fetches it.
+# libfdma_ort: operators for ONNX Runtime over libfdma. It needs one header of ONNX Runtime, at
+# build time alone; tools/setup.sh tests fetches it.
 
 option(FDMA_ORT "build libfdma_ort, the operators for ONNX Runtime" OFF)
 if(NOT FDMA_ORT)

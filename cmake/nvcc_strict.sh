@@ -1,6 +1,6 @@
 #!/bin/sh
-# nvcc_strict.sh [--no-spills] NVCC ARGUMENT...: runs the compiler and shows what it says, except
-# for the resources of each kernel. A release build fails where ptxas serialised wgmma or ignored
+# nvcc_strict.sh [--no-spills] NVCC ARGUMENT...: runs the compiler and shows its output, except for
+# the resources of each kernel. A release build fails where ptxas serialised wgmma or ignored
 # setmaxnreg (debug builds, which trap in every wait, may); with --no-spills also where it spilled
 # registers.
 no_spills=

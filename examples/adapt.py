@@ -6,10 +6,10 @@ attention by layers whose queries keep `window` keys by score and the `recent` n
 projections of the dense ones. Stage 1 trains only dt_proj, so that scores rank the keys as the
 dense attention would: adapt_layers.py has the targets, and says why the bias of these scores
 changes no logit. Stage 2, with --lora RANK, trains changes of low rank of the projections on the
-text. A sliding window of as many keys, in the same model and with as many steps of stage 2, is what
-the selection has to beat. The text is made for this: labels can be told from all else by
-themselves, and only memory predicts their repetition. It shows how scores learn, and not what a
-selection gains on other text.
+text. The selection has to beat a sliding window of as many keys, in the same model and with as many
+steps of stage 2. The text is made for this: labels alone look different from all else, and only
+memory predicts their repetition. It shows how scores learn, and not the gain of a selection on
+other text.
 
 Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python:
 
@@ -144,7 +144,7 @@ def losses_of(model: nn.Module, pieces: Pieces) -> torch.Tensor:
 
 
 def text_loss(model: nn.Module, pieces: Pieces) -> torch.Tensor:
-    """The mean over all bytes, and more of that over the recalled ones, which are few."""
+    """The mean over all bytes, plus a weighted mean over the recalled ones, which are few."""
     losses = losses_of(model, pieces)
     return losses.mean() + RECALLED_WEIGHT * losses[pieces.recalled].mean()
 
@@ -182,7 +182,7 @@ def pairs_of(dense: Reader, model: Reader) -> list[Pair]:
 
 
 def states_of(dense: Reader, text: torch.Tensor) -> States:
-    """What the attention of each layer of the dense model reads and what it returns."""
+    """Inputs and outputs of the attention of each layer of the dense model."""
     states = []
 
     def keep(_: nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ class Source:
         self.batch, self.seed, self.device = options.batch, options.seed, options.device
 
     def draw(self, purpose: int, shape: recall_text.Shape | None = None) -> Draw:
-        """Of another shape there are more pieces in a batch, or fewer: as many bytes in all."""
+        """With another shape a batch has more or fewer pieces, but as many bytes in all."""
         generator = torch.Generator().manual_seed(10 * self.seed + purpose)
         shape = shape or self.whole
         count = max(1, self.batch * self.whole.length // shape.length)

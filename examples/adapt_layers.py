@@ -40,7 +40,7 @@ HARMLESS = 20.0  # dt_bias at which exp(-dt_bias) is below the rounding of float
 
 
 class Kept(NamedTuple):
-    """How many keys each query keeps: the newest, and others by their scores."""
+    """Numbers of keys that each query keeps: the newest, and others by their scores."""
 
     window: int
     recent: int

@@ -2,19 +2,19 @@
  * together, with NCCL between them, and are checked against fdma_attention() on all of it. Forward
  * only.
  *
- * Each device is a rank and has some consecutive tokens, a piece of the sequence. Of the keys of
- * earlier ranks it needs those that the last query before its own keeps: at most window + recent
- * for each kv head, however long the sequence is. So a rank goes on from there as a stream does
+ * Each device is a rank and has some consecutive tokens, a piece of the sequence. From earlier
+ * ranks it needs only the keys that the last query before its own keeps: at most window + recent
+ * for each kv head, for a sequence of any length. So a rank goes on from there as a stream does
  * (fdma.h, "Streams"), but without waiting for the ranks before it:
  *
- *   1. Each rank scores its own keys and selects among them by the rules of the sequence. Those
+ *   1. Each rank scores its own keys and selects among them by the rules of the sequence. The keys
  *      that are kept to the end are its candidates: later ranks keep no others. (Its first `sinks`
  *      valid keys are sinks here. They take as many rows of the window as the sinks of the sequence
  *      do there, so no key is lost that the sequence keeps.)
  *   2. The ranks gather the candidates of all: scores, positions, keys and values.
- *   3. Each rank selects among the candidates of the ranks before it. Those that are kept to the
- *      end are its carried keys: fdma_attention() goes on from their scores and positions, and its
- *      queries also attend to their keys and values.
+ *   3. Each rank selects among the candidates of the ranks before it. The candidates that are kept
+ *      to the end are its carried keys: fdma_attention() goes on from their scores and positions,
+ *      and its queries also attend to their keys and values.
  *
  * The selection among candidates runs on the host, to which their scores and positions are copied:
  * there they are easily sorted, and fdma_select() gives the same bits on every device. Rows of keys
@@ -87,7 +87,7 @@ static fdma_cache new_cache(rank *on) {
     return cache;
 }
 
-/* What a piece needs beside its own tokens, where `all` is ranks * rows. */
+/* Adds the memory that a piece needs beside its own tokens; `all` is ranks * rows. */
 static void add_candidates(piece *to, int64_t all) {
     rank *const on = to->on;
     to->candidates = new_cache(on);
@@ -173,7 +173,7 @@ static void store_kept_keys(rank *on, const fdma_cache *to, fdma_tensor k, fdma_
     demand(fdma_cache_store(&args));
 }
 
-/* Attention of a piece whose carried keys are `before`, or which has none: NULL. */
+/* Attention of a piece with the carried keys `before`; NULL: none. */
 static void attend(const piece *of, const fdma_cache *before, fdma_selection *selection) {
     fdma_attention_args args = {
         .size = sizeof args,
@@ -212,7 +212,6 @@ static void find_candidates(const piece *of) {
                     heads_of(of->v, of->len, kv_heads), score, &selection);
 }
 
-/* The candidates of all ranks, of one kv head after the other. */
 static void gather_candidates(int ranks, const piece *pieces) {
     enum { tensors = 4, gathers = kv_heads * tensors, row_size = head_dim * sizeof(uint16_t) };
     transfer *const transfers = allocate((size_t)(gathers * ranks), sizeof *transfers);
@@ -222,7 +221,7 @@ static void gather_candidates(int ranks, const piece *pieces) {
         const struct {
             const char *own;
             char *all;
-            size_t size; // of one candidate
+            size_t size; // bytes of one candidate
         } each[tensors] = {{own->table.score.data, (char *)of->all_score, sizeof(float)},
                            {own->table.position.data, (char *)of->all_position, sizeof(int32_t)},
                            {own->k.data, of->all_k, row_size},
@@ -242,7 +241,7 @@ static void gather_candidates(int ranks, const piece *pieces) {
 
 typedef struct candidate {
     int32_t position; /* in the sequence */
-    int64_t index;    /* among those of all ranks */
+    int64_t index;    /* among the candidates of all ranks */
 } candidate;
 
 static int compare_positions(const void *a, const void *b) {
@@ -263,8 +262,8 @@ static int64_t list_candidates(int ranks, const piece *pieces, const int32_t *po
     return count;
 }
 
-/* Of one kv head, on the host: selects the carried keys of rank r among the candidates of the ranks
- * before it. slot [ranks * rows] is that of each candidate, -1 if it is none of these keys; and
+/* For one kv head, on the host: selects the carried keys of rank r among the candidates of the
+ * ranks before it. slot [ranks * rows] is the slot of each candidate, -1 if it is not carried;
  * carried [rows] is the position of each carried key, -1 if the row is empty. */
 static void select_candidates(int ranks, const piece *pieces, int r, const float *score,
                               const int32_t *position, int32_t *slot, int32_t *carried) {
@@ -292,7 +291,7 @@ static void select_candidates(int ranks, const piece *pieces, int r, const float
 }
 
 /* Finds the carried keys of rank r and copies them to their rows. A cache has rows for them, and
- * fdma_cache_store() copies what a selection keeps: here, one that the host writes. */
+ * fdma_cache_store() copies the keys of a selection, which the host writes here. */
 static void find_carried_keys(int ranks, const piece *pieces, int r) {
     const piece *const of = &pieces[r];
     const fdma_table *const table = &of->carried.table;
@@ -392,7 +391,7 @@ int main(int argc, char **argv) {
         fail("TOKENS", "want ranks * (ranks + 1) / 2 or more, below 2^31");
     piece *const pieces = allocate((size_t)ranks, sizeof *pieces);
     const sequence whole = new_sequence(total);
-    for (int64_t r = 0; r < ranks; r++) { // of different lengths: about 1 : 2 : 3 ...
+    for (int64_t r = 0; r < ranks; r++) { // pieces of different lengths: about 1 : 2 : 3 ...
         const int64_t begin = total * (r * (r + 1) / 2) / lengths;
         const int64_t end = total * ((r + 1) * (r + 2) / 2) / lengths;
         pieces[r] = new_piece(&on[r], &whole, begin, end - begin);

@@ -1,5 +1,5 @@
-/* The sequence that examples/context_parallel.c computes, and whether a rank found what attention
- * over the whole of it gives for the rank's tokens. */
+/* The sequence that examples/context_parallel.c computes, and a check that a rank found the results
+ * that attention over the whole of it gives for the rank's tokens. */
 #ifndef CONTEXT_PARALLEL_CHECK_H
 #define CONTEXT_PARALLEL_CHECK_H
 
@@ -51,8 +51,8 @@ static float float_of(uint16_t x) {
     return value;
 }
 
-/* A key's value state is that of its token. So many scores are equal, and which of these keys a
- * query keeps depends on their positions. */
+/* A key has the value state of its token. So many scores are equal, and positions decide which of
+ * these keys a query keeps. */
 static sequence new_sequence(int64_t len) {
     const size_t count = (size_t)len;
     const sequence made = {.len = len,
@@ -76,7 +76,7 @@ static void free_sequence(const sequence *it) {
         free(all[n]);
 }
 
-/* What was found for consecutive tokens, copied to the host. */
+/* Results for consecutive tokens, copied to the host. */
 typedef struct results {
     int64_t offset, len; /* the first token, and how many there are */
     int32_t *expiry;     /* [kv_heads, rows + len], of the whole sequence [kv_heads, len] */
@@ -85,7 +85,8 @@ typedef struct results {
     uint16_t *out;       /* [len, q_heads, head_dim] bfloat16 */
 } results;
 
-/* In how many keys of the sequence so far a selection differs from that of the whole. */
+/* The number of keys of the sequence so far on which a selection differs from the selection of the
+ * whole. */
 static int64_t count_differences(const results *found, const results *whole) {
     const int64_t begin = found->offset, end = begin + found->len, keys = rows + found->len;
     int32_t *const until = allocate((size_t)end, sizeof *until); // the expiry, as a position

@@ -1,6 +1,6 @@
 /* The ranks of examples/context_parallel.c, all in one process: their memory, and all-gather. They
  * are its CUDA devices, between which NCCL moves the data, or a loop on the CPU, which needs
- * neither CUDA nor NCCL. What fails ends the program. */
+ * neither CUDA nor NCCL. A failure ends the program. */
 #ifndef CONTEXT_PARALLEL_RANKS_H
 #define CONTEXT_PARALLEL_RANKS_H
 
@@ -22,19 +22,19 @@ typedef struct backend backend;
 typedef struct rank {
     const backend *backend;
     int32_t device;      /* as in fdma_exec */
-    void *stream, *comm; /* of a device: its cudaStream_t and ncclComm_t */
-    void *workspace;     /* of the calls on `stream`, which run one after the other */
+    void *stream, *comm; /* the device's cudaStream_t and ncclComm_t */
+    void *workspace;     /* workspace of the calls on `stream`, which run one after the other */
     size_t workspace_size;
     void *owned[most_owned]; /* the memory that close_ranks() releases */
     int owned_count;
 } rank;
 
-/* What a rank sends to all, and where it receives what all of them send, in the order of ranks. */
+/* The data that a rank sends to all, and the memory for the data of all ranks, in their order. */
 typedef struct transfer {
     const rank *of;
     const void *own;
     void *all;
-    size_t bytes; /* of `own` */
+    size_t bytes; /* bytes of `own` */
 } transfer;
 
 struct backend {
@@ -57,7 +57,6 @@ static void demand(fdma_status status) {
 
 /* ---- the CPU ---- */
 
-/* Memory of the host. */
 static void *allocate(size_t count, size_t size) {
     void *const data = calloc(count + 1, size);
     if (data == NULL)
@@ -95,7 +94,7 @@ static const backend cpu_backend = {allocate_host, release_host, copy_host, gath
 
 static rank cpu_rank(void) { return (rank){.backend = &cpu_backend, .device = FDMA_CPU}; }
 
-/* Makes so many ranks on the CPU. */
+/* Makes `count` ranks on the CPU. */
 static int open_host(int count, rank *ranks) {
     if (count < 1 || count > most_ranks)
         fail("--cpu", "want 1 to 64 ranks");
@@ -120,12 +119,12 @@ static void demand_nccl(ncclResult_t result) {
 static void *allocate_device(const rank *of, size_t bytes) {
     void *data;
     demand_cuda(cudaSetDevice(of->device - FDMA_CUDA(0)));
-    demand_cuda(cudaMalloc(&data, bytes + 1)); // of 0 bytes it would be NULL
+    demand_cuda(cudaMalloc(&data, bytes + 1)); // 0 bytes would give NULL
     return data;
 }
 
 static void release_device(const rank *of, void *data) {
-    demand_cuda(cudaStreamSynchronize(of->stream)); // whose calls may still use it
+    demand_cuda(cudaStreamSynchronize(of->stream)); // its calls may still use the memory
     demand_cuda(cudaFree(data));
 }
 
@@ -134,8 +133,8 @@ static void copy_device(const rank *of, void *to, const void *from, size_t bytes
     demand_cuda(cudaStreamSynchronize(of->stream));
 }
 
-/* One thread calls for all devices, so all calls form a group: outside of one, the call of the
- * first rank may wait for that of the second, which comes after it. */
+/* One thread calls for all devices, so all calls form a group: outside of one, the first rank's
+ * call may wait for the second rank's, which comes after it. */
 static void gather_devices(int ranks, int count, const transfer *transfers) {
     demand_nccl(ncclGroupStart());
     for (int n = 0; n < count * ranks; n++) {
@@ -154,7 +153,7 @@ static void close_device(const rank *of) {
 static const backend cuda_backend = {allocate_device, release_device, copy_device, gather_devices,
                                      close_device};
 
-/* Makes a rank of each device, and returns how many there are. */
+/* Makes a rank of each device. Returns their number. */
 static int open_devices(rank *ranks) {
     ncclComm_t comms[most_ranks];
     int count = 0;
@@ -164,7 +163,7 @@ static int open_devices(rank *ranks) {
     if (count < 2)
         fail("one CUDA device", "want two or more, or --cpu RANKS");
     count = count < most_ranks ? count : most_ranks;
-    demand_nccl(ncclCommInitAll(comms, count, NULL)); // of the devices 0 to count - 1
+    demand_nccl(ncclCommInitAll(comms, count, NULL)); // devices 0 to count - 1
     for (int r = 0; r < count; r++) {
         cudaStream_t stream;
         demand_cuda(cudaSetDevice(r));
@@ -203,8 +202,8 @@ static void *take(rank *of, int64_t count, size_t size) {
     return data;
 }
 
-/* Copies between the memory of the rank and that of the host, once the earlier work of the rank is
- * done. It has finished when it returns. */
+/* Copies between the memory of the rank and the host, once the earlier work of the rank is done. It
+ * has finished when it returns. */
 static void copy(const rank *of, void *to, const void *from, int64_t count, size_t size) {
     of->backend->copy(of, to, from, (size_t)count * size);
 }

@@ -33,11 +33,11 @@ enum { default_tokens = 100000, checked_tokens = 2000, intervals = 20, bar_width
 typedef struct layer {
     float *wq, *wk, *wv, *wo, *w1, *w2; /* [inputs, outputs] */
     float *dt_proj, *a;
-    fdma_cache cache; /* of one sequence */
-    void *memory;     /* of the cache */
+    fdma_cache cache; /* cache of one sequence */
+    void *memory;     /* memory of the cache */
 } layer;
 
-/* What a number of positions pass through. */
+/* Buffers that positions pass through. */
 typedef struct rows {
     int64_t len;
     float *x, *normed, *q, *k, *v, *attended, *inner, *logits;
@@ -247,7 +247,7 @@ static void attend_whole(const layer *of, rows *it) {
     demand(fdma_attention(&args));
 }
 
-/* The logits that follow each of the tokens, the first of which is at position `first`. */
+/* The logits that follow each of the tokens. The first token is at position `first`. */
 static void run(const model *of, rows *it, const int *tokens, int64_t first,
                 void (*attend)(const layer *of, rows *it)) {
     const int64_t len = it->len;
@@ -275,8 +275,8 @@ static void run(const model *of, rows *it, const int *tokens, int64_t first,
 
 /* ---- generating ---- */
 
-/* Adds Gumbel noise to the logits that follow a position: the highest sum is then a token's with
- * the probability that softmax gives it. */
+/* Adds Gumbel noise to the logits that follow a position: the highest sum then belongs to a token
+ * with the probability that softmax gives it. */
 static void add_noise(float *logits, int64_t position) {
     uint64_t state = (uint64_t)position * 0x9E3779B97F4A7C15U + 1;
     next_random(&state);
@@ -337,7 +337,8 @@ static void generate(const model *of, int64_t count, int64_t kept, int *tokens, 
     free_rows(&one);
 }
 
-/* How many of the tokens the whole sequence does not choose; the largest difference of logits. */
+/* Number of tokens that the whole sequence does not choose. `difference`: the largest difference of
+ * logits. */
 static int64_t check_tokens(const model *of, int64_t kept, const int *tokens, const float *logits,
                             double *difference) {
     rows whole = new_rows((size_t)kept);

@@ -1,4 +1,4 @@
-"""What the programs of this folder share, so that whoever starts one knows what it does.
+"""Code that the programs of this folder share, so that whoever starts one knows what it does.
 
     if __name__ == "__main__":
         program.begin(parse)
@@ -6,7 +6,7 @@
     import torch
 
 begin() answers --help and wrong options before the imports that take seconds. From then on, a line
-every ten seconds on stderr says what is being done, Ctrl-C ends the program with status 130, and a
+every ten seconds on stderr names the current work, Ctrl-C ends the program with status 130, and a
 package that is not installed is named, all without a traceback. FDMA_PROGRESS_SECONDS sets another
 time; at 0 there is a line whenever doing() is called. (benchmarks/program.py is this file.)
 """
@@ -58,7 +58,8 @@ def beat() -> None:
 
 
 def begin(parse: Callable[[], Any]) -> None:
-    """What a program does first: `parse` reads the arguments, and ends it if they are wrong."""
+    """The first call of a program: `parse` reads the arguments, and ends the program if they are
+    wrong."""
     global is_running
     sys.excepthook = explain
     is_running = IS_FIRST
@@ -68,7 +69,7 @@ def begin(parse: Callable[[], Any]) -> None:
 
 
 def doing(words: str) -> None:
-    """What is said from now on, such as "step 20 of 100, loss 2.1"."""
+    """Sets the words for the current work, such as "step 20 of 100, loss 2.1"."""
     global now_doing
     now_doing = words
     if SECONDS == 0 and is_running:
@@ -76,7 +77,7 @@ def doing(words: str) -> None:
 
 
 def belongs_to(user: str) -> None:
-    """What a module that is no program does if it is started as one."""
+    """Ends a module that is no program, if it is started as one."""
     say(f"is a module of {user}, and no program")
     raise SystemExit(2)
 
@@ -88,6 +89,6 @@ def default_device() -> str:
 
 
 def quiet() -> None:
-    """Say no more: there is a bar on a terminal, or all is done."""
+    """Say no more, because there is a bar on a terminal, or all is done."""
     global is_running
     is_running = False

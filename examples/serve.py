@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def refusal(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options."""
+    """The first mistake in the options, or None."""
     for name, (_, least, _) in NUMBERS.items():
         if (found := getattr(options, name)) < least:
             return f"--{name.replace('_', '-')}: is {found}, want {least} or more"
@@ -200,7 +200,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def row_of(name: str, server: Server, results: Results, case: str) -> dict[str, Any]:
-    """What is printed of a server, and written to the file."""
+    """The row of a server, which is printed and written to the file."""
     own = results[name]
     seconds = [one for result in own for one in result.seconds]
     rates = [result.rate for result in own]
@@ -229,7 +229,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def compare_tokens(results: Results) -> bool:
-    """Print how many requests have the tokens of the bounded cache; whether all do.
+    """Print how many requests have the tokens of the bounded cache. Returns whether all do.
 
     Where keys are evicted a few may differ: keys of equal bytes have equal scores in the first
     layer up to rounding, which depends on the shape of a batch, and decides which of them stay.

@@ -3,7 +3,7 @@
 In each round the first layers of the model, with a pool of their own, draft K tokens one by one.
 Then the whole model passes the last token and the K drafts at once, and says what it would have
 made after each. The drafts that it agrees with enter both caches; so does the token before them.
-Every round thus makes 1 to K + 1 tokens, which are those of the whole model alone.
+Every round thus makes 1 to K + 1 tokens, the same as the whole model alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DraftServer(Server):
         self.pools.append(drafts)
         self.has_all_rows = True
         self.rounds = Graphs(self.round, options.device)
-        self.drafted = self.right = 0  # drafts, and those of them that the model agreed with
+        self.drafted = self.right = 0  # drafts, and drafts that the model agreed with
 
     def round(self, rows: Rows) -> torch.Tensor:
         """[sequences, K + 2] int64: what the model makes after each of K + 1 tokens, and how many
@@ -48,7 +48,7 @@ class DraftServer(Server):
         states = self.model(rows._replace(tokens=drafted), self.pool)
         made = self.model.logits(states).argmax(-1)
         right = (made[:, :-1] == drafted[:, 1:]).cumprod(1).sum(1)
-        # The token before the drafts, and those that are right, enter both caches.
+        # The token before the drafts, and the right drafts, enter both caches.
         accepted = ((right + 1) * rows.n_tokens).int()
         for pool in (self.drafts, self.pool):
             pool.cache.commit(accepted)

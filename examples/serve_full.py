@@ -1,8 +1,8 @@
-"""What serve.py compares with: a pool that keeps the keys and values of all tokens.
+"""The comparison of serve.py: a pool that keeps the keys and values of all tokens.
 
 Attention over them is dense: torch.nn.functional.scaled_dot_product_attention with a mask for the
 lengths or, where torch has it, FlashAttention with a length for each sequence, whichever is faster
-on the device. The projections are those of the same layers.
+on the device. It has the projections of the same layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def round_up(number: int, multiple: int) -> int:
 def by_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Attention to the keys at positions up to that of the query: out [rows, len, heads, head_dim].
+    """Attention to the keys at positions up to the query's: out [rows, len, heads, head_dim].
 
     The query heads that share a kv head become queries of this head, so that a kernel reads each
     key once.
@@ -143,7 +143,7 @@ class FullPool:
         self.seen[self.sequences] += rows.n_tokens
 
     def shape_of(self, longest: int) -> int:
-        """How many keys a step reads: those of the longest sequence, rounded up."""
+        """Number of keys that a step reads: the longest sequence's, rounded up."""
         return round_up(longest, self.round)
 
     def drop(self, b: int) -> None:
@@ -164,7 +164,8 @@ class FullPool:
 
 
 def fastest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[str, Attention]:
-    """The name and the function of what is fastest for one query of each row over all keys."""
+    """The name and the function of the fastest attention for one query of each row over all
+    keys."""
     kernels: dict[str, Attention] = {"sdpa": by_sdpa, "lengths": by_lengths}
     kernels.update((name, by_backend(one)) for name, one in BACKENDS.items())
     positions = torch.full((len(query), 1), key.shape[1] - 1, device=query.device)

@@ -144,7 +144,8 @@ class Server:
         self.free: list[int] = []
 
     def serve(self, requests: list[Request]) -> Result:
-        """Serve until all requests have their tokens. The pool is that of the start, or filled."""
+        """Serve until all requests have their tokens. The pool is as it was at the start, or
+        filled."""
         self.waiting, self.running = deque(requests), {}
         self.free = list(range(self.sequences))
         seconds, clock = [], 0

@@ -1,7 +1,7 @@
 """The model that serve.py serves, and its states: one cache of constant size for each sequence.
 
-A pool holds the states of a fixed number of sequences. The model does not know of which kind they
-are: it calls pool.attend() in every layer. FullPool in serve_full.py is the other kind.
+A pool holds the states of a fixed number of sequences. The model does not know their kind: it calls
+pool.attend() in every layer. FullPool in serve_full.py is the other kind.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """From bytes to the logits of each next byte, with a pool that holds what came before."""
+    """From bytes to the logits of each next byte, with a pool that holds the earlier bytes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class BoundedPool:
         """Called after the last layer of a step: the cache has counted the tokens itself."""
 
     def shape_of(self, longest: int) -> int:
-        """How many keys a step reads: the shapes of a step depend on nothing else."""
+        """Number of keys that a step reads: the shapes of a step depend on nothing else."""
         return self.cache.keys.window + self.cache.keys.recent
 
     def drop(self, b: int) -> None:

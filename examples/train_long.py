@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a small byte-level language model on long sequences, each spread over many processes.
 
-The model is that of train_text.py. Of a sequence of 262,144 bytes (8,192 on a CPU) each rank has
-consecutive ones, and every byte attends to the best and the newest of all bytes before it,
-whichever rank has them. NCCL joins CUDA devices, which compute in bfloat16, and gloo joins CPUs.
+The model comes from train_text.py. Each rank has consecutive bytes of a sequence of 262,144 bytes
+(8,192 on a CPU), and every byte attends to the best and the newest of all bytes before it, on any
+rank. NCCL joins CUDA devices, which compute in bfloat16, and gloo joins CPUs.
 Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the
 environment; as a plain program it is the only rank:
 
@@ -11,7 +11,7 @@ environment; as a plain program it is the only rank:
     python examples/train_long.py --length 4096 --steps 10 --device cpu
 
 The text is a file, or else Python's own documentation. The loss, in bits per byte, is the mean over
-the whole sequence, so that the number of ranks changes it only by rounding. Memory is that of each
+the whole sequence, so that the number of ranks changes it only by rounding. Memory is given by
 rank: on a CUDA device the peak of PyTorch's tensors in the step, on a CPU the largest resident size
 so far. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 """
@@ -143,7 +143,7 @@ def cut_own(text: torch.Tensor, start: int, lengths: list[int], rank: int) -> to
 def sum_losses(
     model: nn.Module, piece: torch.Tensor, lengths: list[int] | None, device: torch.device
 ) -> torch.Tensor:
-    """The sum, in bits, of the losses of a rank's own bytes, each of which predicts the next."""
+    """The sum, in bits, of the losses of a rank's own bytes. Each byte predicts the next."""
     piece = piece.to(device)
     on_cuda = device.type == "cuda"
     with torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext():

@@ -20,7 +20,7 @@
 enum { len = 128, width = 48, q_heads = 4, kv_heads = 2, head_dim = 16, window = 24 };
 enum { q_width = q_heads * head_dim, kv_width = kv_heads * head_dim, parameter_count = 5 };
 
-/* What is learned, with its gradient: a matrix [rows, columns]. */
+/* A learned matrix [rows, columns], with its gradient. */
 typedef struct parameter {
     const char *name;
     int64_t rows, columns;

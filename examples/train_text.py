@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train a small byte-level language model with DynamicMaskAttention, on Python's documentation.
 
-Four layers of width 256 read 1024 bytes, of which every query keeps 128; --dense trains the same
-model with plain attention over all of them. The text comes with Python itself, so that nothing is
+Four layers of width 256 read 1024 bytes, and every query keeps 128 of them; --dense trains the same
+model with plain attention over all bytes. The text comes with Python itself, so that nothing is
 downloaded; the last tenth of it is held out. Run it with the package installed, or with
 FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment:
 
@@ -127,7 +127,7 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`options` are those of the attention."""
+        """`options` go to the attention."""
         x = x + self.attention(self.attention_norm(x), **options)
         return x + self.contract(torch.nn.functional.gelu(self.expand(self.norm(x))))
 

@@ -1,5 +1,4 @@
-/* The entry points: each checks its arguments, and chooses and runs a kernel for each of its
- * steps. */
+/* The entry points. Each checks its arguments, and chooses and runs a kernel for each step. */
 #include "fdma.h"
 
 #include "core/adapter.h"
@@ -17,7 +16,7 @@
 
 #include <string.h>
 
-/* In the order of preference. */
+/* In order of preference. */
 static const kernel_backend *const backends[] = {&fdma_cuda_backend, &fdma_cpu_backend,
                                                  &fdma_reference_backend, NULL};
 
@@ -43,7 +42,7 @@ static fdma_status check_on_device(const fdma_problem *problem, check_depth dept
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
     fdma_problem *const whole = &call->steps.whole;
-    size_t most = 0; // that a step needs
+    size_t most = 0; // largest workspace of a step
     FDMA_TRY(fdma_check_call(operation, args, depth, whole));
     const bool on_device = whole->exec.device != FDMA_CPU;
     const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
@@ -88,8 +87,8 @@ static fdma_status run_prepared(const prepared_call *call) {
     return status;
 }
 
-/* Fills in what the selection that a call makes was made for. The first step of a fused call does
- * not count carried keys, the last one does. */
+/* Records in the caller's selection the rules and the kv_len it was made for. The last step of a
+ * fused call counts carried keys, the first does not. */
 static void note_selection(const fdma_problem *last) {
     if (last->made == NULL)
         return;
@@ -106,7 +105,7 @@ static int32_t most_threads_of(const prepared_call *call) {
     return fdma_thread_count(call->steps.whole.exec.threads, INT64_MAX);
 }
 
-/* Whether a step would need another workspace on one thread. */
+/* True if a step would need another workspace size on one thread. */
 static bool depends_on_threads(const prepared_call *call) {
     for (int i = 0; i < call->steps.count; i++) {
         fdma_problem alone = call->steps.problems[i];
@@ -118,8 +117,8 @@ static bool depends_on_threads(const prepared_call *call) {
     return false;
 }
 
-/* A workspace is right whatever the tuning was when its size was asked for: where the choices of
- * this tuning need more, the call follows the rules. */
+/* The tuning may have changed since the caller asked for the workspace size. If its choices need
+ * more memory than was lent, the call follows the rules. */
 static fdma_status prepare_run(fdma_operation operation, const void *args, prepared_call *call) {
     const fdma_tuning *const tuning = tuning_of_call(operation);
     FDMA_TRY(prepare(operation, args, check_all, tuning, call));
@@ -143,7 +142,7 @@ static fdma_status run(fdma_operation operation, const void *args) {
     return FDMA_OK;
 }
 
-/* The bytes that the rules need, or the tuning if that is more. */
+/* Bytes for the rules or for the tuning, whichever need more. */
 static fdma_status ask_workspace(fdma_operation operation, const void *args, size_t *bytes) {
     const fdma_tuning *const tuning = tuning_of_call(operation);
     prepared_call call;
@@ -159,7 +158,7 @@ static fdma_status ask_workspace(fdma_operation operation, const void *args, siz
     return FDMA_OK;
 }
 
-/* The names of the kernels of a call's steps, each under its operation. */
+/* Names of the kernels of a call's steps, indexed by operation. */
 static fdma_status ask_kernels(fdma_operation operation, const void *args, const char **names) {
     prepared_call call;
     FDMA_TRY(prepare(operation, args, check_shapes, tuning_of_call(operation), &call));

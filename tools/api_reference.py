@@ -101,7 +101,7 @@ def sections_of(text: str) -> Iterator[tuple[str, str]]:
 
 
 def list_of(body: str) -> str:
-    """A section of names and what is said of each, as a list. Other lines stay text."""
+    """A section of names and their descriptions, as a list. Other lines stay text."""
     return re.sub(r"^(\w[\w.]*): ", r"- `\1`: ", body, flags=re.M).replace("\n    ", "\n  ")
 
 
@@ -152,7 +152,7 @@ def python_text() -> Iterator[str]:
 
 
 def first_sentence(text: str) -> str:
-    """Of a text's first paragraph, as a cell of a table."""
+    """The first sentence of a text's first paragraph, as a cell of a table."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=\.) ", paragraph)[0].rstrip(".").replace("|", "\\|")
 

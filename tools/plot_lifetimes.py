@@ -74,7 +74,7 @@ def read_lifetimes(path: Path, window: int, head: int) -> Lifetimes:
 def draw_bars(
     axes: pyplot.Axes, life: Lifetimes, rows: list[int], marked: int, gap: str | None
 ) -> None:
-    """A bar for each kept key j in row rows[j]; those of slot `marked` in red. gap: its outline."""
+    """Draws a bar for each kept key j in row rows[j], red for slot `marked`. gap: its outline."""
     colours = matplotlib.colormaps[COLOURS]
     for j in life.kept():
         in_slot = life.slot[j] == marked

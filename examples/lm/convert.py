@@ -51,7 +51,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-DTYPES = {8: torch.float32, 16: torch.bfloat16, 32: torch.float32}  # of what is not quantised
+DTYPES = {
+    8: torch.float32,
+    16: torch.bfloat16,
+    32: torch.float32,
+}  # of tensors that are not quantised
 DEFAULTS = {
     "recent": "0",
     "sinks": "0",
@@ -75,7 +79,7 @@ def read_checkpoint(path: Path, key: str | None) -> tuple[Tensors, dict[str, str
         found = found[key]
     if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
         raise ValueError(f"{path}: is no dictionary of tensors, want one, or --key")
-    prefix = "_orig_mod."  # of the parameters of a module that torch.compile() has made
+    prefix = "_orig_mod."  # prefix of the parameters of a module that torch.compile() has made
     return {name.replace(prefix, "", 1): tensor for name, tensor in found.items()}, {}
 
 
@@ -86,7 +90,7 @@ def find(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def metadata_of(tensors: Tensors, given: dict[str, str]) -> dict[str, str]:
-    """What the model file says of the model, from shapes and from `given`."""
+    """The metadata of the model file, from shapes and from `given`."""
     has_scores = "blocks.0.attention.dt_proj.weight" in tensors
     chosen = {**DEFAULTS, **given}
     head_dim = int(chosen["head_dim"])

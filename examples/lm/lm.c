@@ -127,7 +127,7 @@ static sampling sampling_of(const lm_options *options) {
                       (uint64_t)options->seed};
 }
 
-/* The prompt enters the caches; without one a newline does. */
+/* The prompt enters the caches; without a prompt a newline does. */
 static void prefill(run_state *state, const bytes *prompt) {
     static const uint8_t newline = '\n';
     if (prompt->count > 0)
@@ -207,8 +207,8 @@ static double peak_memory(void) {
     return 1024 * (double)used.ru_maxrss; // Linux counts kB
 }
 
-/* Takes the times of the bytes around position `centre` of one sequence, in turn with those around
- * FIRST_CENTRE of another, so that both are measured on the same machine in the same use. */
+/* Takes the times of the bytes around position `centre` of one sequence, in turn with the bytes
+ * around FIRST_CENTRE of another, so that both are measured on the same machine in the same use. */
 static void measure_around(int64_t centre, sequence *late, sequence *early) {
     empty_caches(&early->state);
     prefill(&early->state, &(bytes){0});
@@ -255,8 +255,8 @@ static double bits_of(const float *logits, uint8_t byte) {
     return (log(sum) + (double)most - (double)logits[byte]) / log(2);
 }
 
-/* Piece n has the bytes from n * length on, at most `length`, and predicts those that follow each
- * of them, so every byte of the text but the first is predicted once. */
+/* Piece n has the bytes from n * length on, at most `length`, and predicts the bytes that follow
+ * each of them, so every byte of the text but the first is predicted once. */
 static int measure_loss(const model *of, const lm_options *options) {
     bytes text = {0};
     int status = EXIT_USAGE;

@@ -59,7 +59,7 @@ static void dots_bfloat16(const float *x, const uint16_t *w, int64_t columns, fl
     dots[0] = sum0, dots[1] = sum1, dots[2] = sum2, dots[3] = sum3;
 }
 
-/* Sums of integers: those of BLOCK_COLUMNS products of 16 and 8 bits fit into 32 bits. */
+/* Integer sums of BLOCK_COLUMNS products of 16 and 8 bits fit into 32 bits. */
 static void dots_int8(const int16_t *x, const int8_t *w, int64_t columns, float dots[GROUP]) {
     for (int n = 0; n < GROUP; n++)
         dots[n] = 0;
@@ -163,7 +163,7 @@ void widen_row(const matrix *w, int64_t r, float *row) {
         }
 }
 
-/* panel [columns, TILE_OUTPUTS]: rows r to r + TILE_OUTPUTS - 1 of w, transposed. Those that w does
+/* panel [columns, TILE_OUTPUTS]: rows r to r + TILE_OUTPUTS - 1 of w, transposed. Rows that w does
  * not have are 0. `row` has room for a row of w. */
 static void pack_panel(const matrix *w, int64_t r, float *row, float *panel) {
     for (int64_t n = 0; n < TILE_OUTPUTS; n++) {

@@ -10,7 +10,7 @@ typedef enum matrix_kind { MATRIX_FLOAT32, MATRIX_BFLOAT16, MATRIX_INT8 } matrix
 /* [rows, columns]: a row for each output of the layer, a column for each input. */
 typedef struct matrix {
     void *data;
-    float *scale; /* MATRIX_INT8: [rows], what the integers of a row are multiplied by; else NULL */
+    float *scale;          /* MATRIX_INT8: [rows], the factor of a row's integers; else NULL */
     int64_t rows, columns; /* rows: a multiple of 4; columns: at most MOST_COLUMNS */
     matrix_kind kind;
 } matrix;

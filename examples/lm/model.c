@@ -19,7 +19,7 @@ typedef struct reader {
     safetensors file;
     const cJSON *metadata;
     bool *used;     /* for each entry of the file: whether it was read */
-    int64_t window; /* of layers without NoPE heads */
+    int64_t window; /* window of layers without NoPE heads */
     model *it;
     char *message;
     size_t message_size;

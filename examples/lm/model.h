@@ -5,7 +5,7 @@
  *     logits = head(rmsnorm(x))
  *
  * No layer has a bias. The queries and keys of attention have rotary position embeddings, except in
- * NoPE heads, and the scores of keys are those of fdma_score(). Tensors have the names of PyTorch's
+ * NoPE heads. fdma_score() gives the scores of keys. Tensors have the names of PyTorch's
  * state_dict:
  *
  *     embedding.weight, head.weight                   [256, width]
@@ -32,11 +32,11 @@
  * `nope` has a number for each layer, as in "0 0 2 0", or is empty. It says how many kv heads, the
  * last ones, are NoPE heads, together with the query heads of their groups. Only the first
  * `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a rotary position embedding.
- * Its angles are those of a head whose head_dim is nope_rotary_dim.
+ * Its angles are the same as in a head whose head_dim is nope_rotary_dim.
  *
- * `nope_window` is the window of the layers that have NoPE heads; without it, their window is that
- * of the others. It is checked but has no effect where no layer has NoPE heads, and it is refused
- * where window is "all". Neither window may be less than sinks. */
+ * `nope_window` is the window of the layers that have NoPE heads; without it, they have the window
+ * of the other layers. It is checked but has no effect where no layer has NoPE heads, and it is
+ * refused where window is "all". Neither window may be less than sinks. */
 #pragma once
 
 #include "fdma.h"
@@ -52,13 +52,13 @@ typedef struct layer {
     float *q_norm, *k_norm;       /* [head_dim]; NULL in a model without qk_norm */
     matrix q_proj, k_proj, v_proj, o_proj, expand, contract;
     float *dt_proj, *a; /* zeros in a model that attends to all keys */
-    int64_t nope_heads; /* how many of the kv heads are NoPE heads, the last ones */
+    int64_t nope_heads; /* the number of NoPE heads among the kv heads, the last ones */
     int64_t window;     /* FDMA_WINDOW_ALL: attention to all keys, here and in all other layers */
 } layer;
 
 typedef struct model {
     int64_t layers, width, q_heads, kv_heads, head_dim;
-    int64_t recent, sinks; /* of every layer */
+    int64_t recent, sinks; /* the same in every layer */
     fdma_bias_form bias_form;
     double rotary_base, norm_eps;
     bool qk_norm;            /* whether each head of queries and keys is normalized */
@@ -66,7 +66,7 @@ typedef struct model {
     matrix embedding, head;
     float *norm; /* [width] */
     layer *layer;
-    size_t bytes; /* of all weights */
+    size_t bytes; /* bytes of all weights */
 } model;
 
 /*! read_model() - reads and checks the file.

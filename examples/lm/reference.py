@@ -56,7 +56,7 @@ class Model(NamedTuple):
         return int(self.metadata[name])
 
     def nope_heads(self, layer: int) -> int:
-        """How many of the kv heads of a layer are NoPE heads."""
+        """The number of NoPE heads among the kv heads of a layer."""
         counts = self.metadata.get("nope", "").split()
         return int(counts[layer]) if counts else 0
 
@@ -136,8 +136,8 @@ def run(model: Model, text: torch.Tensor, attend: Attend = attend) -> torch.Tens
 
 @torch.no_grad()
 def loss(model: Model, text: bytes, length: int) -> float:
-    """Bits per byte. The text is cut into pieces of `length` bytes, each of which predicts the
-    bytes that follow its own: every byte of the text but the first is predicted once."""
+    """Bits per byte. The text is cut into pieces of `length` bytes. Each piece predicts the bytes
+    that follow its own: every byte of the text but the first is predicted once."""
     whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     nats = 0.0
     for first in range(0, len(whole) - 1, length):

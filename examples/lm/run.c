@@ -32,7 +32,7 @@ static rotation new_rotation(int64_t dim, int64_t room) {
     };
 }
 
-/* Returns how many rows a kv head has in the largest cache: windows differ between layers. */
+/* Returns the rows of a kv head in the largest cache: windows differ between layers. */
 static int64_t make_caches(run_state *state, int64_t context) {
     const model *const of = state->of;
     int64_t most = 0;
@@ -152,7 +152,7 @@ static void square_positive(float *inner, int64_t count) {
     }
 }
 
-/* Angles are rounded to float32, as those of the PyTorch layer are. */
+/* Angles are rounded to float32, as in the PyTorch layer. */
 static void find_angles(const rotation *by, double base, int64_t len, int64_t first) {
     const int64_t half = by->dim / 2;
     for (int64_t d = 0; d < half; d++) {
@@ -307,7 +307,7 @@ static void attend_byte(run_state *state, int64_t n, int64_t len) {
 
 /* ---- the model ---- */
 
-/* What differs between a text and the next bytes. */
+/* Differences between a text and the next bytes. */
 typedef struct passage {
     int64_t len, first; /* positions, and the first of them */
     int threads;
@@ -349,7 +349,7 @@ static void run_layers(run_state *state, const uint8_t *text, const passage *by)
         run_layer(state, n, by);
 }
 
-/* Of the last `count` rows of x. */
+/* The logits of the last `count` rows of x. */
 static void find_logits(run_state *state, int64_t count, const passage *by) {
     const model *const of = state->of;
     const float *const rows = state->x + (by->len - count) * of->width;

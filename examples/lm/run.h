@@ -7,28 +7,27 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The angles by which the first `dim` channels of a head are rotated, at each of a number of
- * positions. */
+/* The angles by which the first `dim` channels of a head are rotated, at each of some positions. */
 typedef struct rotation {
     int64_t dim;
     float *cosines, *sines; /* [capacity, dim / 2] */
 } rotation;
 
-/* What a number of positions pass through. */
+/* Buffers that positions pass through, and the caches. */
 typedef struct run_state {
     const model *of;
-    int64_t capacity; /* positions that there is room for */
+    int64_t capacity; /* positions that fit */
     float *x, *normed, *change, *q, *k, *v, *attended, *inner;
-    rotation rotary, nope; /* of most heads, and of NoPE heads */
+    rotation rotary, nope; /* angles of most heads, and of NoPE heads */
     float *logits;         /* [positions that logits are computed for, BYTE_VALUES] */
     float *score; /* [kv_heads, capacity]; this and the two below: of a piece of a prompt */
     int32_t *expiry, *slot; /* [kv_heads, rows of the largest cache + capacity] */
     fdma_cache *cache;      /* [layers], of one sequence; NULL: for whole texts only */
     void **cache_memory;    /* [layers] */
-    size_t cache_bytes;     /* of all layers */
+    size_t cache_bytes;     /* bytes of all layers */
     int64_t seen;           /* bytes that have entered the caches */
-    int threads;            /* of several positions */
-    int byte_threads;       /* of one */
+    int threads;            /* for several positions */
+    int byte_threads;       /* for one */
     void *workspace;
     size_t workspace_size;
 } run_state;
@@ -49,6 +48,6 @@ void empty_caches(run_state *state);
  *  here. len is at most the capacity. */
 void run_text(run_state *state, const uint8_t *text, int64_t len);
 
-/*! run_next() - the next `len` bytes of the sequence enter the caches; logits [1, 256] are those of
+/*! run_next() - the next `len` bytes of the sequence enter the caches; logits [1, 256] belong to
  *  the byte that follows them. Any number of bytes: they pass in pieces of the capacity. */
 void run_next(run_state *state, const uint8_t *text, int64_t len);

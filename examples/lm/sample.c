@@ -40,7 +40,7 @@ uint8_t choose_byte(const float *logits, sampling *how) {
     }
     qsort(sorted, BYTE_VALUES, sizeof sorted[0], likeliest_first);
     int count = 0;
-    double sum = 0; // of the weights of the first `count` bytes, from which one is drawn
+    double sum = 0; // sum of the weights of the first `count` bytes, from which one is drawn
     while (count < BYTE_VALUES &&
            (count == 0 || (sum < how->top_p * all && sorted[count].weight >= how->min_p)))
         sum += sorted[count++].weight;

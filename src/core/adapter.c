@@ -1,9 +1,9 @@
-/* The way through the adapters, and the list of those of the CPU. */
+/* Runs a problem through its adapters, and lists the adapters of the CPU. */
 #include "core/adapter.h"
 
 #include "core/error.h"
 
-/* The first adapter that applies, or NULL. `inner`: what is behind it. */
+/* Returns the first adapter that applies, or NULL. `inner` becomes the chain behind it. */
 static const kernel_adapter *find_adapter(const adapted_kernel *adapted,
                                           const fdma_problem *problem, adapted_kernel *inner) {
     *inner = *adapted;

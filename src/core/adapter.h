@@ -1,6 +1,6 @@
-/* What stands between a call and a kernel that does not take everything a problem may have, such as
- * packed sequences. An adapter makes other problems of the problem, and runs on them what is behind
- * it: the next adapter that they need, or the kernel. */
+/* An adapter stands between a call and a kernel that does not take every feature of a problem, such
+ * as packed sequences. It makes other problems of the problem and runs them on the rest of the
+ * chain: the next adapter that applies, or the kernel. */
 #pragma once
 
 #include "core/kernel.h"
@@ -15,19 +15,19 @@ typedef struct adapted_kernel {
 
 struct kernel_adapter {
     bool (*applies)(const fdma_kernel *kernel, const fdma_problem *problem);
-    /* The bytes that the problem needs, with those of what is behind the adapter. With check_shapes
-     * the memory of tensors is not read, and the bytes are enough whatever it holds. */
+    /* Bytes that the problem needs, including the rest of the chain. With check_shapes the memory
+     * of tensors is not read, and the bytes suffice for any content. */
     size_t (*workspace)(const adapted_kernel *inner, const fdma_problem *problem,
                         check_depth depth);
     fdma_status (*run)(const adapted_kernel *inner, const fdma_problem *problem);
 };
 
-/* Both go through the adapters, by the first that applies, to the kernel. */
+/* Both start at the first adapter that applies, or at the kernel if none does. */
 size_t fdma_adapted_workspace(const adapted_kernel *adapted, const fdma_problem *problem,
                               check_depth depth);
 fdma_status fdma_run_adapted(const adapted_kernel *adapted, const fdma_problem *problem);
 
-/* Those of kernels on the CPU. */
+/* Adapters of kernels on the CPU. */
 extern const kernel_adapter fdma_stream_adapter;    /* select with a table */
 extern const kernel_adapter fdma_pair_sums_adapter; /* dattn_bias in 16 bits */
 extern const kernel_adapter fdma_used_adapter;      /* kv_used */

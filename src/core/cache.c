@@ -10,7 +10,7 @@
 
 /* ---- memory ---- */
 
-/* k or v of a cache. The rows of a head are adjacent, because a query reads all of them. */
+/* Takes k or v of a cache. The rows of a head are adjacent, because a query reads all of them. */
 static fdma_tensor take_rows(fdma_arena *arena, const fdma_cache *cache) {
     const int64_t heads = cache->kv_heads, rows = rows_of_cache(cache), dim = cache->head_dim;
     const size_t count = (size_t)cache->sequences * (size_t)heads * (size_t)rows * (size_t)dim;
@@ -112,7 +112,6 @@ head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *proble
     return taken;
 }
 
-/* Elements `first` to `first` + `count` - 1 of an axis. */
 static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
     fdma_tensor sliced = *tensor;
     if (!is_present(tensor))
@@ -124,7 +123,6 @@ static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int
     return sliced;
 }
 
-/* The pages of the rows of one sequence. */
 static key_pages pages_of(const fdma_cache *cache, int64_t sequence) {
     key_pages pages = {.page = cache->page_table.data};
     if (!has_pages(cache) || pages.page == NULL)
@@ -142,7 +140,6 @@ void fdma_hide_missing_rows(const decode_head *head, const head_selection *selec
             selection->expiry[row] = (int32_t)row;
 }
 
-/* The bias of a new token. */
 static double bias_of(const fdma_problem *problem, double score) {
     return problem->bias_form == FDMA_BIAS_EXP ? exp(score) : score;
 }

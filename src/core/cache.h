@@ -1,6 +1,6 @@
-/* Caches, and what every kernel of decode does with them: the new tokens of one kv head of one
- * stream as a forward problem, and the tokens that enter the cache. Also the prompts that
- * fdma_cache_store() puts there. */
+/* Caches, and the steps that all kernels of decode share: they turn the new tokens of one kv head
+ * of one stream into a forward problem, and move tokens into the cache. Also the prompts that
+ * fdma_cache_store() writes. */
 #pragma once
 
 #include "core/kernel.h"
@@ -13,7 +13,7 @@ static inline int64_t rows_of_cache(const fdma_cache *cache) {
 
 static inline bool has_pages(const fdma_cache *cache) { return is_present(&cache->page_table); }
 
-/* Where k and v of a cache have a row of a sequence; `first` is -1 if its page is missing. */
+/* Indices of a cache row in k and v; `first` is -1 if the row's page is missing. */
 static inline key_indices indices_of_row(const fdma_cache *cache, int64_t sequence, int64_t row) {
     const fdma_tensor *const table = &cache->page_table;
     const int64_t pages = cache->k.shape[0], page_len = cache->k.shape[1];
@@ -24,21 +24,18 @@ static inline key_indices indices_of_row(const fdma_cache *cache, int64_t sequen
     return (key_indices){page >= 0 && page < pages ? page : -1, row % page_len};
 }
 
-/* Element b of an optional list of int32, which has one for each stream. */
+/* Element b of an optional int32 list with one element per stream; `absent` without a list. */
 static inline int64_t number_of_stream(const fdma_tensor *tensor, int64_t b, int64_t absent) {
     return is_present(tensor) ? ((const int32_t *)tensor->data)[b] : absent;
 }
 
-/* Checks the sizes and rules of a cache. */
 fdma_status fdma_check_cache(const fdma_cache *cache);
 
 /* Checks the sizes of a cache, and the tensors that say which of its rows are filled. */
 fdma_status fdma_check_cache_positions(const fdma_cache *cache);
 
-/* Fills memory of a device with a byte. */
 typedef fdma_status (*fill_memory)(int32_t device, void *data, int byte, size_t bytes);
 
-/* Places the tensors of a cache in `memory`. */
 fdma_status fdma_take_cache_memory(fdma_cache *cache, void *memory);
 
 /* Empties all sequences of a cache whose tensors are in the memory that it was given. */
@@ -49,10 +46,9 @@ fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_
 /* Checks that the selection of a call was made for the rules of its cache. */
 fdma_status fdma_check_cache_rules(const fdma_problem *problem);
 
-/* Checks the sizes of a call against those of its cache. */
 fdma_status fdma_check_cache_sizes(const fdma_problem *problem);
 
-/* Checks what the call's lists of numbers hold, and `seen` of the sequences that they name. */
+/* Checks the values in the call's int32 lists, and `seen` of the sequences that they name. */
 fdma_status fdma_check_cache_lists(const fdma_problem *problem);
 
 /* A row of one kv head of a sequence of the cache. */
@@ -60,7 +56,7 @@ typedef struct cache_row {
     int64_t sequence, g, row;
 } cache_row;
 
-/* Takes the key from a row, if it has one. */
+/* Marks a row as empty: score -inf, position -1. */
 void fdma_empty_cache_row(const fdma_table *table, cache_row at);
 
 /* Writes key m of batch entry b, with its score, bias and position, to a row; empties the row if
@@ -75,13 +71,13 @@ typedef struct decode_head {
     int64_t sequence; /* of the cache; -1: none */
     int64_t tokens;   /* new ones */
     int64_t committed;
-    int64_t queries; /* beside a token; the others of the stream have empty rows */
+    int64_t queries; /* queries with a token; the others get empty rows */
     int32_t seen;    /* tokens before the new ones */
 } decode_head;
 
 decode_head fdma_decode_head(const fdma_problem *problem, int64_t b, int64_t g);
 
-/* What a kernel decides about the keys of one kv head: rows of the cache, then new tokens. */
+/* Selection of the keys of one kv head: rows of the cache first, then new tokens. */
 typedef struct head_selection {
     int32_t *expiry; /* [rows + new_len] */
     int32_t *slot;   /* [rows + new_len] */
@@ -93,14 +89,13 @@ head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *proble
 /* Hides the keys whose pages are missing from all queries. */
 void fdma_hide_missing_rows(const decode_head *head, const head_selection *selection);
 
-/* Fills in the bias of the new tokens of one head. */
 void fdma_fill_bias(const decode_head *head, const head_selection *selection);
 
-/* The problem of fdma_forward() for the queries of one head. Its selection and its bias are those
- * of `selection`. */
+/* The problem of fdma_forward() for the queries of one head, with expiry and bias from
+ * `selection`. */
 fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *selection);
 
-/* Writes out and lse of the queries that are beside no token. */
+/* Writes empty rows of out and lse for queries without a token. */
 void fdma_clear_queries(const decode_head *head);
 
 /* Puts the committed tokens into their rows, in order: each overwrites the key that it evicts. */
@@ -114,7 +109,7 @@ void fdma_count_committed(const fdma_problem *problem);
 /* A prompt of fdma_cache_store(): a batch entry, or one of the packed sequences. */
 typedef struct stored_prompt {
     int64_t b;
-    int64_t first, end; /* its keys, among those of the call */
+    int64_t first, end; /* its keys in the call */
     int64_t sequence;   /* of the cache; -1: none */
     int32_t seen;       /* tokens of the sequence before it */
 } stored_prompt;

@@ -1,4 +1,4 @@
-/* The checks of caches, and of calls against theirs. */
+/* Checks of caches, and of calls against their cache. */
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
@@ -54,8 +54,8 @@ fdma_status fdma_check_cache_positions(const fdma_cache *cache) {
     return check_int_tensor("cache.table.seen", &cache->table.seen, 1, shape);
 }
 
-/* Scores, the caller's and the cache's, and the bias have one dtype. A dt_bias beside a score that
- * is given would have no effect. */
+/* The caller's scores, the cache's scores and the bias have one dtype. With given scores dt_bias
+ * would have no effect. */
 static fdma_status check_score(const fdma_problem *problem) {
     const bool given = is_present(&problem->score);
     const fdma_dtype dtype = problem->cache.table.score.dtype;
@@ -110,7 +110,7 @@ static fdma_status check_store(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* The pools of k and v have the same sizes. */
+/* Checks k alone: the pools of k and v have the same sizes. */
 static fdma_status check_pages(const fdma_problem *problem) {
     const fdma_tensor *const table = &problem->cache.page_table;
     const int64_t rows = rows_of_cache(&problem->cache), page_len = problem->page_len;
@@ -172,7 +172,7 @@ static fdma_status check_number(const char *name, int64_t b, int64_t number, int
     return FDMA_OK;
 }
 
-/* Checks that so many tokens more can be counted. */
+/* Checks that `tokens` more can be counted. */
 static fdma_status check_seen(const fdma_cache *cache, int64_t sequence, int64_t tokens) {
     return check_number("cache.table.seen", sequence,
                         ((const int32_t *)cache->table.seen.data)[sequence], 0, INT32_MAX - tokens);
@@ -204,8 +204,8 @@ static fdma_status check_store_lists(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks that no number occurs twice. The numbers are those of sequences, which are gone over in
- * ranges that have a bit each, because a call allocates nothing. */
+/* Checks that no sequence occurs twice. Goes over ranges of 32768 sequences with one bit each,
+ * because a call allocates nothing. */
 static fdma_status check_distinct(const char *name, const fdma_tensor *list, int64_t sequences) {
     enum { range_len = 1 << 15 };
     const int32_t *const numbers = list->data;

@@ -1,4 +1,4 @@
-/* fdma_cache_store(): which keys of a prefill are kept, and the rows that they go to. */
+/* fdma_cache_store(): the keys of a prefill that are kept, and their rows. */
 #include "core/cache.h"
 
 #include "core/element.h"
@@ -26,7 +26,7 @@ static int32_t int_of_key(const fdma_tensor *tensor, int64_t b, int64_t g, int64
     return ((const int32_t *)tensor->data)[offset_of(tensor, b, g, j)];
 }
 
-/* Empties every row but those of carried keys that are kept to the end. */
+/* Empties every row, except rows of carried keys that are kept to the end. */
 static void empty_rows(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
     const fdma_table *const table = &problem->cache.table;
     for (int64_t row = 0; row < rows_of_cache(&problem->cache); row++) {
@@ -45,7 +45,7 @@ void fdma_store_kept_keys(const fdma_problem *problem, const stored_prompt *prom
             continue;
         const int64_t row = int_of_key(&problem->slot, prompt->b, g, carried + m);
         const cache_row to = {prompt->sequence, g, row};
-        if (row >= 0 && row < rows) // others only in a selection changed by hand
+        if (row >= 0 && row < rows) // false only if the selection was changed by hand
             fdma_write_cache_row(problem, prompt->b, m, to, prompt->seen + m - prompt->first);
     }
 }

@@ -1,4 +1,4 @@
-/* The checks of tensors and sizes, driven by the list in signatures.c. */
+/* Checks of tensors and sizes, driven by the list in signatures.c. */
 #include "core/checks.h"
 
 #include "core/cache.h"
@@ -50,8 +50,8 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
     }
 }
 
-/* Where the problem holds the size that a letter of tensor_entry.dims stands for; NULL if it holds
- * none: see derived_length(). */
+/* The field of the problem that holds the size of a letter of tensor_entry.dims; NULL if the size
+ * is derived: see derived_length(). */
 static int64_t *size_of(fdma_problem *problem, char dim) {
     static const size_t offsets['z' + 1] = {
         ['b'] = offsetof(fdma_problem, batch),
@@ -105,13 +105,12 @@ static fdma_status check_size(char dim, int64_t size) {
 
 static unsigned bit_of(char dim) { return 1u << (dim - 'a'); }
 
-/* Whether the selection of fdma_cache_store() counts carried keys, which are the cache's rows. */
+/* True if the selection of fdma_cache_store() counts carried keys, which are the cache's rows. */
 static bool stores_behind_rows(const fdma_problem *problem) {
     return problem->operation == operation_cache_store &&
            problem->expiry.shape[2] > problem->new_len;
 }
 
-/* Settles kv_len and new_len, one from the other, once one of them is. */
 static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
     if (!(*settled & bit_of('n')))
         problem->new_len = problem->kv_len;
@@ -128,14 +127,15 @@ static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
     return FDMA_OK;
 }
 
-/* The letter of an axis. With a page table k and v of a cache have pages. */
+/* The letter of an axis. With a page table the first axes of k and v of a cache are pages and their
+ * rows. */
 static char dim_of(const fdma_problem *problem, const tensor_entry *entry, int axis) {
     const bool has_rows = entry->member == offsetof(fdma_problem, cache.k) ||
                           entry->member == offsetof(fdma_problem, cache.v);
     return has_rows && axis < 2 && has_pages(&problem->cache) ? "ml"[axis] : entry->dims[axis];
 }
 
-/* Checks an axis that may be broadcast, with one of these letters: "BHIJ". */
+/* Checks an axis with one of the letters BHIJ, which may be broadcast. */
 static fdma_status check_broadcast(const fdma_problem *problem, const tensor_entry *entry,
                                    int axis) {
     const int64_t length = tensor_at(problem, entry->member)->shape[axis];
@@ -188,8 +188,7 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
     return FDMA_OK;
 }
 
-/* The most keys that a tile can list: those that its first position keeps, and those that arrive
- * after it. */
+/* Most keys that a tile lists: the keys kept at its first position, and those that arrive later. */
 static int64_t most_listed(const fdma_problem *problem) {
     const int64_t len = problem->kv_len;
     return min(min(problem->slots, len) + min(problem->tile_len - 1, len), len);
@@ -231,7 +230,7 @@ static bool has_gradients(fdma_operation operation) {
     return operation == operation_backward || operation == operation_attention_backward;
 }
 
-/* Two tensors of which a call has both or none. */
+/* Checks that a call has both tensors or neither. */
 static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const char *other_name,
                               bool has_other) {
     FDMA_REQUIRE(is_present(tensor) || !has_other, FDMA_INVALID_ARGUMENT,
@@ -241,13 +240,13 @@ static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const
     return FDMA_OK;
 }
 
-/* Whether the call computes with a bias, its own or the caller's. */
+/* True if the call uses a bias, computed or given. */
 static bool has_bias(const fdma_problem *problem) {
     return is_fused(problem->operation) ? problem->bias_form != FDMA_BIAS_NONE
                                         : is_present(&problem->bias);
 }
 
-/* The carried keys come with all that belongs to them. */
+/* Checks that k_carried comes with every other tensor of the carried keys. */
 static fdma_status check_carried_tensors(const fdma_problem *problem) {
     const bool carried = is_present(&problem->k_carried);
     const bool backward = has_gradients(problem->operation);
@@ -286,7 +285,7 @@ static fdma_status check_carried(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks one table of a call, which has all its tensors or none. */
+/* Checks one table of a call: all its tensors are given, or none. */
 static fdma_status check_table(const fdma_problem *problem, const fdma_table *table,
                                const char *const *names) {
     const bool given = is_present(&table->score);
@@ -326,7 +325,7 @@ static fdma_status check_tables(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks how many positions of each stream have passed: with those of the call an int32. */
+/* Checks the positions that have passed in each stream: with the new ones they fit int32. */
 static fdma_status check_seen(const fdma_problem *problem) {
     const int32_t *const seen = problem->table_in.seen.data;
     const int64_t most = INT32_MAX - problem->new_len;
@@ -337,7 +336,7 @@ static fdma_status check_seen(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Sequences of which some keys do not exist are neither packed nor pieces of a stream. */
+/* kv_used excludes packed sequences and pieces of a stream. */
 static fdma_status check_used(const fdma_problem *problem) {
     const struct {
         const char *name;
@@ -354,7 +353,7 @@ static fdma_status check_used(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks the numbers in `kv_used`, which are in the memory of the host. */
+/* Checks `kv_used`, which is in host memory. */
 static fdma_status check_used_keys(const fdma_problem *problem) {
     const int32_t *const used = problem->kv_used.data;
     for (int64_t b = 0; b < problem->batch; b++)
@@ -364,14 +363,13 @@ static fdma_status check_used_keys(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* On a device kernels read it. */
+/* For the CPU alone: on a device, kernels read rng_state. */
 static void read_rng_state(fdma_problem *problem) {
     const int64_t *const state = problem->rng_state.data;
     problem->dropout.seed = (uint64_t)state[0];
     problem->dropout.offset = (uint64_t)state[1];
 }
 
-/* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
     if (has_cache(problem->operation))
         FDMA_TRY(fdma_check_cache_sizes(problem));
@@ -400,8 +398,8 @@ static fdma_status check_sizes(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* A caller may give any stride to an axis of length 0 or 1, because it is never needed. Kernels
- * find 0 there, and on the last axis where that may be broadcast. */
+/* The stride of an axis of length 0 or 1 is arbitrary. Sets it to 0; on the last axis only if that
+ * axis may be broadcast. */
 static void settle_strides(fdma_tensor *tensor, const tensor_entry *entry) {
     const int last = tensor->rank - 1;
     for (int axis = 0; axis < tensor->rank; axis++)
@@ -429,7 +427,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     const tensor_table table = fdma_tensors[problem->operation];
     const bool decodes = problem->operation == operation_decode;
     const bool cached = has_cache(problem->operation);
-    unsigned settled = cached ? bit_of('p') : 0; // a bit for each letter; the cache has p itself
+    unsigned settled = cached ? bit_of('p') : 0; // one bit per letter; `p` comes from the cache
     if (cached)
         FDMA_TRY(fdma_check_cache(&problem->cache));
     if (problem->operation == operation_cache_store)
@@ -459,7 +457,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 
-/* The keys of a sequence that exist. */
+/* Number of keys of sequence b that exist. */
 static int64_t key_count(const fdma_problem *problem, int64_t b) {
     const fdma_tensor *const used = &problem->kv_used;
     return is_present(used) ? ((const int32_t *)used->data)[b * used->stride[0]] : problem->kv_len;
@@ -470,7 +468,7 @@ fdma_status fdma_check_slots(const fdma_problem *problem) {
     const bool lists = problem->operation == operation_lists;
     if (problem->exec.device != FDMA_CPU || (!lists && problem->operation != operation_cache_store))
         return FDMA_OK;
-    if (is_empty(slot)) // of any number of heads
+    if (is_empty(slot)) // with any number of heads
         return FDMA_OK;
     for (int64_t head = 0; head < problem->batch * problem->kv_heads; head++) {
         const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;

@@ -1,7 +1,7 @@
-/* Which pairs of a query and a key dropout drops: a function of the call's seed and offset and of
- * the pair alone, so that every kernel, for hosts and devices, drops the same ones. Each row and
- * each key has a code, which takes a counter-based generator; 16 random bits of a pair are mixed
- * from the codes of its row and its key. docs/algorithm.md, dropout.
+/* Dropout's choice of pairs (query, key). It depends only on the call's seed and offset and on the
+ * pair, so that all kernels, on hosts and devices, drop the same pairs. Each row and each key has a
+ * code from a counter-based generator; 16 random bits of a pair are mixed from the two codes.
+ * docs/algorithm.md, dropout.
  *
  * Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011 (Philox4x32-10);
  * Wellons, hash-prospector, 2018 (the multipliers and shifts of lowbias32). */
@@ -11,26 +11,26 @@
 
 #include <stdbool.h>
 
-/* Of a call. The probability that a pair is dropped is threshold / 65536. */
+/* Dropout of a call. A pair is dropped with probability threshold / 65536. */
 typedef struct dropout_params {
     uint64_t seed, offset;
     uint32_t threshold; /* 0: off; at most 65535 */
 } dropout_params;
 
-enum { dropout_range = 65536 }; /* of the bits of a pair: 0 to 65535 */
+enum { dropout_range = 65536 }; /* range of a pair's bits: 0 to 65535 */
 
-/* What kept probabilities are multiplied by. */
+/* The factor of kept probabilities. */
 INTEGER_FUNCTION double dropout_scale(uint32_t threshold) {
     return (double)dropout_range / (double)(dropout_range - threshold);
 }
 
-/* The code of two neighbouring positions, an even one and the next, of a query head. */
+/* The code of two neighbouring positions of a query head, an even one and the next. */
 typedef struct row_code {
     uint32_t flips, adds;
 } row_code;
 
-/* Two of the words that Philox4x32-10 makes of a key, the seed, and a counter, whose four words are
- * index, head, and the two of offset. */
+/* Two of the four words of Philox4x32-10. Its key is the seed, its counter index, head and the two
+ * words of offset. */
 INTEGER_FUNCTION row_code dropout_philox(uint64_t seed, uint64_t offset, uint32_t index,
                                          uint32_t head) {
     const uint64_t multipliers[2] = {0xd2511f53, 0xcd9e8d57};
@@ -50,14 +50,14 @@ INTEGER_FUNCTION row_code dropout_philox(uint64_t seed, uint64_t offset, uint32_
     return code;
 }
 
-/* Of the query at `position`, of query head `head`: b * q_heads + h. */
+/* Code of the query at `position`; `head` is b * q_heads + h. */
 INTEGER_FUNCTION row_code dropout_row(const dropout_params *dropout, int64_t head,
                                       int64_t position) {
     return dropout_philox(dropout->seed, dropout->offset, (uint32_t)((uint64_t)position >> 1),
                           2 * (uint32_t)head);
 }
 
-/* Of the key at `position`, of kv head `head`: b * kv_heads + g. */
+/* Code of the key at `position`; `head` is b * kv_heads + g. */
 INTEGER_FUNCTION uint32_t dropout_key(const dropout_params *dropout, int64_t head,
                                       int64_t position) {
     const row_code code =
@@ -65,22 +65,20 @@ INTEGER_FUNCTION uint32_t dropout_key(const dropout_params *dropout, int64_t hea
     return code.flips;
 }
 
-/* dropout_mix() before its last step, which changes the lower half alone. lowbias32 begins with one
- * more xor and shift. It is left out, because all that it does to random codes is to permute
- * them. */
+/* dropout_mix() without its last step, which changes the lower half only. The first xor and shift
+ * of lowbias32 are left out, because they would only permute random codes. */
 INTEGER_FUNCTION uint32_t dropout_product(row_code row, uint32_t key) {
     const uint32_t x = (row.flips ^ key) * 0x7feb352d + row.adds;
     return (x ^ x >> 15) * 0x846ca68b;
 }
 
-/* The bits of two pairs: in the lower half of the query at the even position, in the upper half of
- * the next. */
+/* Random bits of two pairs. The lower half belongs to the query at the even position, the upper
+ * half to the next query. */
 INTEGER_FUNCTION uint32_t dropout_mix(row_code row, uint32_t key) {
     const uint32_t product = dropout_product(row, key);
     return product ^ product >> 16;
 }
 
-/* Whether the pair of the query at `position` is dropped. */
 INTEGER_FUNCTION bool dropout_drops(uint32_t threshold, row_code row, int64_t position,
                                     uint32_t key) {
     const uint32_t mixed = dropout_mix(row, key);

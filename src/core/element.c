@@ -56,14 +56,14 @@ void fdma_store(const fdma_tensor *tensor, int64_t offset, double value) {
     }
 }
 
-/* The bits of a float32 without its sign, as bfloat16. */
+/* The bits of a float32 without its sign, rounded to bfloat16. */
 static uint32_t shorten_bfloat16(uint32_t size) {
     const uint32_t infinity = 0x7f800000, quiet_nan = 0x7fc0;
     return size > infinity ? quiet_nan : (size + 0x7fff + (size >> 16 & 1)) >> 16;
 }
 
-/* The same as float16. The exponents differ by 112. Below the least normal number, 2^-14, the
- * mantissa is shifted until its unit is 2^-24. */
+/* The same for float16. The exponent biases differ by 112. Below the least normal number, 2^-14,
+ * the mantissa is shifted until its unit is 2^-24. */
 static uint32_t shorten_float16(uint32_t size) {
     const uint32_t infinity = 0x7f800000, quiet_nan = 0x7e00, short_infinity = 0x7c00;
     const uint32_t exponent = size >> 23, mantissa = (size & 0x7fffff) | 0x800000;

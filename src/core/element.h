@@ -9,7 +9,7 @@
 /* A zero, denormal, infinity or NaN of float16 or bfloat16. */
 double fdma_load_unusual(uint16_t bits, fdma_dtype dtype);
 
-/* An element of float16 or bfloat16. A normal number takes no floating-point arithmetic and no
+/* An element of float16 or bfloat16. A normal number needs neither floating-point arithmetic nor a
  * branch on its sign, which no processor predicts: the sign moves from bit 15 to 63, exponent and
  * fraction move so that the exponent ends at bit 52, and the biases differ by 1008 or 896. */
 static inline double fdma_load_short(uint16_t bits, fdma_dtype dtype) {
@@ -36,8 +36,8 @@ static inline double fdma_load(const fdma_tensor *tensor, int64_t offset) {
 
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
 
-/* Stores successive elements of a tensor of float16 or bfloat16, as fdma_store() does, with
- * integers alone and without branches, so that compilers take several at once. */
+/* Stores successive elements of a tensor of float16 or bfloat16, as fdma_store() does. Integers
+ * alone and no branches, so that compilers vectorize it. */
 void fdma_store_row(const fdma_tensor *tensor, int64_t offset, const float *from, int64_t count);
 
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {

@@ -1,4 +1,4 @@
-/* The rule `gap` of a selection, for hosts and devices: a key leaves where its score is more than
+/* The rule `gap` of a selection, for hosts and devices: a key leaves once its score is more than
  * `gap` below the best score so far. */
 #pragma once
 
@@ -6,9 +6,9 @@
 
 #include <math.h>
 
-/* Whether a score is more than `gap` below the best one. In double precision a float32 minus the
- * gap is rounded once, so that every kernel decides alike. NaN counts as -inf, which no finite gap
- * tells from a best score of -inf. */
+/* True if a score is more than `gap` below the best one. In double precision a float32 minus the
+ * gap is rounded once, so that every kernel decides alike. NaN counts as -inf, and no finite gap
+ * excludes -inf while the best score is -inf. */
 INTEGER_FUNCTION int falls_below(double score, double best, double gap) {
     return (isnan(score) ? -INFINITY : score) < best - gap;
 }

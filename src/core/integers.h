@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__) // which has min() and max() of every type
+#if defined(__CUDACC__) // CUDA has min() and max() of every type
 #define INTEGER_FUNCTION static __host__ __device__ inline
 #else
 #define INTEGER_FUNCTION static inline

@@ -27,10 +27,10 @@ static bool begins_with(const char *path, const char *beginning) {
     return strncmp(path, beginning, length) == 0 && (path[length] == '/' || path[length] == '\0');
 }
 
-/* Which kernels of an operation a forced name selects. */
+/* How a forced name selects kernels of an operation. */
 typedef enum name_match {
-    match_below, /* whose name is the forced name, or begins with it and a '/' */
-    match_above, /* whose name, followed by a '/', begins the forced name */
+    match_below, /* the kernel's name is the forced name, or begins with it and a '/' */
+    match_above, /* the forced name begins with the kernel's name and a '/' */
 } name_match;
 
 /* "cpu/avx512/decode" selects a kernel of forward by match_below and, because score has no kernel
@@ -88,7 +88,7 @@ static fdma_status fail_unknown(const kernel_backend *const *backends, const cha
                      fdma_quote(name).text, names);
 }
 
-/* The distinct reasons why kernels do not take a call. */
+/* Distinct reasons why kernels refuse a call. */
 typedef struct refusal_list {
     char text[320]; /* "cuda/sm90/d64 does not support A; cuda/sm80/d64 does not support B" */
     size_t used;
@@ -108,7 +108,8 @@ static void add_refusal(refusal_list *list, const char *name, const char *verb,
     list->first = list->first != NULL ? list->first : reason;
 }
 
-/* Whether any selected kernel runs on this machine. If so, messages leave out those that do not. */
+/* True if a selected kernel runs on this machine. Messages then leave out the kernels that do
+ * not. */
 static bool is_any_usable(const kernel_backend *const *backends, const fdma_problem *problem,
                           name_match match) {
     const fdma_kernel *kernel;
@@ -134,7 +135,7 @@ static call_text describe_call(const fdma_problem *problem) {
     return call;
 }
 
-/* What the library lacks for this call; exec.kernel is named where the caller has set it. */
+/* Reports what the library lacks for this call. Names exec.kernel if the caller has set it. */
 static fdma_status fail_choice(const kernel_backend *const *backends, const fdma_problem *problem,
                                name_match match) {
     const bool usable = is_any_usable(backends, problem, match);
@@ -206,8 +207,8 @@ fdma_arena fdma_arena_of(const fdma_problem *problem) {
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
-    // computed as an integer: sizes that are refused only later can lead outside of the workspace,
-    // where arithmetic on pointers is undefined
+    // An integer, because a size that is refused only later may lead outside of the workspace,
+    // where pointer arithmetic is undefined.
     void *const piece = arena->base ? (void *)((uintptr_t)arena->base + arena->used) : NULL;
     arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
     return piece;

@@ -3,12 +3,12 @@
 
 #include "core/problem.h"
 
-/* What holds for some kernels, as bits. */
+/* Properties of kernels, as bits. */
 typedef enum kernel_trait {
     trait_one_sequence = 1, /* it knows no `starts`: core/packed.c cuts packed problems for it */
     trait_writes_last_keys = 2, /* select: it writes last_keys in place of expiry and slot */
-    trait_writes_plan = 4,      /* select: it also writes what forward works from */
-    trait_checks_selection = 8, /* backward: it checks a selection with only_checks alone */
+    trait_writes_plan = 4,      /* select: it also makes the plan of forward */
+    trait_checks_selection = 8, /* backward: it checks the selection only with only_checks */
 } kernel_trait;
 
 /* One kernel of one operation. `run` may trust the problem and the size of its workspace. */
@@ -35,17 +35,18 @@ typedef struct kernel_table {
     int32_t count;
 } kernel_table;
 
-/* The kernels of one part of the library, and what the steps of a call depend on. A list of
- * backends ends with NULL. */
+/* The kernels of one part of the library, and the properties by which a call is split into steps. A
+ * list of backends ends with NULL. */
 typedef struct kernel_backend {
     const kernel_table *const *tables;            /* the fastest point first; ends with NULL */
-    const struct kernel_adapter *const *adapters; /* of its kernels; see core/adapter.h */
+    const struct kernel_adapter *const *adapters; /* adapters of its kernels; see core/adapter.h */
     bool scores_tokens;    /* kernels of decode compute the scores of their tokens */
     bool writes_last_keys; /* a kernel of select has trait_writes_last_keys */
 } kernel_backend;
 
-/* Of the kernels that exec.kernel selects, chooses the first, in the order of the backends, that
- * runs on this machine and takes this problem. */
+/* Chooses the kernel that the tuning names, if it runs here and takes this problem. Otherwise the
+ * first kernel, in the order of the backends, that matches exec.kernel, runs on this machine and
+ * takes this problem. */
 fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma_problem *problem,
                                const fdma_kernel **kernel);
 
@@ -64,5 +65,5 @@ fdma_arena fdma_arena_of(const fdma_problem *problem);
 void *fdma_arena_take(fdma_arena *arena, size_t bytes);
 size_t fdma_arena_size(const fdma_arena *arena); /* bytes that the caller must provide */
 
-/* Leaves in `exec` the workspace that the arena has not used. */
+/* Moves the workspace of `exec` past the bytes that the arena has used. */
 void fdma_set_aside(fdma_exec *exec, const fdma_arena *arena);

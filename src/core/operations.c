@@ -1,5 +1,5 @@
-/* From the argument struct of an operation to a problem: the options, the selection and exec. The
- * tensors are checked by checks.c. */
+/* Makes a problem of an operation's argument struct: options, selection and exec. checks.c checks
+ * the tensors. */
 #include "core/operations.h"
 
 #include "core/checks.h"
@@ -25,7 +25,6 @@ static fdma_status take_bias_form(fdma_bias_form form, fdma_problem *problem) {
     return form == FDMA_BIAS_NONE ? check_absent("bias", &problem->bias) : FDMA_OK;
 }
 
-/* The rules of a selection: of a call that makes one, or of one that is given. */
 static void set_rules(fdma_problem *problem, int64_t window, int64_t recent, int64_t sinks,
                       fdma_scope scope) {
     problem->window = window;
@@ -60,7 +59,8 @@ static fdma_status take_rules(int64_t window, int64_t recent, int64_t sinks, fdm
     return FDMA_OK;
 }
 
-/* After take_rules(). Carried keys, which only calls with a table have, know no gap. */
+/* Called after take_rules(), which sets the scope. A gap excludes tables, so that carried keys have
+ * none. */
 static fdma_status take_gap(double gap, fdma_problem *problem) {
     FDMA_REQUIRE(gap >= 0 && gap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "gap: is %g, want a finite number, 0 or more", gap);
@@ -101,7 +101,7 @@ static fdma_status take_score(const any_args *args, fdma_problem *problem) {
     return take_bias_form(args->score.bias_form, problem);
 }
 
-/* Where a table is absent its reserved words do not matter, as those of an absent tensor. */
+/* The reserved words of an absent table do not matter, as in an absent tensor. */
 static fdma_status check_table_form(const char *name, const fdma_table *table) {
     return is_present(&table->score)
                ? fdma_check_reserved(name, table->reserved, sizeof table->reserved)
@@ -236,8 +236,8 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
 
 typedef struct operation_entry {
     const char *name, *args_name;
-    size_t size;                      /* of the argument struct */
-    size_t exec, reserved, selection; /* where they are in it; 0: it has no such field */
+    size_t size;                      /* size of the argument struct */
+    size_t exec, reserved, selection; /* their offsets in it; 0: no such field */
     bool needs_selection;             /* it may not be NULL */
     fdma_status (*take_options)(const any_args *args, fdma_problem *problem);
 } operation_entry;

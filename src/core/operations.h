@@ -1,11 +1,9 @@
-/* From the argument struct of an operation to a problem. */
 #pragma once
 
 #include "core/problem.h"
 
-/* Copies a caller's struct, which begins with its size and has `first_size` bytes at least: fields
- * that the caller's version of it lacks become zero, fields that this library does not know must be
- * zero. */
+/* Copies a caller's struct, which begins with its size and has at least `first_size` bytes. Fields
+ * that the caller's version lacks become 0; fields that this library does not know must be 0. */
 fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_size, void *known,
                              size_t known_size);
 

@@ -1,6 +1,6 @@
-/* Whether two tensors share elements. The test is exact for separate buffers and for interleaved
- * slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an overlap where
- * there is none, but it never misses one. */
+/* Tests whether two tensors share elements. The test is exact for separate buffers and for
+ * interleaved slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an
+ * overlap where there is none, but it never misses one. */
 #include "core/overlap.h"
 
 #include "core/error.h"
@@ -54,7 +54,6 @@ static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
     return true;
 }
 
-/* The workspace as a tensor of bytes. */
 static fdma_tensor workspace_of(const fdma_exec *exec) {
     const int64_t most = INT64_MAX - (int64_t)(uintptr_t)exec->workspace;
     const bool fits = exec->workspace_size < (size_t)most;

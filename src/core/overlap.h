@@ -1,4 +1,3 @@
-/* Whether tensors share elements. */
 #pragma once
 
 #include "core/tensor.h"

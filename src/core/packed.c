@@ -1,6 +1,6 @@
 /* Packed sequences, for kernels that do not take `starts`: each sequence is run as a problem of its
- * own, whose tensors are views. Only `expiry` holds positions: those of a given selection are
- * copied relative to the sequence's start, and those that select writes are moved afterwards. */
+ * own, whose tensors are views. Only `expiry` holds positions: a given one is copied relative to
+ * the sequence's start, and one that select writes is moved afterwards. */
 #include "core/packed.h"
 
 #include "core/adapter.h"
@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-/* What cutting takes of the workspace. Its size does not depend on where the sequences start. */
+/* Workspace of cutting. Its size does not depend on where the sequences start. */
 typedef struct packed_scratch {
     int32_t *expiry;  /* [kv_heads, kv_len]: of one sequence, relative to its start */
     uint8_t *invalid; /* [kv_len] zeros: key_valid of the positions after the last sequence */
@@ -30,7 +30,7 @@ static packed_scratch take_scratch(fdma_arena *arena, const fdma_problem *packed
     return scratch;
 }
 
-/* The part of a tensor that belongs to some positions. */
+/* Cuts a tensor to a range of positions. */
 static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_range own) {
     for (int axis = 0; axis < tensor->rank; axis++) {
         const char dim = entry->dims[axis];
@@ -45,13 +45,12 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_
     }
 }
 
-/* The positions of a sequence, or those after the last one, of which no key is valid. */
+/* The positions of a sequence, or those after the last sequence, where no key is valid. */
 typedef struct packed_range {
     sequence_range own;
     bool is_sequence;
 } packed_range;
 
-/* The positions between two starts, or after the last one. */
 static packed_range range_at(const fdma_problem *packed, int64_t n) {
     const int32_t *const starts = packed->starts.data;
     const bool is_last = n + 1 == packed->starts.shape[0];
@@ -77,7 +76,7 @@ static fdma_problem cut_problem(const fdma_problem *packed, const packed_range *
     return one;
 }
 
-/* The expiry of the keys at `own`, relative to the first of them. */
+/* Copies the expiry of the keys at `own`, relative to the first of them. */
 static void copy_expiry(const fdma_problem *packed, sequence_range own, int32_t *to) {
     const fdma_tensor *const expiry = &packed->expiry;
     const int64_t count = own.end - own.first;
@@ -89,7 +88,7 @@ static void copy_expiry(const fdma_problem *packed, sequence_range own, int32_t 
     }
 }
 
-/* Makes positions of the packed problem of those that select wrote for the keys at `own`. */
+/* Moves the expiry that select wrote for the keys at `own` to positions of the packed problem. */
 static void move_expiry(const fdma_problem *packed, sequence_range own) {
     const fdma_tensor *const expiry = &packed->expiry;
     for (int64_t g = 0; g < packed->kv_heads; g++)
@@ -105,8 +104,8 @@ static size_t range_workspace(const adapted_kernel *inner, const fdma_problem *p
     return one.kv_len > 0 ? fdma_adapted_workspace(inner, &one, depth) : 0;
 }
 
-/* With check_all the workspace of the range that needs the largest one; with check_shapes one that
- * suffices for every sequence, and for the positions after the last one. */
+/* With check_all the workspace of the range that needs most. With check_shapes one that suffices
+ * for every sequence and for the positions after the last. */
 static size_t largest_workspace(const adapted_kernel *inner, const fdma_problem *packed,
                                 check_depth depth) {
     const packed_range any[] = {{{0, packed->kv_len}, true}, {{0, packed->kv_len}, false}};

@@ -3,6 +3,6 @@
 
 #include "core/problem.h"
 
-/* The problem that is cut. Each of its cuts adds its rows to dsink_logit and its pairs to
- * dattn_bias, which are cleared here unless the call itself adds to them. */
+/* Prepares a problem for cutting. Every cut adds its rows to dsink_logit and its pairs to
+ * dattn_bias. Clears both first, dsink_logit only if the call does not add to it. */
 fdma_problem fdma_prepare_cuts(const fdma_problem *problem);

@@ -1,5 +1,4 @@
-/* Kernels of the CPU add to float32 sums in the workspace, as if they were a dattn_bias in
- * float32. */
+/* Kernels of the CPU add to float32 sums in the workspace in place of a 16-bit dattn_bias. */
 #include "core/pair_sums.h"
 
 #include "core/adapter.h"
@@ -11,7 +10,7 @@ static bool applies(const fdma_kernel *kernel, const fdma_problem *problem) {
     return has_short_pairs(problem);
 }
 
-/* The problem with sums from the arena in place of dattn_bias. */
+/* Replaces dattn_bias by sums from the arena. */
 static fdma_problem sum_problem(const fdma_problem *problem, fdma_arena *arena) {
     const size_t count = (size_t)count_elements(&problem->dattn_bias);
     float *const sums = fdma_arena_take(arena, count * sizeof *sums);
@@ -21,7 +20,6 @@ static fdma_problem sum_problem(const fdma_problem *problem, fdma_arena *arena) 
     return summed;
 }
 
-/* Rounds contiguous sums into a tensor. */
 static void round_sums(const float *from, const fdma_tensor *to) {
     for (int64_t x0 = 0; x0 < to->shape[0] && !is_empty(to); x0++)
         for (int64_t x1 = 0; x1 < to->shape[1]; x1++)

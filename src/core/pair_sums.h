@@ -3,7 +3,7 @@
 
 #include "core/problem.h"
 
-/* Whether the elements of dattn_bias have 16 bits. */
+/* True if dattn_bias has 16-bit elements. */
 static inline bool has_short_pairs(const fdma_problem *problem) {
     return is_present(&problem->dattn_bias) && fdma_dtype_size(problem->dattn_bias.dtype) == 2;
 }

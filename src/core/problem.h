@@ -1,5 +1,4 @@
-/* A validated call, which is what every kernel works from. It is made once from a public argument
- * struct. */
+/* A validated call, made once from a public argument struct. Every kernel works from it. */
 #pragma once
 
 #include "core/dropout.h"
@@ -29,42 +28,42 @@ typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
 
-/* Which pages the rows of a stream's carried keys are in. A page has 1 << shift rows. */
+/* Pages of a stream's carried keys. A page has 1 << shift rows. */
 typedef struct key_pages {
     const int32_t *page; /* the number of each page, in the order of rows; NULL: no pages */
     int shift;
 } key_pages;
 
-/* What a selection for the last positions alone leaves for a forward call on a device: all of it is
- * scratch, in the form in which kernels of forward read it (cuda/plan/plan.cuh). */
+/* A selection for the last positions only, which a select kernel leaves for forward on a device.
+ * All of it is scratch, in the layout that forward kernels read (cuda/plan/plan.cuh). */
 typedef struct fdma_last_keys {
-    fdma_tensor list;   /* [batch, kv_heads, room] int32: the keys that are live at the first of the
-                           positions, then those that arrive after it, both ascending; absent: the
-                           selection is in expiry and slot */
-    fdma_tensor count;  /* [batch, kv_heads, 2] int32: how many the former are, and both together */
-    fdma_tensor record; /* [batch, kv_heads, kv_len, 2]: int32 expiry and float32 bias, of the keys
-                           of the list alone */
+    fdma_tensor list;   /* [batch, kv_heads, room] int32: keys live at the first position, then keys
+                           that arrive later, both ascending; absent: the selection is in expiry
+                           and slot */
+    fdma_tensor count;  /* [batch, kv_heads, 2] int32: number of the former, and of both together */
+    fdma_tensor record; /* [batch, kv_heads, kv_len, 2]: int32 expiry and float32 bias, set only
+                           for the keys of the list */
 } fdma_last_keys;
 
-/* What passes from select to forward in a fused call on a device, beside the selection. In calls of
- * their own all of it is 0. */
+/* Passed from select to forward in a fused call on a device, beside the selection. All of it is 0
+ * in calls of a single operation. */
 typedef struct fused_steps {
-    const struct fdma_problem *forward; /* select: the step that attends to what it selects */
-    int64_t last_positions; /* select: only the last positions, so many up to the last key that
-                               exists, need a result; 0: all. Kernels may select for all */
+    const struct fdma_problem *forward; /* select: the step that uses its selection */
+    int64_t last_positions; /* select: only this many positions, up to the last key that exists,
+                               need a result; 0: all. Kernels may select for all */
     fdma_last_keys
         last_keys;     /* if present, kernels with trait_writes_last_keys write them, with the
                                  bias, and forward reads them in place of expiry and slot. Other
                                  kernels of select ignore them */
-    bool plan_is_made; /* forward: select has also made what forward works from */
+    bool plan_is_made; /* forward: select has made the plan of forward */
 } fused_steps;
 
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
-    fdma_dtype dtype; /* of the operation's first tensor */
+    fdma_dtype dtype; /* dtype of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
-    int64_t carried_len; /* keys that stand before those of the call; kv_len counts them too */
+    int64_t carried_len; /* keys before the keys of the call; kv_len counts them too */
     int64_t new_len;     /* keys of the call: kv_len - carried_len */
     int64_t group;       /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,
@@ -77,66 +76,64 @@ typedef struct fdma_problem {
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
     fdma_cache cache;        /* its tensors and sizes */
-    int64_t pages, page_len; /* with a page table: of the pools of k and v */
+    int64_t pages, page_len; /* with a page table: sizes of the pools of k and v */
     key_pages carried_pages; /* k_carried and v_carried are then pools. Rows whose page is missing
                                 are kept by no query */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
-    double gap;    /* of the selection; 0: off. If it is given and not made, slots may be empty */
-    int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
+    double gap;    /* of the selection; 0: off. Slots of a given one with a gap may be empty */
+    int64_t slots; /* window + recent of a selection, at most INT64_MAX */
     int64_t tile_len;
     double scale;   /* never 0 */
     double softcap; /* 0: off */
     dropout_params dropout;
-    int64_t first_entry, first_position; /* of a problem that is cut out of a call: where its batch
-                                            and its positions begin in those of the call, which
-                                            dropout depends on */
+    int64_t first_entry, first_position; /* of a problem that is cut out of a call: its first batch
+                                            entry and position in the call; dropout depends on
+                                            them */
     fdma_scope scope;
     fdma_bias_form bias_form;
     bool causal;
     bool selected;
     bool deterministic;
     bool accumulate;        /* gradients are added to what their tensors hold */
-    bool add_dsinks;        /* dsink_logit is added to what its tensor holds: with `accumulate`, and
+    bool add_dsinks;        /* dsink_logit is added to its tensor's content: with `accumulate`, and
                              in each of the problems that a call is cut into */
-    bool add_dattn_bias;    /* dattn_bias is: in each of those problems */
-    bool add_dbias_carried; /* dbias_carried is: with `accumulate` of a fused call */
-    bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
-    bool only_mask_lists; /* forward: makes mask_lists, and writes nothing else */
-    bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
+    bool add_dattn_bias;    /* the same for dattn_bias, in such problems only */
+    bool add_dbias_carried; /* the same for dbias_carried, with `accumulate` of a fused call */
+    bool only_checks;       /* backward: checks the selection, and writes nothing */
+    bool only_mask_lists;   /* forward: makes mask_lists, and writes nothing else */
+    bool any_len; /* asks for a workspace that also serves every smaller kv_len and q_len */
     fused_steps fused;
-    fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
+    fdma_selection *made;             /* select: the caller's, in which a call records its rules */
     const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */
     fdma_exec exec;
 } fdma_problem;
 
-/* Which checks a call makes: check_shapes leaves out data and workspace, which may still be NULL
- * where only the workspace size or the kernel is asked for. */
+/* Depth of the checks. check_shapes ignores the pointers to data and workspace, which may still be
+ * NULL in a question for the workspace size or the kernel. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
 static inline bool is_fused(fdma_operation operation) {
     return operation == operation_attention || operation == operation_attention_backward;
 }
 
-/* Whether a call has a cache. */
 static inline bool has_cache(fdma_operation operation) {
     return operation == operation_decode || operation == operation_cache_store ||
            operation == operation_cache_copy;
 }
 
-/* Whether an operation computes attention, or its gradients, from q and k. */
+/* True if an operation computes attention, or its gradients, from q and k. */
 static inline bool is_attending(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
            operation == operation_decode || operation == operation_probabilities ||
            is_fused(operation);
 }
 
-/* Whether the caller's version of a selection has the field `gap`. */
+/* True if the caller's version of a selection has the field `gap`. */
 static inline bool has_gap_field(const fdma_selection *selection) {
     return selection->size >= offsetof(fdma_selection, gap) + sizeof selection->gap;
 }
 
-/* The position of query i. */
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
     return i + problem->kv_len - problem->q_len;
 }
@@ -146,7 +143,7 @@ static inline int64_t count_tiles(const fdma_problem *problem) {
     return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
 }
 
-/* The positions of a tile's queries; without causal masking they all see what the last position
+/* The positions of a tile's queries. Without causal masking all queries see what the last position
  * sees. */
 typedef struct tile_span {
     int64_t first, last;
@@ -181,19 +178,18 @@ static inline sequence_range sequence_at(const fdma_problem *problem, int64_t po
                                            : (sequence_range){position, position};
 }
 
-/* The code of query head h of sequence b at position p; see core/dropout.h. */
+/* Code of query head h of sequence b at position p; see core/dropout.h. */
 static inline row_code row_code_of(const fdma_problem *problem, int64_t b, int64_t h, int64_t p) {
     const int64_t head = (problem->first_entry + b) * problem->q_heads + h;
     return dropout_row(&problem->dropout, head, problem->first_position + p);
 }
 
-/* That of key j and kv head g. */
+/* Code of key j and kv head g. */
 static inline uint32_t key_code_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
     const int64_t head = (problem->first_entry + b) * problem->kv_heads + g;
     return dropout_key(&problem->dropout, head, problem->first_position + j);
 }
 
-/* Whether dropout drops the pair of a query at position p and key j. */
 static inline bool is_dropped(const fdma_problem *problem, row_code row, int64_t b, int64_t g,
                               int64_t j, int64_t p) {
     const uint32_t threshold = problem->dropout.threshold;
@@ -214,17 +210,17 @@ static inline key_storage storage_of_key(const fdma_problem *problem, const fdma
                                     : (key_storage){own, j - problem->carried_len};
 }
 
-/* Whether the gradient of the bias of key j is added to what its tensor holds. */
+/* True if the gradient of key j's bias is added to the content of its tensor. */
 static inline bool adds_dbias(const fdma_problem *problem, int64_t j) {
     return problem->add_dbias_carried && j < problem->carried_len;
 }
 
-/* Where a row of keys is in a tensor: its indices on the first two axes. */
+/* Indices of a row of keys on the first two axes of a tensor. */
 typedef struct key_indices {
     int64_t first, row;
 } key_indices;
 
-/* Where k_carried and v_carried have the row of carried key j. */
+/* Indices of the row of carried key j in k_carried and v_carried. */
 static inline key_indices indices_of_carried(const fdma_problem *problem, int64_t b, int64_t j) {
     const key_pages *const pages = &problem->carried_pages;
     if (pages->page == NULL)
@@ -237,7 +233,7 @@ static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t 
     return !is_present(valid) || ((const uint8_t *)valid->data)[b * valid->stride[0] + j] != 0;
 }
 
-/* Whether the query at position p attends to key j, by causality, validity, sequence and expiry. */
+/* True if the query at position p keeps key j, by causality, validity, sequence and expiry. */
 static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, int64_t j,
                            int64_t p) {
     const fdma_tensor *const expiry = &problem->expiry;
@@ -253,7 +249,7 @@ static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, in
     return problem->causal ? p < end : end == (int32_t)own.end;
 }
 
-/* Where a tensor shaped as attn_mask has the number of query head h, query i and key j. */
+/* Offset of query head h, query i and key j in a tensor shaped as attn_mask. */
 static inline int64_t offset_of_pair(const fdma_problem *problem, const fdma_tensor *tensor,
                                      int64_t b, int64_t h, int64_t i, int64_t j) {
     const int64_t head = tensor->shape[1] == problem->q_heads ? h : h / problem->group;
@@ -261,7 +257,7 @@ static inline int64_t offset_of_pair(const fdma_problem *problem, const fdma_ten
            j * tensor->stride[3];
 }
 
-/* Whether query i of head h attends to key j: by is_kept() and by the mask. */
+/* True if query i of head h attends to key j, by is_kept() and by the mask. */
 static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h, int64_t i,
                               int64_t j) {
     const fdma_tensor *const mask = &problem->attn_mask;
@@ -271,7 +267,7 @@ static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h,
            ((const uint8_t *)mask->data)[offset_of_pair(problem, mask, b, h, i, j)] != 0;
 }
 
-/* Whether query i of head h attends to no key. */
+/* True if query i of head h attends to no key. */
 static inline bool is_empty_row(const fdma_problem *problem, int64_t b, int64_t h, int64_t i) {
     int64_t j = 0;
     while (j < problem->kv_len && !attends_to(problem, b, h, i, j))

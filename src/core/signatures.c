@@ -35,7 +35,7 @@
         ARG(operation, dv_carried, "brgd", same, optional_output),                                 \
         ARG(operation, dbias_carried, "bgr", wide, optional_output)
 
-/* The tensors that have a number for each pair of a query and a key. */
+/* The tensors with an element for each pair of a query and a key. */
 #define PAIRS(operation)                                                                           \
     ARG(operation, attn_mask, "BHIJ", uint8, optional),                                            \
         ARG(operation, attn_bias, "BHIJ", weight, optional)
@@ -50,15 +50,15 @@
         ARG(operation, cache.table.seen, "p", int32, output),                                      \
         ARG(operation, cache.page_table, "px", int32, optional)
 
-/* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
- * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
- * carried keys: r these, n the keys of the call, j both; z window + recent, which are the rows of a
- * stream's table; p the sequences of a cache, r or z their rows, x the pages of each; e the prompts
- * of a call, which are its packed sequences or its batch. With a page table, k and v of a cache are
+/* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim, t
+ * tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. With carried keys: r the
+ * carried keys, n the keys of the call, j both; z window + recent, which are the rows of a stream's
+ * table; p the sequences of a cache, r or z their rows, x the pages of each; e the prompts of a
+ * call, which are its packed sequences or its batch. With a page table, k and v of a cache are
  * pools: their first axes are m, the pages of a pool, and l, the rows of a page; y counts bytes. B,
- * H, I and J are axes of b, h, i and j elements that may have length 1 instead, H also that of g.
- * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
- * others must agree: the tensors that a caller is least likely to get wrong come first. */
+ * H, I and J are axes of b, h, i and j elements that may have length 1 instead; H may also have g
+ * elements. The first tensor with one of b, i, j, h, g, d, n, r, p, m and l settles its length, and
+ * the others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),

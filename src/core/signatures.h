@@ -24,7 +24,7 @@ typedef union any_args {
 } any_args;
 
 typedef enum tensor_dtypes {
-    dtypes_same,   /* that of the first tensor, which may have any floating-point dtype */
+    dtypes_same,   /* dtype of the first tensor, which may have any floating-point dtype */
     dtypes_weight, /* the same, or float32 */
     dtypes_wide,   /* float32, or float64 for the reference */
     dtypes_int32,
@@ -33,7 +33,7 @@ typedef enum tensor_dtypes {
     dtypes_as_dt_proj,
     dtypes_as_a,
     dtypes_as_dt_bias,
-    dtypes_as_attn_bias, /* that of attn_bias, or as dtypes_wide */
+    dtypes_as_attn_bias, /* as attn_bias, or as dtypes_wide */
 } tensor_dtypes;
 
 typedef enum tensor_role {
@@ -46,7 +46,7 @@ typedef enum tensor_role {
 typedef struct tensor_entry {
     const char *name;
     const char *dims; /* a letter for each axis, see signatures.c */
-    int32_t rank;     /* how many there are */
+    int32_t rank;     /* number of letters */
     size_t offset;    /* in the argument struct, or in fdma_selection */
     size_t member;    /* in fdma_problem */
     tensor_dtypes dtypes;
@@ -54,7 +54,7 @@ typedef struct tensor_entry {
     bool in_selection; /* absent where the call has no selection */
 } tensor_entry;
 
-enum { most_tensors = 32 }; /* of one operation */
+enum { most_tensors = 32 }; /* tensors of one operation */
 
 /* The tensors of one operation, in the order in which they are checked. */
 typedef struct tensor_table {
@@ -62,7 +62,7 @@ typedef struct tensor_table {
     size_t count;
 } tensor_table;
 
-/* Whether the letter of an axis says that it may have length 1 and is then broadcast. */
+/* True if an axis of this letter may have length 1 and is then broadcast. */
 static inline bool may_broadcast(char dim) { return dim >= 'A' && dim <= 'Z'; }
 
 extern const tensor_table fdma_tensors[]; /* indexed by fdma_operation */

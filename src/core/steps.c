@@ -18,19 +18,20 @@ static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole,
     return fdma_tensor_3d(data, dtype, whole->batch, whole->kv_heads, len);
 }
 
-/* A float32, of float64 calls a float64, for each new key and kv head; none for carried keys. */
+/* One float per new key and kv head, float64 in float64 calls, otherwise float32. None for carried
+ * keys. */
 static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_problem *whole) {
     const bool wide = whole->dtype == FDMA_FLOAT64;
     return take_key_tensor(arena, whole, whole->new_len, wide ? FDMA_FLOAT64 : FDMA_FLOAT32);
 }
 
-/* An int32 for each key, carried ones included. */
+/* One int32 per key, carried keys included. */
 static fdma_tensor take_key_ints(fdma_arena *arena, const fdma_problem *whole) {
     return take_key_tensor(arena, whole, whole->kv_len, FDMA_INT32);
 }
 
-/* Adds last_keys. A record has 8 bytes, as expiry and slot of a key have together: the records are
- * where these would be, since a call needs either the one or the other. */
+/* Adds last_keys. A record has 8 bytes, as expiry and slot of a key have together. The records take
+ * the memory of expiry and slot, because a call needs either the one or the other. */
 static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
     const int64_t b = whole->batch, g = whole->kv_heads, n = whole->kv_len;
     const int64_t most = whole->slots < n ? whole->slots + whole->q_len - 1 : n;
@@ -43,7 +44,7 @@ static void add_last_keys(fdma_arena *arena, fdma_problem *whole) {
     whole->fused.last_keys.count = take_key_tensor(arena, whole, 2, FDMA_INT32);
 }
 
-/* Adds the tensors that pass between the steps and that the caller did not give. */
+/* Adds the tensors between the steps that the caller did not give. */
 static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_problem *whole) {
     const bool forward = whole->operation == operation_attention;
     const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
@@ -61,8 +62,8 @@ static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_p
         whole->slot = take_key_ints(arena, whole);
 }
 
-/* At how many of the last positions a call reads its selection; 0: at all of them. A call needs the
- * whole selection if the caller asks for it, or if there are tables of carried keys. */
+/* Number of last positions at which a call reads its selection; 0: all. A call needs the whole
+ * selection if the caller asks for it, or if there are tables of carried keys. */
 static int64_t last_positions_of(const fdma_problem *whole) {
     enum { most_queries = 16 }; // as many as kernels for few queries take
     const bool is_scratch = !is_present(&whole->expiry) && !is_present(&whole->slot);
@@ -72,8 +73,8 @@ static int64_t last_positions_of(const fdma_problem *whole) {
     return is_scratch && is_causal && is_few && is_whole && whole->kv_len > 0 ? whole->q_len : 0;
 }
 
-/* Adds a step with all options of the whole call, and with those of the call's tensors that are in
- * the table of `operation`. */
+/* Adds a step with all options of the whole call, and with the call's tensors that `operation`
+ * has. */
 static fdma_status add_step(call_steps *steps, fdma_operation operation) {
     const fdma_problem *const whole = &steps->whole;
     fdma_problem *const step = &steps->split[steps->count++];
@@ -145,7 +146,7 @@ static fdma_status split_decode(call_steps *steps) {
     steps->problems = steps->split;
     steps->count = 0;
     FDMA_TRY(add_step(steps, operation_score));
-    whole->dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
+    whole->dt_bias = (fdma_tensor){0}; // already in the score
     return add_step(steps, operation_decode);
 }
 

@@ -1,10 +1,11 @@
-/* The keys of a table, sorted by position, and after them the keys of the call are a sequence. The
- * selection of this sequence is that of the stream: a key that the table does not hold has been
- * evicted, and competes no more. So a kernel that does not take tables selects from a copy of the
- * scores in this order, in which each (b, g) is a sequence of its own. Its slots become rows of the
- * table.
+/* The keys of a table, sorted by position, followed by the keys of the call, form a sequence.
+ * Selecting from this sequence gives the selection of the stream: a key that is not in the table
+ * was evicted and does not compete any more. So a kernel that does not take tables selects from a
+ * copy of the scores in this order, in which each (b, g) is a sequence of its own. Its slots become
+ * rows of the table.
  *
- * Empty rows stand first, as keys that are not valid: the keys of the call keep their indices. */
+ * Empty rows stand first, as keys that are not valid, so that the keys of the call keep their
+ * indices. */
 #include "core/streams.h"
 
 #include "core/adapter.h"
@@ -37,7 +38,6 @@ static stream_scratch take_scratch(fdma_arena *arena, const fdma_problem *stream
     return scratch;
 }
 
-/* The problem of the sequence that the kernel selects from. */
 static fdma_problem sequence_of(const fdma_problem *stream, const stream_scratch *scratch) {
     const int64_t heads = stream->batch * stream->kv_heads, len = stream->kv_len;
     fdma_problem one = *stream;
@@ -53,7 +53,7 @@ static fdma_problem sequence_of(const fdma_problem *stream, const stream_scratch
     return one;
 }
 
-/* Merge sort, from runs of one number to runs of all. Returns where the sorted numbers are. */
+/* Merge sort. Returns the buffer that holds the sorted numbers. */
 static int64_t *sort_numbers(int64_t *numbers, int64_t *spare, int64_t count) {
     for (int64_t run = 1; run < count; run *= 2) {
         for (int64_t first = 0; first < count; first += 2 * run) {
@@ -84,7 +84,6 @@ static void sort_rows(const fdma_problem *stream, int64_t b, int64_t g,
         row[n] = (int32_t)(sorted[n] & INT32_MAX);
 }
 
-/* Fills in scores and validity of one (b, g). */
 static void fill_sequence(const fdma_problem *stream, int64_t b, int64_t g, const int32_t *row,
                           fdma_problem *one) {
     const fdma_table *const table = &stream->table_in;
@@ -108,15 +107,15 @@ static void fill_sequence(const fdma_problem *stream, int64_t b, int64_t g, cons
         valid[rows + j] = is_valid_key(stream, b, j);
 }
 
-/* Slot s of the sequence is that of its valid key s, which has a row already, or, beyond the
- * carried keys, the next empty row. */
+/* Row of a slot. The first slots belong to the valid carried keys, which keep their rows; each
+ * later slot takes the next empty row. */
 static int32_t row_of_slot(const int32_t *row, int64_t rows, int64_t empty, int32_t slot) {
     return slot < rows - empty ? row[empty + slot] : row[slot - (rows - empty)];
 }
 
-/* Writes the selection of one (b, g) from that of its sequence, whose slots stay if they are not
- * the rows of the table. Of the carried keys some may be evicted by others before the keys of the
- * call. */
+/* Writes the selection of one (b, g) from the selection of its sequence. Slots become rows of the
+ * table if the table has a row for each slot. Some carried keys may be evicted by others before the
+ * keys of the call. */
 static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, const int32_t *row,
                             const fdma_problem *one) {
     const int64_t rows = stream->carried_len;
@@ -140,7 +139,7 @@ static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, co
             slot[j] < 0 || !slots_are_rows ? slot[j] : row_of_slot(row, rows, empty, slot[j]);
 }
 
-/* Writes one row of table_out; without a key an empty one. */
+/* Writes one row of table_out. Score -inf and position -1 make it empty. */
 static void write_row(const fdma_problem *stream, int64_t b, int64_t g, int64_t row, double score,
                       int32_t position) {
     const fdma_table *const table = &stream->table_out;

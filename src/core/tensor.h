@@ -1,4 +1,4 @@
-/* Tensors as arguments, and whether one is well-formed. */
+/* Tensors as arguments, and their checks. */
 #pragma once
 
 #include "fdma.h"

@@ -1,4 +1,4 @@
-/* Which entry of a tuning a problem has. */
+/* Finds the tuning entry of a problem. */
 #include "core/tuning.h"
 
 int64_t fdma_nearest_power(int64_t n) {

@@ -4,8 +4,8 @@
  * problems do not write the outputs of keys that do not exist nor, under a causal mask, of queries
  * before the first key. These outputs are filled in here.
  *
- * Scores and their gradients do not depend on positions. For them the keys that do not exist are
- * keys that are not valid, and all sequences are one problem. */
+ * Scores and their gradients do not depend on positions. For them a key that does not exist is a
+ * key that is not valid, and all sequences are one problem. */
 #include "core/adapter.h"
 #include "core/checks.h"
 #include "core/element.h"
@@ -60,7 +60,7 @@ static used_entries entries_at(const fdma_problem *whole, int64_t b, int64_t bat
     return (used_entries){b, batch, keys, before ? max(whole->q_len - keys, 0) : 0};
 }
 
-/* The problem of the keys that exist, and of the queries that do not stand before them. */
+/* The problem of the keys that exist, without the queries before the first key. */
 static fdma_problem cut_problem(const fdma_problem *whole, const used_entries *entries) {
     const tensor_table table = fdma_tensors[whole->operation];
     const tensor_ranges own = {.b = entries->b,
@@ -81,7 +81,7 @@ static fdma_problem cut_problem(const fdma_problem *whole, const used_entries *e
 
 /* ---- outputs without keys ---- */
 
-/* What an output holds for a key that does not exist, or for a query that sees none. */
+/* Value of an output for a key that does not exist, or for a query that sees no key. */
 static double value_without_keys(const tensor_entry *entry) {
     switch (entry->member) {
     case offsetof(fdma_problem, lse):
@@ -146,8 +146,8 @@ static void fill_range(const fdma_problem *whole, const tensor_entry *entry,
         fill_tensor(&tensor, value_without_keys(entry));
 }
 
-/* Fills in the outputs that the problem of these entries does not write: those of keys that do not
- * exist, and those of queries that stand before every key. Probabilities have both axes. */
+/* Fills in the outputs that the problem of these entries does not write: for keys that do not
+ * exist, and for queries before the first key. Probabilities have both axes. */
 static void fill_rest(const fdma_problem *whole, const used_entries *entries) {
     const tensor_table table = fdma_tensors[whole->operation];
     const tensor_ranges before = {.b = entries->b,
@@ -176,7 +176,7 @@ static bool is_of_scores(const fdma_problem *problem) {
     return problem->operation == operation_score || problem->operation == operation_score_backward;
 }
 
-/* The problem in which `valid` [batch, kv_len] makes padding of the keys that do not exist. */
+/* A problem in which `valid` [batch, kv_len] marks the keys that do not exist as padding. */
 static fdma_problem mask_problem(const fdma_problem *whole, uint8_t *valid) {
     fdma_problem one = *whole;
     one.kv_used = (fdma_tensor){0};
@@ -202,7 +202,7 @@ static fdma_status run_masked(const adapted_kernel *inner, const fdma_problem *w
 
 /* ---- all operations ---- */
 
-/* How many batch entries a problem has: all if equally many keys exist in each, otherwise one. */
+/* Batch entries per problem: all if equally many keys exist in each, otherwise one. */
 static int64_t count_entries(const fdma_problem *whole) {
     const int32_t *const used = whole->kv_used.data;
     for (int64_t b = 1; b < whole->batch; b++)

@@ -1,4 +1,4 @@
-/* What this CPU has, and which kernels that allows. */
+/* The features of this CPU, and the kernels that they allow. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // syscall()
 #endif
@@ -35,7 +35,7 @@ static const kernel_table *const tables[] = {
     &fdma_cpu_neonbf16_vectors,
     &fdma_cpu_neonbf16,
 #endif
-    // not the last table: why a kernel that could run refuses is the better answer to "cpu"
+    // not the last table: the reason why a runnable kernel refuses is the better answer to "cpu"
     &fdma_cpu_absent,
     &fdma_cpu_scalar,
     NULL,
@@ -51,7 +51,7 @@ const kernel_backend fdma_cpu_backend = {.tables = tables, .adapters = fdma_host
 #include <sys/syscall.h>
 #endif
 
-/* Kernels need the beginning of this list, each as many features as stand beside its `missing`. */
+/* Each kernel needs the first features of this list; its `missing` has their number. */
 static const char *const feature_names[] = {
     "avx2",     "fma",      "f16c",     "bmi",        "bmi2", "avx512f",
     "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "amx",
@@ -63,7 +63,7 @@ enum {
     is_known = 1 << 29,
 };
 
-/* Asks cpuid for what some compilers do not know. */
+/* Asks cpuid directly where some compilers know no name of a feature. */
 static uint32_t ask_cpu(void) {
     enum { amx_bf16_and_tile = 1 << 22 | 1 << 24, avx512_bf16 = 1 << 5 };
     unsigned a, b, c, d;
@@ -92,8 +92,8 @@ static uint32_t ask_cpu(void) {
     return bits;
 }
 
-/* Bit n: whether this CPU has feature n. It is asked once, because cpuid takes microseconds in a
- * virtual machine. */
+/* Bit n is set if this CPU has feature n. Asked once, because cpuid takes microseconds in a virtual
+ * machine. */
 static uint32_t cpu_bits(void) {
     static _Atomic uint32_t known;
     if (known == 0)
@@ -111,7 +111,7 @@ const char *fdma_missing_avx2(void) { return first_missing(5); }
 
 const char *fdma_missing_avx512(void) { return first_missing(9); }
 
-/* The compiler of this build may have known less than the CPU. */
+/* The compiler of this build may not have supported it, even if the CPU does. */
 const char *fdma_missing_avx512bf16(void) {
 #if !defined(FDMA_HAVE_AVX512BF16)
     return "a build with avx512bf16";
@@ -119,8 +119,8 @@ const char *fdma_missing_avx512bf16(void) {
     return first_missing(10);
 }
 
-/* Linux lets a process use AMX's tiles once it has asked for them. That makes its signal frames
- * larger, so it is asked for only if the kernels could run. */
+/* Linux lets a process use AMX's tiles once it has asked for them. That enlarges its signal frames,
+ * so it asks only if the kernels could run. */
 static bool has_tile_permission(void) {
     enum { unknown, granted, denied, request_permission = 0x1023, tile_data = 18 };
     static _Atomic int state = unknown;
@@ -139,7 +139,8 @@ const char *fdma_missing_amx(void) {
     return missing == NULL && !has_tile_permission() ? "the system's permission for amx" : missing;
 }
 
-/* Per cycle, vdpbf16ps does half of what float32 multiply-adds do on Intel, on AMD twice that. */
+/* Per cycle, vdpbf16ps does half as many multiply-adds as float32 instructions on Intel, and twice
+ * as many on AMD. */
 static bool has_faster_pairs(void) {
     return (fdma_missing_avx512bf16() == NULL && (cpu_bits() & made_by_intel) == 0) ||
            fdma_missing_amx() == NULL;
@@ -180,7 +181,7 @@ static bool has_bf16(void) {
 
 const char *fdma_missing_neon(void) { return NULL; }
 
-/* The compiler of this build may have known less than the CPU. */
+/* The compiler of this build may not have supported it, even if the CPU does. */
 const char *fdma_missing_neonbf16(void) {
 #if !defined(FDMA_HAVE_NEONBF16)
     return "a build with neonbf16";
@@ -194,7 +195,7 @@ static void list_features(char *text, size_t size) {
     snprintf(text, size, "neon%s", has_bf16() ? " bf16" : "");
 }
 
-/* The CPU's maker and model, as the numbers that /proc/cpuinfo has too: there are no names. */
+/* The CPU's maker and model as the numbers in /proc/cpuinfo: there are no names. */
 static void name_cpu(char *text, size_t size) {
     enum { has_cpuid = 1 << 11 }; // HWCAP_CPUID: Linux lets programs read MIDR_EL1
     uint64_t midr = 0;
@@ -221,7 +222,6 @@ static void name_cpu(char *text, size_t size) { snprintf(text, size, "CPU"); }
 
 const char *fdma_missing_scalar(void) { return NULL; }
 
-/* The CPU kernels compute in float32. */
 const char *fdma_refuses_wide(const fdma_problem *problem) {
     const tensor_table table = fdma_tensors[problem->operation];
     for (size_t t = 0; t < table.count; t++) {
@@ -238,8 +238,8 @@ const char *fdma_refuses_singles(const fdma_problem *problem) {
                                                              : reason;
 }
 
-/* Leaves bfloat16 to kernels that do it faster, unless the call asks for this one by more than the
- * backend's name. */
+/* Leaves bfloat16 to kernels that are faster at it, unless exec.kernel names more than the
+ * backend. */
 const char *fdma_refuses_slow(const fdma_problem *problem) {
     const char *const kernel = problem->exec.kernel;
     const bool forced = kernel && strchr(kernel, '/');
@@ -248,7 +248,7 @@ const char *fdma_refuses_slow(const fdma_problem *problem) {
     return fdma_refuses_wide(problem);
 }
 
-/* Decode keeps the sums of all rows of a kv head side by side: for more rows, tiles are faster. */
+/* Decode keeps the sums of all rows of a kv head side by side. For more rows, tiles are faster. */
 const char *fdma_refuses_decode(const fdma_problem *problem) {
     enum { most_rows = 16 };
     if (problem->dropout.threshold != 0)
@@ -265,7 +265,7 @@ const char *fdma_refuses_slow_decode(const fdma_problem *problem) {
     return reason != NULL ? reason : fdma_refuses_decode(problem);
 }
 
-/* Decode of the points that attend in bfloat16 only. */
+/* Decode at points that attend in bfloat16 only. */
 const char *fdma_refuses_decode_singles(const fdma_problem *problem) {
     const char *const reason = fdma_refuses_singles(problem);
     return reason != NULL ? reason : fdma_refuses_decode(problem);

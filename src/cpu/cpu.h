@@ -1,4 +1,4 @@
-/* The CPU backend: its kernels, and what the CPU is. */
+/* The CPU backend: its kernels, and a description of the CPU. */
 #pragma once
 
 #include "core/kernel.h"

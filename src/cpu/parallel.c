@@ -61,8 +61,8 @@ typedef struct parallel_job {
     int64_t count;
     _Atomic int64_t next;       // the next task to hand out
     _Atomic int32_t working;    // workers that have joined and not left
-    int32_t threads;            // that may join, the caller included
-    int32_t joined;             // that have joined, even if they have left; the caller counts
+    int32_t threads;            // threads that may join, including the caller
+    int32_t joined;             // threads that have joined, also those that left; the caller counts
     struct parallel_job *later; // the next job of the pool
 } parallel_job;
 
@@ -86,7 +86,7 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Pauses for some cycles, and returns whether it is still before `end`. */
+/* Pauses for some cycles. Returns true before `end`. */
 static bool spin_before(int64_t end) {
 #if defined(__x86_64__)
     _mm_pause();
@@ -111,7 +111,7 @@ static void run_tasks(parallel_job *job, int32_t thread) {
     restore_modes(modes);
 }
 
-/* This function and wait_for_post() are called, and return, with the mutex locked. */
+/* Called with the mutex locked, and returns with it locked, like wait_for_post(). */
 static void join_job(parallel_job *job) {
     const int32_t thread = job->joined++;
     job->working++;
@@ -153,8 +153,8 @@ static void *work(void *unused) {
     return NULL;
 }
 
-/* Workers handle no signals of the program. If the system refuses a thread, those that exist do the
- * work. */
+/* Workers handle no signals of the program. If the system refuses a thread, the existing ones do
+ * the work. */
 static void add_workers(void) {
     sigset_t all, old;
     if (pool.workers >= min(pool.wanted, most_threads - 1))
@@ -186,7 +186,7 @@ static int32_t default_threads;
 
 static void start_pool(void) {
     const int before = fdma_defer_cancellation();           // reading files may be cancelled
-    const char *const variable = getenv("OMP_NUM_THREADS"); // of a list, strtol() reads the first
+    const char *const variable = getenv("OMP_NUM_THREADS"); // strtol() reads the first of a list
     const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
     default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
     empty_pool();
@@ -213,7 +213,7 @@ static void post_job(parallel_job *job) {
         pthread_cond_signal(&pool.posted);
 }
 
-/* Withdraws a job, and returns when no worker uses it any more. */
+/* Withdraws a job. Returns when no worker uses it any more. */
 static void close_job(parallel_job *job) {
     pthread_mutex_lock(&pool.mutex);
     parallel_job **at = &pool.jobs;
@@ -239,7 +239,8 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     return (int32_t)min(wanted, max(tasks, 1));
 }
 
-/* The job is on this thread's stack: a thread that is cancelled ends when no worker uses it. */
+/* The job is on this thread's stack, so that a cancelled thread ends only when no worker uses
+ * it. */
 static void run_together(int32_t threads, int64_t count, parallel_task task, const void *context) {
     parallel_job job = {
         .task = task, .context = context, .count = count, .threads = threads, .joined = 1};
@@ -266,7 +267,7 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
 
 int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds,
                            int64_t thread_work) {
-    enum { least_microseconds = 100 }; // of work per thread: waking it and waiting take up to 10
+    enum { least_microseconds = 100 }; // work per thread: waking it and waiting take up to 10
     const int64_t least = thread_work > 0 ? thread_work : least_microseconds;
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least));
 }

@@ -3,30 +3,29 @@
 
 #include <stdint.h>
 
-/* Does task `index` on thread number `thread`, whose scratch memory it may use. */
+/* Runs task `index` on thread number `thread`, whose scratch memory it may use. */
 typedef void (*parallel_task)(const void *context, int64_t index, int32_t thread);
 
-/* Between these two calls pthread_cancel() does not end this thread. The first returns what the
- * second is given. */
+/* Between these two calls pthread_cancel() does not end this thread. The second takes the result of
+ * the first. */
 int fdma_defer_cancellation(void);
 void fdma_allow_cancellation(int before);
 
-/* CPUs that this process may use: those that it may run on, and no more than the quota of its
- * cgroup allows. */
+/* CPUs that this process may run on, at most as many as the quota of its cgroup allows. */
 int32_t fdma_usable_cpus(void);
 
 /* The number of threads for `tasks` tasks if exec.threads is `asked`. 0 asks for OMP_NUM_THREADS
  * if the environment sets it, else for fdma_usable_cpus(). */
 int32_t fdma_thread_count(int32_t asked, int64_t tasks);
 
-/* The same for tasks that take about `microseconds` altogether on one thread: no more threads than
- * are worth waking. */
+/* The same for tasks that take about `microseconds` in total on one thread. Returns no more threads
+ * than are worth waking. */
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds);
 
-/* The same where a thread is worth waking for `thread_work` microseconds; 0: as many as above. */
+/* The same if a thread is worth waking for `thread_work` microseconds; 0: the usual limit. */
 int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds, int64_t thread_work);
 
-/* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, of which the
- * caller is one. Tasks round to nearest, without floating-point traps and with subnormal numbers,
- * whatever the caller's modes are. */
+/* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, including the
+ * caller. Tasks round to nearest, without floating-point traps and with subnormal numbers, in any
+ * modes of the caller. */
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context);

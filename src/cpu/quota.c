@@ -20,7 +20,7 @@
 
 enum { path_bytes = 2048, text_bytes = 4096 };
 
-/* Reads the beginning of a file; "" if it cannot be read. Not by stdio, which allocates. */
+/* Reads the beginning of a file; "" if it cannot be read. Without stdio, which allocates. */
 static void read_text(const char *path, char *text, size_t bytes) {
     const int file = open(path, O_RDONLY | O_CLOEXEC);
     const ssize_t size = file >= 0 ? read(file, text, bytes - 1) : 0;
@@ -29,8 +29,7 @@ static void read_text(const char *path, char *text, size_t bytes) {
         close(file);
 }
 
-/* The numbers at the beginning of a file of a cgroup, of which 0 or 2 are wanted; 0 where they are
- * missing, as in "max 100000". */
+/* The first two integers of a file of a cgroup; 0 if they are missing, as in "max 100000". */
 static void read_numbers(const char *folder, const char *name, int64_t numbers[2]) {
     char path[path_bytes], text[64];
     char *at = text;
@@ -55,7 +54,7 @@ static int32_t cpus_of_group(const char *folder) {
     return (int32_t)min(quota[0] / quota[1] + (quota[0] % quota[1] > 0), INT32_MAX);
 }
 
-/* The least quota of a cgroup and of those above it; `path` begins with '/'. */
+/* The least quota of a cgroup and its ancestors; `path` begins with '/'. */
 static int32_t cpus_of_path(const char *mount, const char *version, const char *path) {
     char folder[path_bytes];
     const size_t root = strlen(mount) + strlen(version);
@@ -70,7 +69,7 @@ static int32_t cpus_of_path(const char *mount, const char *version, const char *
     return (int32_t)least;
 }
 
-/* Whether a list such as "cpu,cpuacct" has the word "cpu". */
+/* True if a list such as "cpu,cpuacct" has the word "cpu". */
 static bool has_cpu(const char *controllers) {
     for (const char *at = controllers; (at = strstr(at, "cpu")) != NULL; at++)
         if ((at == controllers || at[-1] == ',') && (at[3] == '\0' || at[3] == ','))

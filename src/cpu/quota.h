@@ -3,6 +3,6 @@
 
 #include <stdint.h>
 
-/* How many CPUs the quotas of this process's cgroup and of those above it allow, rounded up;
- * INT32_MAX: there is none. membership: as /proc/self/cgroup; mount: as /sys/fs/cgroup. */
+/* CPUs that the quotas of this process's cgroup and its ancestors allow, rounded up; INT32_MAX
+ * without a quota. membership: as /proc/self/cgroup; mount: as /sys/fs/cgroup. */
 int32_t fdma_quota_cpus(const char *membership, const char *mount);

@@ -9,7 +9,7 @@
 
 #include "ort/ort.h"
 
-enum { TOKENS_MAX = 64 }; // of an fdma_decode()
+enum { TOKENS_MAX = 64 }; // tokens of an fdma_decode()
 
 /* The tensors of a cache are inputs from CACHE on, and outputs from 1 on, in the same order. */
 enum { CACHE_TENSORS = 6, CACHE = ORT_SHARED_INPUTS };
@@ -35,8 +35,8 @@ void ORT_API_CALL fdma_ort_release_in_place(int *inputs, int *outputs) {
 
 /* ---- the cache ---- */
 
-/* From [batch, kv_heads, rows, head_dim], where the rows of a head are adjacent, as attention reads
- * them fastest, to the axes of fdma_cache. */
+/* Views [batch, kv_heads, rows, head_dim], where the rows of a head are adjacent because attention
+ * reads them fastest, with the axes of fdma_cache. */
 static fdma_tensor swap_heads_and_rows(fdma_tensor tensor) {
     fdma_tensor view = tensor;
     view.shape[1] = tensor.shape[2], view.stride[1] = tensor.stride[2];
@@ -63,7 +63,7 @@ static fdma_cache cache_of(const ort_call *call) {
     };
 }
 
-/* What has to hold before cache_of() and the calls of fdma.h, which check the rest. */
+/* Checks what cache_of() and the calls of fdma.h rely on. They check the rest. */
 static OrtStatus *check_ranks(const ort_call *call) {
     static const struct {
         int32_t input;
@@ -150,7 +150,7 @@ static OrtStatus *decode(const ort_call *call, const fdma_tensor *out) {
 
 /* ---- more tokens ---- */
 
-/* The two calls of a prefill, and what the first one leaves to the second. */
+/* The two calls of a prefill, and the data that the first passes to the second. */
 typedef struct prefill {
     fdma_attention_args attention;
     fdma_cache_store_args store;

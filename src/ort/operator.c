@@ -87,7 +87,7 @@ static int ORT_API_CALL last_version(const OrtCustomOp *callbacks) {
 
 /* ---- a node ---- */
 
-/* What a node keeps between its runs. Runs may overlap: none of them writes to it. */
+/* State of a node between its runs. Runs may overlap, so none of them writes to it. */
 typedef struct node {
     const ort_operator *op;
     const OrtApi *api;
@@ -221,8 +221,8 @@ static const ort_operator operators[] = {
 
 /* ---- registration ---- */
 
-/* The domain, with the interface that has made it. Sessions keep pointers to it, so all share one,
- * which lives until the library is unloaded. */
+/* The domain, with the interface that made it. Sessions keep pointers to it, so all of them share
+ * one, which lives until the library is unloaded. */
 typedef struct domain {
     const OrtApi *api;
     OrtCustomOpDomain *handle;
@@ -259,7 +259,7 @@ static OrtStatus *find_domain(const OrtApi *api, domain **found) {
     made->api = api;
     OrtStatus *const status = fill_domain(made);
     if (status != NULL || !atomic_compare_exchange_strong(&shared, found, made))
-        release_domain(made); // of another thread, if it was faster: `found` has its domain
+        release_domain(made); // another thread was faster: `found` has its domain
     else
         *found = made;
     return status;
@@ -270,7 +270,7 @@ FDMA_API OrtStatus *ORT_API_CALL RegisterCustomOps(OrtSessionOptions *options,
 
 OrtStatus *ORT_API_CALL RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {
     const OrtApi *const api = base->GetApi(ORT_OLDEST);
-    if (api == NULL) // the first version of the interface has what a status needs
+    if (api == NULL) // version 1 of the interface suffices for a status
         return fdma_ort_refuse(base->GetApi(1), ORT_NOT_IMPLEMENTED,
                                "onnxruntime: is %s, want %s or later", base->GetVersionString(),
                                ORT_OLDEST_NAME);

@@ -1,12 +1,13 @@
-/* What the operators for ONNX Runtime share. Each is a row of constants (ort_operator) and a
- * function that makes the calls of fdma.h; operator.c has the callbacks of ONNX Runtime for all. */
+/* Declarations that the operators for ONNX Runtime share. Each operator is a row of constants
+ * (ort_operator) and a function that makes the calls of fdma.h; operator.c has the callbacks of
+ * ONNX Runtime for all. */
 #pragma once
 
 #include <onnxruntime_c_api.h>
 
 #include "fdma.h"
 
-/* The oldest version of the interface that has all that is used here: that of onnxruntime 1.18. */
+/* The oldest version of the interface with everything that is used here: onnxruntime 1.18. */
 #define ORT_OLDEST 18
 #define ORT_OLDEST_NAME "1.18"
 
@@ -51,7 +52,7 @@ typedef struct ort_operator {
     OrtStatus *(*run)(const ort_call *call);
 } ort_operator;
 
-/* The `run` of each operator, and what Decode tells about its outputs. */
+/* The `run` of each operator, and Decode's callbacks for outputs that reuse inputs. */
 OrtStatus *fdma_ort_attention(const ort_call *call);
 OrtStatus *fdma_ort_decode(const ort_call *call);
 size_t ORT_API_CALL fdma_ort_decode_in_place(int **inputs, int **outputs);
@@ -94,5 +95,5 @@ typedef struct ort_scratch {
 } ort_scratch;
 
 OrtStatus *fdma_ort_take_scratch(const ort_call *call, size_t bytes, ort_scratch *scratch);
-/* Frees it, and returns `status`, unless that is NULL and freeing has failed. */
+/* Frees it. Returns `status` or, if that is NULL, the error of freeing. */
 OrtStatus *fdma_ort_free_scratch(const ort_call *call, ort_scratch *scratch, OrtStatus *status);

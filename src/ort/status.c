@@ -27,7 +27,7 @@ OrtStatus *fdma_ort_status(const OrtApi *api, fdma_status status) {
     }
 }
 
-/* Whether a query for an attribute has succeeded. */
+/* True if a query for an attribute has succeeded. Releases its status. */
 static int succeeds(const OrtApi *api, OrtStatus *status) {
     if (status == NULL)
         return 1;
@@ -45,7 +45,7 @@ static int is_there(const OrtApi *api, const OrtKernelInfo *info, const char *na
            succeeds(api, api->KernelInfoGetAttribute_string(info, name, NULL, &size));
 }
 
-/* An attribute that is absent leaves the default, as it is in the functions below. */
+/* An absent attribute gets its default, also in the functions below. */
 static OrtStatus *read_integer(const OrtApi *api, const OrtKernelInfo *info, const char *name,
                                int64_t *value) {
     if (succeeds(api, api->KernelInfoGetAttribute_int64(info, name, value)))

@@ -1,4 +1,4 @@
-/* The type Call: made from what Python has prepared, it checks tensors and makes the call. */
+/* The type Call: it checks tensors and makes a call that Python has prepared. */
 #include "call.h"
 
 enum { ALIGNMENT = 16 }; /* bytes, as in _call.py: which kernels take a tensor may depend on it */
@@ -162,8 +162,8 @@ int fits(const call *self, PyObject *given, uint64_t *addresses) {
 
 /* ---- the call ---- */
 
-/* Returns whether the call's device is the current one: 1 for the CPU; -1 with an exception set. On
- * a device it also writes that device's current stream. */
+/* Returns 1 if the call's device is the current one or the CPU, 0 if not, -1 with an exception set.
+ * On a device it also writes that device's current stream. */
 static int is_device_current(const call *self, uint64_t *stream) {
     if (self->device == Py_None)
         return 1;
@@ -184,7 +184,7 @@ static PyObject *make_outputs(const call *self, PyObject *allocate, uint64_t *ad
         const output *one = &self->outputs[index];
         PyObject *tensor = PyObject_CallObject(allocate, one->like), *cleared = NULL;
         if (tensor != NULL)
-            PyTuple_SetItem(outputs, index, tensor); /* which takes it */
+            PyTuple_SetItem(outputs, index, tensor); /* takes the reference */
         if (tensor == NULL || find_address(self, tensor, &addresses[index]) < 0 ||
             (one->is_cleared && (cleared = PyObject_CallMethod(tensor, "zero_", NULL)) == NULL))
             Py_CLEAR(outputs);

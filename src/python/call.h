@@ -1,4 +1,4 @@
-/* A direct call as C makes it: flash_dmattn._native.Call. */
+/* A direct call in C: flash_dmattn._native.Call. */
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -32,13 +32,13 @@ typedef struct output {
     int is_cleared;
 } output;
 
-/* Objects are borrowed from `plan`, the arguments that the call was made from. The addresses are
- * those of a Prepared call of _call.py, which is one of them. */
+/* Objects are borrowed from `plan`, the arguments that the call was made from. The addresses belong
+ * to a Prepared call of _call.py, which is one of these arguments. */
 typedef struct call {
     PyObject_HEAD PyObject *plan;
-    PyObject *guard;     /* function: whether tensors have the layout */
+    PyObject *guard;     /* function: true if tensors have the layout */
     PyObject *apply;     /* of the autograd.Function that records the call, or None */
-    PyObject *fail;      /* function: raises what a status stands for */
+    PyObject *fail;      /* function: raises the error of a status */
     PyObject *allocate;  /* function: a new tensor on the current device */
     PyObject *elsewhere; /* the same on the call's device, where it is not the current one */
     PyObject *device;    /* its number, or None for the CPU */
@@ -72,14 +72,14 @@ int is_true(PyObject *owned);
 /* Write the addresses of the inputs `given`. Returns 0, or -1 with an exception. */
 int find_addresses(const call *self, PyObject *given, uint64_t *addresses);
 
-/* Whether the call can be made for the inputs `given`, and their addresses: 1, 0, or -1 with an
- * exception. */
+/* Returns 1 and writes the addresses if the call can be made for the inputs `given`, 0 if not, -1
+ * with an exception. */
 int fits(const call *self, PyObject *given, uint64_t *addresses);
 
 /* Make the call for inputs at addresses[0] to addresses[input_count - 1]; there is room for all
  * tensors. Returns all outputs, or NULL with an exception. */
 PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]);
 
-/* What the caller gets of the outputs, which are released: several, or the only one, or None. NULL
- * for NULL. */
+/* Makes the caller's results of the outputs, which are released: several, the only one, or None.
+ * NULL for NULL. */
 PyObject *take_results(const call *self, PyObject *outputs);

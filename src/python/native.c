@@ -1,14 +1,14 @@
 /* flash_dmattn._native: makes direct calls.
  *
- * python/flash_dmattn/_repeat.py says what a direct call is, and plans one for each layout. This
- * module finds the calls that have been planned, and makes them. It knows
- * nothing of PyTorch but the Python functions that it is given, and of libfdma only two kinds of
- * addresses: the function, and the words of its argument struct that change from call to call. It
- * is built against the stable ABI of Python 3.8. */
+ * python/flash_dmattn/_repeat.py explains direct calls, and plans one for each layout. This module
+ * finds the planned calls, and makes them. It knows nothing of PyTorch except the Python functions
+ * that it is given, and of libfdma only two kinds of addresses: the function, and the words of its
+ * argument struct that change from call to call. It is built against the stable ABI of Python
+ * 3.8. */
 #include "call.h"
 
 enum {
-    INTERFACE = 3, /* of _repeat.py: what Python and C expect of each other */
+    INTERFACE = 3, /* version of the interface with _repeat.py */
     WATCHERS = 3,
     STATES = 3,
     KEY_ITEMS = 4 + STATES,
@@ -29,22 +29,22 @@ enum {
     NAME_COUNT,
 };
 static const char *const name_texts[NAME_COUNT] = {
-    [LEVEL] = "_current_level", /* of torch.autograd.forward_ad */
-    [NATIVE] = "native",        /* of a DirectCall */
-    [TO_SAVE] = "to_save",      /* of the context of a Function, as the next three */
+    [LEVEL] = "_current_level", /* in torch.autograd.forward_ad */
+    [NATIVE] = "native",        /* in a DirectCall */
+    [TO_SAVE] = "to_save",      /* in the context of a Function, as the next three */
     [MATERIALIZE_GRADS] = "materialize_grads",
     [NON_DIFFERENTIABLE] = "non_differentiable",
     [CALL] = "call",
-    [MEMORY] = "memory",   /* of _call.py: a thread's */
-    [DIRECT] = "direct",   /* of a Memory: lists of DirectCalls by their keys */
-    [TUNINGS] = "tunings", /* of the type Memory */
+    [MEMORY] = "memory",   /* in _call.py: the Memory of a thread */
+    [DIRECT] = "direct",   /* in a Memory: lists of DirectCalls by their keys */
+    [TUNINGS] = "tunings", /* in the type Memory */
 };
 
-/* Objects are borrowed from `plan`, but for the type and the names. */
+/* Objects are borrowed from `plan`, except the type and the names. */
 typedef struct module_state {
     PyObject *plan; /* the arguments of configure(), NULL before it */
     PyTypeObject *call_type;
-    PyObject *names[NAME_COUNT];  /* of attributes */
+    PyObject *names[NAME_COUNT];  /* names of attributes */
     PyObject *watchers[WATCHERS]; /* functions: true where something watches operators */
     PyObject *hooks;              /* function: the hooks for saved tensors, or None */
     PyObject *states[STATES];     /* functions: parts of a key */
@@ -54,9 +54,9 @@ typedef struct module_state {
 
 /* ---- what calls depend on beside the layouts of tensors ---- */
 
-/* Whether something needs the dispatcher that no guard notices: a mode, the profiler, or forward
- * mode, in which tensors have tangents. Hooks for saved tensors are apply()'s affair. Returns 1, 0,
- * or -1 with an exception. */
+/* Returns 1 if something needs the dispatcher that no guard notices: a mode, the profiler, or
+ * forward mode, in which tensors have tangents. Hooks for saved tensors are left to apply().
+ * Returns 0 if not, or -1 with an exception. */
 static int find_watcher(const module_state *state) {
     for (int index = 0; index < WATCHERS; index++) {
         const int truth = is_true(PyObject_CallObject(state->watchers[index], NULL));
@@ -64,7 +64,7 @@ static int find_watcher(const module_state *state) {
             return truth;
     }
     PyObject *level = PyDict_GetItemWithError(state->forward_ad, state->names[LEVEL]);
-    if (level == NULL) /* a PyTorch whose forward mode is not known here */
+    if (level == NULL) /* the forward mode of this PyTorch is not known here */
         return PyErr_Occurred() ? -1 : 1;
     return PyLong_AsLong(level) >= 0 ? 1 : PyErr_Occurred() ? -1 : 0;
 }
@@ -150,7 +150,6 @@ static PyObject *not_implemented(void) {
     return Py_NotImplemented;
 }
 
-/* The Call of a DirectCall. */
 static call *find_native(const module_state *state, PyObject *owner) {
     PyObject *native = PyObject_GetAttr(owner, state->names[NATIVE]);
     if (native != NULL && Py_TYPE(native) != state->call_type) {
@@ -240,7 +239,8 @@ static PyObject *make_key(PyObject *module, PyObject *args) {
     return key;
 }
 
-/* The tuple of what autograd saves, of the arguments (ctx, owner, *given) and the outputs. */
+/* The tuple of objects that autograd saves, from the arguments (ctx, owner, *given) and the
+ * outputs. */
 static PyObject *pick_kept(const call *self, PyObject *args, PyObject *outputs) {
     const Py_ssize_t count = PyTuple_Size(self->kept);
     PyObject *kept = PyTuple_New(count);
@@ -258,7 +258,8 @@ static PyObject *pick_kept(const call *self, PyObject *args, PyObject *outputs) 
     return kept;
 }
 
-/* What ctx.save_for_backward(), set_materialize_grads(False) and mark_non_differentiable() keep. */
+/* Sets the fields of ctx that save_for_backward(), set_materialize_grads(False) and
+ * mark_non_differentiable() set, and the call. */
 static int fill_context(const module_state *state, const call *self, PyObject *args,
                         PyObject *outputs) {
     PyObject *ctx = PyTuple_GetItem(args, 0), *kept = pick_kept(self, args, outputs);
@@ -350,7 +351,7 @@ __attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__native(void) {
     PyObject *type = failed ? NULL : make_call_type();
     state->call_type = (PyTypeObject *)type;
     if (type != NULL) {
-        Py_INCREF(type); /* for the module, beside that of its state */
+        Py_INCREF(type); /* for the module, beside the one of its state */
         failed = PyModule_AddObject(module, "Call", type) < 0;
         if (failed)
             Py_DECREF(type);

@@ -8,7 +8,7 @@
 typedef struct key_gradients {
     real *dk, *dv;  /* [kv_len, head_dim] */
     real *dbias;    /* [kv_len] */
-    real *dpairs;   /* of dattn_bias, contiguous: of all (b, g) */
+    real *dpairs;   /* sums of dattn_bias over all (b, g), contiguous */
     real *dq;       /* [head_dim] of the row */
     real *q, *dout; /* [head_dim] of the row */
     real *k, *v;    /* [head_dim] of the key */
@@ -35,9 +35,9 @@ static real dlse_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
     return is_present(dlse) ? load(dlse, offset_of(dlse, b, h, i)) : 0;
 }
 
-/* delta of a row, summed from the last channel to the first. In a row that keeps one key it is
- * equal to <dout, v>, which is subtracted from it: in the same order rounding errors would
- * cancel. */
+/* delta of a row, summed from the last channel to the first. In a row that keeps one key it equals
+ * <dout, v>, which is subtracted from it. If both were summed in the same order, their rounding
+ * errors would cancel. */
 static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     const fdma_tensor *const dout = &problem->dout, *const out = &problem->out;
     real sum = 0;
@@ -47,7 +47,7 @@ static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t 
     return rounded(problem->dtype, sum) - dlse_of(problem, b, i, h);
 }
 
-/* What the gradients of a row depend on beside its q and dout. */
+/* Inputs of a row's gradients beside its q and dout. */
 typedef struct row_inputs {
     int64_t p; /* its position */
     real lse, delta;
@@ -117,7 +117,7 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
     }
 }
 
-/* Writes dattn_bias, or adds it to what its tensor holds. */
+/* Writes dattn_bias, or adds it to the tensor. */
 static void put_pairs(const fdma_problem *problem, const key_gradients *sums) {
     const fdma_tensor *const to = &problem->dattn_bias;
     const real *from = sums->dpairs;

@@ -11,7 +11,7 @@ static int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_
 /* ---- store ---- */
 
 /* The last key of a prompt that is kept to the end in this row, as an index of the call's own keys;
- * -1: there is none. */
+ * -1 without one. */
 static int64_t key_of_row(const fdma_problem *problem, const stored_prompt *prompt, int64_t g,
                           int64_t row) {
     const int64_t carried = problem->carried_len;
@@ -69,7 +69,7 @@ fdma_status fdma_reference_cache_store(const fdma_problem *problem) {
 
 /* ---- copy ---- */
 
-/* What has been read of one row of a sequence. */
+/* A copy of one row of a sequence. */
 typedef struct copied_row {
     double k[256], v[256]; // head_dim is 256 at most
     double score, bias;

@@ -14,7 +14,6 @@ static const fdma_kernel plain_select = {.workspace = any_select_workspace,
                                          .run = fdma_reference_select};
 static const adapted_kernel select_kernel = {&plain_select, fdma_host_adapters};
 
-/* The problem of fdma_select() for the new tokens of one kv head. */
 static fdma_problem selection_of(const decode_head *head, const head_selection *selection) {
     const fdma_problem *const problem = head->problem;
     const fdma_table *const table = &problem->cache.table;
@@ -32,7 +31,7 @@ static fdma_problem selection_of(const decode_head *head, const head_selection *
     one.expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, kv_len);
     one.slot = fdma_tensor_3d(selection->slot, FDMA_INT32, 1, 1, kv_len);
     if (head->sequence < 0)
-        return one; // only its sizes are asked for
+        return one; // only its sizes are needed
     one.score.data =
         (uint8_t *)problem->score.data +
         (size_t)offset_of(&problem->score, head->b, head->g, 0) * fdma_dtype_size(one.dtype);

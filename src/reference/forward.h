@@ -16,7 +16,8 @@ static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
 }
 
 /* The weights exp(s[j] - row_max) of one row's keys, 0 for keys that it does not keep. Returns
- * their sum and that of the sink logit: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
+ * their sum plus the weight of the sink logit: 0 for an empty row, NaN if a kept logit is NaN or
+ * +inf. */
 static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                        const row_scratch *row, real *row_max) {
     const int64_t g = h / problem->group;

@@ -6,7 +6,7 @@ static int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t
     return tensor->data ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
 }
 
-/* The entries that the keys live at a position take: as many as there are, or, where slots may be
+/* Number of entries for the keys that are live at a position: their number or, if slots may be
  * empty, one more than the last slot in use. */
 static int32_t count_entries(const fdma_problem *problem, int64_t b, int64_t g, int64_t position) {
     const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
@@ -21,8 +21,9 @@ static int32_t count_entries(const fdma_problem *problem, int64_t b, int64_t g, 
     return problem->gap > 0 ? used : live;
 }
 
-/* The keys of tile t: those live at its first position, by slot, then those that arrive later. If
- * expiry and slot contradict each other, entries stay within the list and within kv_len. */
+/* Lists the keys of tile t: first the keys that are live at its first position, by slot, then the
+ * keys that arrive later. If expiry and slot contradict each other, entries stay within the list
+ * and within kv_len. */
 static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
     const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
     int32_t *const list = ints_at(&problem->list, b, g, t);

@@ -3,7 +3,7 @@
 
 #include "reference/real.h"
 
-/* The row of a key in a tensor shaped as k, or its number in one shaped as bias. */
+/* The row of a key in a tensor shaped as k, or its element in one shaped as bias. */
 typedef struct key_row {
     const fdma_tensor *tensor;
     int64_t offset;
@@ -23,7 +23,7 @@ static inline void load_key(real *row, const fdma_problem *problem, const fdma_t
     load_row(row, key.tensor, key.offset, problem->head_dim);
 }
 
-/* The number of key j in a tensor shaped as bias. */
+/* The element of key j in a tensor shaped as bias. */
 static inline key_row number_of_key(const fdma_problem *problem, const fdma_tensor *own,
                                     const fdma_tensor *carried, int64_t b, int64_t g, int64_t j) {
     const key_storage storage = storage_of_key(problem, own, carried, j);
@@ -36,7 +36,7 @@ static inline real sink_logit_of(const fdma_problem *problem, int64_t h) {
     return is_present(sink) ? load(sink, offset_of(sink, h, 0, 0)) : -infinity;
 }
 
-/* What dropout makes of a number of a pair: 0, even of NaN, or a greater one. */
+/* x of a pair after dropout: 0, even for NaN, if the pair is dropped; else scaled up. */
 static inline real after_dropout(const fdma_problem *problem, bool dropped, real x) {
     return dropped ? 0 : x * (real)dropout_scale(problem->dropout.threshold);
 }
@@ -46,7 +46,7 @@ typedef struct logit {
     real slope; /* derivative of the softcap; 1 without one */
 } logit;
 
-/* Of query i of head h, which has the row q, and of key j, which has the row k. */
+/* The logit of query i of head h, whose row is q, and of key j, whose row is k. */
 static inline logit logit_of(const fdma_problem *problem, const real *q, const real *k, int64_t b,
                              int64_t h, int64_t i, int64_t j) {
     const fdma_tensor *const pairs = &problem->attn_bias;

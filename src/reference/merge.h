@@ -1,4 +1,4 @@
-/* Two partial results as one, and the gradients of that. */
+/* The merge of two partial results, and its gradients. */
 #pragma once
 
 #include "reference/real.h"

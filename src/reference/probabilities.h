@@ -1,4 +1,4 @@
-/* The probability of every query and key, from the lse that forward has written. */
+/* The probability of every query and key, from the lse of forward. */
 #pragma once
 
 #include "reference/forward.h"

@@ -1,8 +1,8 @@
-/* The numbers that the reference computes with: double, or float in "reference/float32". Those
- * kernels are the plain evaluation, whose error sets the tolerance of all others: they do what a
- * framework does that has one kernel for each tensor operation. Products are summed in float32,
- * and every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype
- * of the call. */
+/* The number type of the reference: double, or float in "reference/float32". The float kernels are
+ * the plain evaluation, whose error sets the tolerance of all other kernels. They compute as a
+ * framework does that has one kernel for each tensor operation. Products are summed in float32, and
+ * every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype of the
+ * call. */
 #pragma once
 
 #include "core/element.h"
@@ -58,12 +58,10 @@ static inline real dot(const real *x, const real *y, int64_t count) {
     return sum;
 }
 
-/* Writes a gradient, or adds it to what its tensor holds. */
 static inline void put(const fdma_tensor *tensor, int64_t at, real value, bool add) {
     store(tensor, at, add ? load(tensor, at) + value : value);
 }
 
-/* Workspace for so many numbers. */
 static inline real *take_reals(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(real));
 }

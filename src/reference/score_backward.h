@@ -23,7 +23,6 @@ static size_t score_backward_workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-/* Adds the terms of one key and kv head. */
 static void add_score(const fdma_problem *problem, int64_t b, int64_t j, int64_t g, real dbias,
                       const score_gradients *sums) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;

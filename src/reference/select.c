@@ -1,20 +1,20 @@
-/* Selection by insertion sort: each key is ranked among those before it. */
+/* Selection by insertion sort: each key is ranked among the keys before it. */
 #include "core/gap.h"
 #include "reference/reference.h"
 
 #include <math.h>
 
-/* Whether a key of score x, more recent than one of score y, outranks it. */
+/* True if a key of score x outranks an older key of score y. */
 static bool outranks(double x, double y) { return x >= y || isnan(y); }
 
 /* The valid keys of one (b, g) up to a position. */
 typedef struct key_ranking {
     int32_t *arrived; /* by arrival */
-    int32_t *ranked;  /* the `window` best of those that compete by score, best first */
+    int32_t *ranked;  /* the `window` best of the keys that compete by score, best first */
     int64_t arrived_count, ranked_count;
 } key_ranking;
 
-/* Adds the valid key that arrived as number n to those that compete by score. */
+/* Adds the valid key that arrived as number n to the keys that compete by score. */
 static void rank_key(const fdma_problem *problem, int64_t row, int64_t n, key_ranking *keys) {
     const fdma_tensor *const score = &problem->score;
     const int32_t j = keys->arrived[n];
@@ -56,11 +56,11 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
     }
 }
 
-/* The first position from j on at which the rule `gap` lets no query keep key j: its score is too
- * low, it is no sink, and it is not among the `recent` newest. Its expiry, if that comes first. */
+/* The first position from j on at which the rule `gap` excludes key j from every query: its score
+ * is too low, and it is neither a sink nor among the `recent` newest. At most its expiry. */
 static int32_t end_of_key(const fdma_problem *problem, int64_t b, int64_t row, int32_t j,
                           int32_t expiry) {
-    int64_t older = 0, newer = 0; // valid keys of its sequence, of those up to i
+    int64_t older = 0, newer = 0; // valid keys of its sequence up to i
     double best = -INFINITY;
     for (int32_t i = (int32_t)sequence_at(problem, j).first; i < expiry; i++) {
         if (!is_valid_key(problem, b, i))
@@ -75,7 +75,6 @@ static int32_t end_of_key(const fdma_problem *problem, int64_t b, int64_t row, i
     return expiry;
 }
 
-/* Applies the rule `gap` to the selection of one (b, g). */
 static void keep_near_best(const fdma_problem *problem, int64_t b, int64_t g, int32_t *expiry,
                            int32_t *slot) {
     const int64_t row = offset_of(&problem->score, b, g, 0);
@@ -87,8 +86,8 @@ static void keep_near_best(const fdma_problem *problem, int64_t b, int64_t g, in
     }
 }
 
-/* From causal to global scope: every query keeps what the last prefix of its sequence keeps, and
- * slots number the kept keys of each sequence. */
+/* Turns causal scope into global scope: every query keeps the keys that the last prefix of its
+ * sequence keeps, and slots number the kept keys of each sequence. */
 static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32_t *slot) {
     int32_t kept = 0;
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {

@@ -1,5 +1,5 @@
-/* The file of a tuning: which version of the library and which CPU it is of, then a line for each
- * entry. */
+/* The file of a tuning: the library's version and the CPU that it was made for, then a line for
+ * each entry. */
 #include "core/error.h"
 #include "cpu/cpu.h"
 #include "tune/tune.h"
@@ -12,7 +12,7 @@
 
 enum { heading_lines = 3, longest_line = 512 };
 
-/* The lines that a file of this library and this CPU begins with. */
+/* The first lines of a file of this library and this CPU. */
 typedef struct file_heading {
     char line[heading_lines][longest_line];
 } file_heading;
@@ -29,15 +29,15 @@ static fdma_status find_heading(file_heading *heading) {
     return FDMA_OK;
 }
 
-/* A file that is being read. */
+/* State while a file is read. */
 typedef struct reading {
     const char *path;
     FILE *stream;
-    int number; /* of the line */
+    int number; /* number of the line */
     char line[longest_line];
 } reading;
 
-/* Reads the next line, without its end; `more` is false behind the last one. */
+/* Reads the next line, without its end; `more` is false after the last one. */
 static fdma_status read_next(reading *file, bool *more) {
     *more = fgets(file->line, longest_line, file->stream) != NULL;
     FDMA_REQUIRE(!ferror(file->stream), FDMA_INVALID_ARGUMENT, "%s: cannot be read: %s",
@@ -93,7 +93,7 @@ static fdma_status read_stream(reading *file, fdma_tuning *tuning) {
     return read_entries(file, tuning);
 }
 
-/* Returns the memory of the entries that a tuning does not have. */
+/* Frees the room for entries that a tuning does not have. */
 static void trim(fdma_tuning **tuning) {
     const size_t count = (size_t)(*tuning)->count;
     fdma_tuning *const less = realloc(*tuning, sizeof **tuning + count * sizeof *less->entries);
@@ -124,7 +124,8 @@ static bool write_stream(FILE *stream, const file_heading *heading, const fdma_t
     return fflush(stream) == 0 && !ferror(stream);
 }
 
-/* Another file gets the text first, and then the name: whoever reads meanwhile sees either file. */
+/* Writes the text to another file, which then gets the name: a program that reads at the same time
+ * sees the old file or the new one. */
 fdma_status fdma_write_tuning(const char *path, const fdma_tuning *tuning) {
     char written[4096];
     file_heading heading;

@@ -1,5 +1,5 @@
-/* The entries of a tuning, as lines of text too. A line is taken only if it is, to the last
- * character, what its entry is written as. */
+/* The entries of a tuning as lines of text. A line is accepted only if it is, to the last
+ * character, the text that its entry is written as. */
 #include "core/error.h"
 #include "core/operations.h"
 #include "cpu/cpu.h"
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A number of an entry, and what it may be. */
+/* A number of an entry, and its range. */
 typedef struct line_number {
     const char *name;
     size_t offset; /* in tuning_entry */

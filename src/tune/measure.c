@@ -1,9 +1,9 @@
-/* fdma_tune(): finds the choice under which calls of a shape take the least time.
+/* fdma_tune(): finds the choice that makes calls of a shape fastest.
  *
  * Choices are measured in stages: kernels; then the tiles or the splits of the best one; then the
  * work for which a thread is woken. In each round of a stage the rules and all choices take turns,
- * and the ratios of a round are of neighbours in time: a machine that slows down meanwhile slows
- * both down. The best of many is partly luck, so it is measured once more, alone. */
+ * and the ratios of a round compare neighbours in time, so that a slower machine slows both down.
+ * The best of many is partly luck, so it is measured once more, alone. */
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/operations.h"
@@ -17,7 +17,7 @@
 #include <string.h>
 
 enum {
-    most_choices = 32, /* of a stage */
+    most_choices = 32, /* choices of a stage */
     fewest_rounds = 5,
     most_rounds = 51,
     stages = 4, /* kernel, tile or split, threads, and the best one again */
@@ -40,11 +40,10 @@ typedef struct tuning_session {
     const fdma_tune_args *args;
     tuning_subject *subject;
     measured_choice rules, best;
-    measured_choice list[most_choices]; /* of the stage */
+    measured_choice list[most_choices]; /* choices of the stage */
     int count;
 } tuning_session;
 
-/* The numbers of a choice, in the order of tuning_choice. */
 static void describe(const tuning_choice *choice, char *text, size_t size) {
     const struct {
         const char *name;
@@ -124,7 +123,7 @@ static fdma_status run_round(tuning_session *session, int64_t calls, int64_t rou
     return FDMA_OK;
 }
 
-/* Finds the medians of so many rounds, and the best choice of all if it is a gain. */
+/* Finds the medians of `rounds` rounds, and the best choice if it is a gain. */
 static void compare_choices(tuning_session *session, int64_t rounds) {
     const measured_choice *least = &session->best;
     for (int n = 0; n < session->count; n++) {
@@ -161,8 +160,8 @@ static void add_choice(tuning_session *session, const tuning_choice *choice) {
         session->list[session->count++] = (measured_choice){.choice = *choice};
 }
 
-/* The other kernels of the operation that run here and take the call. The scalar ones are for
- * machines that have no other. */
+/* Lists the other kernels of the operation that run here and take the call. Scalar kernels are left
+ * out, because they are for machines without others. */
 static fdma_status list_kernels(tuning_session *session) {
     static const kernel_backend *const backends[] = {&fdma_cpu_backend, NULL};
     const fdma_kernel *kernel;
@@ -181,8 +180,8 @@ static fdma_status list_kernels(tuning_session *session) {
     return FDMA_OK;
 }
 
-/* The best choice so far with each value of one of its numbers, `number`. Values ascend; of those
- * that cover `most`, one is enough. */
+/* Adds the best choice so far with each value of one of its numbers, `number`. Values ascend; the
+ * first one that covers `most` is the last. */
 static void list_values(tuning_session *session, tuning_choice *choice, int64_t *number,
                         const int64_t *values, size_t count, int64_t most) {
     for (size_t n = 0; n < count && (n == 0 || values[n - 1] < most); n++) {
@@ -191,7 +190,7 @@ static void list_values(tuning_session *session, tuning_choice *choice, int64_t 
     }
 }
 
-/* Other tiles, or, for kernels that split the keys, other splits. */
+/* Lists other tiles or, for kernels that split the keys, other splits. */
 static void list_tiles(tuning_session *session) {
     static const int64_t rows[] = {32, 64, 96, 128, 192, 256, 384, 512, 768};
     static const int64_t keys[] = {128, 256, 1024, 2048, 4096, 8192};

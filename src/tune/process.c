@@ -1,6 +1,6 @@
 /* The tuning of the process. Calls read it without a lock: a tuning is complete before a pointer to
- * it is stored, and is neither changed nor freed afterwards. One that was replaced is kept, and
- * found again if it returns, so that memory grows by different tunings only. */
+ * it is stored, and is neither changed nor freed afterwards. A tuning that was replaced is kept,
+ * and found again if it returns, so that memory grows only with different tunings. */
 #include "core/error.h"
 #include "cpu/parallel.h"
 #include "tune/tune.h"
@@ -12,8 +12,8 @@
 
 static const fdma_tuning none;
 
-static _Atomic(fdma_tuning *) newest;          // of all, linked by `older`
-static _Atomic(const fdma_tuning *) current;   // NULL: FDMA_TUNING has not been looked at
+static _Atomic(fdma_tuning *) newest;          // all tunings, linked by `older`
+static _Atomic(const fdma_tuning *) current;   // NULL: FDMA_TUNING was not read yet
 static _Thread_local const fdma_tuning *tried; // by fdma_try_tuning()
 
 static bool is_same(const fdma_tuning *a, const fdma_tuning *b) {
@@ -23,7 +23,8 @@ static bool is_same(const fdma_tuning *a, const fdma_tuning *b) {
     return same;
 }
 
-/* Takes a tuning over, and returns the one to use from now on. */
+/* Takes over a tuning. Returns the one to use from now on: a known one that is equal, or this
+ * one. */
 static const fdma_tuning *keep(fdma_tuning *made) {
     fdma_tuning *first = newest;
     const fdma_tuning *known = made->count > 0 ? first : &none;
@@ -39,8 +40,8 @@ static const fdma_tuning *keep(fdma_tuning *made) {
     return made;
 }
 
-/* Two threads may come here at once: both read the file, and one of them stores what it has. The
- * message of this thread's last failing call stays as it was. */
+/* Two threads may run this at once: both read the file, and one of them stores its result. The
+ * message of this thread's last failing call is preserved. */
 static const fdma_tuning *read_file_of_environment(void) {
     char before[512], why[512];
     const char *const path = getenv("FDMA_TUNING");
@@ -56,13 +57,13 @@ static const fdma_tuning *read_file_of_environment(void) {
     if (refused)
         fdma_fail(FDMA_OK, "%s", before);
     if (!atomic_compare_exchange_strong(&current, &unread, found))
-        return unread; // what another thread has stored
+        return unread; // the result of the other thread
     if (refused)
         fprintf(stderr, "fdma: FDMA_TUNING is ignored: %s\n", why);
     return found;
 }
 
-/* A thread that was cancelled meanwhile would leave the file open. */
+/* Defers cancellation: a thread that is cancelled here would leave the file open. */
 static const fdma_tuning *read_environment(void) {
     const int before = fdma_defer_cancellation();
     const fdma_tuning *const found = read_file_of_environment();

@@ -1,4 +1,5 @@
-/* The calls that fdma_tune() measures. They are calls of fdma.h: what is measured is what runs. */
+/* The calls that fdma_tune() measures. They are calls of fdma.h, so that it measures what programs
+ * run. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // clock_gettime()
 #endif
@@ -130,7 +131,7 @@ static fdma_status select_keys(const fdma_tune_args *args, tuning_subject *subje
     return fdma_select(&select);
 }
 
-/* Scores are needed only to select: they lie where the gradients or the workspace come later. */
+/* Only the selection needs scores, so they share memory with the later gradients or workspace. */
 static fdma_status make_tensors(const fdma_tune_args *args, tuning_subject *subject) {
     fdma_arena arena = {0};
     take_tensors(&arena, args, subject);
@@ -152,7 +153,7 @@ static fdma_status make_tensors(const fdma_tune_args *args, tuning_subject *subj
     return subject->forward.selection != NULL ? select_keys(args, subject, &score) : FDMA_OK;
 }
 
-/* Everything is checked before memory is taken. */
+/* Checks everything before memory is taken. */
 static fdma_status check_shape(const fdma_tune_args *args, tuning_subject *subject) {
     const struct {
         const char *name;

@@ -1,31 +1,31 @@
-/* The calls that fdma_tune() measures: of one shape, on random tensors. */
+/* The calls that fdma_tune() measures, of one shape, on random tensors. */
 #pragma once
 
 #include "tune/tune.h"
 
 typedef struct tuning_subject {
-    fdma_operation operation; /* that is measured: forward or backward */
+    fdma_operation operation; /* forward or backward: the one that is measured */
     fdma_forward_args forward;
-    fdma_backward_args backward; /* of the forward call */
+    fdma_backward_args backward; /* backward of the forward call */
     fdma_selection selection;
     tuning_class calls;
-    int64_t rows;    /* of a kv head */
+    int64_t rows;    /* rows of a kv head */
     void *tensors;   /* memory that the subject owns */
-    void *workspace; /* and for each call as much as it wants */
+    void *workspace; /* as large as the measured call needs */
     size_t workspace_size;
-    fdma_tuning *trial; /* the choice that is measured, as its only entry */
+    fdma_tuning *trial; /* the measured choice, as its only entry */
 } tuning_subject;
 
-/* Checks the shape, and makes the tensors. To be ended in any case, and not moved. */
+/* Checks the shape, and makes the tensors. The subject must be ended even after an error, and must
+ * not move. */
 fdma_status fdma_begin_subject(const fdma_tune_args *args, tuning_subject *subject);
 void fdma_end_subject(tuning_subject *subject);
 
-/* From now on this operation is measured. */
 fdma_status fdma_measure_operation(tuning_subject *subject, fdma_operation operation);
 
-/* From now on calls follow this choice; the kernel that will run. */
+/* Makes later calls follow this choice; `kernel` becomes the name of the kernel that will run. */
 fdma_status fdma_set_choice(tuning_subject *subject, const tuning_choice *choice,
                             const char **kernel);
 
-/* Makes so many calls, and returns the seconds of one. */
+/* Makes `calls` calls, and returns the seconds of one. */
 fdma_status fdma_time_calls(tuning_subject *subject, int64_t calls, double *seconds);

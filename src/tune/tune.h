@@ -1,27 +1,27 @@
-/* The tuning of the process, its file, and what measures it. */
+/* The tuning of the process, its file, and its measurement. */
 #pragma once
 
 #include "core/tuning.h"
 
-enum { most_entries = 1024 }; /* of a tuning */
+enum { most_entries = 1024 }; /* entries of a tuning */
 
 /* The tuning that calls of this thread follow, which may be empty; never NULL. The first call reads
  * the file that FDMA_TUNING names. It stays in memory until the process ends. */
 const fdma_tuning *fdma_current_tuning(void);
 
-/* From now on calls of this thread follow that tuning; NULL: that of the process again. */
+/* Overrides the tuning for this thread. NULL restores the process's tuning. */
 void fdma_try_tuning(const fdma_tuning *tuning);
 
-/* A tuning with room for so many entries, of which it has none. */
+/* Makes an empty tuning with room for `room` entries. */
 fdma_status fdma_new_tuning(int32_t room, fdma_tuning **tuning);
 
-/* Puts an entry into the tuning of the process, in place of the one of its class if there is one.
- * Without a choice it only removes that one. */
+/* Puts an entry into the tuning of the process, in place of an entry of its class. Without a choice
+ * it only removes that entry. */
 fdma_status fdma_put_entry(const tuning_entry *entry);
 
 bool fdma_has_choice(const tuning_choice *choice);
 
-/* Writes `line` from the rest of an entry. */
+/* Writes `line` from the other fields of an entry. */
 void fdma_write_line(tuning_entry *entry);
 
 /* Reads an entry from line `number` of a file. */

@@ -1,5 +1,5 @@
 /* `fdma attend`: attention on the tensors of a file, over all keys and over the best of them, and
- * what the selection changes. */
+ * the changes by the selection. */
 #include "attend/attend.h"
 
 #include "commands.h"

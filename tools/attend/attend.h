@@ -1,4 +1,4 @@
-/* What the steps of `fdma attend` share: options, inputs and results. */
+/* Options, inputs and results that the steps of `fdma attend` share. */
 #pragma once
 
 #include "common/timing.h"
@@ -67,16 +67,16 @@ typedef struct attend_results {
     fdma_selection selection;
     fdma_tensor out, lse;             /* over the kept keys */
     fdma_tensor dense_out, dense_lse; /* over all visible keys, with the same bias */
-    const char *kernel;               /* that ran forward */
-    int64_t threads;                  /* of the CPU, that ran; 0: unknown */
+    const char *kernel;               /* the kernel of forward */
+    int64_t threads;                  /* CPU threads that ran; 0: unknown */
     attend_times times;
 } attend_results;
 
-/* Of each row exp(lse of the kept keys - lse of all visible keys): the sum of the dense
- * probabilities of the keys that it keeps. */
+/* exp(lse of the kept keys - lse of all visible keys) of each row: the sum of the dense
+ * probabilities of its kept keys. */
 typedef struct attention_mass {
     double mean, worst; /* NaN if there are no rows */
-    int64_t rows;       /* those that see a key */
+    int64_t rows;       /* rows that see a key */
     int64_t worst_batch, worst_head, worst_query;
 } attention_mass;
 
@@ -96,8 +96,8 @@ typedef struct reference_difference {
 typedef struct decoded_tokens {
     int64_t tokens;
     samples times;                  /* milliseconds a token */
-    double cache_bytes, full_bytes; /* of the cache; of k and v of all positions */
-    double difference, allowed;     /* of out, from that of the whole sequence */
+    double cache_bytes, full_bytes; /* bytes of the cache; bytes of k and v of all positions */
+    double difference, allowed;     /* of out, from attention over the whole sequence */
 } decoded_tokens;
 
 typedef struct attend_summary {

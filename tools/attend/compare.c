@@ -14,7 +14,7 @@ typedef struct comparison {
     const attend_options *options;
     const attend_results *results;
     fdma_tensor q, k, v, bias; /* float64 */
-    fdma_tensor expiry;        /* of all keys */
+    fdma_tensor expiry;        /* expiry of all keys */
     fdma_tensor prefix_expiry; /* clipped to a prefix */
     fdma_tensor out;           /* float64 [batch, 1, q_heads, head_dim] */
     void *workspace;
@@ -26,8 +26,8 @@ static int refuse(const comparison *work) {
     return EXIT_USAGE;
 }
 
-/* The reference takes some nanoseconds for each multiply-add: of long inputs, only some queries are
- * compared. */
+/* The reference takes some nanoseconds for each multiply-add, so that only some queries of long
+ * inputs are compared. */
 static int64_t queries_to_compare(const attend_inputs *inputs) {
     const double budget = 2.5e8; // multiply-adds
     const double keys = (double)inputs->k.shape[1];
@@ -97,7 +97,7 @@ static fdma_tensor clip_expiry(const comparison *work, int64_t prefix) {
 /* NaN counts as larger than every number. */
 static double larger(double x, double y) { return y > x || isnan(y) ? y : x; }
 
-/* The largest difference of query `i` of out from the reference's out of that query. */
+/* The largest difference between query `i` of out and the reference's out. */
 static double query_difference(const fdma_tensor *out, const fdma_tensor *reference, int64_t i) {
     const int64_t width = out->shape[2] * out->shape[3];
     double worst = 0;

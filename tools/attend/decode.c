@@ -1,5 +1,6 @@
-/* `fdma attend --decode N`: the last N positions again, one by one through a cache, beside the
- * attention over the whole sequence. The positions before them enter the cache as a prefill. */
+/* `fdma attend --decode N`: decodes the last N positions once more, one by one through a cache, and
+ * compares them with the attention over the whole sequence. The positions before them enter the
+ * cache as a prefill. */
 #include "attend/attend.h"
 
 #include "commands.h"
@@ -11,14 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUPS = 25 }; /* of tokens, each with a time of its own */
+enum { GROUPS = 25 }; /* groups of tokens, each with a time of its own */
 
 typedef struct decoding {
     const attend_options *options;
     const attend_inputs *inputs;
     const attend_results *results;
     fdma_cache cache;
-    void *memory; /* of the cache */
+    void *memory; /* memory of the cache */
     fdma_tensor slot, expiry, out;
     void *workspace;
     size_t workspace_size;
@@ -29,7 +30,7 @@ static int refuse(const decoding *work) {
     return EXIT_USAGE;
 }
 
-/* What --decode asks of the other options and of the file. */
+/* Checks the other options and the file for --decode. */
 static int check_options(const attend_options *options, const attend_inputs *inputs) {
     const int64_t q_len = inputs->q.shape[1], kv_len = inputs->k.shape[1];
     const int64_t most = q_len < kv_len ? q_len : kv_len;
@@ -95,7 +96,6 @@ static size_t bytes_before(const fdma_tensor *tensor, int64_t b, int64_t row, in
     return (size_t)at * dtype_bytes(tensor->dtype);
 }
 
-/* Key j of the file goes to a row of the cache. */
 static void copy_key(const decoding *work, int64_t b, int64_t g, int64_t row, int64_t j) {
     const fdma_tensor *const to[] = {&work->cache.k, &work->cache.v};
     const fdma_tensor *const from[] = {&work->inputs->k, &work->inputs->v};
@@ -112,8 +112,8 @@ static void copy_key(const decoding *work, int64_t b, int64_t g, int64_t row, in
     }
 }
 
-/* The first `count` positions enter the cache: which of their keys it keeps is a matter of their
- * scores alone. */
+/* Puts the first `count` positions into the cache. Their scores alone decide which keys it
+ * keeps. */
 static int prefill(decoding *work, int64_t count) {
     const int64_t *const k = work->inputs->k.shape;
     const int64_t keys[] = {k[0], k[2], count};
@@ -153,10 +153,9 @@ static int prefill(decoding *work, int64_t count) {
     return EXIT_DONE;
 }
 
-/* A call on the token at position t. */
 static fdma_decode_args call_at(const decoding *work, int64_t t) {
     const attend_inputs *const inputs = work->inputs;
-    const int64_t later = inputs->k.shape[1] - inputs->q.shape[1]; /* of query 0 */
+    const int64_t later = inputs->k.shape[1] - inputs->q.shape[1]; /* position of query 0 */
     return (fdma_decode_args){
         .size = sizeof(fdma_decode_args),
         .cache = work->cache,
@@ -193,8 +192,8 @@ static int decode_from(decoding *work, int64_t first, samples *times) {
     return EXIT_DONE;
 }
 
-/* Fills in the largest difference of the last queries' out from that of the whole sequence, and
- * what rounding may make of it. */
+/* Fills in the largest difference of the last queries' out from the out of the whole sequence, and
+ * the difference that rounding may cause. */
 static void compare(const decoding *work, decoded_tokens *decoded) {
     const fdma_tensor *const whole = &work->results->out;
     const int64_t q_len = whole->shape[1], width = whole->shape[2] * whole->shape[3];

@@ -1,5 +1,5 @@
-/* See attend/draw.h. A character covers a rectangle of (query, key) pairs, and its shade shows how
- * many of them are kept. */
+/* See attend/draw.h. A character covers a rectangle of (query, key) pairs, and its shade shows the
+ * kept fraction. */
 #include "attend/draw.h"
 
 #include <inttypes.h>
@@ -16,7 +16,7 @@ static const struct {
 
 enum { SHADES = sizeof shades / sizeof shades[0] };
 
-/* Whether the locale that the environment names, if it names one, has the glyphs. */
+/* True if the locale that the environment names, if any, has the glyphs. */
 static bool is_utf8(void) {
     static const char *const variables[] = {"LC_ALL", "LC_CTYPE", "LANG"};
     for (size_t v = 0; v < sizeof variables / sizeof variables[0]; v++) {

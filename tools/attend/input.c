@@ -23,7 +23,7 @@ static const struct {
 
 enum { MESSAGE = 1024 };
 
-/* What is read of a file, and where messages go. */
+/* The file that is read, and the options and messages of reading. */
 typedef struct input_file {
     const attend_options *options;
     safetensors file;
@@ -45,8 +45,8 @@ static bool is_there(const input_file *input, attend_tensor which) {
     return safetensors_find(&input->file, name_in_file(input, which)) != NULL;
 }
 
-/* `instead` says what else would do. The message ends with the names that the file has, or the
- * first of them. */
+/* Reports an absent tensor; `instead` names alternatives. The message ends with the names in the
+ * file, or the first of them. */
 static int refuse_absent(input_file *input, const char *name, const char *instead) {
     enum { MOST_NAMES = 12 };
     const safetensors *file = &input->file;
@@ -103,7 +103,7 @@ static void replace_array(fdma_tensor *tensor, fdma_tensor other) {
 }
 
 /* Copies a tensor out of the file, where it need not be aligned, and converts it to `dtype`.
- * Returns 0; or another number, with a message, and leaves `tensor` absent. */
+ * Returns 0; on an error another number, with a message and without a `tensor`. */
 static int read_tensor(input_file *input, attend_tensor which, int64_t rank, fdma_dtype dtype,
                        fdma_tensor *tensor) {
     const char *name = name_in_file(input, which);
@@ -146,8 +146,8 @@ static int check_score_shape(input_file *input) {
         name_in_file(input, ATTEND_SCORE), have[0], have[1], have[2], want[0], want[1], want[2]);
 }
 
-/* Whether the tensors belong together if axis `len` of q, k and v is that of the positions, and
- * axis 3 - len that of the heads. */
+/* True if the tensors belong together when axis `len` of q, k and v has the positions, and axis 3 -
+ * len the heads. */
 static bool fits(const attend_inputs *inputs, int len) {
     const int64_t *q = inputs->q.shape, *k = inputs->k.shape;
     const int64_t heads = k[3 - len];
@@ -164,7 +164,7 @@ static int check_layout(input_file *input) {
     static const char *const words[] = {"blhd", "bhld"};
     const int layout = input->options->layout;
     if (fits(input->inputs, 1) || !fits(input->inputs, 2))
-        return 0; // what else is wrong, the calls say
+        return 0; // the calls report other mistakes
     const int64_t *q = input->inputs->q.shape, *k = input->inputs->k.shape;
     const int first = layout == LAYOUT_BLHD ? 1 : 2;
     return snprintf(input->message, MESSAGE,

@@ -67,7 +67,7 @@ kept_keys count_kept_keys(const attend_options *options, const attend_results *r
     return keys;
 }
 
-/* What a reader may not expect: dtypes that differ, NaN, scores that are not taken. */
+/* Reports surprises: dtypes that differ, NaN, scores that are not used. */
 static void print_surprises(FILE *stream, const attend_options *options,
                             const attend_inputs *inputs) {
     const char *const *dtypes = inputs->dtypes;
@@ -208,7 +208,7 @@ static void json_times(FILE *stream, const char *name, const samples *times) {
     fputs("]", stream);
 }
 
-/* Of each tensor that was read the dtype in the file, and how many elements are NaN. */
+/* For each tensor that was read: its dtype in the file, and its number of NaN. */
 static void json_inputs(FILE *stream, const attend_options *options, const attend_inputs *inputs) {
     const char *between = "";
     fprintf(stream, ", \"layout\": \"%s\", \"inputs\": {",

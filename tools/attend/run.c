@@ -128,7 +128,7 @@ static int check_calls(const attend_options *options, const attend_calls *calls,
     return EXIT_DONE;
 }
 
-/* Scores that the file has, and their bias. */
+/* Fills in the scores of the file, and their bias. */
 static void fill_scores(const attend_options *options, const attend_inputs *inputs,
                         const attend_results *results) {
     const int64_t count = element_count(&inputs->score);
@@ -141,8 +141,8 @@ static void fill_scores(const attend_options *options, const attend_inputs *inpu
     }
 }
 
-/* One round: the whole selected attention, then the dense one, so that what disturbs the machine
- * for a while disturbs both. */
+/* One round: the whole selected attention, then the dense one, so that a disturbance of the machine
+ * affects both. */
 static fdma_status time_round(const attend_calls *calls, bool scores, double ms[4]) {
     const int32_t device = calls->select.exec.device;
     fdma_status status = FDMA_OK;
@@ -200,7 +200,7 @@ static int run_calls(const attend_options *options, const attend_inputs *inputs,
         execs[call]->workspace = workspace;
         execs[call]->workspace_size = bytes;
     }
-    const int64_t before = count_threads(); // the library keeps those that it starts
+    const int64_t before = count_threads(); // the library keeps the threads that it starts
     fdma_status status = time_rounds(calls, inputs->score.rank == 0, &results->times);
     if (before > 0 && options->device == 0)
         results->threads = count_threads() - before + 1;
@@ -211,7 +211,7 @@ static int run_calls(const attend_options *options, const attend_inputs *inputs,
     return code;
 }
 
-/* Runs the calls on the device: on copies there, whose results come back. */
+/* Runs the calls on the device, on copies of the tensors, and copies the results back. */
 static int run_on_device(const attend_options *options, const attend_inputs *inputs, size_t bytes,
                          attend_results *results) {
     const int32_t device = options->device;

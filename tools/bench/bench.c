@@ -146,7 +146,7 @@ static int add_row(output_file *json, const char *name, const char *kernel,
     return publish_output(json) != 0 ? refuse(options->json) : EXIT_DONE;
 }
 
-/* A kernel that does not take the case is an error, but with --all it is left out. */
+/* A kernel that refuses the case is an error; with --all it is left out. */
 static int bench_one(const bench_options *options, const bench_case *item, const char *kernel,
                      output_file *json) {
     char name[BENCH_NAME];
@@ -172,7 +172,7 @@ static int bench_one(const bench_options *options, const bench_case *item, const
     return status != FDMA_OK ? EXIT_USAGE : code;
 }
 
-/* Runs the case on every available kernel but the reference, which would take hours. */
+/* Runs the case on every available kernel except the reference, which would take hours. */
 static int bench_every_kernel(const bench_options *options, const bench_case *item,
                               output_file *json) {
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {

@@ -1,4 +1,4 @@
-/* The cases of `fdma bench`: what is run, its name, and how much work it is. */
+/* The cases of `fdma bench`: their calls, names and amounts of work. */
 #pragma once
 
 #include "fdma.h"
@@ -39,7 +39,7 @@ typedef struct bench_case {
 
 enum { BENCH_NAME = 112 };
 
-/*! bench_case_count(), bench_case_at() - the cases of the CPU, or those of CUDA devices. */
+/*! bench_case_count(), bench_case_at() - the cases of the CPU, or of CUDA devices. */
 int64_t bench_case_count(int32_t device);
 const bench_case *bench_case_at(int32_t device, int64_t index);
 
@@ -52,11 +52,11 @@ const char *bench_case_operation(const bench_case *item);
 /*! bench_case_queries() - its q_len. */
 int64_t bench_case_queries(const bench_case *item);
 
-/*! bench_case_tile() - how many queries share a list: those of 512 rows of a kv head. */
+/*! bench_case_tile() - the number of queries that share a list: 512 rows of a kv head. */
 int64_t bench_case_tile(const bench_case *item);
 
 /*! bench_case_flops() - its useful floating-point operations; 0 if it has none. */
 double bench_case_flops(const bench_case *item);
 
-/*! bench_case_reads() - whether its time is mostly that of reading k and v, or a score's v. */
+/*! bench_case_reads() - whether its time is mostly spent on reading k and v, or a score's v. */
 bool bench_case_reads(const bench_case *item);

@@ -39,7 +39,6 @@ static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t 
     return tensor;
 }
 
-/* Moves an array of the host to the job's device. */
 static fdma_tensor move_there(const bench_job *job, fdma_tensor host) {
     const fdma_tensor copy = device_copy_of(job->target.device, &host);
     if (copy.data != host.data)
@@ -68,7 +67,6 @@ static double ordered_score(score_order order, int64_t j, uint64_t *state) {
     }
 }
 
-/* Scores of every kv head, and their linear bias. */
 static void fill_scores(const bench_case *item, bench_job *job, uint64_t *state) {
     const int64_t shape[] = {1, item->kv_heads, item->kv_len};
     const fdma_tensor score = allocate_array(FDMA_FLOAT32, 3, shape);
@@ -99,7 +97,6 @@ static void allocate_lists(const bench_case *item, bench_job *job) {
     job->count = allocate_there(job, FDMA_INT32, 4, shape);
 }
 
-/* The inputs and outputs of gradients. */
 static void fill_gradients(const bench_case *item, bench_job *job, uint64_t *state) {
     const int64_t keys[] = {1, item->kv_heads, item->kv_len};
     job->dv = allocate_there(job, item->dtype, 4, job->v.shape);

@@ -7,7 +7,7 @@
 typedef struct bench_target {
     const char *kernel; /* NULL: the dispatched one */
     int32_t device;
-    int threads; /* of the CPU */
+    int threads; /* CPU threads */
 } bench_target;
 
 typedef struct bench_job {
@@ -26,8 +26,8 @@ typedef struct bench_job {
     fdma_backward_args backward_args;
     fdma_score_backward_args score_backward_args;
     void *workspace;
-    void *copy;         /* on a device: where a plain read is copied to */
-    const char *kernel; /* that does the main part */
+    void *copy;         /* on a device: the destination of a plain read */
+    const char *kernel; /* the kernel of the main part */
     bool selects;       /* each run makes its selection */
 } bench_job;
 

@@ -1,4 +1,4 @@
-/* See bench/peak.h. Each point's loops are made by peak_loops.h; its sums are as many as hide the
+/* See bench/peak.h. peak_loops.h makes the loops of each point. A loop has as many sums as hide the
  * latency of its instruction (4 cycles, 2 per cycle) and fit the registers. */
 #include "bench/peak.h"
 
@@ -18,7 +18,7 @@
 static volatile const float shrink = 0.75F; // volatile: the compiler must not know the sums
 static volatile const float shift = 0.25F;
 
-/* Bytes read in one step, a few cache lines. What remains at the end is too little to matter. */
+/* Bytes read in one step, a few cache lines. The rest at the end is too small to matter. */
 enum { READ_STEP = 512, READ_SUMS = 8 };
 
 #if defined(__clang__)
@@ -137,7 +137,7 @@ static const struct {
     {"cpu/scalar", baseline_round, baseline_read, 12 * 4 * 2},
 };
 
-/* The work of one thread: the loop, or the reading of its bytes if they are not NULL. */
+/* The work of one thread: the loop, or reading its bytes if they are not NULL. */
 typedef struct thread_work {
     const peak_loop *peak;
     const char *bytes;
@@ -156,8 +156,8 @@ static void *run_work(void *data) {
     return NULL;
 }
 
-/* Milliseconds until all threads are done. The caller does the work of thread 0, and of those that
- * cannot be created. */
+/* Milliseconds until all threads are done. The caller does the work of thread 0, and of threads
+ * that cannot be created. */
 static double time_threads(const peak_loop *peak, const void *bytes, size_t count) {
     enum { MOST_THREADS = 1024 };
     pthread_t threads[MOST_THREADS];

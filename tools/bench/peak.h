@@ -1,5 +1,6 @@
-/* What the machine can do: for each instruction set a loop of multiply-adds in registers, and one
- * that reads memory. Timed in turn with a kernel, they show how much of the machine it uses. */
+/* The limits of the machine: for each instruction set a loop of multiply-adds in registers, and one
+ * that reads memory. Timed in turn with a kernel, they show how much of the machine the kernel
+ * uses. */
 #pragma once
 
 #include <stddef.h>
@@ -8,7 +9,7 @@
 typedef struct peak_loop {
     float (*run)(int64_t rounds);
     uint64_t (*read)(const void *bytes, size_t count);
-    double flops; /* of one round */
+    double flops; /* operations of one round */
     int64_t rounds;
     int threads;
 } peak_loop;

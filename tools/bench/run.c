@@ -22,7 +22,6 @@ static void give_workspace(bench_job *job, size_t bytes) {
     }
 }
 
-/* Finds the kernel, and allocates the workspace. */
 static fdma_status plan_job(const bench_case *item, bench_job *job) {
     size_t bytes = 0, select_bytes = 0, forward_bytes = 0;
     fdma_status status = FDMA_OK;
@@ -79,7 +78,7 @@ static fdma_status plan_job(const bench_case *item, bench_job *job) {
     return FDMA_OK;
 }
 
-/* Computes what the job takes as given. */
+/* Computes the results of other calls that the job takes as inputs. */
 static fdma_status prepare_job(const bench_case *item, bench_job *job) {
     fdma_status status = FDMA_OK;
     if (item->window > 0 && !job->selects)
@@ -132,7 +131,6 @@ void close_job(bench_job *job) {
     free(job);
 }
 
-/* Does the job once. */
 static fdma_status run_job(bench_job *job) {
     switch (job->operation) {
     case BENCH_SCORE:
@@ -169,7 +167,8 @@ static double read_array(const bench_job *job, const peak_loop *peak, const void
                       : measure_read(peak, data, bytes);
 }
 
-/* Milliseconds of a plain read of what the job reads; NaN if reading is not most of its work. */
+/* Milliseconds of a plain read of the tensors that the job reads; NaN if reading is not most of its
+ * work. */
 static double time_read(const bench_case *item, const bench_job *job, const peak_loop *peak) {
     const int64_t keys = item->window > 0 ? item->window + item->recent : item->kv_len;
     const size_t bytes =
@@ -179,7 +178,7 @@ static double time_read(const bench_case *item, const bench_job *job, const peak
     return read_array(job, peak, job->v.data, bytes) + read_array(job, peak, job->k.data, bytes);
 }
 
-/* Milliseconds of one run, from so many runs that the clock is accurate. */
+/* Milliseconds of one run; `runs` of them are timed together, so that the clock is accurate. */
 static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
     start_clock(job->target.device);
     for (int64_t run = 0; run < runs && *status == FDMA_OK; run++)
@@ -187,7 +186,7 @@ static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
     return stop_clock(job->target.device) / (double)runs;
 }
 
-/* Milliseconds of the attention that lists are for; NaN for other jobs. */
+/* Milliseconds of the attention that uses the lists; NaN for other jobs. */
 static double time_forward(const bench_case *item, bench_job *job, fdma_status *status) {
     if (item->operation != BENCH_LISTS)
         return (double)NAN;

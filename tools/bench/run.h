@@ -17,7 +17,7 @@ typedef struct bench_figures {
     double of_forward;             /* lists: ms / time of attention over the same selection */
 } bench_figures;
 
-/*! measure_job() - times the job in turn with what it is compared with: the peak loop, a plain
- *  read, or the attention that lists are for. On a device there is no peak loop, and a plain
- *  read takes half the time of a copy. Returns the status of the calls. */
+/*! measure_job() - times the job in turn with its comparison: the peak loop, a plain read, or the
+ *  attention that lists are for. On a device there is no peak loop, and a plain read takes half the
+ *  time of a copy. Returns the status of the calls. */
 fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures);

@@ -14,11 +14,11 @@ enum { copies = sizeof copied_from / sizeof copied_from[0] };
 
 bool check_has_cache(const check_case *test) {
     return test->batch > 0 && test->sequences != 0 && test->mask == MASK_CAUSAL &&
-           check_is_selected(test) && check_gap(test) == 0 && // which caches do not know
+           check_is_selected(test) && check_gap(test) == 0 && // caches know no gap
            test->recent <= test->kv_len && test->window <= test->kv_len;
 }
 
-/* What a cache holds before the call: sequence s has a key in s quarters of its rows. */
+/* Fills the cache before the call: sequence s has a key in s quarters of its rows. */
 static void fill_cache(const check_case *test, fdma_cache *cache) {
     const int64_t rows = cache->k.shape[1];
     uint64_t random = check_seed(test) + 3;
@@ -111,7 +111,7 @@ static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
     return list;
 }
 
-/* Runs a kernel on a cache of its own, whose tensors are given back. */
+/* Runs a kernel on a cache of its own, and returns the cache's tensors. */
 static fdma_status run(const check_problem *problem, check_operation_id id, const char *kernel,
                        bool in_pages, fdma_tensor tensors[cache_tensors]) {
     const check_case *const test = problem->test;

@@ -36,7 +36,7 @@ static bool matches(const check_case *test, const char *filter) {
     return filter == NULL || strstr(test->name, filter) != NULL;
 }
 
-/* Fills the tallies of the device's kernels, of which there are at most fdma_kernel_count(). */
+/* Fills the tallies of the device's kernels. There are at most fdma_kernel_count(). */
 static int find_kernels(const char *kernel, int32_t device, check_tally *tallies) {
     int count = 0;
     for (int32_t i = 0; i < fdma_kernel_count(); i++) {
@@ -48,7 +48,8 @@ static int find_kernels(const char *kernel, int32_t device, check_tally *tallies
     return count;
 }
 
-/* The gradients of the reference are slow, and are compared with themselves: one dtype will do. */
+/* The gradients of the reference are slow, and are compared with themselves, so that one dtype
+ * suffices. */
 static bool is_repetition(const check_tally *tally, const check_problem *problem) {
     return selects_kernel("reference", tally->info.name) &&
            strcmp(tally->info.operation, "backward") == 0 && problem->dtype != FDMA_FLOAT32;
@@ -75,7 +76,6 @@ static void check_kernels(const check_problem *problem, check_tally *tallies, in
     }
 }
 
-/* A case in a dtype, on all kernels. */
 static int check_one(const check_case *test, fdma_dtype dtype, int32_t device, check_tally *tallies,
                      int count, check_coverage *coverage) {
     check_problem problem;
@@ -103,7 +103,7 @@ static bool is_first_of_family(int index) {
     return true;
 }
 
-/* Whether the case runs with the family of case `first`, in that dtype. */
+/* True if the case runs with the family of case `first`, in that dtype. */
 static bool belongs(const check_options *options, int first, int index, int type) {
     return same_family(check_case_at(first), check_case_at(index)) &&
            matches(check_case_at(index), options->filter) &&
@@ -117,7 +117,7 @@ static int family_size(const check_options *options, int first) {
     return size;
 }
 
-/* Checks the family of case `first`, and says so in a line. */
+/* Checks the family of case `first`, and prints a line about it. */
 static int check_family(const check_options *options, int32_t device, int first,
                         check_tally *tallies, int count, check_coverage *coverage) {
     const double start = now_ms();
@@ -162,7 +162,7 @@ static int check_cases(const check_options *options, int32_t device, check_tally
     return code;
 }
 
-/* How many cases match; their names are printed if wanted. */
+/* Counts the matching cases; prints their names if wanted. */
 static int count_matches(const check_options *options) {
     int count = 0;
     for (int i = 0; i < check_case_count(); i++) {

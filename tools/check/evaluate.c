@@ -2,7 +2,7 @@
  *
  * dbias, dsink_logit, dattn_bias, da and ddt_bias are sums whose terms have errors of both signs,
  * and one order of summation may be accurate by chance. Their terms are therefore split into
- * groups, and the scatter of a result is the sum of the magnitudes of its groups' errors: the plain
+ * groups. The scatter of a result is the sum of the magnitudes of its groups' errors: the plain
  * error of the worst order. */
 #include "check/evaluate.h"
 
@@ -56,8 +56,8 @@ static check_problem widen(const check_problem *problem) {
     return wide;
 }
 
-/* A problem as it is evaluated plainly: the default scale is computed in float32, too, and the
- * gradient of attn_bias is not rounded to 16 bits, as the tolerance counts that apart. */
+/* The problem for the plain evaluation: the default scale is computed in float32, too, and the
+ * gradient of attn_bias is not rounded to 16 bits, because the tolerance counts that separately. */
 static check_problem plain(const check_problem *problem) {
     check_problem given = *problem;
     given.scale = (double)(1 / sqrtf((float)problem->test->head_dim));
@@ -66,7 +66,7 @@ static check_problem plain(const check_problem *problem) {
     return given;
 }
 
-/* Whether one of the kernels takes the problem: on a device none may, in float32. */
+/* True if one of the kernels takes the problem. On a device, in float32 there may be none. */
 static bool is_taken(const check_problem *problem, const check_tally *tallies, int count,
                      check_operation_id id) {
     const check_operation *const operation = &check_operations[id];
@@ -82,7 +82,7 @@ static bool is_taken(const check_problem *problem, const check_tally *tallies, i
     return false;
 }
 
-/* Runs one operation on a problem that is wide or plain. */
+/* Runs one operation on a wide or plain problem. */
 static fdma_status run(const check_problem *given, check_operation_id id, bool plainly,
                        fdma_tensor outputs[check_output_limit]) {
     check_make_outputs(given, &check_operations[id], false, outputs);
@@ -123,8 +123,8 @@ static fdma_status add_scatter(check_result *results, const check_problem *wide,
     return status;
 }
 
-/* The terms of dbias, dsink_logit and dattn_bias are those of rows. The rows of the other groups
- * are made empty. */
+/* The terms of dbias, dsink_logit and dattn_bias belong to rows. The rows of the other groups are
+ * made empty. */
 static fdma_status scatter_rows(check_problem *problem, const check_problem *wide, int group) {
     check_problem some = plain(problem), some_wide = *wide;
     some.forward_lse = check_tensor_like(problem->forward_lse);
@@ -136,7 +136,7 @@ static fdma_status scatter_rows(check_problem *problem, const check_problem *wid
     return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 6);
 }
 
-/* The terms of da and ddt_bias are those of keys. The gradients of the other groups' keys are made
+/* The terms of da and ddt_bias belong to keys. The gradients of the other groups' keys are made
  * 0. */
 static fdma_status scatter_heads(check_problem *problem, const check_problem *wide, int group) {
     check_problem some = plain(problem), some_wide = *wide;
@@ -179,7 +179,7 @@ fdma_status check_evaluate(check_problem *problem, const check_tally *tallies, i
             wide = widen(problem);
         }
         taken[id] = is_taken(problem, tallies, count, (check_operation_id)id);
-        if (taken[id] || id == CHECK_FORWARD) // whose results are inputs of backward
+        if (taken[id] || id == CHECK_FORWARD) // its results are inputs of backward
             status = evaluate(problem, &wide, (check_operation_id)id, false);
     }
     const check_problem given = plain(problem);

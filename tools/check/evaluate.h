@@ -1,7 +1,6 @@
-/* What the outputs of every kernel are compared with: the results of the kernel "reference" on the
- * same inputs in float64, and those of the plain evaluation, "reference/float32", on the inputs
- * that the kernel is given. The error of the plain evaluation is what the dtype itself costs; a
- * kernel may make twice that. */
+/* Every kernel is compared with two results: the kernel "reference" on the same inputs in float64,
+ * and the plain evaluation, "reference/float32", on the kernel's own inputs. The error of the plain
+ * evaluation is the cost of the dtype itself; a kernel may make twice that error. */
 #pragma once
 
 #include "check/report.h"

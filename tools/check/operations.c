@@ -16,7 +16,7 @@ static bool applies_always(const check_problem *problem) {
     return true;
 }
 
-/* Selections and lists depend on float32 scores alone, whatever the dtype of the case is: they are
+/* Selections and lists depend on float32 scores alone, in every dtype of a case, so they are
  * checked for one dtype. */
 static bool applies_once(const check_problem *problem) {
     return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
@@ -87,8 +87,8 @@ void check_make_outputs(const check_problem *problem, const check_operation *ope
         check_store_all(outputs[0], check_widen(problem->prior_dv));
 }
 
-/* The bias is judged as a function of the score that the kernel itself wrote: an error of the score
- * counts once. */
+/* The bias is judged as a function of the score that the kernel itself wrote, so that an error of
+ * the score counts once. */
 static check_error judge_bias(const check_problem *problem, fdma_tensor score, fdma_tensor bias) {
     const double *z = check_widen(score);
     const int64_t count = element_count(&score);

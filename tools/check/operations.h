@@ -1,5 +1,5 @@
-/* The operations, and how a kernel of each is judged: it runs on the problem's inputs, and its
- * outputs are compared with the reference's. Which errors pass, check/tolerance.h says. */
+/* The operations, and the judgement of their kernels: a kernel runs on the problem's inputs, and
+ * its outputs are compared with the reference's. check/tolerance.h says which errors pass. */
 #pragma once
 
 #include "check/run.h"
@@ -8,8 +8,8 @@
 typedef struct check_operation {
     const char *name;                        /* as in fdma_kernel_info.operation */
     bool (*applies)(const check_problem *);  /* whether the problem is worth running */
-    const char *outputs[check_output_limit]; /* none of those that are exact, such as select */
-    size_t like[check_output_limit]; /* offset of the tensor that an output has the shape of */
+    const char *outputs[check_output_limit]; /* without exact outputs, such as select's */
+    size_t like[check_output_limit];         /* offset of a tensor that has the output's shape */
 } check_operation;
 
 extern const check_operation check_operations[check_operation_count];
@@ -24,6 +24,6 @@ const check_operation *check_find_operation(const char *name);
 void check_make_outputs(const check_problem *problem, const check_operation *operation,
                         bool in_layout, fdma_tensor outputs[check_output_limit]);
 
-/*! check_judge() - runs the kernel; `error` is that of its worst output. */
+/*! check_judge() - runs the kernel; `error` belongs to its worst output. */
 fdma_status check_judge(const check_problem *problem, const check_operation *operation,
                         const char *kernel, check_error *error);

@@ -30,7 +30,7 @@ enum {
     OVER_ALL = OVER_BATCH | OVER_Q_HEADS | OVER_PAIRS,
 };
 
-/* Which tensors a case has. */
+/* The tensors of a case. */
 typedef struct pair_tensors {
     bool has_mask, has_bias;
     uint64_t mask_axes, bias_axes;
@@ -68,7 +68,6 @@ static fdma_tensor make_tensor(const check_case *test, fdma_dtype dtype, uint64_
     return check_layout_tensor(dtype, test->layout, shape);
 }
 
-/* Whether a mask keeps a pair. */
 static bool keeps(kept_pairs kept, const int64_t index[4], uint64_t *random) {
     enum { tile_queries = 32, tile_keys = 48 };
     const uint64_t drawn = random_bits(random) >> 58; // 0 to 63
@@ -119,7 +118,7 @@ static void spoil_bias(fdma_tensor bias, fdma_tensor mask) {
             check_store(bias, n, (double)NAN);
 }
 
-/* Of all cases but those of the family "mask". */
+/* For all cases except the family "mask". */
 static pair_tensors tensors_of_seed(const check_case *test, uint64_t seed) {
     static const kept_pairs kept[] = {KEPT_HALF, KEPT_FEW, KEPT_MOST};
     const uint64_t mask_axes = seed / 128 % 32;

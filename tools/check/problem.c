@@ -138,7 +138,7 @@ static void allocate_inputs(check_problem *problem) {
 
 /* ---- decode ---- */
 
-enum { most_tokens = 64 }; /* of a call of fdma_decode() */
+enum { most_tokens = 64 }; /* tokens of a call of fdma_decode() */
 
 static int64_t tokens_of(const check_case *test) {
     const int64_t tokens = test->q_len < test->kv_len ? test->q_len : test->kv_len;
@@ -163,8 +163,8 @@ static void copy_positions(fdma_tensor to, fdma_tensor from, int64_t first, int6
             check_store(to, o * to_len * inner + n, values[(o * from_len + first) * inner + n]);
 }
 
-/* The stream begins with the `past` keys before the tokens, all of which have a row. Rows without a
- * key hold NaN. */
+/* The stream begins with the `past` keys before the tokens. All of these keys have a row. Rows
+ * without a key hold NaN. */
 static void fill_cache(check_problem *problem, int64_t first, int64_t past) {
     const check_case *test = problem->test;
     fdma_cache *const cache = &problem->cache;
@@ -295,7 +295,7 @@ static void make_score_backward_inputs(check_problem *problem, uint64_t *random)
     }
 }
 
-/* Whether partial result `n` of a row is empty. Some rows have two empty ones. */
+/* True if partial result `n` of a row is empty. Some rows have two empty ones. */
 static bool is_empty_partial(int64_t row, int n) { return row % (n == 0 ? 3 : 5) == 1; }
 
 static void empty_partial(check_problem *problem, int64_t row, int n) {

@@ -1,10 +1,10 @@
-/* A case made concrete in one dtype: the inputs of every operation, and the results that they
- * should give. */
+/* A case made concrete in one dtype: the inputs of every operation, and the expected results. */
 #pragma once
 
 #include "check/case.h"
 
-/* What a kernel's result is compared with. Contiguous, in the order of the tensor's indices. */
+/* Values that a kernel's result is compared with. Contiguous, in the order of the tensor's
+ * indices. */
 typedef struct check_result {
     int64_t count;
     double *reference; /* the kernel "reference" in float64 */

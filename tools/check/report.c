@@ -82,8 +82,8 @@ static void print_tally(const check_tally *tally) {
                dtype_name(tally->worst_dtype));
 }
 
-/* All kernels together take all cases of an operation and a dtype, or none. Returns how many pairs
- * break that. */
+/* All kernels together take all cases of an operation and a dtype, or none. Returns the number of
+ * pairs that break this rule. */
 static int report_coverage(const check_coverage *coverage) {
     int failed = 0;
     for (int operation = 0; operation < check_operation_count; operation++) {

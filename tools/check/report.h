@@ -1,4 +1,4 @@
-/* What has become of each kernel: the cases that it took, passed, failed and refused. */
+/* The results of each kernel: the cases that it took, passed, failed and refused. */
 #pragma once
 
 #include "check/operations.h"
@@ -28,7 +28,7 @@ void check_count(check_tally *tally, const check_problem *problem, fdma_status s
 void check_say(const char *line);
 
 /*! check_report_family() - prints a line for a family of cases that is done: how many cases, how
- *  many failures so far, how long it took. `name` is that of one of the cases. */
+ *  many failures so far, how long it took. `name` is the name of one of the cases. */
 void check_report_family(const char *name, int cases, const check_tally *tallies, int count,
                          double seconds);
 

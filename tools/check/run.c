@@ -17,7 +17,7 @@ typedef struct check_call {
     fdma_selection selection;
     int32_t device;
     int count;
-    fdma_tensor *fields[most_tensors]; /* in the structs, of tensors on the call's device */
+    fdma_tensor *fields[most_tensors]; /* fields of the structs: tensors on the call's device */
     fdma_tensor hosts[most_tensors];   /* the same in host memory */
     bool is_output[most_tensors];
 } check_call;
@@ -48,7 +48,7 @@ DEFINE_OPERATION(probabilities)
 _Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
 
 static const struct {
-    size_t size; /* of the argument struct */
+    size_t size; /* size of the argument struct */
     size_t exec; /* offset of that field */
     fdma_status (*ask)(const void *args, size_t *bytes);
     fdma_status (*call)(const void *args);
@@ -61,7 +61,7 @@ static const struct {
     [CHECK_CACHE_COPY] = OPERATION(cache_copy), [CHECK_PROBABILITIES] = OPERATION(probabilities),
 };
 
-/* The problem with the tensors that an operation is given in place of others. */
+/* The problem with the tensors that an operation takes in place of others. */
 static check_problem given_to(const check_problem *problem, check_operation_id id) {
     check_problem given = *problem;
     if (id == CHECK_SCORE_BACKWARD)
@@ -76,7 +76,6 @@ static check_problem given_to(const check_problem *problem, check_operation_id i
     return given;
 }
 
-/* The problem's tensor that an operation is given under a name. */
 static fdma_tensor input_named(const check_problem *problem, check_operation_id id,
                                const char *name) {
     const check_problem given = given_to(problem, id);
@@ -133,7 +132,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
 
 /* ---- one call ---- */
 
-/* The fields that are no tensors, of a call with a cache. */
+/* Sets the fields that are no tensors, in a call with a cache. */
 static void set_cache_options(check_call *call, const check_problem *problem, check_operation_id id,
                               const fdma_selection *selection) {
     const check_case *const test = problem->test;
@@ -158,7 +157,6 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
     }
 }
 
-/* Those of any call. */
 static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);
@@ -217,19 +215,20 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     *(size_t *)&call->args = operations[id].size; // the first field of each
 }
 
-/* Carried keys and tables, which no case has: test_streams.c checks them. */
+/* True for carried keys and tables, which no case has: test_streams.c checks them. */
 static bool belongs_to_stream(const tensor_entry *entry) {
     return strstr(entry->name, "_carried") != NULL || strstr(entry->name, "table_") != NULL;
 }
 
-/* A cache is an output, but the decode calls of a check commit no token to it. */
+/* True for the cache of a decode call. It is an output, but the decode calls of a check commit no
+ * token to it. */
 static bool is_cache_of_decode(check_operation_id id, const tensor_entry *entry) {
     return id == CHECK_DECODE && strncmp(entry->name, "cache.", strlen("cache.")) == 0;
 }
 
 static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
                         const fdma_tensor *outputs) {
-    const tensor_table table = fdma_tensors[id]; // the ids are those of the library
+    const tensor_table table = fdma_tensors[id]; // the ids of the library
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         if (belongs_to_stream(entry))
             continue;

@@ -9,7 +9,7 @@ bool check_takes(const check_problem *problem, check_operation_id id, const char
                  const fdma_tensor *outputs);
 
 /*! check_run() - `outputs` are the caller's, in host memory, in the order of core/signatures.c. If
- *  the status is not FDMA_OK, fdma_last_error() says why. The reference runs on the CPU, whatever
- *  the problem's device is. */
+ *  the status is not FDMA_OK, fdma_last_error() says why. The reference runs on the CPU, for every
+ *  device of the problem. */
 fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
                       const fdma_tensor *outputs);

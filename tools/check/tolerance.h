@@ -3,15 +3,16 @@
 
 #include "check/problem.h"
 
-/* How far a kernel's result is from the reference's. */
+/* A kernel's difference from the reference. */
 typedef struct check_error {
     double ratio;       /* error / tolerance: at most 1 passes; infinite if no tolerance would do */
     int64_t compared;   /* elements */
-    const char *tensor; /* the name of the tensor that `ratio` is of */
+    const char *tensor; /* the name of the tensor with this ratio */
 } check_error;
 
-/*! check_compare() - by the rule: the error may be twice that of the plain evaluation, plus one
- *  rounding step of the output; infinities and NaN stand exactly where the reference has them. */
+/*! check_compare() - by the rule: the error may be twice as large as in the plain evaluation, plus
+ *  one rounding step of the output; infinities and NaN stand exactly where the reference has
+ *  them. */
 check_error check_compare(const char *tensor, const check_result *result, fdma_tensor actual);
 
 /*! check_compare_exact() - tensors that must be equal, NaN where the other has NaN. */

@@ -185,7 +185,7 @@ void device_wait(int32_t device) {
         wait_for_device();
 }
 
-/* Of a measurement on the CPU. */
+/* Start of a measurement on the CPU. */
 static double started_ms;
 
 void start_clock(int32_t device) {

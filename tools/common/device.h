@@ -19,8 +19,9 @@ bool runs_on(const char *kernel, int32_t device);
 /*! selects_kernel() - whether `kernel` is that name, or the beginning of it up to a '/'. */
 bool selects_kernel(const char *kernel, const char *name);
 
-/*! check_kernel() - whether a value of --kernel selects kernels of this build; true for NULL, and
- *  for those of CUDA, of which the library says what is missing. Else there is a line on stderr. */
+/*! check_kernel() - whether a value of --kernel selects kernels of this build. True for NULL, and
+ *  for kernels of CUDA, for which the library says what is missing. Else prints a line on
+ *  stderr. */
 bool check_kernel(const char *command, const char *kernel);
 
 /*! kernel_width() - the length of the longest kernel name, the width of columns of such names. */

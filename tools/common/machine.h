@@ -8,9 +8,9 @@ typedef struct machine_info {
     char name[96];
     int32_t cores;
     int32_t device;    /* the device that name and cores describe; 0: the CPU */
-    char compiler[64]; /* that compiled the tool */
+    char compiler[64]; /* compiler of the tool */
     char date[32];     /* UTC, ISO 8601 */
-    char commit[80];   /* of the working tree that contains the tool; "" if there is none */
+    char commit[80];   /* commit of the working tree that contains the tool; "" if there is none */
 } machine_info;
 
 void find_machine(machine_info *machine, int32_t device);

@@ -9,7 +9,7 @@ enum { NAME_MAX_LENGTH = 127, NEAR_MISS = 3 };
 
 /* Levenshtein distance from `typed` to the name, or with `inside` to any part of it. */
 static size_t edit_distance(const char *typed, const char *name, bool inside) {
-    size_t distance[NAME_MAX_LENGTH + 1]; // from typed[0 .. t] to what ends before name[i]
+    size_t distance[NAME_MAX_LENGTH + 1]; // from typed[0 .. t] to the text that ends before name[i]
     const size_t length = strlen(name);
     for (size_t i = 0; i <= length; i++)
         distance[i] = inside ? 0 : i;

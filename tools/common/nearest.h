@@ -1,4 +1,4 @@
-/* "Did you mean": of some names the one that is nearest to what was typed. */
+/* "Did you mean": the name that is nearest to what was typed. */
 #pragma once
 
 #include <stdbool.h>

@@ -20,7 +20,7 @@ typedef struct option {
     const char *value;          /* the value's name in the help text; NULL for a flag */
     const char *help;           /* may contain newlines */
     const char *const *choices; /* OPTION_CHOICE: the words, NULL last */
-    size_t offset;              /* of the value in the struct that is filled */
+    size_t offset;              /* offset of the value in the struct that is filled */
     option_kind kind;
     bool required;
 } option;
@@ -30,7 +30,7 @@ typedef struct command_line {
     const char *about;     /* a sentence */
     const char *more;      /* printed below the options; may be NULL */
     const char *operand;   /* the operand's name in the help text; NULL: there is none */
-    size_t operand_offset; /* of a const char * */
+    size_t operand_offset; /* offset of a const char * */
     bool operand_required;
     const char *unless; /* a flag with which no option is required; NULL: there is none */
     int option_count;

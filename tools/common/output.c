@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* What a handler or exit() must remove; only changed while the signals are blocked. */
+/* The file that a handler or exit() must remove; only changed while the signals are blocked. */
 static const char *unfinished;
 
 static const int deadly[] = {SIGINT, SIGTERM, SIGHUP};
@@ -109,7 +109,7 @@ static char *link_target(const char *link) {
     return path;
 }
 
-/* Follows symbolic links, the last of which may point to a file that does not exist yet. */
+/* Follows symbolic links. The last one may point to a file that does not exist yet. */
 static char *resolve(const char *path) {
     enum { LINK_LIMIT = 40 };
     char *name = strdup(path);

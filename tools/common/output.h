@@ -29,7 +29,7 @@ int commit_output(output_file *output);
 /*! abandon_output() - removes the temporary file, if there is one. Keeps errno. */
 void abandon_output(output_file *output);
 
-/*! is_same_file() - whether both names are those of one file that exists, also through links. */
+/*! is_same_file() - whether both names lead to one file that exists, also through links. */
 bool is_same_file(const char *path, const char *other);
 
 /*! is_standard_output() - whether `path` names the file or pipe that standard output goes to. */

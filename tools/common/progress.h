@@ -1,5 +1,5 @@
-/* One line on stderr that says what is being done, if stderr is a terminal; each one replaces the
- * one before. */
+/* One line on stderr about the current work, if stderr is a terminal; each line replaces the one
+ * before. */
 #pragma once
 
 __attribute__((format(printf, 1, 2))) void show_progress(const char *format, ...);

@@ -1,6 +1,6 @@
-/* The reader of safetensors headers; see common/safetensors.h. cJSON turns the text into a tree.
- * What it accepts and the format does not (deep nesting, repeated keys, fractions, text after the
- * end) is checked here. */
+/* The reader of safetensors headers; see common/safetensors.h. cJSON turns the text into a tree. It
+ * accepts more than the format does (deep nesting, repeated keys, fractions, text after the end);
+ * this file checks for these. */
 #include "common/safetensors.h"
 
 #include <inttypes.h>
@@ -34,7 +34,7 @@ __attribute__((format(printf, 2, 3))) static int refuse(message_buffer message, 
 enum {
     PREFIX_BYTES = 8,
     HEADER_LIMIT = 100000000,
-    VALUE_LIMIT = 4000000, // of two bytes or more, for which cJSON allocates some 80
+    VALUE_LIMIT = 4000000, // values of two bytes or more, for which cJSON allocates some 80
     DEPTH_LIMIT = 4,       // the format needs 3: file, tensor, shape
 };
 
@@ -56,8 +56,8 @@ static uint64_t read_little_endian(const uint8_t *bytes) {
     return value;
 }
 
-/* Checks what the tree would no longer show, NUL characters in names, and what would make it large
- * or deep. */
+/* Checks the text for NUL characters in names, which the tree would no longer show, and for
+ * anything that would make the tree large or deep. */
 static int check_text(const char *text, size_t count, message_buffer message) {
     bool in_string = false;
     int depth = 0;

@@ -1,4 +1,4 @@
-"""What the gates read in C, CUDA and header files, as clang-format leaves them: functions that are
+"""Reads C, CUDA and header files, as clang-format leaves them, for the gates: functions that are
 declared and defined, and the calls in a body. Macros are not expanded.
 """
 
@@ -37,7 +37,7 @@ def strip_comments(text: str) -> str:
 
 
 def function_name(signature: str) -> str | None:
-    """None for what is no function: a type, or a variable and its initialiser."""
+    """None if it is no function: a type, or a variable and its initialiser."""
     bare = ATTRIBUTE.sub("", signature)
     if "=" in bare or bare.startswith("typedef") or not (match := re.search(r"(\w+)\s*\(", bare)):
         return None
@@ -59,7 +59,7 @@ def functions(text: str) -> Iterator[Function]:
     """Every function that a file declares or defines. Errors: ValueError."""
     code = strip_comments(text)
     depth = 0
-    start = 0  # of the declaration at the outermost level
+    start = 0  # start of the declaration at the outermost level
     opened = 0
     signature = ""
     for brace in re.finditer(r"[{};]", code):

@@ -131,7 +131,7 @@ ALLOWED = {
 # is one place for threads.
 SYSTEM_OWNERS = {"immintrin.h": "cpu simd", "arm_neon.h": "cpu simd", "omp.h": "cpu threads"}
 
-# Folders whose headers are those of kernels, but for headers of the host.
+# Folders of kernel headers, except for headers of the host.
 KERNEL_FOLDERS = tuple(f"src/cuda/{name}/" for name in "device plan mma forward backward".split())
 KERNEL_SUFFIX, HOST_SUFFIX, MANUAL = ".cuh", "host.cuh", "include/fdma.h"
 

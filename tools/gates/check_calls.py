@@ -41,7 +41,7 @@ def folder_of(path: str) -> str:
 
 
 def are_kin(one: str, other: str) -> bool:
-    """Whether one folder is the other, or lies in it."""
+    """True if one folder is the other, or lies in it."""
     return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
 
 
@@ -133,7 +133,7 @@ SOUND = {
     "tools/common/device.h": "int find_device(void);\n",
     "tools/common/device.c": "int find_device(void) { return 0; }\n",
     "tools/check/check.c": "int main(void) { return find_device(); }\n",
-    # What the circle of the last plant goes through.
+    # The circle of the last plant goes through this function.
     "src/cuda/plan/launch.cu": "void launch(int x) { plan_lists(x); }\n",
 }
 PLANTS = (

@@ -3,8 +3,8 @@
 
     check_commits.py [--self-test] [BASE]
 
-New are the commits since BASE: by default those that origin's main branch lacks or, without an
-origin, those that the branch main or the last tag lacks. Merges are exempt. A subject has at most
+New commits are the commits since BASE. By default origin's main branch lacks them or, without an
+origin, the branch main or the last tag lacks them. Merges are exempt. A subject has at most
 100 characters and names one topic; a commit whose area is perf gives its measurement in the body.
 """
 
@@ -22,7 +22,7 @@ SUBJECT = re.compile(r"^(?P<areas>[\w./-]+(, [\w./-]+)*): \S")
 
 
 def complaints(message: str) -> list[str]:
-    """What is wrong with one commit's message."""
+    """The faults of one commit's message."""
     subject, _, body = message.partition("\n")
     if len(subject) > SUBJECT_CHARACTERS:
         return [f"the subject has {len(subject)} characters, at most {SUBJECT_CHARACTERS}"]
@@ -45,7 +45,8 @@ def git(*arguments: str) -> str | None:
 
 
 def default_base() -> str | None:
-    """What HEAD is compared with: the first that is there and has not all of HEAD's commits."""
+    """The commit that HEAD is compared with: the first that exists and lacks some of HEAD's
+    commits."""
     tag = git("describe", "--tags", "--abbrev=0")
     for base in ("origin/main", "origin/HEAD", "main", (tag or "").strip()):
         is_own = base == "main" and git("merge-base", "--is-ancestor", "HEAD", base) is not None

@@ -107,8 +107,8 @@ int main(int count, char **words) {
 
 
 def self_test() -> list[str]:
-    """What the check gets wrong: only the function counts, in proportion to its work, and a call
-    that takes twice as many instructions is found."""
+    """The check's mistakes. It must count the function alone, in proportion to its work, and find a
+    call that takes twice as many instructions."""
     wrong = []
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory) / "loop.c", Path(directory) / "loop"

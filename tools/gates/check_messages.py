@@ -2,8 +2,8 @@
 """Check that messages.txt lists every message of the library and of the command `fdma`.
 
 After a change of messages, --update writes the list anew. It is there to be read as a whole: each
-message says what is wrong and what is wanted, and the same thing is said in the same words. Those
-of the Python package are in tests/python/messages.txt.
+message says what is wrong and what is wanted, and the same thing is said in the same words. The
+messages of the Python package are in tests/python/messages.txt.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def c_functions(text: str) -> Iterator[Function]:
 
 
 def python_functions(text: str) -> Iterator[Function]:
-    """Parameters and docstrings do not count: those of a public function have a line or more for
-    every argument."""
+    """Parameters and docstrings do not count, because a public function has a line or more of each
+    for every argument."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             documented = ast.get_docstring(node) is not None and len(node.body) > 1
@@ -95,7 +95,7 @@ def c_function(lines: int) -> str:
 
 
 def self_test() -> list[str]:
-    """What the check gets wrong on texts whose sizes are known."""
+    """The check's mistakes on texts of known sizes."""
     head = "struct point {\n    int x;\n};\n\nstatic const int table[] = {\n"
     head += "    1,\n" * 70 + "};\n\n"
     guard = '#ifdef __cplusplus\nextern "C" {\n#endif\n'

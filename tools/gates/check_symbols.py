@@ -34,7 +34,7 @@ def check(library: Path) -> gate.Found:
 
 
 def self_test() -> list[str]:
-    """What the check gets wrong on libraries that are right, lack a function, have one more."""
+    """The check's mistakes on libraries that are right, lack a function, or have one more."""
     names = sorted(declared(HEADER))
     wanted = (
         (names, []),

@@ -1,4 +1,5 @@
-"""What the checks in this folder share: the command line, and a small tree to plant faults in."""
+"""Code that the checks in this folder share: the command line, and a small tree to plant faults
+in."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any, Callable
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# How many items a check has looked at (files, functions, messages), and a line for each fault.
+# The number of items that a check has looked at (files, functions, messages), and a line for each
+# fault.
 Found = tuple[int, list[str]]
 
 

@@ -130,7 +130,7 @@ def run_all(folder: Path) -> str | None:
 
 
 def plant(fault: Fault) -> tuple[str, str]:
-    """What was found ("caught", "SURVIVED" or "BROKEN"), and by what or why."""
+    """The finding ("caught", "SURVIVED" or "BROKEN"), and the test or the reason."""
     source = find_source(TREE, fault)
     assert source is not None
     text = source.read_text(encoding="utf-8")
@@ -152,7 +152,8 @@ def plant(fault: Fault) -> tuple[str, str]:
 
 
 def count_text(root: Path, fault: Fault) -> dict[Path, int]:
-    """How often each file that the fault may be in has its text, if it has it at all."""
+    """The number of times that each possible file of the fault has its text, for files that have
+    it."""
     path = root / fault.path
     files = sorted(path.rglob("*.[chp]*")) if path.is_dir() else [path]
     counts = {

@@ -1,4 +1,4 @@
-/* `fdma info`: what would run, the machine, and all kernels. */
+/* `fdma info`: the kernels that would run, the machine, and all kernels. */
 #include "fdma.h"
 
 #include "commands.h"
@@ -124,7 +124,6 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-/* The entries of the tuning that calls of this process follow. */
 static void print_tuning(void) {
     const char *line = fdma_tuning_line(0);
     printf("tuning%s\n", line != NULL ? "" : "     none: calls follow the rules");
@@ -153,7 +152,7 @@ static void print_kernel(const fdma_kernel_info *kernel, const device_choice *ch
     printf("\n");
 }
 
-/* `choices` are those of the CPU and of the first CUDA device. */
+/* `choices` has one entry for the CPU and one for the first CUDA device. */
 static void print_kernels(const device_choice choices[2]) {
     printf("\n%-*s %-14s %s\n", kernel_width(), "kernel", "operation",
            "available, and what runs on it");

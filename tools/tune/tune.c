@@ -1,4 +1,4 @@
-/* `fdma tune`: measures what is fastest on this machine, and keeps it in a file. */
+/* `fdma tune`: measures the fastest choices on this machine, and keeps them in a file. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "fdma.h"
@@ -102,7 +102,7 @@ static fdma_tune_args shape_of(const tune_options *options) {
     };
 }
 
-/* What the file holds already stays in it. */
+/* Loads the file, so that its entries stay in it. */
 static fdma_status load_file(const char *path) {
     const bool is_new = path == NULL || access(path, F_OK) != 0;
     return fdma_tuning_load(is_new ? NULL : path);

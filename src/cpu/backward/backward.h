@@ -1,7 +1,7 @@
-/* Backward sweeps over tiles like those of forward, with queries in the lanes, in the order of
- * their positions. dq of a tile is complete once its keys have been visited; the sums of the keys
- * are held in a table that moves along with the tiles. So every sum has one order, whatever the
- * number of threads. Sources: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
+/* Backward sweeps over tiles as forward does, with queries in the lanes, in the order of their
+ * positions. dq of a tile is complete once its keys have been visited; the sums of the keys are
+ * held in a table that moves along with the tiles. So every sum has one order for any number of
+ * threads. Sources: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #pragma once
 
 #include "core/error.h"
@@ -18,19 +18,19 @@ typedef struct backward_context {
     const fdma_problem *problem;
     uint8_t *partitions; /* [batch * kv_heads][count], each of partition_size bytes */
     size_t partition_size;
-    int64_t count;    /* of the partitions of one (b, g) */
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    int64_t count;    /* partitions of one (b, g) */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
-    int64_t lanes; /* of a tile */
-    int64_t tiles; /* of one (b, g) */
+    int64_t lanes; /* lanes of a tile */
+    int64_t tiles; /* tiles of one (b, g) */
     int64_t tasks; /* partitions of all (b, g) */
     int32_t threads;
-    int64_t batch, kv_heads; /* of a turn: the (b, g) that are swept at a time */
+    int64_t batch, kv_heads; /* the (b, g) that are swept at a time */
     int64_t first_b, first_g;
     int32_t *most_live; /* [batch * kv_heads]: see most_live() */
 } backward_context;
 
-/* What each thread has of its own. */
+/* Memory of one thread. */
 typedef struct backward_scratch {
     backward_tile tile;
     key_table table;
@@ -54,7 +54,6 @@ static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_
     return scratch;
 }
 
-/* Finds the sums of the listed keys in the table. */
 static void find_sums(const key_table *table, const key_list *list, backward_step *step) {
     for (int32_t n = 0; n < key_block; n++) {
         const int64_t row = n < list->count ? table->row_of[list->key[n]] : table->count;
@@ -100,9 +99,9 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
     write_dq(problem, rows, tile);
 }
 
-/* Sweeps over the tiles of one partition of a (b, g), in the order of positions. `head` is
- * b * kv_heads + g. `left` receives what the sweep leaves behind; it is NULL if the partition is
- * the whole (b, g), which leaves nothing. */
+/* Sweeps over the tiles of one partition of a (b, g), in the order of positions. `head` is b *
+ * kv_heads + g. `left` receives the partial sums of the partition; it is NULL if the partition is
+ * the whole (b, g). */
 static void sweep_tiles(const backward_context *backward, backward_scratch *scratch, int64_t head,
                         int64_t index, backward_partition *left) {
     const fdma_problem *const problem = backward->problem;
@@ -135,8 +134,8 @@ static backward_partition partition_at(const backward_context *backward, int64_t
     return take_partition(&arena, backward->problem, rows_of_key_table(backward));
 }
 
-/* Sweeps over one partition of one (b, g). Tasks begin with the last partition of each (b, g),
- * because in dense causal attention it visits the most keys. */
+/* Tasks begin with the last partition of each (b, g), because in dense causal attention it visits
+ * the most keys. */
 static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;
@@ -156,8 +155,8 @@ static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Sweeps over all (b, g). Those that add to the same elements of dattn_bias take turns, so that the
- * order of its sums does not depend on the threads. */
+/* Sweeps over all (b, g). The (b, g) that add to the same elements of dattn_bias take turns, so
+ * that the order of its sums does not depend on the threads. */
 static void sweep_all(backward_context *backward) {
     const fdma_problem *const problem = backward->problem;
     const fdma_tensor *const pairs = &problem->dattn_bias;
@@ -174,7 +173,6 @@ static void sweep_all(backward_context *backward) {
         }
 }
 
-/* Adds up what the partitions of one (b, g) have left behind. */
 static void join_partitions(const void *context, int64_t head, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;
@@ -192,7 +190,7 @@ static void join_partitions(const void *context, int64_t head, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Divides the workspace for tiles of so many lanes, and returns the bytes that the call needs of
+/* Divides the workspace for tiles of `lanes` lanes, and returns the bytes that the call needs of
  * it. */
 static size_t plan_tiles(const fdma_problem *problem, int64_t lanes, backward_context *context) {
     context->problem = problem;
@@ -228,7 +226,8 @@ static void find_most_live(const void *context, int64_t head, int32_t thread) {
                                           head % problem->kv_heads, scratch.table.row_of);
 }
 
-/* Refuses selections that keep more keys than they say: the key table has no rows for these. */
+/* Refuses selections that keep more keys than window + recent: the key table has no rows for
+ * them. */
 static fdma_status check_selection(const backward_context *backward) {
     const fdma_problem *const problem = backward->problem;
     const int64_t heads = problem->batch * problem->kv_heads;

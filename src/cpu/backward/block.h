@@ -14,11 +14,12 @@ typedef struct backward_step {
     float *dk[key_block], *dv[key_block], *dbias[key_block]; /* sums of the listed keys */
 } backward_step;
 
-/* e^x. In float32 it must be exact for logits far below lse; what is rounded to a shorter type
- * need not be. */
+/* e^x. Float32 needs exp_of(), which is exact for logits far below lse; weights that are rounded to
+ * bfloat16 do not. */
 INLINE vf weight_of(vf x) { return terms == 1 ? exp_of(x) : exp2_of(vf_mul(x, vf_set(log2e))); }
 
-/* P = e^(logits - lse) of a group, 0 where a row does not keep the key, whatever its lse is. */
+/* P = e^(logits - lse) of a group, 0 where a row does not keep the key, even if its lse is inf or
+ * NaN. */
 INLINE void find_probabilities(const backward_step *step, const key_group *group, int block,
                                int from) {
     const backward_tile *const tile = step->tile;
@@ -47,7 +48,7 @@ INLINE void find_probabilities(const backward_step *step, const key_group *group
     }
 }
 
-/* The derivative of the softcap, 1 - tanh^2, from the capped logits that find_logits() has left. */
+/* The derivative of the softcap, 1 - tanh^2, from the capped logits of find_logits(). */
 NOINLINE void find_slopes(const backward_step *step, int32_t first) {
     const float *const capped = step->tile->logits.capped;
     float *const slope = step->tile->slope + first * block_lanes;
@@ -68,8 +69,8 @@ INLINE void find_group_probabilities(const backward_step *step, const key_group 
         find_slopes(step, group->first);
 }
 
-/* Gives the probabilities of dropped pairs a minus sign, which says to find_ds() that they are
- * dropped, and leaves them out of the words. */
+/* Marks dropped pairs with a minus sign on their probability, which find_ds() reads, and clears
+ * their words. */
 NOINLINE void drop_probabilities(const backward_step *step, int block, const group_list *groups) {
     const backward_tile *const tile = step->tile;
     for (int32_t n = 0; n < groups->count * group_keys; n++) {
@@ -125,8 +126,8 @@ INLINE void store_pair_ds(product_block ds, const backward_tile *tile, int32_t f
     }
 }
 
-/* dS = P (dP - delta) of a group, where dP is 0 for dropped pairs; then, under a softcap, dS times
- * its derivative. */
+/* dS = P (dP - delta) of a group; dP is 0 for dropped pairs. Under a softcap dS is then multiplied
+ * by its derivative. */
 INLINE void find_ds(product_block s, const backward_step *step, const key_group *group, int block,
                     int from, bool drops) {
     const backward_tile *const tile = step->tile;
@@ -164,7 +165,7 @@ INLINE void find_ds(product_block s, const backward_step *step, const key_group 
     }
 }
 
-/* Stores dS of a group in words of keys and, where those differ, in words of lanes. */
+/* Stores dS of a group in words of keys and, if they differ, in words of lanes. */
 INLINE void store_ds(product_block ds, const backward_tile *tile, int32_t first, int block,
                      int from) {
     UNROLL

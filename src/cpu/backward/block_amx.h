@@ -32,10 +32,10 @@ NOINLINE void add_all_lanes(const backward_step *step, float *const *sums, const
     }
 }
 
-/* All that a key block adds to the gradients of a tile and of its keys. */
+/* Adds the contributions of a key block to the gradients of a tile and of its keys. */
 static void add_key_block(const backward_step *step, int64_t width) {
     const backward_tile *const tile = step->tile;
-    bool keeps[key_block / key_step][backward_blocks] = {{false}}; // a block some keys of a step
+    bool keeps[key_block / key_step][backward_blocks] = {{false}}; // a block keeps a key of a step
     group_list groups;
     begin_products();
     for (int block = 0; block < step->logits.blocks; block++) {

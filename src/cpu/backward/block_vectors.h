@@ -29,7 +29,7 @@ NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, cons
             add_strip(sums, groups, words, rows, d, 1);
 }
 
-/* Adds what a key block contributes to the gradients of a tile and of its keys. */
+/* Adds the contributions of a key block to the gradients of a tile and of its keys. */
 static void add_key_block(const backward_step *step, int64_t width) {
     const backward_tile *const tile = step->tile;
     const int64_t rows = block_rows(step->logits.dim);

@@ -1,6 +1,6 @@
-/* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from
- * the tile of its first query to that of its last one; then the row passes on to another key, as
- * slots do, so that the sums of a window stay in the cache. */
+/* Sums of keys in a sweep over the tiles of one (b, g). A key has a row of sums from the tile of
+ * its first query to the tile of its last one; then another key takes the row, as with slots, so
+ * that the sums of a window stay in the cache. */
 #pragma once
 
 #include "cpu/backward/tile.h"
@@ -15,18 +15,18 @@ typedef struct key_table {
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
     int64_t next;      /* the first key that has not been looked at */
-    int64_t first_key; /* that arrives in the sweep; earlier keys hold their rows to its end */
+    int64_t first_key; /* the first that arrives in the sweep; earlier keys hold rows to its end */
 } key_table;
 
-/* The rows of a table: for the keys of all slots, for as many again that were live before the
- * sweep of a partition, and for the positions of a tile, of which there are at most lanes + 1. */
+/* Rows of a table: one per slot; in a partition one more per slot, for keys that were live before
+ * its sweep; and lanes + 1 for the positions of a tile. */
 static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_partition) {
     if (!problem->selected || problem->slots > problem->kv_len)
-        return problem->kv_len; // more slots might overflow below
+        return problem->kv_len; // slots up to INT64_MAX would overflow below
     return min((is_partition ? 2 : 1) * problem->slots + lanes + 1, problem->kv_len);
 }
 
-/* The most keys of (b, g) that are kept at any one position. leaving: [kv_len], scratch. */
+/* The most keys of (b, g) that one position keeps. leaving: [kv_len], scratch. */
 static int32_t most_live(const fdma_problem *problem, int64_t b, int64_t g, int32_t *leaving) {
     const int32_t *const expiry = expiry_of_head(problem, b, g);
     const uint8_t *const valid = valid_keys(problem, b);
@@ -48,7 +48,6 @@ static int64_t table_width(const fdma_problem *problem) {
     return round_up(tile_dim(problem), vf_width);
 }
 
-/* How many floats the sums of a table take. */
 static int64_t table_floats(const fdma_problem *problem, int64_t rows) {
     return (rows + 1) * (2 * table_width(problem) + vf_width);
 }
@@ -112,7 +111,7 @@ static void write_key(const fdma_problem *problem, const row_range *rows, const 
         write_sums(problem, rows, table, j, sums_of(table, table->row_of[j]));
 }
 
-/* Writes the gradients, 0, of a key that no query keeps. */
+/* Writes zero gradients for a key that no query keeps. */
 static void write_zeros(const fdma_problem *problem, const row_range *rows, int64_t j) {
     const size_t bytes = (size_t)problem->head_dim * fdma_dtype_size(problem->dtype);
     write_dbias(problem, rows, j, 0);

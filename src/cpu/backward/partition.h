@@ -1,19 +1,19 @@
-/* Where there are few heads, the tiles of each are divided into partitions, which threads work on
- * independently. A key that is kept on both sides of a boundary has partial sums in every
- * partition that keeps it; they are added up at the end, in the order of positions. Partitions
- * depend on the problem's shape but not on its batch size, so the results depend neither on the
- * threads nor on the batch. */
+/* With few heads, the tiles of each head are divided into partitions, which threads work on
+ * independently. A key that is kept on both sides of a boundary has partial sums in every partition
+ * that keeps it; they are added up at the end, in the order of positions. Partitions depend on the
+ * problem's shape but not on its batch size, so that results depend neither on the threads nor on
+ * the batch. */
 #pragma once
 
 #include "cpu/backward/keys.h"
 
 enum {
-    wanted_tasks = 8,           /* of one sequence */
+    wanted_tasks = 8,           /* tasks of one sequence */
     min_partition = 4,          /* tiles */
     free_table_bytes = 1 << 24, /* always allowed for the tables of one (b, g) */
 };
 
-/* What the sweep over a partition leaves behind. Keys are in ascending order. */
+/* Result of the sweep over a partition. Keys are in ascending order. */
 typedef struct backward_partition {
     float *sums;            /* rows of the key table; row n belongs to inherited[n] */
     int32_t *inherited;     /* keys also kept by queries before the partition */
@@ -35,8 +35,8 @@ static backward_partition take_partition(fdma_arena *arena, const fdma_problem *
     return one;
 }
 
-/* How many tables one kv head may have: all together take no more than the sum of free_table_bytes,
- * 30 % of the bytes of k and v, and 4 bytes for each element of dq. */
+/* The most tables of one kv head: together they take no more than the sum of free_table_bytes, 30 %
+ * of the bytes of k and v, and 4 bytes for each element of dq. */
 static double most_tables(const fdma_problem *problem, int64_t lanes) {
     const double dim = (double)problem->head_dim;
     const double keys = 2 * (double)problem->kv_len * dim * (double)fdma_dtype_size(problem->dtype);
@@ -45,13 +45,13 @@ static double most_tables(const fdma_problem *problem, int64_t lanes) {
     return (free_table_bytes + 0.3 * keys + 4 * rows) / table;
 }
 
-/* Whether kv heads add to the same elements of dattn_bias, so that they take turns. */
+/* True if kv heads add to the same elements of dattn_bias, so that they take turns. */
 static bool joins_heads(const fdma_problem *problem) {
     return is_present(&problem->dattn_bias) && problem->dattn_bias.shape[1] == 1;
 }
 
-/* Whether the partitions of a kv head would: all its rows do, or those of one query, which may be
- * in two of them. */
+/* True if partitions of a kv head add to the same elements of dattn_bias: all rows share them, or
+ * the rows of one query do, which may be in two partitions. */
 static bool joins_rows(const fdma_problem *problem, int64_t lanes) {
     const fdma_tensor *const pairs = &problem->dattn_bias;
     const bool splits_queries = lanes % problem->group != 0;
@@ -59,7 +59,6 @@ static bool joins_rows(const fdma_problem *problem, int64_t lanes) {
            (pairs->shape[2] == 1 || (pairs->shape[1] != problem->q_heads && splits_queries));
 }
 
-/* The kv heads of a sequence that are worked on at a time. */
 static int64_t heads_at_once(const fdma_problem *problem) {
     return joins_heads(problem) ? 1 : problem->kv_heads;
 }
@@ -75,8 +74,8 @@ static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     return count;
 }
 
-/* So many partitions of this problem take at least as much memory as all those of a sequence with
- * fewer keys. A shorter sequence may have more partitions, but of smaller tables. */
+/* This many partitions of the problem take at least as much memory as all partitions of a sequence
+ * with fewer keys. A shorter sequence may have more partitions, but with smaller tables. */
 static int64_t most_partitions(const fdma_problem *problem, int64_t lanes) {
     const int64_t heads = heads_at_once(problem), turns = problem->kv_heads / heads;
     const double tables = (double)heads * most_tables(problem, lanes);

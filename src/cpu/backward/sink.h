@@ -1,4 +1,4 @@
-/* The gradient of the sink logits: a sum over rows, for which no key is read. */
+/* The gradient of the sink logits: a sum over rows, which reads no key. */
 #pragma once
 
 #include "cpu/backward/tile.h"
@@ -16,7 +16,7 @@ static void find_dsink(const void *context, int64_t h, int32_t thread) {
             const double lse = (double)*float_at(&problem->lse, b, h, i);
             double delta = delta_of_row(problem, b, i, h);
             if (lse == sink && !isfinite(delta) && is_empty_row(problem, b, h, i))
-                delta = -dlse_of_row(problem, b, i, h); // <dout, out> is 0 whatever dout holds
+                delta = -dlse_of_row(problem, b, i, h); // <dout, out> is 0 for every dout
             if (sink != -INFINITY && lse != -INFINITY)
                 sum -= exp(sink - lse) * delta;
         }

@@ -1,4 +1,4 @@
-/* A tile of the backward pass: for dout the buffers that forward has for q, and both of them again
+/* A tile of the backward pass. It has buffers for dout as forward has for q, and both a second time
  * row by row, for the sums over lanes that give dk and dv. */
 #pragma once
 
@@ -6,16 +6,16 @@
 
 enum {
     lane_words = block_lanes / terms,
-    /* Channels that a sum over lanes holds in registers; rows are cut into strips of as many. */
+    /* Channels that a sum over lanes holds in registers; rows are cut into strips of this many. */
     row_strip = block_lanes,
     row_strip_length = lane_words * row_strip,
-    /* Words of lanes that are held of a key: those that one call of add_lanes() sums over. */
+    /* Words of lanes that are held of a key: as many as one call of add_lanes() sums over. */
     held_words = summed_blocks * lane_words,
 };
 
 typedef struct backward_tile {
     tile_state logits; /* of q and k. Its out is dq, its weights are dS, in words of keys */
-    tile_state dp;     /* the same buffers but for q and k_rows, which hold dout and v */
+    tile_state dp;     /* the same buffers, except that q and k_rows hold dout and v */
     float *q_rows;     /* [blocks][strips][lane_words][row_strip]: words of lanes */
     float *dout_rows;
     float *p;           /* [key_block][block_lanes]: probabilities; of dropped pairs, minus them */
@@ -24,12 +24,12 @@ typedef struct backward_tile {
     float *ds_words;    /* [key_block][held_words]: dS; logits.weights where terms is 1 */
     float *slope;       /* [key_block][block_lanes]: of the softcap */
     float *pair_ds;     /* [key_block][block_lanes]: dS before the softcap; NULL: not wanted */
-    float *lse;         /* [lanes]; inf in those that are left out */
-    float *minus_delta; /* [lanes]: dlse - <dout, out>, over dropout_scale() */
+    float *lse;         /* [lanes]; inf in lanes that are left out */
+    float *minus_delta; /* [lanes]: (dlse - <dout, out>) / dropout_scale() */
     uint8_t *left_out;  /* [lanes]: the lane has no row, or an empty one */
 } backward_tile;
 
-/* The floats of one block of lanes in q_rows. */
+/* Floats of one block of lanes in q_rows. */
 static int64_t block_rows(int64_t dim) { return divide_up(dim, row_strip) * row_strip_length; }
 
 /* The words of a key for a block of lanes, in p_words or ds_words. */
@@ -67,8 +67,8 @@ static double dlse_of_row(const fdma_problem *problem, int64_t b, int64_t i, int
     return is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0;
 }
 
-/* delta = <dout, out> - dlse of the row of query i and query head h, in double precision: where a
- * row has all its weight on one key, dP - delta cancels to the last bits. */
+/* delta = <dout, out> - dlse of a row, in double precision: if a row has all its weight on one key,
+ * dP - delta cancels to the last bits. */
 static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     const double product =
         product_of_rows(head_row(&problem->dout, b, i, h), head_row(&problem->out, b, i, h),
@@ -76,8 +76,9 @@ static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, in
     return product - dlse_of_row(problem, b, i, h);
 }
 
-/* Whether a row attends to no key, and its lse is therefore the sink logit. Only a row with numbers
- * that are not finite is looked at: 0 times these is NaN, but the others, times a P of 0, are 0. */
+/* True if a row attends to no key, so that its lse is the sink logit. Checks only rows with values
+ * that are not finite, because 0 times these is NaN; in other rows a P of 0 makes every product
+ * 0. */
 static bool is_empty_beside_sink(const fdma_problem *problem, const row_range *rows, int64_t lane,
                                  float lse, double delta) {
     const int64_t row = rows->first + lane, h = rows->g * problem->group + row % problem->group;
@@ -89,8 +90,8 @@ static bool is_empty_beside_sink(const fdma_problem *problem, const row_range *r
     return is_empty_row(problem, rows->b, h, row / problem->group);
 }
 
-/* Loads lse and delta of every row, but for empty ones. Gradients are multiplied by
- * dropout_scale() at the end, and delta is therefore divided by it. */
+/* Loads lse and delta of every row, except empty ones. Delta is divided by dropout_scale(), because
+ * gradients are multiplied by it at the end. */
 static void load_lse_and_delta(const fdma_problem *problem, const row_range *rows,
                                const backward_tile *tile) {
     const double scale = dropout_scale(problem->dropout.threshold);

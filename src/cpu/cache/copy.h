@@ -1,6 +1,6 @@
-/* fdma_cache_copy(): a task has some rows of one kv head, of every sequence that is copied. All
- * sequences are read before any is written: that is done for a slice of one row at a time, so that
- * little memory is needed for what has been read. */
+/* fdma_cache_copy(): a task copies some rows of one kv head, of every sequence. All sequences are
+ * read before any is written; this is done for a slice of one row at a time, so that the copies
+ * need little memory. */
 #pragma once
 
 #include "cpu/cache/move.h"
@@ -11,21 +11,21 @@
 
 enum {
     task_rows = 64,
-    slice_bytes = 256, // of a row: the lines of each sequence that are read in one go
+    slice_bytes = 256, // bytes of a row; a slice of each sequence is read in one go
 };
 
 typedef struct copy_context {
     const fdma_problem *problem;
-    int64_t row_tasks; /* of each kv head */
+    int64_t row_tasks; /* tasks of each kv head */
     int32_t threads;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
 } copy_context;
 
-/* What a thread has read of one row. */
+/* A thread's copies of one row. */
 typedef struct row_copies {
     int32_t *position; /* [count]: of the copied sequences */
-    int32_t *page;     /* [2, count]: the pages of the row that is read, and of the one written */
+    int32_t *page;     /* [2, count]: the pages of the rows that are read and written */
     uint8_t *slices;   /* [count, slice_bytes] */
 } row_copies;
 
@@ -46,12 +46,12 @@ static int64_t copied_sequence(const fdma_tensor *list, int64_t n) {
     return ((const int32_t *)list->data)[n];
 }
 
-/* The sequences, which are the first axis of every tensor that has no pages. */
+/* Pairs of sequences, which are the first axis of every tensor without pages. */
 static copied_pairs copied_sequences(const fdma_problem *problem) {
     return (copied_pairs){problem->from.data, problem->to.data};
 }
 
-/* Reads the positions of a row; those of an empty sequence are -1. */
+/* Reads the positions of a row; -1 for an empty sequence. */
 static void read_positions(const fdma_problem *problem, int64_t g, int64_t row,
                            const row_copies *copies) {
     for (int64_t n = 0; n < problem->batch; n++) {
@@ -60,7 +60,7 @@ static void read_positions(const fdma_problem *problem, int64_t g, int64_t row,
     }
 }
 
-/* Finds the pages of a row. It becomes empty where one is missing; a sequence that is copied to
+/* Finds the pages of a row. The row becomes empty if one is missing; a sequence that is copied to
  * itself stays as it is. */
 static copied_pairs find_pages(const fdma_problem *problem, int64_t row, const row_copies *copies) {
     const copied_pairs all = copied_sequences(problem);
@@ -84,7 +84,7 @@ static void write_positions(const fdma_problem *problem, int64_t g, int64_t row,
             copies->position[n];
 }
 
-/* Whether there is a key to copy, and to another row. */
+/* True if there is a key, and its row moves. */
 static bool moves(copied_pairs pairs, const row_copies *copies, int64_t n) {
     return copies->position[n] >= 0 && pairs.from[n] != pairs.to[n];
 }
@@ -157,7 +157,6 @@ static size_t cache_copy_workspace(const fdma_problem *problem) {
     return plan_copy(problem, &copy);
 }
 
-/* Copies how many tokens have passed. */
 static void copy_seen(const fdma_problem *problem, int32_t *numbers) {
     int32_t *const seen = problem->cache.table.seen.data;
     for (int64_t n = 0; n < problem->batch; n++) {

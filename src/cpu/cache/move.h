@@ -1,11 +1,11 @@
-/* How many threads are worth waking to move rows of a cache. */
+/* The number of threads that pay off for moving rows of a cache. */
 #pragma once
 
 #include "cpu/common/memory.h"
 #include "cpu/parallel.h"
 
-/* By one thread in a microsecond, about: positions or expiries that are looked at, and bytes of k
- * and v that are moved. */
+/* Approximate work of one thread in a microsecond: positions or expiries that are read, and bytes
+ * of k and v that are moved. */
 enum { seen_keys = 1000, moved_bytes = 5000 };
 
 static inline int32_t threads_to_move(const fdma_problem *problem, int64_t tasks, int64_t keys,

@@ -1,4 +1,4 @@
-/* fdma_cache_store(): a task has one kv head of one prompt, whose rows no other task writes. */
+/* fdma_cache_store(): a task stores one kv head of one prompt, whose rows no other task writes. */
 #pragma once
 
 #include "cpu/cache/move.h"

@@ -1,10 +1,9 @@
-/* Dropout in a tile: the codes of its rows and keys, and which of its weights become 0. See
+/* Dropout in a tile: the codes of its rows and keys, and the weights that become 0. See
  * core/dropout.h, whose dropout_mix() is computed here for many rows at a time. */
 #pragma once
 
 #include "cpu/common/step.h"
 
-/* Finds the codes of the rows of a tile. */
 static void find_row_codes(const fdma_problem *problem, const row_range *rows,
                            const tile_state *tile) {
     for (int64_t lane = 0; lane < used_lanes(rows) && problem->dropout.threshold != 0; lane++) {
@@ -18,7 +17,7 @@ static void find_row_codes(const fdma_problem *problem, const row_range *rows,
     }
 }
 
-/* All bits of the lanes, from `lane` on, that keep the pair of their row and a listed key. */
+/* All bits set in the lanes, from `lane` on, that do not drop a listed key. */
 INLINE vu undropped_lanes(const tile_step *step, int32_t key, int64_t lane) {
     const tile_state *const tile = step->tile;
     const vu flips = vu_load(tile->flips + lane), adds = vu_load(tile->adds + lane);

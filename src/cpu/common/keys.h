@@ -1,11 +1,10 @@
-/* The keys that a tile visits, a block at a time: first, in ascending order, those that are live
- * from its first position to its last; then those that expire in between, in descending order of
- * expiry; then those that arrive in between, in ascending order. Neighbours in this order are kept
- * by nearly the same rows.
+/* The keys that a tile visits, a block at a time: first, in ascending order, the keys that are live
+ * from its first position to its last; then the keys that expire in between, in descending order of
+ * expiry; then the keys that arrive in between, in ascending order. Neighbours in this order are
+ * kept by nearly the same rows.
  *
  * A key that is not live at a position and arrived before it never becomes live again. So the keys
- * that any row of a tile keeps are those that are live at its first position and those that arrive
- * up to its last one.
+ * that any row of a tile keeps are live at its first position or arrive up to its last one.
  * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile.
  *
  * With a mask a tile goes through all keys in ascending order and visits those that any of its rows
@@ -14,12 +13,12 @@
 
 #include "cpu/common/mask.h"
 
-/* Snapshot n (from 1) holds the keys before position n * step that are live there. If a
- * selection keeps more keys than it says, a snapshot may have no room for all of them. It is then
- * incomplete, as are all later ones, and tiles start from the last complete snapshot. */
+/* Snapshot n (from 1) holds the keys before position n * step that are live there. If a selection
+ * keeps more keys than it says, a snapshot may have no room for all of them. It is then incomplete,
+ * like all later ones, and tiles start from the last complete snapshot. */
 typedef struct snapshots {
     int64_t step;
-    int64_t count;    /* of each (b, g) */
+    int64_t count;    /* snapshots of each (b, g) */
     int64_t capacity; /* keys that one snapshot can hold */
     int32_t *keys;    /* [batch * kv_heads][count][capacity] */
     int32_t *length;  /* [batch * kv_heads][count]; incomplete: not all live keys fit */
@@ -44,8 +43,8 @@ static const int32_t *expiry_of_head(const fdma_problem *problem, int64_t b, int
     return any ? int_at(&problem->expiry, b, g, 0) : NULL;
 }
 
-/* Appends to `to` those keys of `from` (of first, first + 1, ... if NULL) that outlive `position`,
- * and returns how many `to` holds then; `incomplete` if they are more than its capacity. */
+/* Appends to `to` the keys of `from` (or first, first + 1, ... if NULL) that outlive `position`.
+ * Returns the new number of keys in `to`, or `incomplete` if they exceed the capacity. */
 static int64_t filter_live(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
                            int64_t first, int64_t count, const int32_t *expiry, int64_t position) {
     int64_t n = 0;
@@ -61,7 +60,7 @@ static int64_t filter_live(int32_t *to, int64_t used, int64_t capacity, const in
 }
 
 /* Fills the snapshots of one (b, g): each holds what is left of the one before and of the keys that
- * arrived since. After one that is incomplete all are. */
+ * arrived since. All snapshots after an incomplete one are incomplete. */
 static void fill_snapshots(const fdma_problem *problem, const snapshots *all, int64_t head) {
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const int32_t *const expiry = expiry_of_head(problem, b, g);
@@ -80,7 +79,7 @@ static void fill_snapshots(const fdma_problem *problem, const snapshots *all, in
     }
 }
 
-/* The keys that a tile has still to visit. */
+/* The keys that a tile has not visited yet. */
 typedef struct key_cursor {
     const int32_t *live; /* from a snapshot */
     int64_t live_count;
@@ -88,13 +87,13 @@ typedef struct key_cursor {
     const int32_t *expiry;
     const uint8_t *valid;
     int32_t first_position, last_position;
-    int32_t *expiring; /* [most_lanes], those that expire within the tile */
+    int32_t *expiring; /* [most_lanes], keys that expire within the tile */
     int32_t expiring_count;
     bool is_sorted;
-    mask_scan mask; /* unless there is none */
+    mask_scan mask; /* unused without a mask */
 } key_cursor;
 
-/* Starts at the first key of a tile. Before the call only the arrays of the cursor are set. */
+/* Starts at the first key of a tile. The caller has set only the cursor's arrays. */
 static void start_keys(const fdma_problem *problem, const snapshots *all, const row_range *rows,
                        key_cursor *cursor) {
     *cursor = (key_cursor){
@@ -117,8 +116,8 @@ static void start_keys(const fdma_problem *problem, const snapshots *all, const 
     }
 }
 
-/* Whether some row at `first_position` or later may keep key j, by its expiry and validity (either
- * may be NULL). It does not branch on what these hold: such a branch would be unpredictable. */
+/* True if a row at `first_position` or later may keep key j, by its expiry and validity (either may
+ * be NULL). Does not branch on their values, because such a branch would be unpredictable. */
 INLINE bool outlives(const int32_t *expiry, const uint8_t *valid, int32_t first_position,
                      int32_t j) {
     const int32_t from = j > first_position ? j : first_position;
@@ -134,8 +133,9 @@ static bool is_visited(const key_cursor *cursor, int32_t j) {
     return outlives(cursor->expiry, cursor->valid, cursor->first_position, j);
 }
 
-/* Lists key j, or sets it aside if it expires within the tile. A sound selection loses no more keys
- * there than the tile has positions; those of a corrupt one that do not fit are listed at once. */
+/* Lists key j, or sets it aside if it expires within the tile. In a sound selection no more keys
+ * expire there than the tile has positions; keys of a corrupt one that do not fit are listed at
+ * once. */
 static int32_t add_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_t j) {
     const bool visited = is_visited(cursor, j);
     if (visited && cursor->expiry != NULL && cursor->expiry[j] <= cursor->last_position &&
@@ -147,8 +147,8 @@ static int32_t add_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_t
     return count + visited;
 }
 
-/* Sorts by expiry, ascending, because next_keys() takes keys from the end; by insertion, because
- * there are few. */
+/* Sorts by expiry, ascending, because next_keys() takes keys from the end. Insertion sort suffices
+ * for few keys. */
 static void sort_expiring(key_cursor *cursor) {
     for (int32_t n = 1; n < cursor->expiring_count && !cursor->is_sorted; n++) {
         const int32_t j = cursor->expiring[n];
@@ -180,8 +180,8 @@ static int32_t next_keys(key_cursor *cursor, int32_t *keys) {
 }
 
 /* A key block, ready for the products. The rows of a tile that keep a key are one range of lanes,
- * or, with a mask, any lanes.
- * A group of group_keys keys is masked unless every row keeps all of them. */
+ * or, with a mask, any lanes. A group of group_keys keys is masked unless every row keeps all of
+ * them. */
 typedef struct key_list {
     int32_t count;
     bool masked[key_groups];
@@ -190,7 +190,7 @@ typedef struct key_list {
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
     float bias[key_block];
-    uint32_t code[key_block]; /* of dropout; see core/dropout.h */
+    uint32_t code[key_block]; /* dropout codes; see core/dropout.h */
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
     uint64_t *kept; /* [key_block][kept_words]: bits of the lanes that keep each key, instead of
@@ -199,7 +199,7 @@ typedef struct key_list {
 
 static int32_t clamp_lane(int64_t lane) { return (int32_t)min(max(lane, 0), most_lanes); }
 
-/* The first lane at whose position key j has expired. */
+/* The first lane whose position is at or after the expiry of key j. */
 static int32_t end_lane_of(const fdma_problem *problem, const row_range *rows,
                            const int32_t *expiry, int64_t j) {
     const int64_t origin = query_position(problem, 0);
@@ -208,7 +208,7 @@ static int32_t end_lane_of(const fdma_problem *problem, const row_range *rows,
     return clamp_lane((expiry[j] - origin) * problem->group - rows->first);
 }
 
-/* Which of `count` keys from `first` on may be kept by some row, whatever the mask is. */
+/* Bits of the `count` keys from `first` on that some row may keep, by expiry and validity alone. */
 static uint64_t find_candidates(const key_cursor *cursor, int64_t first, int64_t count) {
     uint64_t candidates = 0;
     if (cursor->expiry == NULL && cursor->valid == NULL)
@@ -218,7 +218,7 @@ static uint64_t find_candidates(const key_cursor *cursor, int64_t first, int64_t
     return candidates;
 }
 
-/* Goes on to the next 64 keys, and scans more of the mask before where it has to. */
+/* Goes on to the next 64 keys, and scans more of the mask first if it has to. */
 static void open_next_columns(const fdma_problem *problem, const row_range *rows,
                               key_cursor *cursor) {
     mask_scan *const scan = &cursor->mask;
@@ -229,7 +229,7 @@ static void open_next_columns(const fdma_problem *problem, const row_range *rows
     cursor->next += count;
 }
 
-/* As next_keys(), with a mask; it also writes the bits of the lanes that keep each key. */
+/* next_keys() with a mask. Also writes the bits of the lanes that keep each key. */
 static int32_t next_masked_keys(const fdma_problem *problem, const row_range *rows,
                                 key_cursor *cursor, key_list *list) {
     mask_scan *const scan = &cursor->mask;
@@ -270,7 +270,6 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
     }
 }
 
-/* The address of a carried key's row in the pages of k or v. */
 static const void *row_in_pages(const fdma_problem *problem, const fdma_tensor *carried, int64_t b,
                                 int64_t g, int64_t j) {
     const key_indices at = indices_of_carried(problem, b, j);
@@ -291,7 +290,7 @@ static void find_rows(const fdma_problem *problem, const fdma_tensor *own,
         return;
     }
     const uint8_t *const carried_rows = carried_len > 0 ? head_row(carried, b, 0, g) : NULL;
-    for (int32_t n = 0; n < count; n++) { // without branches, so that it is done in vectors
+    for (int32_t n = 0; n < count; n++) { // no branches, so that compilers vectorize it
         const int64_t j = key[n];
         const bool is_carried = j < carried_len;
         sources[n] = (is_carried ? carried_rows : rows) +
@@ -309,7 +308,7 @@ static void find_v(const fdma_problem *problem, int64_t b, int64_t g, const int3
     find_rows(problem, &problem->v, &problem->v_carried, b, g, key, count, sources);
 }
 
-/* The bias of some keys, 0 where there is none. */
+/* The bias of some keys; 0 without a bias. */
 static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, float *to) {
     const fdma_tensor *const own = &problem->bias, *const carried = &problem->bias_carried;
@@ -324,7 +323,6 @@ static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const i
         to[n] = *(key[n] < carried_len ? carried_bias + key[n] : bias + (key[n] - carried_len));
 }
 
-/* The codes of some keys. Without dropout they are not used. */
 static void find_codes(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
                        int32_t count, uint32_t *to) {
     for (int32_t n = 0; n < count && problem->dropout.threshold != 0; n++)
@@ -365,12 +363,11 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
     }
 }
 
-/* The key blocks of a tile: the one that is worked on, and the next, so that its rows can be
- * prefetched. */
+/* The current key block of a tile, and the next, so that its rows can be prefetched. */
 typedef struct key_blocks {
     key_list *now, *next;
-    uint64_t *kept[2]; /* those of the two lists */
-    key_cursor cursor; /* at the first key after those of `next` */
+    uint64_t *kept[2]; /* of the two lists */
+    key_cursor cursor; /* at the first key after the keys of `next` */
 } key_blocks;
 
 static key_blocks take_key_blocks(fdma_arena *arena, const fdma_problem *problem) {
@@ -388,8 +385,8 @@ static key_blocks take_key_blocks(fdma_arena *arena, const fdma_problem *problem
     return blocks;
 }
 
-/* Lists the first key block of a tile as `next`, for advance_keys(). The cursor is at its first
- * key; with a mask it goes through all keys instead. */
+/* Lists the first key block of a tile as `next`, for advance_keys(). The cursor is at the tile's
+ * first key; with a mask it restarts and goes through all keys. */
 static void start_key_blocks(const fdma_problem *problem, const row_range *rows,
                              const tile_state *tile, key_blocks *blocks) {
     key_cursor *const cursor = &blocks->cursor;

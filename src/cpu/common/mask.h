@@ -1,5 +1,5 @@
-/* The mask of a tile, 64 keys at a time: which of them any row keeps, and for each of these keys
- * one bit for every lane. A mask row is read once for all the lanes that share it. */
+/* The mask of a tile, 64 keys at a time: the keys that any row keeps, and for each of these one bit
+ * per lane. A mask row is read once for all the lanes that share it. */
 #pragma once
 
 #include "cpu/common/tile.h"
@@ -8,9 +8,9 @@ enum {
     word_bits = 64,
     kept_words = (most_lanes + 63) / 64, /* words of the lanes of a tile */
     padded_lanes = kept_words * word_bits,
-    /* Words of keys that are read of one row before the next: several cache lines, which memory
-     * delivers at once. Rows that are a power of 2 apart would not stay in the cache until the
-     * tile comes back to them. */
+    /* Words of keys that are read of one row before the next row: several cache lines, which memory
+     * delivers at once. Rows that are a power of 2 apart would not stay in the cache until the tile
+     * comes back to them. */
     scanned_words = 8,
     scanned_keys = scanned_words * word_bits,
 };
@@ -22,7 +22,7 @@ typedef struct mask_scan {
                             keeps key first + 64 w + c, whatever the key's expiry is */
     uint64_t any[scanned_words]; /* each the union of all lanes */
     int64_t first, end;          /* the keys that were scanned last */
-    int64_t lane_words;          /* of the tile */
+    int64_t lane_words;          /* words of lanes in the tile */
 
     uint64_t *columns;    /* [kept_words][word_bits]: bit n of columns[w][c] is set if lane 64 w + n
                              keeps key first_column + c */
@@ -54,7 +54,6 @@ static inline int64_t head_of_lane(const fdma_problem *problem, const row_range 
     return rows->g * problem->group + (rows->first + lane) % problem->group;
 }
 
-/* Finds the rows of the mask that a tile needs. */
 static void start_mask(const fdma_problem *problem, const row_range *rows, mask_scan *scan) {
     const fdma_tensor *const mask = &problem->attn_mask;
     scan->pending = 0;
@@ -69,7 +68,7 @@ static void start_mask(const fdma_problem *problem, const row_range *rows, mask_
     }
 }
 
-/* Bit n: whether byte n of `count`, at most 64, is not 0. */
+/* Bit n is set if byte n of `count`, at most 64, is not 0. */
 static inline uint64_t nonzero_bytes(const uint8_t *bytes, int64_t count) {
     uint8_t padded[word_bits] = {0};
     if (count == word_bits)
@@ -83,7 +82,7 @@ static inline uint64_t lowest_bits(int64_t count) {
     return count >= 64 ? ~UINT64_C(0) : count <= 0 ? 0 : (UINT64_C(1) << count) - 1;
 }
 
-/* Which of 64 keys from `first` on a lane's row keeps, by its mask and its position. */
+/* Bits of the 64 keys from `first` on that a lane's row keeps, by its mask and its position. */
 static uint64_t scan_word(const fdma_problem *problem, const mask_scan *scan, int64_t lane,
                           int64_t first) {
     const int64_t count = min(scan->end - first, word_bits);
@@ -96,7 +95,7 @@ static uint64_t scan_word(const fdma_problem *problem, const mask_scan *scan, in
     return nonzero_bytes(row + first, count) & visible;
 }
 
-/* Whether a lane has the same mask and position as the one before it. */
+/* True if a lane has the same mask and position as the one before it. */
 static inline bool repeats_lane(const mask_scan *scan, int64_t lane) {
     return lane > 0 && scan->row[lane] == scan->row[lane - 1] &&
            scan->position[lane] == scan->position[lane - 1];
@@ -119,8 +118,8 @@ static void scan_mask(const fdma_problem *problem, const row_range *rows, mask_s
     }
 }
 
-/* Rows become columns: bit c of x[r] changes places with bit r of x[c]. Each round exchanges the
- * quarters off the diagonal of all squares of 2 * size bits. */
+/* Transposes 64 x 64 bits: bit c of x[r] changes places with bit r of x[c]. Each round exchanges
+ * the quarters off the diagonal of all squares of 2 * size bits. */
 static void transpose_bits(uint64_t x[word_bits]) {
     uint64_t mask = 0x00000000ffffffff;
     for (int size = 32; size > 0; size /= 2, mask ^= mask << size)
@@ -131,8 +130,7 @@ static void transpose_bits(uint64_t x[word_bits]) {
         }
 }
 
-/* Goes on to 64 keys from `first` on that were scanned, of which those of `candidates` may be
- * kept. */
+/* Opens 64 scanned keys from `first` on. Only keys of `candidates` may be kept. */
 static void open_columns(mask_scan *scan, int64_t first, uint64_t candidates) {
     const int64_t scanned = (first - scan->first) / word_bits;
     scan->first_column = first;
@@ -146,7 +144,7 @@ static void open_columns(mask_scan *scan, int64_t first, uint64_t candidates) {
 }
 
 /* Copies to `kept` the bits of the lanes before `end_lane` that keep key j, whose column is open.
- * Returns whether there is any. */
+ * Returns true if there is one. */
 static bool take_column(const mask_scan *scan, int64_t j, int64_t end_lane, uint64_t *kept) {
     uint64_t any = 0;
     for (int64_t word = 0; word < kept_words; word++) {

@@ -39,7 +39,7 @@ static inline float softcap_of(const fdma_problem *problem) {
     return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);
 }
 
-/* scale / cap: what products of q and k are multiplied by before tanh. */
+/* scale / cap: the factor of products of q and k before tanh. */
 static inline float scale_over_cap(float scale, float cap) {
     const double ratio = (double)scale / (double)cap;
     return (float)(ratio < 1e30 ? ratio : 1e30);

@@ -17,7 +17,7 @@ static inline uint32_t *take_codes(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(uint32_t));
 }
 
-/* The scratch memory of one thread, of which all threads have `size` bytes each. */
+/* The scratch memory of one thread; every thread has `size` bytes. */
 static inline fdma_arena scratch_of_thread(uint8_t *scratch, size_t size, int32_t thread) {
     return (fdma_arena){.base = scratch + (size_t)thread * size};
 }
@@ -47,14 +47,14 @@ static inline void *key_row(const fdma_problem *problem, const fdma_tensor *own,
     return head_row(storage.tensor, b, storage.index, g);
 }
 
-/* The number of key j in a tensor shaped as bias. */
+/* The element of key j in a tensor shaped as bias. */
 static inline float *key_float(const fdma_problem *problem, const fdma_tensor *own,
                                const fdma_tensor *carried, int64_t b, int64_t g, int64_t j) {
     const key_storage storage = storage_of_key(problem, own, carried, j);
     return float_at(storage.tensor, b, g, storage.index);
 }
 
-/* dt_bias of a kv head, 0 where the call has none. */
+/* dt_bias of a kv head; 0 without it. */
 static inline float dt_bias_of(const fdma_problem *problem, int64_t g) {
     return is_present(&problem->dt_bias) ? (float)fdma_load(&problem->dt_bias, g) : 0;
 }
@@ -67,7 +67,6 @@ static inline const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) 
     return (const uint8_t *)valid->data + b * valid->stride[0];
 }
 
-/* The slots of the kept keys of one (b, g). */
 static inline int64_t slots_of(const fdma_problem *problem) {
     return min(problem->slots, problem->kv_len);
 }

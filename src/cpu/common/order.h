@@ -1,5 +1,4 @@
-/* The total order of keys: which of two keys outranks the other, and how ties between scores are
- * decided. */
+/* The total order of keys: the rank of a key by its score, and the ties between scores. */
 #pragma once
 
 #include <stdint.h>
@@ -20,8 +19,8 @@ static inline int32_t score_order(float score) {
     return order_of_bits(bits);
 }
 
-/* The order of a key as an integer, the greater the better: that of its score in the upper half,
- * the key in the lower, so that a tie goes to the later key. */
+/* The order of a key as an integer, the greater the better. The upper half is the order of its
+ * score, the lower half the key, so that a tie goes to the later key. */
 static inline int64_t key_order(float score, int32_t key) {
     return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
 }

@@ -1,9 +1,9 @@
-/* attn_bias: numbers that are added to the logits of single rows and keys, and their gradient. */
+/* attn_bias, which is added to the logits of single pairs of a row and a key, and its gradient. */
 #pragma once
 
 #include "cpu/common/step.h"
 
-/* Where a tensor shaped as attn_bias has the number of a lane's row and key 0. */
+/* Offset of a lane's row and key 0 in a tensor shaped as attn_bias. */
 static int64_t pair_offset(const tile_step *step, const fdma_tensor *tensor, int64_t lane) {
     const fdma_problem *const problem = step->problem;
     const row_range *const rows = step->rows;
@@ -11,7 +11,6 @@ static int64_t pair_offset(const tile_step *step, const fdma_tensor *tensor, int
                           query_of_lane(problem, rows, lane), 0);
 }
 
-/* Copies the numbers of one lane and the keys of some groups. */
 INLINE void load_lane_bias(const tile_step *step, const group_list *groups, const fdma_tensor *bias,
                            int64_t offset, fdma_dtype dtype, float *to) {
     const key_list *const list = step->keys;
@@ -47,7 +46,6 @@ NOINLINE void load_pair_bias(const tile_step *step, int block, const group_list 
     }
 }
 
-/* Adds gradients of the logits of a block of lanes to dattn_bias. */
 NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_list *groups,
                                  const float *gradients) {
     const key_list *const list = step->keys;
@@ -58,7 +56,7 @@ NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_l
     for (int64_t lane = 0; lane < count; lane++) {
         float *const to =
             (float *)tensor->data + pair_offset(step, tensor, block * block_lanes + lane);
-        double sum = 0; // of all keys, if they share one element
+        double sum = 0; // over all keys, if they share one element
         for (int32_t n = 0; n < groups->count; n++) {
             const int32_t first = groups->group[n].first;
             for (int32_t key = first; key < min(first + group_keys, list->count); key++) {

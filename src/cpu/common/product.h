@@ -1,4 +1,4 @@
-/* The products of the point of the build matrix that is being compiled. */
+/* Includes the products of the compiled point of the build matrix. */
 #pragma once
 
 #if defined(FDMA_POINT_AMX)

@@ -9,7 +9,7 @@ enum {
     amx_rows = 16,
     amx_words = 16,
     amx_lanes = 16,
-    amx_bytes = 64,                  /* of a row */
+    amx_bytes = 64,                  /* bytes of a row */
     lane_bytes = 4 * block_lanes,    /* from one row of a block of lanes to the next */
     summed_blocks = backward_blocks, /* blocks of lanes that one call of add_lanes() sums over */
 };
@@ -23,7 +23,7 @@ typedef struct amx_config {
     uint8_t rows[16];
 } amx_config;
 
-/* The configuration is static: of a local variable, gcc assumes that only the first bytes are read
+/* The configuration is static: for a local variable, gcc assumes that only the first bytes are read
  * and does not write the others. */
 static inline void begin_products(void) {
     enum { r = amx_rows, b = amx_bytes };
@@ -104,9 +104,9 @@ static inline void multiply_key_tiles(float *products, const float *k, const flo
     store_sums(products);
 }
 
-/* Writes the products of a group's step of keys to memory, for one block of lanes, unless that step
- * ends at `multiplied` or before. Returns the end of the last step that was multiplied.
- * Interleaving this with the softmax of the step before takes 9 % longer. */
+/* Writes the products of the step of keys that holds a group to memory, for one block of lanes,
+ * unless that step ends at `multiplied` or before. Returns the end of the last step that was
+ * multiplied. Interleaving this with the softmax of the step before takes 9 % longer. */
 static inline int32_t multiply_ahead(const tile_step *step, const key_group *group, int block,
                                      int32_t multiplied) {
     const int32_t first = group->first / key_step * key_step;
@@ -130,7 +130,7 @@ INLINE void multiply_group(product_block s, int from, const tile_step *step, int
     load_group(s, from, products, block_lanes);
 }
 
-/* As multiply_group(), plus `start`, one number for each lane. */
+/* multiply_group() plus `start`, one float for each lane. */
 INLINE void multiply_group_from(product_block s, int from, const tile_step *step, int32_t first,
                                 int block, const float *start) {
     multiply_group(s, from, step, first, block);
@@ -153,7 +153,7 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
 }
 
 /* O += V P for all channels of a block of lanes, over all steps that have a listed group. The
- * weights of the other groups in these are 0. */
+ * weights of the other groups in these steps are 0. */
 NOINLINE void add_groups(const tile_step *step, int block, const group_list *groups) {
     const tile_state *const tile = step->tile;
     const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + group_keys : 0;
@@ -167,7 +167,7 @@ NOINLINE void add_groups(const tile_step *step, int block, const group_list *gro
 
 /* sums += words times rows, for a step of keys and some pairs of vectors of channels: the product
  * of the backward pass that sums over lanes. It takes all blocks of a tile at once, because adding
- * the result to memory costs much beside the product over one block. The words of two keys are
+ * the result to memory is expensive next to the product over one block. The words of two keys are
  * `length` apart, the rows of two blocks `block_length`; blocks that keep none of the keys are left
  * out. */
 static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,

@@ -15,8 +15,8 @@ static inline void begin_products(void) {}
 
 static inline void end_products(void) {}
 
-/* Vectors need nothing ahead: multiply_group() computes the products of a group when it is asked
- * for them. AMX computes those of a whole step of keys here. */
+/* Vectors need nothing ahead: multiply_group() computes the products of a group on demand. AMX
+ * computes the products of a whole step of keys here. */
 INLINE int32_t multiply_ahead(const tile_step *step, const key_group *group, int block,
                               int32_t multiplied) {
     (void)step, (void)group, (void)block;
@@ -79,9 +79,9 @@ INLINE void multiply_group(product_block s, int from, const tile_step *step, int
                        rows_ahead(step, first, block), step->next->word_size);
 }
 
-/* As multiply_group(), accumulating onto `start`, one number for each lane. Short sums are made
- * apart and then added: where a row has most of its weight on one key, start nearly cancels it,
- * and rounding errors in proportion to start would remain. */
+/* multiply_group() accumulated onto `start`, one float for each lane. Short sums are made apart and
+ * then added: if a row has most of its weight on one key, start nearly cancels it, and rounding
+ * errors in proportion to start would remain. */
 INLINE void multiply_group_from(product_block s, int from, const tile_step *step, int32_t first,
                                 int block, const float *start) {
     const int64_t words = step->dim / terms;

@@ -1,4 +1,4 @@
-/* Sink logits: one more term in the sum of a row, which has no value. */
+/* Sink logits: one more term in the sum of a row, without a value. */
 #pragma once
 
 #include "cpu/common/memory.h"
@@ -11,16 +11,16 @@ static float sink_of_row(const fdma_problem *problem, int64_t g, int64_t row) {
     return is_present(&problem->sink_logit) ? *float_at(&problem->sink_logit, h, 0, 0) : -INFINITY;
 }
 
-/* The factor by which the out of a row is multiplied: 1 / (sum + exp(sink - max)), where `sum` is
- * that of the weights exp(logit - max). The exponential may overflow, and the factor is then 0. It
- * is 0 in a row without weights, too. */
+/* The factor of a row's out: 1 / (sum + exp(sink - max)), where `sum` is the sum of the weights
+ * exp(logit - max). If the exponential overflows, the factor is 0. It is also 0 in a row without
+ * weights. */
 static float inverse_of_sum(float max, float sum, float sink) {
     if (isnan(sink) || sink == INFINITY)
         return NAN;
     return sum == 0 ? 0 : (float)(1 / ((double)sum + exp((double)sink - (double)max)));
 }
 
-/* The lse of such a row; without weights it is the sink logit. */
+/* The lse of such a row. Without weights it is the sink logit. */
 static float lse_of_row(float max, float sum, float sink) {
     if (sum == 0 && sink == -INFINITY)
         return sink;

@@ -37,7 +37,6 @@ INLINE void cap_products(product_block s, int from, float *stored, float scale, 
     load_group(s, from, stored, block_lanes);
 }
 
-/* What a tile's steps have in common, before the first one. */
 static tile_step first_step(const fdma_problem *problem, const row_range *rows,
                             const tile_state *tile) {
     return (tile_step){
@@ -121,8 +120,8 @@ INLINE void weigh(product_block s, int from, const float *max, float *weights, v
     }
 }
 
-/* Whether weights have outgrown the maximum of some lane. Their sum shows it, so that the usual
- * case computes no maximum. */
+/* True if weights have outgrown the maximum of a lane. Their sum shows it, so that the usual case
+ * computes no maximum. */
 INLINE bool has_outgrown(const vf *total, int from) {
     bool outgrown = false;
     UNROLL
@@ -149,8 +148,8 @@ static void scale_weights(float *weights, int32_t words, const vf *factor) {
         }
 }
 
-/* Raises the maximum of a block of lanes to `top` where that is greater, and rescales what has been
- * summed under the old one: out, the sums, and the weights of the first `weighed` keys. */
+/* Raises the maximum of a block of lanes to `top` where that is greater, and rescales everything
+ * that was summed under the old one: out, the sums, and the weights of the first `weighed` keys. */
 static void raise_max(const tile_step *step, int block, const vf *top, int32_t weighed) {
     const tile_state *const tile = step->tile;
     vf factor[tile_vectors];
@@ -163,7 +162,7 @@ static void raise_max(const tile_step *step, int block, const vf *top, int32_t w
         scale_at(tile->sum + lane, factor[m]);
         scale_at(tile->block_sum + m * vf_width, factor[m]);
     }
-    if (step->begun) // before, out holds nothing
+    if (step->begun) // before, out is not set
         scale_out(block_out(step, block), step->dim, factor);
     scale_weights(tile->weights, weighed / terms, factor);
 }

@@ -1,15 +1,14 @@
-/* One step of a tile: the key block that it works on, the one to come, and the groups of keys that
- * a block of lanes keeps. Most groups are kept by every lane and need no mask, or by none and are
- * skipped. */
+/* One step of a tile: its key block, the next one, and the groups of keys that a block of lanes
+ * keeps. Most groups are kept by every lane and need no mask, or by none and are skipped. */
 #pragma once
 
 #include "cpu/common/keys.h"
 
-/* group_keys listed keys, of which some lane keeps at least one. */
+/* A group of group_keys listed keys. Some lane keeps at least one of them. */
 typedef struct key_group {
-    int32_t first; /* in the list */
-    bool upper;    /* the lower half of the lanes comes before all of them: it is left out */
-    bool masked;   /* some lane does not keep some of them */
+    int32_t first; /* its index in the list */
+    bool upper;    /* all keys come after the lower half of the lanes, which is left out */
+    bool masked;   /* some lane does not keep all of them */
 } key_group;
 
 typedef struct group_list {
@@ -46,7 +45,7 @@ static void classify_by_mask(const key_list *list, int block, group_list *groups
     }
 }
 
-/* The groups that some of the lanes of a block keep, in the order of the list. */
+/* The groups with a key that some lane of the block keeps, in the order of the list. */
 static void classify_groups(const key_list *list, int block, group_list *groups) {
     if (list->kept != NULL) {
         classify_by_mask(list, block, groups);
@@ -90,18 +89,18 @@ static inline key_run next_run(const group_list *groups, int32_t *n) {
 typedef struct tile_step {
     const tile_state *tile;
     const key_list *keys;
-    const key_list *next; /* prefetched meanwhile; NULL: none */
+    const key_list *next; /* prefetched during the step; NULL: none */
     int64_t dim;
     float scale;
     float cap;          /* 0: no softcap */
-    uint32_t threshold; /* of dropout; 0: off */
-    int blocks;         /* of lanes, that hold rows */
+    uint32_t threshold; /* dropout threshold; 0: off */
+    int blocks;         /* blocks of lanes with rows */
     const fdma_problem *problem;
     const row_range *rows;
     bool begun; /* another key block came before */
 } tile_step;
 
-/* Scores, logits or weights of a group, in registers. */
+/* Products, logits or weights of a group, in registers. */
 typedef vf product_block[group_keys][tile_vectors];
 
 /* The rows of the next key block to prefetch while a group is multiplied with a block of lanes: k
@@ -119,7 +118,6 @@ INLINE void load_group(product_block s, int from, const float *p, int64_t length
         load_vectors(s[key], p + key * length, from, tile_vectors);
 }
 
-/* q of a block of lanes. */
 INLINE const float *block_queries(const tile_step *step, int block) {
     return step->tile->q + block * (step->dim / terms) * block_lanes;
 }

@@ -1,6 +1,6 @@
-/* A tile: up to most_lanes rows of one kv head, where a row is a (query, head of the group) pair
- * and stands in one vector lane. Rows are numbered by query first: row = i * group + head.
- * All data of a tile is stored channel by channel or key by key, with the lanes side by side. */
+/* A tile: up to most_lanes rows of one kv head. A row is a (query, head of the group) pair and
+ * stands in one vector lane. Rows are numbered by query first: row = i * group + head. All data of
+ * a tile is stored channel by channel or key by key, with the lanes side by side. */
 #pragma once
 
 #include "core/tuning.h"
@@ -14,8 +14,8 @@
 
 enum {
     block_lanes = tile_vectors * vf_width,  /* lanes that one micro-kernel holds in registers */
-    most_lanes = tile_blocks * block_lanes, /* of a tile */
-    /* Tiles of the backward pass are smaller, as they hold four times as much. */
+    most_lanes = tile_blocks * block_lanes, /* lanes of a tile */
+    /* Tiles of the backward pass are smaller, because they hold four times as much. */
     backward_blocks = tile_blocks > 8 ? tile_blocks / 3
     : tile_blocks > 4                 ? tile_blocks / 2
                                       : 4,
@@ -49,12 +49,12 @@ typedef struct tile_state {
     float *pair_bias; /* [key_block][block_lanes]: attn_bias, of one block of lanes; NULL: none */
     float *max;       /* [tile lanes], may lag behind the true maximum: see most_weight */
     float *sum;       /* [tile lanes], of the weights of all key blocks before */
-    float *block_sum; /* [block_lanes], of those of this key block, for one block of lanes */
+    float *block_sum; /* [block_lanes], of the weights of this key block, for one block of lanes */
     float *k_rows;    /* [key_block][padded_row(dim)]: k of a key block */
     float *values;    /* [strips][key_block / terms][strip_channels]: v of a key block */
     float *zeros;     /* [dim] */
 
-    /* Dropout: the codes of the rows, and by how much the bits of a pair are shifted. */
+    /* Dropout: the codes of the rows, and the shift of a pair's bits. */
     uint32_t *flips, *adds, *shift; /* [tile lanes] */
 } tile_state;
 
@@ -93,8 +93,8 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
 /* The lanes of each tile of a problem. Large tiles share each copy of k and v among more rows,
  * small ones give work to more threads. The keys that a tile lists decide the order of its sums,
  * and where 0 * inf gives NaN, so the size depends neither on the number of threads nor on the
- * batch. A tuning may say otherwise; a workspace for smaller problems, which have other classes, is
- * one for the largest tiles. */
+ * batch. A tuning overrides it. A workspace for all smaller problems, which belong to other
+ * classes, is one for the largest tiles. */
 static int64_t lanes_of_tiles(const fdma_problem *problem) {
     enum { fewest_blocks = 4, wanted_tiles = 8 };
     const int64_t blocks = max(divide_up(problem->q_len * problem->group, block_lanes), 1);
@@ -113,14 +113,14 @@ static int64_t tiles_of(const fdma_problem *problem, int64_t lanes) {
     return divide_up(problem->q_len * problem->group, lanes);
 }
 
-/* The position of a row, -1 where it stands before every key. Without a causal mask every row
- * stands at the last key. */
+/* The position of a row; -1 if it stands before every key. Without a causal mask every row stands
+ * at the last key. */
 static int32_t row_position(const fdma_problem *problem, int64_t row) {
     const int64_t p = query_position(problem, row / problem->group);
     return (int32_t)(!problem->causal ? problem->kv_len - 1 : p < -1 ? -1 : p);
 }
 
-/* All rows of one (b, g), numbered by `head`; their positions are left open. */
+/* All rows of one (b, g), numbered by `head`; their positions are not set. */
 static row_range rows_of_head(const fdma_problem *problem, int64_t head) {
     return (row_range){.b = head / problem->kv_heads, .g = head % problem->kv_heads};
 }
@@ -166,7 +166,7 @@ static inline void store_channels(void *row, fdma_dtype dtype, int64_t d, vf x, 
         vf_store_first_bf16((uint16_t *)row + d, x, count);
 }
 
-/* How many of the channels from d to d + vf_width - 1 exist. */
+/* Number of channels from d to d + vf_width - 1 that exist. */
 static inline int64_t channels_at(int64_t d, int64_t dim) {
     return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
 }
@@ -185,7 +185,7 @@ static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, in
     return sum[0] + sum[1] + (sum[2] + sum[3]);
 }
 
-/* Writes a row of channels times a factor; with `add` it adds them to what the row holds. */
+/* Writes a row of channels times a factor; with `add` adds them to the row. */
 static inline void write_row(const fdma_problem *problem, void *to, const float *from, float factor,
                              bool add) {
     for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
@@ -211,12 +211,12 @@ static inline vf load_words(const void *row, fdma_dtype dtype, int64_t word, int
     return load_channels(row, dtype, word, count);
 }
 
-/* The offset of a lane in a buffer of tile_state with so many entries for each lane. */
+/* The offset of a lane in a buffer of tile_state with `entries` entries per lane. */
 static int64_t lane_offset(int64_t entries, int64_t lane) {
     return lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
 
-/* The lanes of all blocks that hold at least one row. */
+/* The lanes of all blocks that hold a row. */
 static int64_t used_lanes(const row_range *rows) { return round_up(rows->count, block_lanes); }
 
 /* The addresses of the rows in vf_width lanes; lanes beyond the last row get its address. */
@@ -281,7 +281,7 @@ static void write_lse(const fdma_problem *problem, const row_range *rows, const 
 }
 
 /* Writes a vector of lanes, each times its factor, to their rows of a tensor of q's shape; with
- * `add` it adds them to what the rows hold. */
+ * `add` adds them to the rows. */
 INLINE void write_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
                         const row_range *rows, const float *from, int64_t first, vf factor,
                         bool add) {
@@ -308,7 +308,7 @@ INLINE void write_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-/* Writes out, divided by the sums, and by the probability that a pair is not dropped. */
+/* Writes out, divided by the sums and by the probability of keeping a pair. */
 static void write_out(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
     const float scale = (float)dropout_scale(problem->dropout.threshold);
     for (int64_t first = 0; first < rows->count; first += vf_width) {

@@ -32,7 +32,6 @@ INLINE void store_vectors(float *p, const vf *x, int from, int end) {
         vf_store(p + m * vf_width, x[m]);
 }
 
-/* Adds vectors to what is in memory. */
 INLINE void add_vectors(float *p, const vf *x, int from, int end) {
     UNROLL
     for (int m = from; m < end; m++)

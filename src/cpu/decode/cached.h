@@ -1,5 +1,5 @@
-/* fdma_decode(): a task has one kv head of one stream. It decides which keys the new tokens evict,
- * attends, and puts the committed tokens into the cache, into rows that no other task reads. If
+/* fdma_decode(): a task has one kv head of one stream. It finds the keys that the new tokens evict,
+ * attends, and writes the committed tokens into rows of the cache that no other task reads. If
  * there are fewer tasks than threads, the tasks run in turn, and the threads share the splits of
  * each. */
 #pragma once
@@ -9,14 +9,14 @@
 
 typedef struct cached_context {
     const fdma_problem *problem;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
-    int32_t threads;      /* that take tasks */
-    int32_t head_threads; /* that attend within a task */
+    int32_t threads;      /* threads that take tasks */
+    int32_t head_threads; /* threads that attend within a task */
 } cached_context;
 
 /* A head with as many tokens and queries as the call allows. Fewer keys may have more splits, so
- * that the workspace must also suffice for them. */
+ * the workspace must also suffice for them. */
 static fdma_problem largest_head(const fdma_problem *problem, int32_t threads) {
     const head_selection none = {0};
     const decode_head head = {
@@ -49,7 +49,7 @@ static size_t plan_cached(const fdma_problem *problem, cached_context *context) 
     return fdma_arena_size(&arena);
 }
 
-/* Prefetches the rows that attention begins with, while the tokens' rows are being found. */
+/* Prefetches the first rows of attention while the tokens' rows are being found. */
 static void prefetch_first_rows(const decode_head *head) {
     const fdma_cache *const cache = &head->problem->cache;
     const int64_t bytes = cache->head_dim * (int64_t)fdma_dtype_size(cache->dtype);

@@ -30,8 +30,8 @@ static void find_row_logits(const decode_task *task, const decode_block *keys, i
     }
 }
 
-/* Raises the maximum of a row to the greatest lane of `top`, and rescales what has been summed
- * under the old maximum. */
+/* Raises the maximum of a row to the greatest lane of `top`, and rescales everything that was
+ * summed under the old maximum. */
 NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf top) {
     float lanes[vf_width];
     vf_store(lanes, top);
@@ -116,7 +116,6 @@ INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays,
     add_heads(task, arrays, keys, dtype);
 }
 
-/* Attends to a block of keys that all heads of the task keep. */
 static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
     const decode_context *const decode = task->decode;
     if (decode->problem->dtype == FDMA_FLOAT32)
@@ -133,10 +132,9 @@ static void attend_heads(const decode_task *task, const dense_arrays *arrays, de
     }
 }
 
-/* Attends to one split of the keys of some heads without a selection. */
 static void attend_dense_split(const decode_task *task) {
     const dense_arrays arrays = dense_arrays_of(task);
-    decode_task first = *task; // lists the keys of one head, which are those of all
+    decode_task first = *task; // all heads have the keys of one
     decode_block keys;
     first.heads = 1;
     for (;;) {
@@ -178,7 +176,6 @@ static void list_next_split(const decode_task *task, decode_block *keys) {
     list_decode_keys(&next, keys);
 }
 
-/* Attends to one split of the keys of some heads under a selection. */
 static void attend_selected_split(decode_task *task) {
     decode_block blocks[2], after;
     list_decode_keys(task, &blocks[0]);
@@ -193,7 +190,6 @@ static void attend_selected_split(decode_task *task) {
     }
 }
 
-/* Attends to one split of the keys of some heads. */
 static void attend_split(const void *context, int64_t index, int32_t thread) {
     const decode_context *const decode = context;
     const uint32_t modes = flush_subnormals();
@@ -219,7 +215,7 @@ static void attend_split(const void *context, int64_t index, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Merges the partial results of a row into that of the first split, and returns its sum. */
+/* Merges the partial results of a row into the one of the first split, and returns its sum. */
 static float merge_splits(const decode_context *decode, int64_t head, int64_t row) {
     const decode_partial merged = partial_of(decode, head, 0, row);
     vf max = vf_load(merged.max), total = vf_set(0);
@@ -264,13 +260,12 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Threads for `tasks` tasks that read so many bytes altogether. */
 static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64_t bytes) {
     return fdma_tuned_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond,
                               fdma_tuned(problem)->thread_work);
 }
 
-/* How many heads a task has: neighbours in memory, and so few that each thread has two tasks. */
+/* Heads of a task: neighbours in memory, and few enough that each thread has two tasks. */
 static int64_t heads_of_task(const fdma_problem *problem, int64_t most, int64_t splits,
                              int32_t threads) {
     if (problem->k.stride[2] > problem->k.stride[1])
@@ -292,9 +287,9 @@ static void divide_heads(const fdma_problem *problem, int64_t splits, decode_con
         decode->dense ? heads : heads_of_task(problem, decode_heads, splits, decode->threads);
 }
 
-/* How many splits a sequence has, at most. They depend on kv_len and on the tuning alone, and so
- * the results do not depend on the threads or on the batch. No smaller kv_len has more splits by
- * the rules; with a tuning it may. */
+/* The most splits of a sequence. They depend on kv_len and on the tuning alone, so that results
+ * depend neither on the threads nor on the batch. By the rules no smaller kv_len has more splits;
+ * with a tuning it may. */
 static int64_t most_splits(const fdma_problem *problem) {
     const int64_t tuned = fdma_tuned(problem)->split_keys;
     const int64_t usual = tuned > 0 ? tuned : usual_split;

@@ -2,16 +2,15 @@
  * then keep the same keys, and rows are read in the order of memory: all heads of a key, then the
  * next key. The processor's own prefetchers follow this order. Prefetch instructions alone reach
  * two thirds of the rate of a plain read, because each occupies one of the few miss buffers of the
- * L1 cache until its line has come from memory. The results are those of decode_products.h, bit for
- * bit: which of the two files a task uses depends on the number of threads. */
+ * L1 cache until its line has come from memory. The results equal those in decode_products.h bit
+ * for bit: which of the two files a task uses depends on the number of threads. */
 #pragma once
 
 #include "cpu/decode/decode_products.h"
 
 enum {
-    ahead_bytes =
-        4096,       /* of k or v between the row that is multiplied and that which is prefetched */
-    line_size = 64, /* bytes of a cache line */
+    ahead_bytes = 4096, /* bytes of k or v from the multiplied row to the prefetched one */
+    line_size = 64,     /* bytes of a cache line */
 };
 
 /* Arrays of a task, in the scratch memory of its thread. */
@@ -21,7 +20,6 @@ typedef struct dense_arrays {
     float *sums;    /* [heads][width]: out of one block */
 } dense_arrays;
 
-/* The floats that these take. */
 static int64_t dense_scratch(const decode_context *decode) {
     return decode->heads * (decode_keys + decode_sums * vf_width + decode->width);
 }
@@ -32,12 +30,12 @@ static dense_arrays dense_arrays_of(const decode_task *task) {
     return (dense_arrays){task->weights, lanes, lanes + heads * decode_sums * vf_width};
 }
 
-/* Where the rows of k or v are. */
+/* Strides of the rows of k or v. */
 typedef struct dense_rows {
-    int64_t bytes;      /* of a row */
-    int64_t head_bytes; /* from a row to that of the next head */
-    int64_t ahead;      /* bytes from a row to that which is prefetched when it is multiplied */
-    int64_t keys;       /* between these two rows */
+    int64_t bytes;      /* bytes of a row */
+    int64_t head_bytes; /* from a row to the next head's */
+    int64_t ahead;      /* bytes from the multiplied row to the prefetched one */
+    int64_t keys;       /* keys between these two rows */
 } dense_rows;
 
 static dense_rows dense_rows_of(const decode_task *task, const fdma_tensor *tensor) {
@@ -52,7 +50,6 @@ static dense_rows dense_rows_of(const decode_task *task, const fdma_tensor *tens
     };
 }
 
-/* Prefetches a row into the L1 cache. */
 INLINE void prefetch_row(const uint8_t *row, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += line_size)
         __builtin_prefetch(row + byte);
@@ -116,7 +113,7 @@ INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const
             UNROLL
             for (int term = 0; term < terms; term++) {
                 const uint8_t *row = keys->v[n + term];
-                if (n + term < keys->count) { // behind the last key stands a row of zeros
+                if (n + term < keys->count) { // after the last key comes a row of zeros
                     row += head * v.head_bytes;
                     prefetch_row(row + v.ahead, v.bytes);
                 }

@@ -1,40 +1,40 @@
-/* The keys that a split of decode.h visits, a block of one head at a time, and the state of a task
- * while it does. */
+/* The keys that a split of decode.h visits, a block of one head at a time, and the state of a
+ * task. */
 #pragma once
 
 #include "cpu/common/keys.h"
 
 enum {
     shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
-    decode_keys = 32, /* of a block: their weights are held between the two products */
-    decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
+    decode_keys = 32, /* keys of a block, whose weights are held between the two products */
+    decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    usual_split = 512,             /* keys; more if that makes more than max_splits */
-    max_splits = 32,               /* of a sequence */
+    usual_split = 512,             /* keys; more if max_splits would be exceeded */
+    max_splits = 32,               /* splits of a sequence */
     scan_keys = 16,                /* keys that are listed together if all are kept */
-    bytes_per_microsecond = 10000, /* that a thread reads, roughly */
+    bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
 
 _Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
 _Static_assert(decode_keys % scan_keys == 0, "whole scans fill a block");
 
-static const float zero_row[256]; /* as many channels as a row has at most, in any dtype */
+static const float zero_row[256]; /* the most channels of a row, in any dtype */
 
 typedef struct decode_context {
     const fdma_problem *problem;
-    int64_t rows;      /* of a head */
+    int64_t rows;      /* rows of a head */
     int64_t padded;    /* rows; if more than two, rounded up to a multiple of shared_rows */
     int64_t width;     /* head_dim, rounded up to whole vectors */
-    int64_t heads;     /* of a task */
+    int64_t heads;     /* heads of a task */
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
     int64_t split;     /* keys of a split */
     int64_t splits;
     bool dense; /* tasks use the products of decode_dense.h */
     int32_t threads;
     float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
-    float *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    float *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     int64_t scratch_size;
 } decode_context;
 
@@ -44,7 +44,7 @@ typedef struct decode_partial {
     float *out, *sum, *max;
 } decode_partial;
 
-/* The keys of a head that are still to be visited. */
+/* The keys of a head that were not visited yet. */
 typedef struct decode_cursor {
     int64_t next, end;
     int32_t first_position, last_position;
@@ -64,15 +64,14 @@ typedef struct decode_block {
     float bias[decode_keys];
 } decode_block;
 
-/* One split of some heads. Blocks alternate between the heads, so that memory is read in its own
- * order. */
+/* One split of some heads. Blocks alternate between the heads, so that memory is read in order. */
 typedef struct decode_task {
     const decode_context *decode;
     int64_t b, first_head, heads, split;
     int64_t next_head; /* whose block comes next */
     decode_cursor cursor[dense_heads];
     float *q;       /* [heads][padded][width] */
-    float *weights; /* [padded][decode_keys]; without a selection, those of decode_dense.h */
+    float *weights; /* [padded][decode_keys]; without a selection see decode_dense.h */
 } decode_task;
 
 /* The index of a head of the task among the heads of all sequences. */
@@ -102,8 +101,8 @@ static decode_cursor start_split(const decode_task *task, int64_t head) {
     };
 }
 
-/* How many of the next scan_keys keys are kept at the first position: in a cache nearly always all
- * of them, in a long sequence mostly none. */
+/* Number of the next scan_keys keys that are kept at the first position: in a cache nearly always
+ * all, in a long sequence mostly none. */
 static int32_t count_kept(const decode_cursor *cursor) {
     int32_t count = 0;
     if (cursor->expiry == NULL)
@@ -142,7 +141,7 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
     return count;
 }
 
-/* Whether some row may not keep some key of a block. */
+/* False if every row keeps all keys of a block. */
 static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
     bool masked = false;
     if (cursor->first_position == cursor->last_position)
@@ -155,7 +154,7 @@ static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
     return masked;
 }
 
-/* The next block of the task; its count is 0 at the end. */
+/* Lists the next block of the task; its count is 0 at the end. */
 static void list_decode_keys(decode_task *task, decode_block *keys) {
     const fdma_problem *const problem = task->decode->problem;
     keys->count = 0;

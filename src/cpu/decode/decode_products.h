@@ -1,7 +1,8 @@
-/* The two products of decode. Channels stand in the lanes, so that a row of k or v is used as it
- * is in memory. Two vectors of bfloat16 channels are loaded at once, the even channels into one and
- * the odd ones into the other, which takes fewer instructions than loading them in order. q and out
- * have this order too; restore_order() puts out in the order of channels before it is stored. */
+/* The two products of decode. Channels stand in the lanes, so that a row of k or v is used in its
+ * order in memory. Two vectors of bfloat16 channels are loaded at once, the even channels into one
+ * and the odd ones into the other, which takes fewer instructions than loading them in order. q and
+ * out have this order too; restore_order() puts out in the order of channels before it is
+ * stored. */
 #pragma once
 
 #include "cpu/decode/decode_keys.h"
@@ -10,7 +11,6 @@
  * keep their order. */
 INLINE int64_t whole_pairs(int64_t dim) { return dim - dim % (2 * vf_width); }
 
-/* Channels d, d + 1, ... of a row. */
 INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
     if (dtype == FDMA_FLOAT32 && count == vf_width)
         return vf_load((const float *)row + d);
@@ -27,7 +27,6 @@ INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
     }
 }
 
-/* Prefetches some vectors of channels from d on, of some rows. */
 INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
                               int vectors) {
     UNROLL
@@ -37,8 +36,8 @@ INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dty
 
 /* ---- Q K^T ---- */
 
-/* Factors are what the first product multiplies: vectors of words of channels, of q and of k. */
-enum { pair_factors = 2 / terms }; /* vectors that two vectors of channels become */
+/* Factors are the operands of the first product: vectors of words of channels, of q and of k. */
+enum { pair_factors = 2 / terms }; /* factors of two vectors of channels */
 
 INLINE void load_factor_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
     if (terms == 2)
@@ -105,8 +104,8 @@ INLINE void store_products(float *products, const vf *sums, int rows) {
         memcpy(products + r * decode_keys, lanes + r * keys, sizeof(float) * (size_t)keys);
 }
 
-/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile as many keys from `ahead` on
- * are prefetched (NULL: none). */
+/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile prefetches as many keys from
+ * `ahead` on (NULL: none). */
 INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
                           const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
     const int keys = decode_sums / rows;
@@ -158,8 +157,8 @@ INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int6
 }
 
 /* out += weights v, for some rows and the vectors of channels that load_value_words() loads. A
- * block is summed before it is added to out: out is then a sum of split / decode_keys numbers, and
- * one key still counts beside all others of a long split. If `resumed`, out is the sum of the
+ * block is summed before it is added to out. So out is a sum of split / decode_keys numbers, and a
+ * single key still counts next to all others of a long split. If `resumed`, out is the sum of the
  * block's earlier keys. */
 INLINE void add_channels(float *out, int64_t length, const float *weights, const void *const *v,
                          int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
@@ -192,7 +191,7 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
 }
 
 /* The second product for some rows. The channels are taken in strips whose sums fit the registers;
- * those that are left are taken two vectors at a time, and then one. */
+ * the rest is taken two vectors at a time, and then one. */
 INLINE void add_rows(float *out, int64_t length, const float *weights, const void *const *v,
                      int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
                      bool resumed, int64_t dim) {
@@ -216,7 +215,7 @@ INLINE void add_block(const decode_task *task, const decode_block *now, const de
                  r == 0 ? next->v : NULL, dtype, rows, false, decode->problem->head_dim);
 }
 
-/* Puts the channels of a row of out, which are in the order of load_pair(), back into their own. */
+/* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
 static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
     float pair[2 * vf_width];
     for (int64_t d = 0; dtype == FDMA_BFLOAT16 && d < whole_pairs(dim); d += 2 * vf_width) {

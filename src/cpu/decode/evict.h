@@ -1,4 +1,4 @@
-/* Which key each new token of fdma_decode() evicts. There are few tokens, so each of them looks at
+/* The key that each new token of fdma_decode() evicts. There are few tokens, so each of them reads
  * every row. */
 #pragma once
 
@@ -7,14 +7,14 @@
 #include "cpu/common/order.h"
 #include "cpu/common/vectors.h"
 
-/* The rows of one kv head, as the tokens of the call so far leave them. */
+/* The rows of one kv head after the tokens of the call so far. */
 typedef struct live_rows {
     int64_t rows, sinks, recent;
     int32_t sink_end;  /* sinks have positions before it; found when all rows have keys, as no sink
                           leaves after that; -1 until then */
     int32_t *order;    /* [rows] of the score */
     int32_t *position; /* [rows]; -1: empty */
-    int32_t *key;      /* [rows]: the row's number, or that of the token that has taken it over */
+    int32_t *key;      /* [rows]: the row's number, or the number of the token that took it */
 } live_rows;
 
 static live_rows take_live_rows(fdma_arena *arena, const fdma_problem *problem) {
@@ -28,7 +28,7 @@ static live_rows take_live_rows(fdma_arena *arena, const fdma_problem *problem) 
     return live;
 }
 
-/* Loads the rows, and writes the expiries and slots that they have if no token evicts them. */
+/* Loads the rows. Writes the expiries and slots that they have if no token evicts them. */
 static void load_rows(const decode_head *head, const live_rows *live,
                       const head_selection *selection) {
     const fdma_table *const table = &head->problem->cache.table;
@@ -72,7 +72,7 @@ static int64_t count_from(const live_rows *live, int32_t position) {
     return count;
 }
 
-/* The position of the `count`-th newest row, 1 or more: the greatest position that so many rows
+/* The position of the `count`-th newest row, 1 or more: the greatest position that `count` rows
  * reach. It is the `count`-th last position of the stream unless padding stands in between. */
 static int32_t newest_position(const live_rows *live, int64_t count, int32_t end) {
     const int64_t likely = end - count;
@@ -101,9 +101,9 @@ static int32_t find_sink_end(const live_rows *live) {
     return newest < least ? least : newest_position(live, rows - sinks, 0);
 }
 
-/* The worst row of those that compete: no sink, and older than `newest`. -1 if there is none. Each
- * pass finds a minimum without branches, so that it is done in vectors: the least score, the oldest
- * position that has it, and the row that has both. */
+/* The worst row among those that compete: rows that are no sink and older than `newest`. -1 if
+ * there is none. Each pass finds a minimum without branches, so that compilers vectorize it: the
+ * least score, the oldest position with that score, and the row with both. */
 static int64_t worst_row(const live_rows *live, int32_t newest) {
     const int32_t *const order = live->order, *const position = live->position;
     const int32_t end = live->sink_end, rows = (int32_t)live->rows;
@@ -120,8 +120,8 @@ static int64_t worst_row(const live_rows *live, int32_t newest) {
     return worst < INT32_MAX ? worst : -1;
 }
 
-/* The row that token m takes: an empty one, else that of the key that it evicts; -1 if it is itself
- * the worst. */
+/* The row that token m takes: an empty one, or the row of the key that it evicts; -1 if the token
+ * itself is the worst. */
 static int64_t row_for_token(live_rows *live, int32_t position, int32_t order) {
     const int64_t empty = first_empty(live), others = live->recent - 1;
     if (empty < live->rows)

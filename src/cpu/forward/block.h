@@ -13,7 +13,7 @@ INLINE void find_group_logits(product_block s, int from, const tile_step *step,
         mask_lanes(s, from, step->keys, group->first, block);
 }
 
-/* Raises the maximum of the lanes to that of a group, and weighs the group under it. */
+/* Raises the maximum of the lanes to the maximum of a group, and weighs the group under it. */
 NOINLINE void raise_group(const tile_step *step, const key_group *group, int block) {
     const tile_state *const tile = step->tile;
     const int32_t first = group->first;
@@ -55,7 +55,7 @@ INLINE void weigh_group(const tile_step *step, const key_group *group, int block
         weigh_lanes(step, group, block, 0);
 }
 
-/* Sets the weights of the groups that no lane keeps to 0, for products that take whole steps. */
+/* Clears the weights of the groups that no lane keeps, for products that take whole steps. */
 static void clear_skipped(const tile_step *step, const group_list *groups) {
     const key_group *group = groups->group, *const end = group + groups->count;
     for (int32_t first = 0; first < whole_steps(step->keys->count); first += group_keys)
@@ -87,7 +87,7 @@ static void clear_out(const tile_step *step, int block) {
     memset(block_out(step, block), 0, sizeof(float) * (size_t)(step->dim * block_lanes));
 }
 
-/* A key block: logits and weights of the groups that are kept, then O += V P. */
+/* Attends to a key block: logits and weights of the kept groups, then O += V P. */
 static void attend_block(const tile_step *step, int block) {
     const tile_state *const tile = step->tile;
     group_list groups;
@@ -100,6 +100,6 @@ static void attend_block(const tile_step *step, int block) {
     if (step->threshold != 0)
         drop_weights(step, block, &groups);
     if (!step->begun)
-        clear_out(step, block); // only now, so that it is in the cache when it is added to
+        clear_out(step, block); // only now, so that it is in the cache for the sums
     add_groups(step, block, &groups);
 }

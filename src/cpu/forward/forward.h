@@ -1,5 +1,5 @@
-/* Forward: the loop of FlashAttention over the key blocks that a tile visits, with queries in the
- * lanes. Sources: arXiv:2205.14135; docs/algorithm.md. */
+/* Forward: the loop of FlashAttention over the key blocks of a tile, with queries in the lanes.
+ * Sources: arXiv:2205.14135; docs/algorithm.md. */
 #pragma once
 
 #include "cpu/forward/block.h"
@@ -8,15 +8,15 @@
 typedef struct forward_context {
     const fdma_problem *problem;
     snapshots snapshots;
-    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    uint8_t *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
-    int64_t lanes; /* of a tile */
-    int64_t tiles; /* of one (b, g) */
-    int64_t tasks; /* tiles of all */
+    int64_t lanes; /* lanes of a tile */
+    int64_t tiles; /* tiles of one (b, g) */
+    int64_t tasks; /* tiles of all (b, g) */
     int32_t threads;
 } forward_context;
 
-/* What each thread has of its own. */
+/* Memory of one thread. */
 typedef struct forward_scratch {
     tile_state tile;
     key_blocks blocks;
@@ -40,7 +40,6 @@ static void attend_keys(const fdma_problem *problem, const tile_step *step) {
     end_products();
 }
 
-/* Attends to all keys that a tile visits. */
 static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
                             const row_range *rows, const tile_state *tile, key_blocks *blocks) {
     tile_step step = first_step(problem, rows, tile);
@@ -90,8 +89,8 @@ static int64_t forward_microseconds(const fdma_problem *problem) {
     return (int64_t)fmin(flops / flops_per_microsecond, 1e15);
 }
 
-/* fdma_tuned_threads(), or all threads if a workspace for smaller problems is asked for too:
- * these may have more tasks. */
+/* fdma_tuned_threads(), or all threads if the workspace must also serve smaller problems, which may
+ * have more tasks. */
 static int32_t threads_for(const fdma_problem *problem, int64_t tasks, int64_t microseconds) {
     const int32_t asked = problem->exec.threads;
     return problem->any_len

@@ -1,5 +1,5 @@
-/* Entries for the points of other architectures than this build's. They never run: they make a call
- * that asks for one of them by name hear what this machine lacks. */
+/* Entries for the points of other architectures. They never run: a call that asks for one by name
+ * gets a message about what this machine lacks. */
 #include "cpu/isa/isa.h"
 
 #undef CPU_KERNEL

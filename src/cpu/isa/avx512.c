@@ -1,4 +1,5 @@
-/* The CPU kernels on AVX-512, and those of the points that differ in their products alone. */
+/* The CPU kernels on AVX-512, and the vector kernels of points that differ only in their
+ * products. */
 #define FDMA_POINT_AVX512
 
 #include "cpu/isa/every_kernel.h"

@@ -1,4 +1,4 @@
-/* The kernels of every operation, at the point that is being compiled. */
+/* The kernels of every operation, at the compiled point. */
 #pragma once
 
 #include "cpu/isa/isa.h"

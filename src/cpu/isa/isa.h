@@ -1,4 +1,5 @@
-/* The points of the CPU's build matrix: their tables of kernels, and what these depend on. */
+/* The points of the CPU's build matrix: their tables of kernels, and the conditions of each
+ * kernel. */
 #pragma once
 
 #include "core/kernel.h"
@@ -19,7 +20,7 @@
      .run = run_##FUNCTION,                                                                        \
      .traits = CPU_TRAITS(operation_##OPERATION)}
 
-/* The kernels that depend on the vocabulary alone. They compute in float32. */
+/* Kernels that depend on the vocabulary alone. They compute in float32. */
 #define VECTOR_KERNELS(NAME, MISSING)                                                              \
     CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
@@ -31,17 +32,16 @@
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge),                       \
         CPU_KERNEL(NAME, probabilities, MISSING, fdma_refuses_wide, probabilities)
 
-/* The kernels for few rows. REFUSES_ROWS is the `refuses` of forward. */
+/* Kernels for few rows. REFUSES_ROWS is the `refuses` of forward. */
 #define DECODE_KERNELS(NAME, MISSING, REFUSES_ROWS, REFUSES)                                       \
     CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES_ROWS, decode),                            \
         CPU_KERNEL(NAME, decode, MISSING, REFUSES, cached)
 
-/* The kernels that depend on the products too. */
+/* Kernels that also depend on the products. */
 #define PRODUCT_KERNELS(NAME, MISSING, REFUSES)                                                    \
     CPU_KERNEL(NAME "/tile", forward, MISSING, REFUSES, forward),                                  \
         CPU_KERNEL(NAME, backward, MISSING, REFUSES, backward)
 
-/* The table of a point, made of its kernels. */
 #define KERNEL_TABLE(TABLE, ...)                                                                   \
     static const fdma_kernel TABLE##_kernels[] = {__VA_ARGS__};                                    \
     const kernel_table TABLE = {TABLE##_kernels, sizeof TABLE##_kernels / sizeof TABLE##_kernels[0]}

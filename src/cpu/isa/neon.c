@@ -1,4 +1,4 @@
-/* The CPU kernels on NEON, and those of the points that differ in their products alone. */
+/* The CPU kernels on NEON, and the vector kernels of points that differ only in their products. */
 #define FDMA_POINT_NEON
 
 #include "cpu/isa/every_kernel.h"

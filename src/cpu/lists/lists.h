@@ -4,10 +4,10 @@
  * at the same position. So the kept set is a table of the last key of each slot, in which each
  * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
  * position, followed by the keys that arrive after it. If threads divide the tiles of one (b, g),
- * each has a range of tiles, and begins with the table that the keys before its range leave.
+ * each has a range of tiles, and begins with the table after the keys before its range.
  *
- * In a selection with a gap, slots may be empty: of the last keys of all slots, those are listed
- * that are live. */
+ * In a selection with a gap, slots may be empty: only the live ones among the last keys of the
+ * slots are listed. */
 #pragma once
 
 #include "cpu/common/memory.h"
@@ -16,12 +16,12 @@
 
 #include <string.h>
 
-/* Keys per microsecond that a thread passes over, or copies, about. */
+/* Approximate keys per microsecond that a thread passes over, or copies. */
 enum { passed_keys = 1000, copied_keys = 2000 };
 
 typedef struct lists_context {
     const fdma_problem *problem;
-    int64_t ranges;      /* of the tiles of each (b, g) */
+    int64_t ranges;      /* ranges of the tiles of each (b, g) */
     int64_t range_tiles; /* tiles of each range but the last */
     int64_t slots;
     int32_t threads;
@@ -30,22 +30,22 @@ typedef struct lists_context {
 
 /* The table of one (b, g) after all keys before `next`. */
 typedef struct slot_table {
-    int32_t *key;        /* [slots + 1]: the last key of each slot; of keys without a slot */
+    int32_t *key;        /* [slots + 1]: the last key of each slot, and of keys without a slot */
     const int32_t *slot; /* [kv_len] */
     int64_t slots;
-    int64_t first;   /* where the sequence begins to which these keys belong */
+    int64_t first;   /* first position of the sequence of these keys */
     int64_t next;    /* the first key that the table does not know */
     int64_t arrived; /* keys from `first` to before `next` that took a slot */
 } slot_table;
 
-/* The slot of a key; `slots` if it has none, and for any number that is no slot. */
+/* The slot of a key; `slots` for -1 and any other number that is no slot. */
 INLINE int64_t table_slot(const slot_table *table, int64_t j) {
-    const int64_t slot = (int64_t)(uint32_t)table->slot[j]; // -1 is beyond all
+    const int64_t slot = (int64_t)(uint32_t)table->slot[j]; // -1 is beyond all slots
     return slot < table->slots ? slot : table->slots;
 }
 
-/* Packed sequences: begins anew if `position` is in another sequence than the one before. The last
- * tile may have passed over some keys of the new sequence; they are passed over again. */
+/* Starts anew if `position` is in another packed sequence than the position before. The last tile
+ * may have passed over some keys of the new sequence; they are passed over again. */
 static void enter_sequence(const fdma_problem *problem, slot_table *table, int64_t position) {
     const int64_t first = position < 0 ? 0 : sequence_at(problem, position).first;
     if (first == table->first)
@@ -62,8 +62,8 @@ static void pass_keys(slot_table *table, int64_t end) {
     }
 }
 
-/* The same, and lists the keys that take a slot. Each key is written to a small buffer without a
- * branch on whether it takes one, because the branch would be unpredictable. */
+/* pass_keys() that also lists the keys that take a slot. Each key is written to a small buffer
+ * unconditionally, because a branch would be unpredictable. */
 static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     enum { buffer_keys = 64 };
     int32_t buffer[buffer_keys];
@@ -83,12 +83,12 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     return used;
 }
 
-/* Lists the key of each slot that is live at a position, and -1 for the empty slots between.
- * Returns how many entries that makes. The table may also have later keys, and keys of the sequence
+/* Lists the key of each slot that is live at a position, and -1 for the empty slots in between.
+ * Returns the number of entries. The table may also hold later keys, and keys of the sequence
  * before. */
 static int64_t list_live(const slot_table *table, const int32_t *expiry, int64_t position,
                          int32_t *list) {
-    const int64_t most = min(table->slots, position + 1); // that as many keys can take
+    const int64_t most = min(table->slots, position + 1); // slots that position + 1 keys can take
     int64_t used = 0;
     for (int64_t s = 0; s < most; s++) {
         const int32_t j = table->key[s];
@@ -101,9 +101,9 @@ static int64_t list_live(const slot_table *table, const int32_t *expiry, int64_t
     return used;
 }
 
-/* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
- * of the table. A list holds no more keys than have passed, so it has room for them.
- * Packed sequences begin with no slot taken. */
+/* Slots are taken in the order 0, 1, ... and stay taken, so that the used entries are the first
+ * ones of the table. A list has room for them, because it holds no more keys than have passed.
+ * Packed sequences begin without taken slots. */
 static void list_tile(const fdma_problem *problem, slot_table *table, int64_t b, int64_t g,
                       int64_t t) {
     int32_t *const count = int_at(&problem->count, b, g, t);
@@ -136,7 +136,7 @@ static void list_range(const void *context, int64_t index, int32_t thread) {
         .slot = lists->slots > 0 ? int_at(&problem->slot, b, g, 0) : NULL,
         .slots = lists->slots,
     };
-    // in a corrupt selection slots may stay empty: they then list key 0
+    // in a corrupt selection slots may stay empty, and then list key 0
     const int empty = problem->gap > 0 ? 0xff : 0; // each byte of -1
     memset(table.key, empty, (size_t)(lists->slots + 1) * sizeof *table.key);
     for (int64_t t = first; t < end; t++)

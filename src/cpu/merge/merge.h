@@ -8,17 +8,17 @@
 #include <math.h>
 
 enum {
-    merge_rows = 64,    /* of a task */
-    merge_bytes = 5000, /* of out, that a thread merges in a microsecond, roughly */
+    merge_rows = 64,    /* rows of a task */
+    merge_bytes = 5000, /* bytes of out that one thread merges in a microsecond, roughly */
 };
 
 /* A row of the merged result and of both partial results. */
 typedef struct merged_row {
     const fdma_problem *problem;
     int64_t b, i, h;
-    const void *out[2]; /* of the partial results */
+    const void *out[2]; /* out of the partial results */
     float lse;          /* merged */
-    float weight[2];    /* of the partial results in the merged one; 0: that one is empty */
+    float weight[2];    /* weights of the partial results in the merged one; 0 for an empty one */
 } merged_row;
 
 static float *float_of_row(const merged_row *row, const fdma_tensor *tensor) {
@@ -59,7 +59,7 @@ static merged_row find_row(const fdma_problem *problem, int64_t index) {
     return row;
 }
 
-/* Some channels times the weight of partial result n. Those of an empty one are not read. */
+/* Some channels times the weight of partial result n. The channels of an empty one are not read. */
 static inline vf weighted_channels(const merged_row *row, int n, const void *from, int64_t d) {
     const fdma_problem *const problem = row->problem;
     if (row->weight[n] == 0)
@@ -83,7 +83,7 @@ static void merge_row(const merged_row *row) {
         *float_of_row(row, &problem->lse) = row->lse;
 }
 
-/* <dout, out of partial result n - merged out>: the gradient of its weight. */
+/* The gradient of the weight of partial result n: <dout, its out - merged out>. */
 static float weight_gradient(const merged_row *row, const void *dout, int n) {
     const fdma_problem *const problem = row->problem;
     vf sum = vf_set(0);

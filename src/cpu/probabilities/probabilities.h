@@ -1,6 +1,6 @@
-/* The probability of every query and key, from the lse that forward has written: one row of
- * attention at a time, in double precision. Nothing is skipped or blocked, because the result is to
- * be looked at, not to be computed with. */
+/* The probability of every query and key, from the lse of forward: one row of attention at a time,
+ * in double precision. Nothing is skipped or blocked, because the result is for inspection, not for
+ * computing. */
 #pragma once
 
 #include "cpu/common/math.h"
@@ -9,15 +9,14 @@
 
 #include <math.h>
 
-enum { multiplied_channels = 1000 }; /* in a microsecond on one thread, roughly */
+enum { multiplied_channels = 1000 }; /* channels in a microsecond on one thread, roughly */
 
-/* A row of attention. */
 typedef struct probability_row {
     const fdma_problem *problem;
     int64_t b, i, h, g;
     const void *q; /* [head_dim] */
     float lse;
-    row_code code; /* of dropout */
+    row_code code; /* dropout code of the row */
 } probability_row;
 
 static probability_row find_probability_row(const fdma_problem *problem, int64_t index) {

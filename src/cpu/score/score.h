@@ -14,13 +14,13 @@ enum {
     dot_heads = 4,       /* heads whose sums are in registers at a time */
     batch_keys = 8,      /* keys that are multiplied with one slab before the next: see below */
     task_keys = 256,     /* keys of a task */
-    slab_channels = 512, /* of v, about: adding up the lanes then takes a tenth of the time */
-    line_bytes = 64,     /* of the cache */
-    score_bytes = 10000, /* of v that a thread works through per microsecond, about */
+    slab_channels = 512, /* channels of v, about: adding up lanes then takes a tenth of the time */
+    line_bytes = 64,     /* bytes of a cache line */
+    score_bytes = 10000, /* bytes of v that a thread works through per microsecond, about */
 };
 
-/* If rows are a multiple of 4 KB apart, each row of a batch takes a way of the same sets of the L1
- * cache, which has 8 ways or 12. */
+/* batch_keys: if rows are a multiple of 4 KB apart, each row of a batch takes a way of the same
+ * sets of the L1 cache, which has 8 or 12 ways. */
 
 _Static_assert(batch_keys % dot_keys == 0 && task_keys % batch_keys == 0,
                "a task is a whole number of batches, a batch of products");
@@ -30,20 +30,20 @@ typedef struct score_context {
     const fdma_problem *problem;
     int64_t slab_heads; /* heads of v in a slab */
     int64_t slabs;
-    int64_t width;         /* of a slab: slab_heads * head_dim, rounded up to whole vectors */
+    int64_t width;         /* width of a slab: slab_heads * head_dim, rounded up to whole vectors */
     int64_t heads;         /* kv_heads, rounded up to a multiple of dot_heads */
-    int64_t tasks;         /* of one sequence */
+    int64_t tasks;         /* tasks of one sequence */
     int64_t channel_size;  /* bytes of a channel of v */
     int64_t head_bytes;    /* from one head of v to the next */
     int64_t slab_runs;     /* pieces of memory that a slab of a key consists of */
-    int64_t run_bytes;     /* of each of them */
+    int64_t run_bytes;     /* bytes of each of them */
     int64_t slab_lines;    /* lines of the cache that a slab of a key consists of */
-    int64_t product_lines; /* of the next slab, that are prefetched before each product */
+    int64_t product_lines; /* lines of the next slab to prefetch before each product */
     bool is_ready;         /* slabs of v are multiplied where they are */
     int32_t threads;
     float *projection; /* [slabs][heads][width]: dt_proj, padded with zeros */
     float *a;          /* [kv_heads] */
-    float *dt_bias;    /* [kv_heads], zeros where the call has none */
+    float *dt_bias;    /* [kv_heads], zeros without dt_bias */
     float *scratch;    /* [threads][scratch_size] */
     int64_t scratch_size;
     int64_t *line_offsets; /* [slab_lines]: bytes from a slab of a key to each of its lines */
@@ -67,7 +67,7 @@ static int64_t heads_of(const score_context *score, int64_t slab) {
     return min(score->problem->kv_heads - slab * score->slab_heads, score->slab_heads);
 }
 
-/* Whether slabs of v are whole vectors of contiguous float32. */
+/* True if slabs of v are whole vectors of contiguous float32. */
 static bool has_ready_slabs(const fdma_problem *problem, int64_t slab_heads) {
     const fdma_tensor *const v = &problem->v;
     return v->dtype == FDMA_FLOAT32 && problem->head_dim % vf_width == 0 &&
@@ -101,9 +101,9 @@ static const float *gather_slab(const score_context *score, float *row, int64_t 
     return row;
 }
 
-/* Adds the products of dot_keys rows with dot_heads projections to `sums`. It is not inlined
- * because addresses of the loops around it would take registers of its loop. In that loop the sums
- * are in the order of the weights, of which GCC makes faster scalar code. */
+/* Adds the products of dot_keys rows with dot_heads projections to `sums`. Not inlined, because
+ * addresses of the loops around it would take registers of its loop. In that loop the sums are in
+ * the order of the weights, for which GCC makes faster scalar code. */
 NOINLINE void dot_rows(float *sums, const float *const *rows, const float *projection,
                        int64_t stride, int64_t width) {
     vf s[dot_keys * dot_heads], of_head[dot_heads * dot_keys];
@@ -135,14 +135,14 @@ NOINLINE void dot_rows(float *sums, const float *const *rows, const float *proje
 
 /* The lines of the next slab of a batch of keys that are not prefetched yet. */
 typedef struct next_slab {
-    const uint8_t *const *key; /* that the first of them belongs to */
+    const uint8_t *const *key; /* the key of the first of them */
     int64_t offset;            /* bytes from a key to its slab */
     int64_t line;              /* the first of them, counted within the slab of the key */
     int64_t left;              /* the number of them */
 } next_slab;
 
-/* Prefetches into the L1 cache what is due before one product: lines of one key, then of the next.
- * This is computed so often that it must do without divisions. */
+/* Prefetches the lines that are due before one product into the L1 cache: lines of one key, then of
+ * the next. It runs so often that it must do without divisions. */
 static void prefetch_lines(const score_context *score, next_slab *next) {
     const int64_t *const offsets = score->line_offsets;
     int64_t count = min(score->product_lines, next->left);
@@ -161,8 +161,8 @@ static void prefetch_lines(const score_context *score, next_slab *next) {
     }
 }
 
-/* A slab of one key of the batch in float32. For a key that is not to be read, the weights serve as
- * some finite numbers: its products are not used. */
+/* A slab of one key of the batch in float32. For a key that must not be read, the weights serve as
+ * finite numbers: its products are not used. */
 static const float *slab_row(const score_context *score, const score_scratch *scratch, int64_t slab,
                              const uint8_t *key, int64_t index, const float *weights) {
     if (key == NULL)
@@ -173,8 +173,8 @@ static const float *slab_row(const score_context *score, const score_scratch *sc
     return gather_slab(score, scratch->rows + index * score->width, heads_of(score, slab), from);
 }
 
-/* Multiplies a slab of batch_keys keys. Meanwhile it prefetches the next slab: of these keys or,
- * after the last one, of the keys behind them. */
+/* Multiplies a slab of batch_keys keys. Meanwhile prefetches the next slab: of these keys or, after
+ * the last slab, of the keys behind them. */
 static void dot_slab(const score_context *score, const score_scratch *scratch, int64_t slab,
                      const uint8_t *const *keys) {
     const float *const weights = score->projection + slab * score->heads * score->width;
@@ -196,8 +196,8 @@ static void dot_slab(const score_context *score, const score_scratch *scratch, i
         }
 }
 
-/* The addresses of `count` keys from j on; NULL for those that must not be read, which are not
- * valid or do not exist. */
+/* The addresses of `count` keys from j on; NULL for keys that are not valid or do not exist, which
+ * must not be read. */
 static void find_keys(const score_context *score, int64_t b, int64_t j, const uint8_t **keys,
                       int64_t count) {
     const int64_t end = score->problem->kv_len;
@@ -207,7 +207,7 @@ static void find_keys(const score_context *score, int64_t b, int64_t j, const ui
     }
 }
 
-/* dt, less dt_bias, of batch_keys keys; the prefetches also read the addresses of as many keys
+/* dt, less dt_bias, of batch_keys keys. The prefetches also read the addresses of as many keys
  * behind them. */
 static void dot_batch(const score_context *score, const score_scratch *scratch,
                       const uint8_t *const *keys, float *dots) {

@@ -1,7 +1,7 @@
 /* The gradients of scores: in v for each key, in dt_proj, a and dt_bias summed over all keys.
  *
  * A few keys at a time share each load of the weights and of the weights' gradients. Keys are cut
- * into ranges, which depend on kv_len alone; the sums of the ranges are added in their order, so
+ * into ranges, which depend on kv_len alone. The sums of the ranges are added in their order, so
  * that results do not depend on the number of threads. */
 #pragma once
 
@@ -10,10 +10,10 @@
 
 enum {
     gradient_keys = 4,      /* keys of a batch */
-    most_ranges = 16,       /* of a sequence */
+    most_ranges = 16,       /* ranges of a sequence */
     least_range_keys = 256, /* keys of a range */
     line_floats = 16,       /* floats of a cache line */
-    gradient_flops = 20000, /* that a thread does per microsecond, about */
+    gradient_flops = 20000, /* done by one thread per microsecond, about */
 };
 
 _Static_assert(line_floats % vf_width == 0, "a cache line is a whole number of vectors");
@@ -27,7 +27,7 @@ typedef struct gradient_context {
     int32_t threads;
     float *weights;   /* [kv_heads][width]: dt_proj, padded with zeros */
     float *a;         /* [kv_heads] */
-    float *dt_bias;   /* [kv_heads], zeros where the call has none */
+    float *dt_bias;   /* [kv_heads], zeros without dt_bias */
     float *sums;      /* [ranges][kv_heads][width]: ddt_proj of each range */
     double *da;       /* [ranges][kv_heads] */
     double *ddt_bias; /* [ranges][kv_heads] */
@@ -35,7 +35,7 @@ typedef struct gradient_context {
     int64_t scratch_size;
 } gradient_context;
 
-/* Keys that are worked on together. */
+/* Keys that share each load of the weights. */
 typedef struct gradient_batch {
     const gradient_context *context;
     int64_t b;
@@ -48,8 +48,8 @@ typedef struct gradient_batch {
     double *ddt_bias; /* [kv_heads] */
 } gradient_batch;
 
-/* dt, less dt_bias, of `keys` keys, whose v is [keys][width]. It is computed in double precision
- * because da adds up softplus(dt) of all keys to a single number. */
+/* dt, less dt_bias, of `keys` keys, whose v is [keys][width]. In double precision, because da adds
+ * up softplus(dt) of all keys to a single number. */
 INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
                     int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
@@ -68,8 +68,8 @@ INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weig
     }
 }
 
-/* The gradient of dt. Adds it and that of a to their sums, in double precision, because rounding
- * errors of all keys would add up in them. */
+/* The gradient of dt. Adds it and the gradient of a to their sums in double precision, because the
+ * rounding errors of all keys would add up there. */
 static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, float dbias) {
     const gradient_context *const context = batch->context;
     const double a = (double)context->a[g], power = exp(-fabs(dt));
@@ -82,7 +82,8 @@ static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, f
     return (float)ddt;
 }
 
-/* Adds what `keys` keys of the batch, from `first` on, give to dv and ddt_proj through head g. */
+/* Adds the contributions of `keys` keys of the batch, from `first` on, to dv and ddt_proj through
+ * head g. */
 INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys,
                      const float *ddt) {
     const int64_t width = batch->context->width;
@@ -104,7 +105,6 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
     }
 }
 
-/* The same, from dbias on. */
 INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first, int keys,
                                const float *dbias) {
     const int64_t width = batch->context->width;
@@ -118,7 +118,7 @@ INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first
     add_head(batch, g, first, keys, ddt);
 }
 
-/* The gradients through head g of all keys of the batch whose dbias is not 0. */
+/* Finds the gradients through head g of all keys of the batch whose dbias is not 0. */
 static void work_on_head(const gradient_batch *batch, int64_t g) {
     float dbias[gradient_keys];
     int count = 0;
@@ -166,7 +166,7 @@ static void work_on_batch(gradient_batch *batch) {
     batch->count = 0;
 }
 
-/* Whether a key has any gradient. */
+/* True if a key is valid and its dbias is not 0 in some head. */
 static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     bool any = false;
     for (int64_t g = 0; g < problem->kv_heads; g++)
@@ -174,7 +174,6 @@ static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     return any && is_valid_key(problem, b, j);
 }
 
-/* The keys of one range, in every sequence. */
 static void add_range(const void *data, int64_t index, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;
@@ -204,7 +203,6 @@ static void add_range(const void *data, int64_t index, int32_t thread) {
     }
 }
 
-/* Packs dt_proj, a and dt_bias of one head. */
 static void pack_weights(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_tensor *const from = &context->problem->dt_proj;
@@ -222,7 +220,7 @@ static void put_gradient(const fdma_problem *problem, const fdma_tensor *tensor,
     fdma_store(tensor, at, problem->accumulate ? fdma_load(tensor, at) + sum : sum);
 }
 
-/* The sum over all ranges of a number of one head, from [ranges][kv_heads]. */
+/* The sum over all ranges of one head's numbers in [ranges][kv_heads]. */
 static double sum_ranges(const gradient_context *context, const double *of_range, int64_t g) {
     double sum = 0;
     for (int64_t range = 0; range < context->ranges; range++)
@@ -230,7 +228,7 @@ static double sum_ranges(const gradient_context *context, const double *of_range
     return sum;
 }
 
-/* Adds the sums of all ranges for the weights of one head. */
+/* Writes the gradients of the weights of one head, summed over all ranges. */
 static void write_weight_gradients(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;

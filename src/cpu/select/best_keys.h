@@ -1,4 +1,4 @@
-/* The best keys of a range, without a pass that finds expiries, and the best of several ranges. */
+/* The best keys of a range, found without a pass for expiries, and the best of several ranges. */
 #pragma once
 
 #include "cpu/select/kept_set.h"
@@ -10,12 +10,12 @@ typedef struct order_buffer {
 } order_buffer;
 
 enum {
-    sample_keys = 512,     /* of a range, from which the worst of its best keys is guessed */
+    sample_keys = 512,     /* keys of a range, from which the worst of its best keys is guessed */
     least_capacity = 1024, /* orders, so that small windows do not sort too often */
 };
 
-/* How many orders of a range of `keys` keys are collected before all but the best are dropped.
- * There is room for the best of two ranges that are merged, too. */
+/* Orders of a range of `keys` keys that are collected before all but the best are dropped. There is
+ * also room for the best of two ranges that are merged. */
 static int64_t buffer_capacity(int64_t slots, int64_t keys) {
     const int64_t some = min(max(4 * slots, least_capacity), keys);
     return max(some, slots) + select_block;
@@ -23,7 +23,7 @@ static int64_t buffer_capacity(int64_t slots, int64_t keys) {
 
 static void sort_by_byte(const int64_t *orders, int64_t *to, int32_t count, int32_t shift) {
     const uint64_t sign = (uint64_t)1 << 63;
-    int32_t start[256] = {0}; // of each byte in `to`; before that, how often it occurs
+    int32_t start[256] = {0}; // start of each byte in `to`; before that, its count
     for (int32_t n = 0; n < count; n++)
         start[((uint64_t)orders[n] ^ sign) >> shift & 255]++;
     for (int32_t value = 0, before = 0; value < 256; value++) {
@@ -35,8 +35,8 @@ static void sort_by_byte(const int64_t *orders, int64_t *to, int32_t count, int3
         to[start[((uint64_t)orders[n] ^ sign) >> shift & 255]++] = orders[n];
 }
 
-/* Radix sort, byte by byte from bit `least_bit` on. It is stable: from bit 32 on, where the score's
- * order begins, it suffices if the keys are in ascending order. */
+/* Radix sort, byte by byte from bit `least_bit` on. It is stable, so that bit 32, where the score's
+ * order begins, suffices for keys in ascending order. */
 static void sort_orders(order_buffer *buffer, int32_t least_bit) {
     int64_t varying = 0;
     bool sorted = true;
@@ -54,7 +54,6 @@ static void sort_orders(order_buffer *buffer, int32_t least_bit) {
     }
 }
 
-/* Sorts the orders and drops all but the best `slots`. */
 static void keep_best(order_buffer *buffer, int32_t slots) {
     sort_orders(buffer, 32);
     const int32_t dropped = buffer->count - slots;
@@ -64,8 +63,8 @@ static void keep_best(order_buffer *buffer, int32_t slots) {
     buffer->count = slots;
 }
 
-/* An order that about 1.5 * `slots` keys of the range reach, by a sample; some more keys allow for
- * its error. */
+/* Guesses an order that about 1.5 * `slots` keys of the range reach, from a sample; some more keys
+ * allow for its error. */
 static int64_t guess_least(const key_range *keys, int32_t slots, order_buffer *buffer) {
     const int32_t all = keys->count / sample_keys;
     // odd, because scores may repeat with a period that is a power of two
@@ -82,7 +81,7 @@ static int64_t guess_least(const key_range *keys, int32_t slots, order_buffer *b
     return above < buffer->count ? buffer->orders[buffer->count - above] : INT64_MIN;
 }
 
-/* Collects the sinks of a range, of which there are no more than slots. */
+/* Collects the sinks of a range. There are no more sinks than slots. */
 static void collect_sinks(const key_range *keys, order_buffer *buffer) {
     buffer->count = 0;
     for (int32_t n = 0; n < keys->sinks_end; n++) {
@@ -111,7 +110,7 @@ static void collect_best(const key_range *keys, int32_t slots, int64_t least,
     keep_best(buffer, slots);
 }
 
-/* Writes the orders of the best `slots` valid keys, ascending. Returns how many there are. */
+/* Writes the orders of the best `slots` valid keys, ascending. Returns their number. */
 static int32_t find_best(const key_range *keys, int32_t slots, order_buffer buffer, int64_t *best) {
     const int64_t least = guess_least(keys, slots, &buffer);
     collect_best(keys, slots, least, &buffer);
@@ -121,7 +120,7 @@ static int32_t find_best(const key_range *keys, int32_t slots, order_buffer buff
     return buffer.count;
 }
 
-/* Writes the best `slots` of `left` and `right` to `to`. Returns how many there are. */
+/* Writes the best `slots` of `left` and `right` to `to`. Returns their number. */
 static int32_t merge_best(const int64_t *left, int32_t left_count, const int64_t *right,
                           int32_t right_count, int32_t slots, int64_t *to) {
     const int64_t all = (int64_t)left_count + right_count;

@@ -8,7 +8,7 @@
 #include "core/gap.h"
 #include "cpu/common/memory.h"
 
-/* Fills best[] with the highest score of the valid keys up to each position, -inf before any.
+/* Fills best[] with the highest score of the valid keys up to each position, -inf before the first.
  * Returns the last one. */
 static float find_best_scores(const float *score, const uint8_t *valid, int64_t kv_len,
                               float *best) {

@@ -4,9 +4,9 @@
  * queue and a tournament tree. A key that outranks all keys of the queue is appended to it, which
  * costs next to nothing. Any other key goes into the tree, at the leaf of its slot, which costs one
  * path of log2(window) comparisons; the root of the tree is its worst key. Keys whose scores rise
- * or tie go to the queue; of keys in random order nearly all go to the tree, and so do sinks, which
- * would let no other key into the queue. Keys that may enter
- * are found a block at a time, without branches. */
+ * or tie go to the queue. Nearly all keys in random order go to the tree, and so do sinks, which
+ * would let no other key into the queue. Keys that may enter are found a block at a time, without
+ * branches. */
 #pragma once
 
 #include "core/integers.h"
@@ -20,10 +20,10 @@ typedef struct key_range {
     const uint8_t *valid; /* [count]; NULL: all keys are valid */
     int32_t first;        /* the first key */
     int32_t count;
-    int32_t sinks_end; /* the valid ones of the first `sinks_end` keys are sinks */
+    int32_t sinks_end; /* valid keys among the first `sinks_end` are sinks */
 } key_range;
 
-/* The order of key n of a range. `key` is the number that it holds in place of the key's index. */
+/* The order of key n of a range, with the number `key` in place of the key's index. */
 static inline int64_t order_in_range(const key_range *keys, int32_t n, int32_t key) {
     return n < keys->sinks_end ? sink_order(key) : key_order(keys->score[n], key);
 }
@@ -42,7 +42,7 @@ static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t coun
     return marks & valid;
 }
 
-/* Bit n: whether key `at` + n exists, is valid, and has a score of order `least` or above, for the
+/* Bit n is set if key `at` + n exists, is valid, and has a score of order `least` or above, for the
  * select_block keys from `at` on. */
 static inline uint64_t mark_keys(const key_range *keys, int64_t at, int32_t least) {
     const int64_t left = keys->count - at, half = marked_at_once;
@@ -101,7 +101,7 @@ static inline void replay(int64_t *tree, int64_t n, int64_t order) {
         tree[1] = min(order, tree[n ^ 1]);
 }
 
-/* Puts `order` into `slot`, which was that of the worst. */
+/* Puts `order` into `slot`, the slot of the worst. */
 static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
     const bool was_queued = set->worst == set->queue[set->head & set->ring];
     set->head += was_queued;
@@ -111,9 +111,10 @@ static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
     find_worst(set);
 }
 
-/* A pass over a range of keys. It numbers the keys that it handles: 0 to before - 1 are those that
- * were kept when the range began, the worst first, number n in slot n; the keys of the range follow
- * from number `before` on. Orders in the set hold these numbers in place of key indices. */
+/* A pass over a range of keys. It numbers the keys that it handles. Numbers 0 to before - 1 are the
+ * keys that were kept when the range began, the worst first, number n in slot n. The keys of the
+ * range follow from number `before` on. Orders in the set hold these numbers in place of key
+ * indices. */
 typedef struct select_pass {
     key_range keys;
     int32_t kv_len; /* the expiry of keys that are not evicted */
@@ -138,8 +139,8 @@ static void start_set(const select_pass *pass, kept_set *set) {
     }
 }
 
-/* Takes all valid keys while there are free slots; sinks are among these, because there are no more
- * of them than slots. Returns how many keys of the range were seen. */
+/* Takes all valid keys while there are free slots. Sinks are among them, because there are no more
+ * sinks than slots. Returns the number of keys of the range that were seen. */
 static int32_t fill_set(const select_pass *pass, kept_set *set) {
     const key_range *const keys = &pass->keys;
     const bool crowded = keys->count > set->slots - pass->before; // else no key is evicted
@@ -164,14 +165,13 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
     return n;
 }
 
-/* The slot of the key of this number. */
 static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_before) {
     return any_before && number < pass->before ? number : pass->slot[number - pass->before];
 }
 
 /* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is
  * likely one of the root's children, so their slots are prefetched. For a child that is no key of
- * the range the address lies before the array, which does no harm to a prefetch. */
+ * the range the address lies before the array, which is harmless in a prefetch. */
 static inline void enter_key(const select_pass *pass, kept_set *set, int32_t n, int64_t order,
                              bool any_before) {
     const int32_t evicted = key_of(set->worst), slot = slot_of(pass, evicted, any_before);
@@ -198,8 +198,8 @@ static inline void enter_all(const select_pass *pass, kept_set *shared, int32_t 
     *shared = set;
 }
 
-/* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the
- * marking loop would take registers from it. */
+/* Enters the marked keys from `at` on that outrank the worst. Not inlined, because the marking loop
+ * would take registers from it. */
 NOINLINE void enter_marked(const select_pass *pass, kept_set *set, int32_t at, uint64_t marks) {
     if (pass->before > 0)
         enter_all(pass, set, at, marks, true);
@@ -226,7 +226,7 @@ static void select_keys(const select_pass *pass, kept_set *set) {
 }
 
 /* Writes the orders of the kept keys, unsorted, after a pass over more keys than slots. Returns
- * how many there are. */
+ * their number. */
 static int32_t list_kept(const kept_set *set, int64_t *orders) {
     int32_t count = 0;
     for (int64_t slot = 0; slot < set->filled; slot++) {

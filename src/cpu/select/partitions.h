@@ -3,9 +3,9 @@
  * In causal scope a partition needs the set that is kept when it begins: the best of all keys
  * before it. The best of each partition are found without a pass (of the first one: by its pass),
  * and merged from partition to partition. Then each partition makes a pass of its own from that
- * set, in which keys get slots that are numbered within the partition; these are renamed when all
- * passes are done. Global scope needs only the best keys of all. Results do not depend on where
- * keys are cut. */
+ * set. Its keys get slots that are numbered within the partition; these are renamed when all passes
+ * are done. Global scope needs only the best keys of all. Results do not depend on where keys are
+ * cut. */
 #pragma once
 
 #include "cpu/common/memory.h"
@@ -18,12 +18,12 @@ typedef struct select_context {
     const fdma_problem *problem;
     int64_t heads; /* batch * kv_heads */
     int32_t threads;
-    int32_t slots;          /* of the keys that are kept by score: at most the window */
-    int32_t partitions;     /* of each (b, g) */
+    int32_t slots;          /* slots for keys that are kept by score: at most the window */
+    int32_t partitions;     /* partitions of each (b, g) */
     int32_t partition_keys; /* keys of each partition but the last */
     /* arrays of [heads][partitions]: */
     int64_t *best;   /* [slots] orders of its best keys; once merged, of the best up to its end */
-    int32_t *count;  /* how many of these there are */
+    int32_t *count;  /* the number of these */
     int32_t *expiry; /* [slots] of the keys kept when it began, as far as it decides them */
     int32_t *true_slot; /* [slots] of the slots 0, 1, ... that its pass numbered */
     uint8_t *scratch;   /* [threads][scratch_size] */
@@ -33,14 +33,14 @@ typedef struct select_context {
 } select_context;
 
 enum {
-    least_partitions = 3,           /* of two, the second would wait for the first */
+    least_partitions = 3,           /* with two, the second would wait for the first */
     least_partition_keys = 1 << 17, /* fewer take no longer than waking threads in every phase */
     partition_windows = 64,         /* in keys: each slot costs a partition as much as many keys */
-    keys_per_microsecond = 500,     /* that a thread selects from, about */
+    keys_per_microsecond = 500,     /* selected from by one thread, about */
 };
 
-/* How many partitions of each (b, g) pay: one more than the threads that it gets, because while the
- * first one is passed over, the best of the next ones are found. */
+/* The number of partitions of each (b, g) that pays off: one more than its threads, because the
+ * best of the next partitions are found during the pass over the first. */
 static int64_t count_select_partitions(const fdma_problem *problem) {
     const int64_t heads = max(problem->batch * problem->kv_heads, 1);
     const int64_t threads = fdma_thread_count(problem->exec.threads, INT32_MAX);
@@ -69,12 +69,12 @@ typedef struct select_partition {
     int32_t *expiry, *slot; /* [keys.count]; slot: NULL if the passes need not keep slots */
 } select_partition;
 
-/* Whether the passes write the caller's slots; with `recent`, number_slots() writes them later. */
+/* True if the passes write the caller's slots; with `recent`, number_slots() writes them later. */
 static bool keeps_slots(const fdma_problem *problem) {
     return is_present(&problem->slot) && problem->recent == 0;
 }
 
-/* Of the first `count` keys of a sequence, how many stand up to its last sink, padding included. */
+/* Number of keys, at most `count`, up to the last sink of a sequence, padding included. */
 static int32_t find_sinks_end(const fdma_problem *problem, const uint8_t *valid, int64_t count) {
     int64_t sinks = min(problem->sinks, problem->kv_len), n = 0;
     if (valid == NULL)
@@ -114,7 +114,6 @@ static order_buffer take_buffer(fdma_arena *arena, const select_context *select)
     return buffer;
 }
 
-/* What a pass works with: the set, and slots if they need not be kept. */
 static kept_set take_set(fdma_arena *arena, const select_context *select, int32_t **slot) {
     kept_set set = {.slots = select->slots, .ring = queue_ring(select->slots)};
     set.tree = take_orders(arena, tree_size(select->slots));
@@ -174,8 +173,8 @@ static void find_partition_best(const select_context *select, int64_t head, int3
         &partition.keys, select->slots, take_buffer(&arena, select), best_of(select, &partition));
 }
 
-/* The pass over a partition, and the set that it leaves. The keys that were kept when it began are
- * the best of all before it. */
+/* Passes over a partition, and returns the set after it. The keys that were kept when it began are
+ * the best of all keys before it. */
 static kept_set pass_partition(const select_context *select, const select_partition *partition,
                                int32_t thread) {
     fdma_arena arena = select_scratch(select, thread);
@@ -196,8 +195,8 @@ static kept_set pass_partition(const select_context *select, const select_partit
     return set;
 }
 
-/* The pass over the first partition. Its kept keys are its best: these are sorted for merge_task(),
- * in the memory of the set. */
+/* Passes over the first partition. Its kept keys are its best keys. They are sorted for
+ * merge_task(), in the memory of the set. */
 static void pass_first(const select_context *select, int64_t head, int32_t thread) {
     const select_partition first = find_partition(select, head, 0);
     const kept_set set = pass_partition(select, &first, thread);
@@ -215,8 +214,8 @@ static void pass_first(const select_context *select, int64_t head, int32_t threa
     select->count[first.index] = kept.count;
 }
 
-/* For each (b, g) the pass over its first partition, which takes longest, then the best of every
- * other partition but the last. */
+/* For each (b, g), passes over the first partition, which takes longest, then finds the best of
+ * every other partition except the last. */
 static void prepare_task(const void *context, int64_t index, int32_t thread) {
     const select_context *const select = context;
     const int64_t heads = select->heads;
@@ -240,8 +239,8 @@ static void pass_task(const void *context, int64_t index, int32_t thread) {
     pass_partition(select, &partition, thread);
 }
 
-/* Turns the best of each partition into the best of all keys up to its end. Causal scope has no
- * use for those of the last. */
+/* Turns the best of each partition into the best of all keys up to its end. Causal scope does not
+ * use the best of the last. */
 static void merge_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     const int32_t partitions = select->partitions - (select->problem->scope == FDMA_SCOPE_CAUSAL);
@@ -257,8 +256,9 @@ static void merge_task(const void *context, int64_t head, int32_t thread) {
     }
 }
 
-/* A key that was kept when a partition began keeps the true slot that it had in its own partition.
- * The free slots of a set that was not full were numbered truly. */
+/* Finds the true slots of the slots of each pass. A key that was kept when a partition began keeps
+ * the true slot that it had in its own partition. Free slots of a set that was not full have their
+ * true numbers. */
 static void true_slot_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     const select_partition first = find_partition(select, head, 0);
@@ -278,8 +278,8 @@ static void true_slot_task(const void *context, int64_t head, int32_t thread) {
     }
 }
 
-/* Renames the slots of a later partition, and writes the expiry of the keys that were kept when it
- * began and that it evicted. No other partition evicts these. */
+/* Renames the slots of a later partition. Writes the expiry of the keys that were kept when it
+ * began and that it evicted; no other partition evicts them. */
 static void finish_task(const void *context, int64_t index, int32_t thread) {
     const select_context *const select = context;
     const int32_t later = select->partitions - 1, nth = 1 + (int32_t)(index % later);
@@ -343,14 +343,14 @@ static void select_causal(const select_context *select) {
     fdma_parallel_for(select->threads, later, finish_task, select);
 }
 
-/* From the selection by score to one that also keeps the newest keys. */
+/* Turns the selection by score into one that also keeps the newest keys. */
 static void recent_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     fdma_arena arena = scratch_of_thread(select->scratch, select->rule_size, thread);
     keep_recent(select->problem, head, take_recent(&arena, select->problem));
 }
 
-/* From that to one whose keys also leave because their scores are too low. */
+/* Turns it into one whose keys also leave because their scores are too low. */
 static void gap_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     const fdma_problem *const problem = select->problem;

@@ -2,9 +2,10 @@
  * older ones.
  *
  * A key competes by score only once `recent` valid keys have followed it. So the selection is the
- * one without the rule, late by `recent` valid keys: each expiry moves by so many. The key that
- * without the rule is dropped when valid key n arrives leaves when valid key n + recent arrives,
- * which takes over its slot. The first window + recent valid keys take free slots. */
+ * one without the rule, delayed by `recent` valid keys: each expiry moves by that many. If the
+ * arrival of valid key n drops a key without the rule, that key now leaves when valid key n +
+ * recent arrives, which takes over its slot. The first window + recent valid keys take free
+ * slots. */
 #pragma once
 
 #include "cpu/common/memory.h"
@@ -13,7 +14,7 @@
 typedef struct recent_keys {
     int32_t *number;   /* [kv_len] of each valid key; NULL: all keys are valid */
     int32_t *position; /* [kv_len] by number; NULL likewise */
-    int32_t *evicted;  /* [kv_len]: which key the window evicts or refuses as valid key n arrives */
+    int32_t *evicted;  /* [kv_len]: the key that the window drops as valid key n arrives */
 } recent_keys;
 
 static recent_keys take_recent(fdma_arena *arena, const fdma_problem *problem) {
@@ -26,7 +27,7 @@ static recent_keys take_recent(fdma_arena *arena, const fdma_problem *problem) {
     return keys;
 }
 
-/* Numbers the valid keys of a sequence. Returns how many there are. */
+/* Numbers the valid keys of a sequence. Returns their number. */
 static int32_t number_keys(const fdma_problem *problem, const uint8_t *valid, recent_keys keys) {
     int32_t count = 0;
     if (valid == NULL)
@@ -71,7 +72,6 @@ static void number_slots(const fdma_problem *problem, const uint8_t *valid, rece
             n < slots ? n : slot[position_of(keys, keys.evicted[n - recent])];
 }
 
-/* Applies the rule to the selection by score of one (b, g). */
 static void keep_recent(const fdma_problem *problem, int64_t head, recent_keys keys) {
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const uint8_t *const valid = valid_keys(problem, b);

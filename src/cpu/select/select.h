@@ -1,4 +1,4 @@
-/* Selection as a call makes it: in as many partitions as pay. */
+/* Selection in as many partitions as pay off. */
 #pragma once
 
 #include "cpu/select/partitions.h"

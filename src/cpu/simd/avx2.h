@@ -1,4 +1,4 @@
-/* The vocabulary on AVX2, FMA and F16C. See scalar.h for what each word means. */
+/* The vocabulary on AVX2, FMA and F16C. scalar.h explains its words. */
 #pragma once
 
 #include "cpu/simd/modes.h"

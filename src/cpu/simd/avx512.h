@@ -1,4 +1,4 @@
-/* The vocabulary on AVX-512 (F, BW, DQ, VL) and F16C. See scalar.h for what each word means. */
+/* The vocabulary on AVX-512 (F, BW, DQ, VL) and F16C. scalar.h explains its words. */
 #pragma once
 
 #include "cpu/simd/modes.h"

@@ -1,4 +1,4 @@
-/* The shape of a tile on AVX-512, in vectors or on AMX. See scalar.h for what each word means. */
+/* The shape of a tile on AVX-512, in vectors or on AMX. scalar.h explains its words. */
 #pragma once
 
 #if defined(FDMA_POINT_AMX)

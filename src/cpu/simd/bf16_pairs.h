@@ -27,7 +27,8 @@ static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
-/* The words of 2 * vf_width channels of two rows: of those with even indices, and of the others. */
+/* The words of 2 * vf_width channels of two rows: first those with even indices, then the
+ * others. */
 static inline void vf_load_even_odd_pairs(const uint16_t *first, const uint16_t *second, vf *even,
                                           vf *odd) {
     const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);

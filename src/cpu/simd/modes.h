@@ -46,8 +46,8 @@ static inline uint32_t set_modes(uint32_t modes) {
 
 #endif
 
-/* Makes this thread round to nearest, without traps, and keep subnormal numbers. Returns the modes
- * that it had, for restore_modes(). */
+/* Makes this thread round to nearest, without traps, and keep subnormal numbers. Returns its
+ * previous modes, for restore_modes(). */
 static inline uint32_t keep_subnormals(void) { return set_modes(default_modes); }
 
 static inline void restore_modes(uint32_t old) { set_modes(old); }

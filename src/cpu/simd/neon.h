@@ -1,4 +1,4 @@
-/* The vocabulary on NEON, as every AArch64 CPU has it. See scalar.h for what each word means. */
+/* The vocabulary on NEON, as every AArch64 CPU has it. scalar.h explains its words. */
 #pragma once
 
 #include "cpu/simd/modes.h"
@@ -115,7 +115,7 @@ static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
     return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
 }
 
-/* Halves of a vector as one element each. */
+/* The halves of a vector as one element each. */
 static inline float64x2_t vf_halves(vf x) { return vreinterpretq_f64_f32(x); }
 
 static inline void vf_transpose(vf x[vf_width]) {

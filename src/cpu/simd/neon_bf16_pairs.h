@@ -1,6 +1,6 @@
 /* Products of bfloat16 on NEON with FEAT_BF16: a word is two channels, or two keys, the even one in
  * its low half. Products are exact; sums are float32, rounded to odd, and subnormal numbers count
- * as 0, as BFDOT does while FPCR.EBF is clear, which flush_subnormals sees to. */
+ * as 0. BFDOT does this while FPCR.EBF is clear, which flush_subnormals() ensures. */
 #pragma once
 
 #include "cpu/simd/neon.h"
@@ -9,8 +9,8 @@
 
 enum { terms = 2 };
 
-/* The word is in the lowest lane, which BFDOT can multiply with every lane: a load that fills all
- * lanes costs a vector operation. */
+/* The word is in the lowest lane, from which BFDOT multiplies every lane. A load that fills all
+ * lanes would cost a vector operation. */
 typedef bfloat16x4_t vf_word;
 
 static inline vf_word vf_load_word(const float *p) {
@@ -38,7 +38,8 @@ static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_
     return vreinterpretq_f32_u16(vzip1q_u16(low, high));
 }
 
-/* The words of 2 * vf_width channels of two rows: of those with even indices, and of the others. */
+/* The words of 2 * vf_width channels of two rows: first those with even indices, then the
+ * others. */
 static inline void vf_load_even_odd_pairs(const uint16_t *first, const uint16_t *second, vf *even,
                                           vf *odd) {
     const uint16x8_t x = vld1q_u16(first), y = vld1q_u16(second);

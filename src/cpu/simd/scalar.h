@@ -1,5 +1,5 @@
-/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. The
- * words of arithmetic are in simd.h. */
+/* The vocabulary in plain C, one lane wide. It explains the words, and serves the kernels on any
+ * CPU. The words of arithmetic are in simd.h. */
 #pragma once
 
 #include "cpu/simd/modes.h"
@@ -15,8 +15,8 @@ typedef float vf;
 enum {
     vf_width = 1,
     tile_vectors = 4,      /* vectors of query lanes in registers: a block of lanes */
-    half_vectors = 2,      /* of which those before this one may be left out; 0: never */
-    tile_blocks = 4,       /* such blocks in a tile, at most */
+    half_vectors = 2,      /* vectors before this one may be left out; 0: never */
+    tile_blocks = 4,       /* blocks of lanes in a tile, at most */
     key_block = 120,       /* keys whose weights are held between the two products */
     group_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
     key_step = group_keys, /* keys that the products take at a time */
@@ -97,23 +97,22 @@ static inline void vf_load_even_odd_bf16(const uint16_t *p, vf *even, vf *odd) {
 /* a * b + c; every vocabulary but this one rounds once. */
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 
-/* a * b - product, rounded once: what rounding a * b to `product` has lost. */
+/* a * b - product, rounded once: the rounding error of `product`. */
 static inline vf vf_rounding_error(vf a, vf b, vf product) {
     return (float)((double)a * (double)b - (double)product);
 }
 
-/* The greater; b where either is NaN. */
+/* The greater; b if either is NaN. */
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
 
 static inline vf vf_abs(vf x) { return fabsf(x); }
 
-/* The sum of all lanes. */
 static inline float vf_sum(vf x) { return x; }
 
 /* The sum of all lanes of x[n] in lane n. */
 static inline vf vf_sum_each(const vf x[vf_width]) { return x[0]; }
 
-/* Whether a > b in any lane. */
+/* True if a > b in any lane. */
 static inline bool vf_any_greater(vf a, vf b) { return a > b; }
 
 /* a > b ? x : y */
@@ -130,7 +129,7 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
 /* x in the lanes whose bit is set, lane 0 the lowest, -inf in the others */
 static inline vf vf_keep_bits(vf x, uint32_t bits) { return bits & 1 ? x : -INFINITY; }
 
-/* Bit n: whether byte n of 64 is not 0. */
+/* Bit n is set if byte n of 64 is not 0. */
 static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
     uint64_t bits = 0;
     for (int n = 0; n < 64; n++)
@@ -138,7 +137,6 @@ static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
     return bits;
 }
 
-/* Rows become columns. */
 static inline void vf_transpose(vf x[vf_width]) { (void)x; }
 
 /* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); NaN gives NaN. Results below

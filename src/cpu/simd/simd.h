@@ -1,6 +1,6 @@
-/* The vocabulary, the products and the tile shape of the point of the build matrix that is being
- * compiled. Each file of src/cpu/isa names its point before it includes anything; a kernel header
- * that is opened alone is compiled in the scalar vocabulary. */
+/* The vocabulary, the products and the tile shape of the compiled point of the build matrix. Each
+ * file of src/cpu/isa names its point before it includes anything; a kernel header on its own is
+ * compiled in the scalar vocabulary. */
 #pragma once
 
 #include <stdint.h>
