@@ -37,9 +37,9 @@ static inline double slope_at(loss_function f, const void *context, double *x, d
     return (up - down) / (2 * step);
 }
 
-/* The derivative of f in each element of a float64 tensor is that of `gradient`. Two steps tell how
- * far the better of them is off: its error is a quarter of the other's, a third of what lies
- * between them, and what rounding of f makes of it. */
+/* Checks that `gradient` holds the derivative of f in each element of a float64 tensor. Two steps
+ * tell how far the better of them is off: its error is a quarter of the other's, a third of what
+ * lies between them, and what rounding of f makes of it. */
 static inline void check_differences(loss_function f, const void *context, fdma_tensor tensor,
                                      fdma_tensor gradient) {
     const double step = 0x1p-12, size = f(context).size;

@@ -1,7 +1,7 @@
 /* test_cache.c - decoding with a cache equals one call on the whole sequence. Streams of different
  * ages get tokens one by one, in groups, or as drafts that are only partly committed. Their out and
- * lse are those of one call on all their tokens, and the cache holds the keys that its selection
- * keeps. */
+ * lse equal the results of one call on all their tokens, and the cache holds the keys that its
+ * selection keeps. */
 #include "cached_stream.h"
 
 static void streams_are_the_whole(const char *kernel, fdma_dtype dtype) {

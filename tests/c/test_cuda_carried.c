@@ -1,6 +1,6 @@
 /* test_cuda_carried.c - carried keys and the keys of the call lie at unrelated addresses in a
- * device's memory. Out, lse and gradients are bit for bit those of the same kernel with all keys in
- * one tensor. */
+ * device's memory. Out, lse and gradients have the bits of the same kernel with all keys in one
+ * tensor. */
 #include "device.h"
 #include "gradient.h"
 
