@@ -92,7 +92,6 @@ static inline void brute_causal(const float *score, const uint8_t *valid, int64_
     free(keys);
 }
 
-/* The best valid score among the first `length`, or -inf if there is none. */
 static inline double best_score(const float *score, const uint8_t *valid, int64_t length) {
     double best = -INFINITY;
     for (int64_t j = 0; j < length; j++)
@@ -116,7 +115,6 @@ static inline int is_too_low(const float *score, const uint8_t *valid, int64_t j
            after >= rules->recent;
 }
 
-/* Turns a selection without a gap into one with a gap. */
 static inline void brute_gap(const float *score, const uint8_t *valid, int64_t n,
                              const select_rules *rules, int32_t *expiry, int32_t *slot) {
     for (int64_t j = 0; j < n; j++) {

@@ -86,7 +86,6 @@ typedef struct step {
     fdma_tensor q, k, v, score, out, lse;
 } step;
 
-/* Copies a token of a stream, with all heads, to a token of entry b. */
 static inline void copy_token(fdma_tensor to, int64_t b, int64_t to_token, fdma_tensor all,
                               int64_t stream, int64_t from_token) {
     for (int64_t h = 0; h < to.shape[to.rank == 4 ? 2 : 1]; h++)

@@ -139,7 +139,6 @@ static inline void call_own_selection(call *x) {
         memcpy((char *)&x->args + offset, &own, sizeof own);
 }
 
-/* The selection that the arguments point to, or NULL. */
 static inline fdma_selection *selection_of(fdma_operation operation, const void *args) {
     const size_t offset = operations[operation].selection;
     fdma_selection *given = NULL;
@@ -148,7 +147,6 @@ static inline fdma_selection *selection_of(fdma_operation operation, const void 
     return given;
 }
 
-/* Makes a call of these arguments, with their selection beside them. */
 static inline void call_of(call *x, fdma_operation operation, const void *args) {
     const fdma_selection *const given = selection_of(operation, args);
     x->operation = operation;
@@ -480,7 +478,6 @@ static inline bool is_left_out(int n, int type) {
 
 static inline fdma_dtype backend_dtype(void) { return test_dtypes[first_dtype()]; }
 
-/* Calls `run` for each kernel of an operation in each dtype that it takes. */
 static inline void for_each_kernel(const char *operation,
                                    void (*run)(const char *kernel, fdma_dtype dtype)) {
     for (int type = first_dtype(); type < test_dtype_count; type++) {

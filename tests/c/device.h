@@ -83,7 +83,6 @@ static inline char *device_large(size_t bytes) {
     return memory;
 }
 
-/* Frees the tensors of a case on the device and the host. */
 static inline void device_free_both(void) {
     device_free_all();
     test_free_all();

@@ -237,7 +237,6 @@ static inline void check_expected(const gradient_problem *p, gradients actual) {
         check_like_plain(actual.all[t], want.all[t], plain.all[t], actual.all[t].dtype);
 }
 
-/* The largest error is at most `relative` of the largest element. */
 static inline void check_near(fdma_tensor actual, fdma_tensor want, double relative) {
     CHECK_NEAR(largest_difference(actual, want), 0, relative * largest_of(want) + DBL_MIN);
 }

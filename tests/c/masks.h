@@ -77,7 +77,6 @@ static inline bool mask_keeps(const problem *x, fdma_tensor mask, pair_index at)
            ((const uint8_t *)mask.data)[pair_at(x, mask, at.b, at.h, at.i, at.j)] != 0;
 }
 
-/* True if a query attends to a key by all rules. */
 static inline bool pair_is_kept(const problem *x, fdma_tensor mask, pair_index at) {
     const int64_t g = at.h / (x->q_heads / x->kv_heads);
     return problem_keeps(x, at.b, g, at.i, at.j) && mask_keeps(x, mask, at);

@@ -255,7 +255,6 @@ static inline bool make_merge(call *x, int s, int type, const char *kernel) {
 
 /* ---- probabilities ---- */
 
-/* lse is random. */
 static inline bool make_probabilities(call *x, int s, int type, const char *kernel) {
     const problem p = problem_of(&shapes[s], shapes[s].head_dim, test_dtypes[type], s % 2 != 0);
     const fdma_forward_args forward = problem_args(&p, kernel);

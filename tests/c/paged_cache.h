@@ -87,7 +87,6 @@ static inline const char *address(fdma_tensor tensor, int64_t x0, int64_t x1, in
     return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
 }
 
-/* Checks that both caches hold the same numbers for the same keys. */
 static inline void check_same_sequence(const fdma_cache *plain, const paged_cache *paged,
                                        int64_t s) {
     const fdma_cache *const cache = &paged->cache;

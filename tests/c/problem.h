@@ -206,7 +206,6 @@ static inline fdma_tensor last_of(fdma_tensor tensor) {
     return sequence_of(tensor, tensor.shape[0] - 1);
 }
 
-/* One sequence of a problem, alone. */
 static inline problem problem_sequence(const problem *x, int64_t b) {
     problem alone = *x;
     alone.batch = 1;

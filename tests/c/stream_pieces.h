@@ -22,7 +22,6 @@ static float score_at(uint64_t *state, int levels) {
     return level == levels && levels > 8 ? NAN : (float)level - 2;
 }
 
-/* Makes the scores and the validity of the whole stream. */
 static problem stream_problem(const stream_case *test, uint64_t seed) {
     uint64_t state = seed;
     problem x = {.batch = test->batch,

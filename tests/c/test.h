@@ -123,7 +123,6 @@ static inline int test_is_word_char(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-/* True if `word` occurs in `text` as a whole word. */
 static inline int test_has_word(const char *text, const char *word) {
     const size_t length = strlen(word);
     for (const char *at = strstr(text, word); at != NULL; at = strstr(at + 1, word)) {

@@ -69,7 +69,6 @@ typedef struct three_steps {
     call score, select, forward;
 } three_steps;
 
-/* Runs the three separate calls with the inputs of a fused one. */
 static void run_steps(three_steps *steps, call *fused, const attention_case *n) {
     const fdma_attention_args *const args = &fused->args.attention;
     const fdma_dtype dtype = args->q.dtype;
@@ -100,7 +99,6 @@ static void run_steps(three_steps *steps, call *fused, const attention_case *n) 
     CHECK_OK(call_run(&steps->forward));
 }
 
-/* Outputs of the same name are equal. */
 static void check_as_steps(call *fused, three_steps *steps) {
     call *const calls[] = {&steps->score, &steps->select, &steps->forward};
     const tensor_table table = fdma_tensors[operation_attention];

@@ -181,7 +181,6 @@ static void check_score_backward(const tiny_case *tiny, fdma_bias_form form) {
     check_differences(loss_of_score, &x, x.dt_bias, got.ddt_bias);
 }
 
-/* Calls `check` for each tiny case and each bias form that has a gradient. */
 static void for_each_form(void (*check)(const tiny_case *tiny, fdma_bias_form form)) {
     for (int index = 0; index < TEST_COUNT(cases); index++) {
         for (int form = FDMA_BIAS_EXP; form < FDMA_BIAS_NONE && is_tiny(index); form++) {

@@ -136,7 +136,7 @@ static void check_leaving(const char *kernel, fdma_dtype dtype) {
 
 static void keys_that_all_leave_stop_nothing(void) { for_each_kernel("backward", check_leaving); }
 
-/* ---- what the fused call, and in it that of scores, adds to ---- */
+/* ---- outputs that the fused call, and its step of scores, add to ---- */
 
 enum { fused_outputs = 6 }; /* dq, dk, dv, ddt_proj, da, ddt_bias */
 

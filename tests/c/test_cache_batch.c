@@ -7,7 +7,6 @@
 
 enum { kv_heads = 2, q_heads = 10, head_dim = 64 };
 
-/* A cache with `filled` rows in each sequence. */
 static fdma_cache new_cache(int64_t sequences, int64_t window, int64_t filled, fdma_dtype dtype,
                             uint64_t *state) {
     fdma_cache cache = {.sequences = sequences,
@@ -71,7 +70,6 @@ static batch_call new_call(int64_t batch, int64_t tokens, fdma_dtype dtype, uint
     return x;
 }
 
-/* Entry b of a tensor. */
 static fdma_tensor entry_of(fdma_tensor tensor, int64_t b) {
     tensor.data = (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
     tensor.shape[0] = 1;

@@ -28,7 +28,6 @@ static fdma_tensor *tensor_of(fdma_cache *cache, int n) {
     return all[n];
 }
 
-/* A copy of the cache in memory of its own. */
 static fdma_cache copy_of(const fdma_cache *cache) {
     fdma_cache copy = *cache;
     for (int n = 0; n < cache_tensors; n++)
@@ -78,7 +77,6 @@ static void check_sequence(const fdma_cache *now, int64_t s, const fdma_cache *b
     }
 }
 
-/* Sequences that the call does not name keep every byte. */
 static void check_untouched(fdma_cache now, fdma_cache before, int64_t s) {
     for (int n = 0; n < cache_tensors; n++) {
         const fdma_tensor tensor = *tensor_of(&now, n), was = *tensor_of(&before, n);
@@ -126,7 +124,6 @@ static void copies_by_every_kernel(void) {
     for_each_kernel("cache_copy", copies_are_their_sources);
 }
 
-/* Decodes the next token of stream 0 in each of some sequences. */
 static void decode_token(const whole_call *x, const fdma_cache *cache, int32_t seen,
                          const int32_t *index, int64_t batch, const char *kernel) {
     const int32_t passed[streams] = {seen};

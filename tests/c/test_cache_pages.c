@@ -169,7 +169,6 @@ static void pages_by_every_kernel(void) { for_each_kernel("decode", pages_of_any
 
 /* ---- shared pages ---- */
 
-/* Decodes tokens `first` to `end` - 1 of stream 0 into a sequence of a cache. */
 static void decode_tokens(const whole_call *x, const fdma_cache *cache, int32_t sequence,
                           int32_t first, int32_t end, const char *kernel) {
     for (int32_t seen = first; seen < end; seen++) {
@@ -261,7 +260,7 @@ static step next_token(const whole_call *x, int32_t seen) {
 }
 
 /* A key whose page is missing has no weight, as with a bias of -inf. A token that evicts such a key
- * is lost. The selection equals that of the cache with all pages. */
+ * is lost. The selection equals the one with all pages. */
 static void missing_pages_hide_their_keys(void) {
     enum { page_len = 2, missing = 3, tokens = 40 };
     static const int32_t nowhere[] = {-1, INT32_MIN, INT32_MAX, 0};

@@ -252,7 +252,6 @@ static void padding_is_not_stored(void) {
     }
 }
 
-/* A second prompt of any length leaves nothing of the first. */
 static void prompts_replace_what_was_there(void) {
     const kernel_list kernels = kernels_of("cache_store");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
@@ -273,7 +272,6 @@ static void prompts_replace_what_was_there(void) {
     }
 }
 
-/* Bytes from the first tensor of a cache to the end of its last one. */
 static size_t memory_of(const fdma_cache *cache) {
     return (size_t)((char *)cache->table.seen.data - (char *)cache->k.data) +
            bytes_of(cache->table.seen);

@@ -11,7 +11,6 @@ static void every_operation_has_kernels(void) {
             CHECK(kernels_of(operations[operation].name).count > 0);
 }
 
-/* Every operation with packed sequences has a kernel. */
 static void packed_calls_have_kernels(void) {
     static const call_sizes n = {.batch = 1,
                                  .q_len = 300,

@@ -3,7 +3,6 @@
 #include "device.h"
 #include "errors.h"
 
-/* Makes a call on the host. */
 static void make_here(call *x, fdma_operation operation, fdma_dtype dtype) {
     static const call_sizes n = {
         .batch = 2, .q_len = 300, .kv_len = 700, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
@@ -27,7 +26,6 @@ static void make_here(call *x, fdma_operation operation, fdma_dtype dtype) {
         call_select(x, 50, FDMA_SCOPE_CAUSAL, &state);
 }
 
-/* Makes the same call on the device, with workspace. */
 static void make_there(call *there, fdma_operation operation, fdma_dtype dtype) {
     call here;
     make_here(&here, operation, dtype);
@@ -327,7 +325,6 @@ static void corrupt_selections_stay_inside(void) { for_each_kernel("forward", ch
 enum { far_rows = 70 };
 static const int64_t far_stride = ((int64_t)1 << 31) / 64 + 1024; /* elements between two rows */
 
-/* Copies rows between tensors of one shape. */
 static void copy_rows(fdma_tensor to, fdma_tensor from) {
     const size_t size = dtype_size(to.dtype);
     device_must(cudaMemcpy2D(to.data, (size_t)to.stride[1] * size, from.data,

@@ -164,7 +164,6 @@ static void pieces_at_both_ends_of_memory(void) {
 
 /* ---- backward ---- */
 
-/* Copies a call to the device, with k, v, dk and dv in two pieces each. */
 static void split_gradients(call *there, call *here, const placement *how) {
     fdma_backward_args *const args = &there->args.backward, *const all = &here->args.backward;
     device_copy_call(there, here);
@@ -178,7 +177,6 @@ static void split_gradients(call *there, call *here, const placement *how) {
     args->dbias = device_tensor(gathered(positions_of(all->dbias, 2, carried_len, kv_len)));
 }
 
-/* Compares the two pieces of a gradient with the gradient of all keys. */
 static void check_pieces(fdma_tensor carried, fdma_tensor own, fdma_tensor all, int axis) {
     const fdma_tensor first = gathered(positions_of(all, axis, 0, carried_len));
     const fdma_tensor rest = gathered(positions_of(all, axis, carried_len, kv_len));

@@ -25,7 +25,7 @@ static const shape shapes[] = {
     {{1, 60, 90, 2, 1, 8, 0, 0, 0, 0, 0, false}, 31},
 };
 
-/* A checked backward or score_backward call. All its tensors lie at `data`; in those of rank 4,
+/* A checked backward or score_backward call. All its tensors lie at `data`; in tensors of rank 4,
  * `gap` unused elements follow each row. */
 static fdma_problem problem_at(fdma_operation operation, const shape *n, void *data, int64_t gap,
                                int deterministic) {
@@ -112,7 +112,7 @@ static bool refuses_shape(const fdma_kernel *kernel, int64_t q_len) {
 }
 
 /* Decode kernels are listed before tile kernels and take up to 16 queries. The tile kernels of sm80
- * take any number, for callers that choose them by name; those of sm90 refuse few queries. */
+ * take any number, for callers that choose them by name; sm90 kernels refuse few queries. */
 static void decode_takes_few_queries(void) {
     int decode = 0, tile = 0;
     for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++) {

@@ -114,7 +114,6 @@ static fdma_score_backward_args args_of(const score_problem *p, int accumulate) 
     };
 }
 
-/* A dense copy in float64. */
 static fdma_tensor widen(fdma_tensor x) { return widened(gathered(x)); }
 
 static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
@@ -130,7 +129,6 @@ static fdma_score_backward_args run_reference(const score_problem *p, int accumu
     return args;
 }
 
-/* A copy with the same strides. */
 static fdma_tensor copied(fdma_tensor x) {
     const void *const data = x.data;
     x.data = test_alloc(device_extent(x));
@@ -204,14 +202,12 @@ static void check_accumulated(score_problem *p) { check_case(p, 1); }
 static void gradients_are_the_references(void) { for_each_case(check_overwritten); }
 static void gradients_accumulate(void) { for_each_case(check_accumulated); }
 
-/* Sets all channels of a key in all heads. */
 static void set_key(const score_problem *p, int64_t b, int64_t j, float value) {
     const int64_t row = b * p->v.stride[0] + j * p->v.stride[1];
     for (int64_t c = 0; c < p->shape.heads * p->shape.head_dim; c++)
         store_float(p->v.data, p->v.dtype, row + c, value);
 }
 
-/* NaN in keys that have no gradient changes no bit. */
 static void check_unread(score_problem *p) {
     const fdma_score_backward_args want = run_device(p, 0);
     int spoilt = 0;
@@ -252,7 +248,6 @@ static void infinities_stay_with_their_heads(void) {
     }
 }
 
-/* dv is optional: the other gradients are the same without it. */
 static void check_without_dv(score_problem *p) {
     const fdma_score_backward_args want = run_device(p, 0);
     p->dv = (fdma_tensor){0};
@@ -263,7 +258,6 @@ static void check_without_dv(score_problem *p) {
 
 static void gradients_of_values_are_optional(void) { for_each_case(check_without_dv); }
 
-/* Repeated calls give the same bits. */
 static void runs_are_equal(void) {
     const score_problem p = make_problem(&cases[9]);
     const fdma_score_backward_args want = run_device(&p, 0);

@@ -44,7 +44,6 @@ static void fill_scores(call *x, score_kind kind, uint64_t *state) {
     }
 }
 
-/* Compares with fdma_select() on the CPU on the scores of the fused call. */
 static void check_selection(call *fused) {
     const fdma_attention_args *const args = &fused->args.attention;
     fdma_selection want = selection_for(args->score);

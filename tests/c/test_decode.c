@@ -71,7 +71,6 @@ static void check_layout(const problem *x, const char *kernel) {
 
 static void memory_order_does_not_matter(void) { for_each_form(check_layout); }
 
-/* Puts NaN in every key that no query keeps. */
 static void check_unread(const problem *x, const char *kernel) {
     problem spoilt = *x;
     spoilt.k = copy_tensor(x->k);

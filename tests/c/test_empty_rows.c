@@ -35,7 +35,6 @@ static fdma_tensor numbers_of(const int32_t *numbers, int64_t count) {
     return list;
 }
 
-/* The nth kind of empty rows. */
 static empty_case new_case(int n, fdma_dtype dtype) {
     static const int32_t starts[] = {0, 30, 80}, used[] = {70, 90};
     static bool (*const rules[])(int64_t b, int64_t i) = {is_padding, is_behind, is_before,

@@ -373,7 +373,6 @@ static void unread_weights_may_be_anything(void) {
     CHECK_OK(fdma_attention_backward(args));
 }
 
-/* The message belongs to the last call that failed, even after calls that succeeded. */
 static void success_keeps_the_message(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel <= kernels.count; kernel++) {

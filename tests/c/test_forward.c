@@ -102,7 +102,6 @@ static void check_wide_window(problem *x, const char *kernel) {
 
 static void a_wide_window_is_dense(void) { check_on_all_kernels(check_wide_window, 230); }
 
-/* Exchanges the rows of keys that left before the first query. */
 static void check_evicted(problem *x, const char *kernel) {
     const attended before = problem_attend(x, kernel, 1);
     const int64_t row = x->head_dim, first = x->kv_len - x->q_len;

@@ -23,7 +23,6 @@ static bool keeps_content(const call *x, const tensor_entry *entry) {
            (x->operation == operation_score_backward && strcmp(entry->name, "dv") == 0);
 }
 
-/* Runs a copy of a call with outputs and workspace that hold `fill`. */
 static void run_filled(call *x, const call *original, int fill) {
     const tensor_table table = fdma_tensors[original->operation];
     fdma_exec *const exec = call_exec(x);
@@ -44,7 +43,6 @@ static void run_filled(call *x, const call *original, int fill) {
     free(exec->workspace);
 }
 
-/* All fills give the results of the first. */
 static void check_fills(const call *original) {
     const tensor_table table = fdma_tensors[original->operation];
     call runs[TEST_COUNT(fills)];

@@ -164,7 +164,6 @@ static void foreign_kernels_are_refused(void) {
     CHECK_WORD(fdma_last_error(), foreign_kernel);
 }
 
-/* The message names the feature that this machine lacks. */
 static void missing_features_are_named(void) {
     int lacking = 0;
     for (int32_t i = 0; i < fdma_kernel_count(); i++) {
@@ -431,7 +430,7 @@ static void dense_tensors_are_dense(void) {
     CHECK_INT(tensor.stride[2], 1);
 }
 
-/* Runs first. */
+/* Runs first, before any call fails. */
 static void no_message_before_a_failure(void) { CHECK_BYTES(fdma_last_error(), "", 1); }
 
 static const test_entry tests[] = {

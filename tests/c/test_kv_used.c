@@ -305,7 +305,6 @@ static void check_score(const scored_problem *p, const char *kernel) {
     CHECK(same_tensor(da[0], da[1]));
 }
 
-/* A fused call gives the results of its steps, run one after the other. */
 static void check_fused(const scored_problem *p, const char *kernel) {
     problem x = p->x;
     fdma_selection selection = selection_for(x.score);
@@ -368,7 +367,6 @@ static void scores_and_fused_calls_are_cut(void) {
 
 /* ---- all keys, and wrong numbers ---- */
 
-/* Both problems give the same bits of everything, with every kernel. */
 static void check_equal_calls(const problem *x, const problem *y) {
     const kernel_list forward = kernels_for("forward", x->dtype), select = kernels_of("select");
     const kernel_list backward = kernels_for("backward", x->dtype), lists = kernels_of("lists");

@@ -9,7 +9,6 @@ static const problem sizes[] = {
     SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
 };
 
-/* Calls `check` for each of these sizes. */
 static void for_each_size(const char *kernel, fdma_dtype dtype,
                           void (*check)(problem *x, const char *kernel)) {
     for (int n = 0; n < TEST_COUNT(sizes); n++) {
@@ -230,7 +229,7 @@ static void check_poison_of(const char *kernel, fdma_dtype dtype) {
 
 static void ignore_what_is_not_kept(void) { for_each_kernel("backward", check_poison_of); }
 
-/* ---- packed sequences, sequences of which only some keys exist, and no rows ---- */
+/* ---- packed sequences, sequences with only some keys, and no rows ---- */
 
 /* All sequences share a bias: dattn_bias of the whole is the sum over its pieces. */
 static void check_pieces(const char *kernel, fdma_dtype dtype) {

@@ -133,7 +133,6 @@ static void know_sequences_and_the_keys_that_exist(void) {
 
 /* ---- bad input ---- */
 
-/* The problem, and a mask of it. */
 static fdma_forward_args described(problem *x, const char *kernel, fdma_dtype dtype) {
     *x = sizes[0];
     x->dtype = dtype;

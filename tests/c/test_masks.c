@@ -9,7 +9,6 @@ static const problem sizes[] = {
     SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
 };
 
-/* The problem without its selection. */
 static problem dense_of(const problem *x) {
     problem dense = *x;
     dense.window = -1;
@@ -18,7 +17,6 @@ static problem dense_of(const problem *x) {
 
 /* ---- masks that say what other arguments say, too ---- */
 
-/* The kept pairs of a selection, for each kv head. */
 static fdma_tensor mask_of_selection(const problem *x) {
     const fdma_tensor mask = new_pairs(x, FDMA_UINT8, all_axes | per_kv_head);
     for (int64_t n = 0; n < count_of(mask); n++) {
@@ -134,7 +132,6 @@ static void may_have_any_strides(void) {
 
 /* ---- what is not kept is not read ---- */
 
-/* Poisons the keys that no query keeps. */
 static void poison_keys(problem *x, fdma_tensor mask) {
     uint8_t *const read = test_alloc((size_t)(x->batch * x->kv_heads * x->kv_len));
     memset(read, 0, (size_t)(x->batch * x->kv_heads * x->kv_len));
@@ -186,7 +183,6 @@ static void read_nothing_that_is_not_kept(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_poison);
 }
 
-/* A NaN of a kept pair makes its row NaN, and no other row. */
 static void check_nan(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
@@ -204,7 +200,6 @@ static void check_nan(problem *x, const char *kernel) {
 
 static void nan_of_a_kept_pair_is_seen(void) { for_each_problem(&sizes[0], 2, check_nan); }
 
-/* Rows with an empty mask, and tiles with only such rows. */
 static void check_empty_rows(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
@@ -238,7 +233,7 @@ static void may_leave_rows_empty(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_empty_rows);
 }
 
-/* ---- packed sequences, and sequences of which only some keys exist ---- */
+/* ---- packed sequences, and sequences with only some keys ---- */
 
 /* A rectangle of a tensor with all its axes; an absent tensor stays absent. */
 static fdma_tensor rectangle_of(fdma_tensor tensor, int64_t b, int64_t first, int64_t queries,

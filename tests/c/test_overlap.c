@@ -103,7 +103,6 @@ static void slices_past_the_row_are_refused(void) {
     }
 }
 
-/* An output's elements must not overlap each other. */
 static void outputs_on_themselves_are_refused(void) {
     fdma_forward_args args = packed_args(new_packed(4, 0), 4, 3);
     args.out.stride[2] = head_dim - 1; /* a head's last channel is the next head's first */

@@ -156,7 +156,6 @@ static void selections_are_those_of_each_sequence(void) {
 
 /* ---- forward and backward ---- */
 
-/* Rows after the last sequence keep no key. */
 static void check_unused_positions(const gradient_problem *packed, const gradients *found) {
     const int64_t first = starts[sequence_count];
     const fdma_tensor results[] = {packed->out, found->dq, found->dk, found->dv};

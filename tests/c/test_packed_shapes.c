@@ -281,7 +281,6 @@ static void check_shape(fdma_dtype dtype, const packed_shape *shape, int n) {
 
 static void attention_is_that_of_the_reference(void) { for_each_shape(check_shape); }
 
-/* Keys after the last sequence are never read. */
 static void check_unused_keys(fdma_dtype dtype, const packed_shape *shape, int n) {
     problem x = packed_problem(shape, dtype, (uint64_t)n + 50);
     const int32_t end = ((int32_t *)x.starts.data)[shape->sequences];

@@ -296,7 +296,6 @@ static void carried_keys_are_checked(void) {
 
 /* ---- special values ---- */
 
-/* Sets the lse of row 0 of each head to NaN and of row 1 to -inf. */
 static void check_special_lse(const problem *x, const attended *forward, const char *kernel) {
     const fdma_tensor lse = copy_tensor(forward->lse);
     const fdma_tensor plain = find_probabilities(x, lse, kernel);

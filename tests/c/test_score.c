@@ -25,7 +25,6 @@ static exact_sum sum_of(const fdma_tensor *v, fdma_tensor dt_proj, fdma_tensor d
 
 static double softplus(double x) { return fmax(x, 0) + log1p(exp(-fabs(x))); }
 
-/* The largest error of dt from roundings to float32. */
 static double rounding_of(exact_sum dt, int64_t width) {
     return (double)(width + 8) * (double)FLT_EPSILON * dt.size;
 }
@@ -51,7 +50,6 @@ static void check_score(const call *original) {
 
 static void dt_bias_is_added(void) { check_cases(operation_score, 1, check_score); }
 
-/* A dt_bias of zeros gives the bits of a call without one. */
 static void check_zeros(const call *original) {
     call zeros, none;
     call_copy(&zeros, original);

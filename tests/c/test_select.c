@@ -127,7 +127,6 @@ static void causal_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_CAUSAL,
 static void global_scope(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 0); }
 static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 1); }
 
-/* recent and sinks, below, at and above the length, together and alone. */
 static void newest_keys_and_sinks(void) {
     const int cases = test_repeats(900);
     const kernel_list kernels = kernels_of("select");
@@ -153,7 +152,6 @@ static void newest_keys_and_sinks(void) {
     }
 }
 
-/* The number of keys that the gap removes before the window does. */
 static int64_t count_earlier(const select_case *test, const fdma_selection *with_gap) {
     select_case without = *test;
     without.rules.gap = 0;
@@ -333,7 +331,6 @@ static void without_slots(void) {
     }
 }
 
-/* The scores of keys that are not valid are not read. */
 static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;

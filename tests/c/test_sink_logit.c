@@ -31,7 +31,6 @@ static attended attend_with(const problem *x, const char *kernel, fdma_tensor si
     return (attended){args.out, args.lse};
 }
 
-/* log(exp(x) + exp(y)) */
 static double log_of_sum(double x, double y) {
     const double top = fmax(x, y);
     return top == -(double)INFINITY ? top : top + log(exp(x - top) + exp(y - top));
@@ -105,7 +104,6 @@ static void check_extremes(problem *x, const char *kernel) {
 
 static void takes_any_number(void) { for_each_size_of(sizes, TEST_COUNT(sizes), check_extremes); }
 
-/* Only one of two halves of the keys gets the sink logits. */
 static void check_halves(problem *x, const char *kernel) {
     problem half = *x;
     if (!problem_is_taken(x, kernel))
@@ -210,7 +208,7 @@ static bool takes_gradients(const problem *x, const char *kernel) {
     return call_takes(operation_backward, &args);
 }
 
-/* With one query head for each kv head, the gradient of the key's bias is that of the sink. */
+/* With one query head for each kv head, the gradient of the key's bias equals the sink's. */
 static void check_gradients(const char *kernel, fdma_dtype dtype) {
     static const problem one_head[] = {
         SIZES(2, 70, 70, 2, 2, 64, 20, 1),
@@ -255,7 +253,6 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
 
 static void has_the_gradient_of_a_bias(void) { for_each_kernel("backward", check_gradients); }
 
-/* The first `used` keys of sequence b, alone. */
 static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t used) {
     gradient_problem one = *p;
     one.x = problem_sequence(&p->x, b);
@@ -326,7 +323,6 @@ static void check_pieces(const char *kernel, fdma_dtype dtype) {
 
 static void adds_up_over_pieces(void) { for_each_kernel("backward", check_pieces); }
 
-/* Without rows there is nothing to add. */
 static void check_empty(const char *kernel, fdma_dtype dtype) {
     const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 0, 0, 4, 2, 64, -1, 0),
                              SIZES(0, 5, 9, 4, 2, 64, -1, 0)};

@@ -50,7 +50,6 @@ static bool lacks_slot(const problem *x, int64_t b, int64_t g, int64_t j) {
     return slot[(b * x->kv_heads + g) * x->kv_len + j] >= x->selection.window;
 }
 
-/* True if query i keeps such a key. */
 static bool loses_key(const problem *x, int64_t b, int64_t g, int64_t i) {
     for (int64_t j = 0; j < x->kv_len; j++)
         if (problem_keeps(x, b, g, i, j) && lacks_slot(x, b, g, j))
@@ -221,7 +220,6 @@ static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *
     };
 }
 
-/* True if the list of tile t has a key without a slot. */
 static bool list_lacks_slot(const problem *x, const fdma_lists_args *want, int64_t n, int64_t t) {
     const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
     const int32_t *const list = (const int32_t *)want->list.data + (n * tiles + t) * width;

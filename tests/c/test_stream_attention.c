@@ -128,7 +128,6 @@ static void attend_piece(const whole_call *x, piece *one, int64_t end, const cha
     CHECK_OK(run_attention(&args));
 }
 
-/* Attends to the stream in pieces of random lengths. Returns their number. */
 static int attend_stream(const whole_call *x, int64_t most, const char *kernel, piece *pieces) {
     uint64_t state = (uint64_t)most;
     int count = 0;
@@ -203,7 +202,6 @@ static fdma_backward_args backward_args(const whole_call *x, const piece *one, c
     return args;
 }
 
-/* Zeros in float64. */
 static gradients new_sums(void) {
     return (gradients){.dq = new_tensor(FDMA_FLOAT64, streams, stream_len, q_heads, head_dim),
                        .dk = new_tensor(FDMA_FLOAT64, streams, stream_len, kv_heads, head_dim),
@@ -257,7 +255,6 @@ static gradients sum_pieces(const whole_call *x, const piece *pieces, int count,
     return sum;
 }
 
-/* The gradients of the whole sequence, in float64. */
 static gradients whole_gradients(const whole_call *x) {
     const gradient_problem p = {.x = {.batch = streams,
                                       .q_len = stream_len,

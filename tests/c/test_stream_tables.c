@@ -3,7 +3,6 @@
 #include "errors.h"
 #include "stream_pieces.h"
 
-/* A table of any number of rows, with the batch and heads of a problem. */
 static fdma_table table_of_rows(const problem *x, int64_t rows) {
     const fdma_table table = {
         .score = new_tensor(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),

@@ -1,6 +1,6 @@
 /* test_streams.c - a stream in pieces equals the whole sequence. Selected with a table, it has the
  * same expiries and slots, bit for bit, for any cut. In forward and backward, carried keys count as
- * keys before those of the call. Empty rows are never read. */
+ * keys before the call's own. Empty rows are never read. */
 #include "errors.h"
 #include "gradient.h"
 #include "stream_pieces.h"
@@ -242,7 +242,7 @@ typedef struct gradient_request {
 
 static const gradient_request requests[] = {{0, 1, 0, 0}, {1, 0, 0, 0}, {1, 1, 24, 5}};
 
-/* Replaces the tensors of a call's keys by those of the two pieces, with their contents. */
+/* Replaces the tensors of a call's keys by the two pieces, with their contents. */
 static void split_keys(fdma_backward_args *args, const gradient_request *request) {
     const struct {
         fdma_tensor *own, *carried;
@@ -257,7 +257,7 @@ static void split_keys(fdma_backward_args *args, const gradient_request *request
     }
 }
 
-/* The gradients equal, bit for bit, those of the same keys without carried ones. */
+/* The gradients have the bits of a call on the same keys without carried ones. */
 static void check_backward(const gradient_problem *joined, const char *kernel,
                            const gradient_request *request) {
     uint64_t state = 6;

@@ -98,7 +98,6 @@ static void check_refused(const char *text, size_t count, const char *line, cons
     check_lines();
 }
 
-/* Copies the text with the first `old` replaced. */
 static void replace(char *to, const char *text, const char *old, const char *new) {
     const char *const at = strstr(text, old);
     if (CHECK(at != NULL))

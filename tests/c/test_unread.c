@@ -4,7 +4,6 @@
 #include "backend.h"
 #include "cases.h"
 
-/* Every dtype must have the poison. */
 static void every_type_has_poison(void) {
     for (int type = 0; type < test_dtype_count; type++) {
         const fdma_dtype dtype = test_dtypes[type];

@@ -38,7 +38,6 @@ static void check_empty_row(const problem *x, attended got, int64_t h, int64_t i
         CHECK_NEAR(out_of(x, got, h, i, d), 0, 0);
 }
 
-/* The row has the bits of another run. */
 static void check_same_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
     const size_t size = dtype_size(x->dtype), row = (size_t)x->head_dim * size;
     const size_t at = (size_t)(i * x->q_heads + h) * row;
@@ -183,7 +182,6 @@ static void check_all_invalid(problem *x, const char *kernel) {
 static void padding_alone_keeps_nothing(void) { check_on_all_kernels(check_all_invalid, 20); }
 static void padding_alone_keeps_nothing_dense(void) { check_on_all_kernels(check_all_invalid, -1); }
 
-/* With more queries than keys, the queries before the first key see nothing. */
 static void check_early_queries(problem *x, const char *kernel) {
     problem shorter = *x;
     shorter.kv_len = 40;

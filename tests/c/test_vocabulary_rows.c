@@ -2,7 +2,6 @@
  * the lanes of several vectors added up, bytes become bits, and bits choose lanes. */
 #include "vocabulary/each.h"
 
-/* Every number of bfloat16, at even and at odd indices. */
 static void check_even_odd(const vocabulary *x) {
     for (uint32_t first = 0; first < 0x10000; first += (uint32_t)x->width) {
         uint16_t from[2 * lanes];
@@ -43,7 +42,6 @@ static void check_each_sum(const vocabulary *x) {
 
 static void rows_are_summed(void) { on_each(check_each_sum); }
 
-/* Bits beyond the last lane have no effect. */
 static void check_bits(const vocabulary *x) {
     uint64_t state = 19;
     float from[lanes], to[lanes];

@@ -60,7 +60,6 @@ static inline problem used_problem(const used_shape *shape, fdma_dtype dtype, ui
     return x;
 }
 
-/* Writes NaN and invalid numbers behind the keys that exist. */
 static inline void poison_rest(problem *x) {
     for (int64_t row = 0; row < x->batch * x->kv_heads; row++) {
         const int64_t b = row / x->kv_heads, g = row % x->kv_heads;
@@ -110,7 +109,6 @@ static inline int64_t queries_of(const problem *x, int64_t b) {
     return x->causal && used < x->q_len ? used : x->q_len;
 }
 
-/* Sequence b alone, cut to the keys that exist and to the queries at their positions. */
 static inline problem cut_sequence(const problem *x, int64_t b) {
     problem cut = problem_sequence(x, b);
     cut.kv_len = used_by(x, b);
@@ -217,7 +215,6 @@ static inline gradients differentiate_cut(const gradient_problem *p, const char 
     return all;
 }
 
-/* The problem in float64. */
 static inline gradient_problem wide_problem(const gradient_problem *p) {
     gradient_problem wide = *p;
     fdma_tensor *const tensors[] = {&wide.x.q, &wide.x.k, &wide.x.v,  &wide.x.bias,

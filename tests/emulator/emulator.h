@@ -78,7 +78,6 @@ void emulated_copy_later(void *to, const void *from, uint32_t bytes, uint32_t ze
 void emulated_commit();
 void emulated_finish_copies(uint32_t pending);
 
-/* 32-bit addresses of shared memory. */
 uint32_t emulated_shared_address(const void *pointer);
 void *emulated_shared_pointer(uint32_t address);
 uint32_t emulated_map_rank(uint32_t address, uint32_t rank);

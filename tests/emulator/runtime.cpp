@@ -39,7 +39,6 @@ static int capability() {
     return text != NULL ? atoi(text) : 90;
 }
 
-/* Runs a step now, or records it. */
 static cudaError_t enqueue(cudaStream_t stream, const step &next) {
     if (stream != NULL && stream->capture != NULL)
         stream->capture->steps.push_back(next);

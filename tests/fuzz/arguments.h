@@ -457,7 +457,6 @@ static void make_selection(call *to, bool output, int64_t window, fdma_scope sco
     to->kv_len = new_len;
 }
 
-/* dt_bias, in half of the calls. */
 static fdma_tensor maybe_dt_bias(call *to) {
     const fdma_dtype dtype = seldom(&to->in) ? FDMA_FLOAT32 : to->dtype;
     return take_up_to(&to->in, 1) ? make(to, false, dtype, 1, &to->kv_heads) : (fdma_tensor){0};
@@ -472,7 +471,6 @@ static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
 
 static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
 
-/* The number of elements, except for impossible shapes. */
 static double elements(const fdma_tensor *tensor) {
     double product = 1;
     for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
