@@ -23,7 +23,7 @@ PLAIN = 6  # number of plain evaluations
 FEW = 64  # numbers: so few sums may be accurate by chance, so they get more plain evaluations
 PLAIN_OF_FEW = 16
 
-# The letters are those of docs/glossary.md; c is a channel of the value states of all kv heads.
+# The letters are defined in docs/glossary.md; c is a channel of the value states of all kv heads.
 AXES = {
     "query": "bihd",
     "key": "bjgd",
@@ -50,7 +50,7 @@ def axes_of(name: str) -> str:
     return AXES[name] if name in AXES else AXES[name[1:]]
 
 
-# ---- which keys are kept ----
+# ---- kept keys ----
 
 
 def sequence_of(case: Case, device: torch.device) -> torch.Tensor:

@@ -200,7 +200,7 @@ def slowest(numbers: list[list[float]]) -> list[float]:
     return [max(row) for row in numbers]
 
 
-# ---- what ranks exchange ----
+# ---- traffic between ranks ----
 
 
 class Traffic:

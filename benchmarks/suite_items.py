@@ -116,7 +116,7 @@ class Plan:
         return list(getattr(self, item)() if hasattr(self, item) else self.of_passes(item))
 
 
-# ---- what is compared ----
+# ---- comparisons ----
 
 
 def against_dense(bench: Bench, setting: Setting) -> Iterator[Row]:

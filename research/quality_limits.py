@@ -8,11 +8,11 @@ The model comes from quality.py, with NoPE heads that were trained with all keys
 number of keys, which always include the --recent newest ones. One of these rules chooses the other
 keys; the first two know the future:
 
-    each query   those of highest <query, key>, for each query and each query head
-    all queries  those of highest target of score_target_loss, that is of largest probability from
-                 any later query in attention to all keys: one order for all queries of a kv head
+    each query   the keys of highest <query, key>, for each query and each query head
+    all queries  the keys of highest target of score_target_loss: of largest probability from any
+                 later query in attention to all keys, in one order for all queries of a kv head
     newest       the newest ones
-    random       those of highest random score
+    random       the keys of highest random score
 
 "each query" is the limit of few keys; "all queries" is about the limit of scores that do not depend
 on the query. These heads do not use the scores of the model and their bias. All other heads are as

@@ -88,7 +88,7 @@ def cells_of(row: dict[str, Any], dense: dict[str, Any] | None) -> dict[str, str
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, with a line for each run. Rates are compared with those of `dense`."""
+    """Markdown, with a line for each run. Rates are compared with the rates of `dense`."""
     dense = {
         (row["workload"], row["settings"]["seed"]): row for row in rows if row["form"] == "dense"
     }

@@ -48,8 +48,8 @@ def test_best_keys_of_each_query(queries: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_best_keys_for_all_queries() -> None:
-    """With one query head and one newest key: the other keys are those of largest probability from
-    any later query, among the keys that a query sees."""
+    """With one query head and one newest key: of the other keys that a query sees, it keeps the
+    keys of largest probability from any later query."""
     query, key, value = (x[:, :, :1] for x in rows_of(40, 1))
     logits = (query[0, :, 0].double() @ key[0, :, 0].double().T / 4).tolist()
     largest = [0.0] * 40

@@ -106,7 +106,7 @@ static inline int case_key_is_valid(const shape_case *n, uint64_t seed, int64_t 
     }
 }
 
-/* The bias is the score, whatever the bias form. */
+/* The bias is the score for every bias form. */
 static inline problem shape_problem(const shape_case *n, uint64_t seed, fdma_dtype dtype) {
     problem x = n->sizes;
     x.dtype = dtype;
@@ -135,7 +135,7 @@ static inline int find_case(const char *name) {
     exit(1);
 }
 
-/* ---- cases in which some keys are kept by no query ---- */
+/* ---- cases with keys that no query keeps ---- */
 
 static const char *const unread_cases[] = {
     "later/steps", "long/rising",    "head-dim/8",      "global/causal",  "global/full",

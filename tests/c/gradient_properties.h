@@ -84,7 +84,7 @@ static inline void check_accumulated(const gradient_problem *p, const char *kern
     CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
 }
 
-/* ---- outputs that are not asked for, inputs that are not there ---- */
+/* ---- absent outputs and inputs ---- */
 
 static inline void check_optional(const gradient_problem *p, const char *kernel) {
     const gradients want = gradient_run(p, kernel, 1);
@@ -150,7 +150,7 @@ static inline void check_repeats_of_inputs(const gradient_problem *p, const char
     check_repeated(p, kernel, true);
 }
 
-/* ---- keys that none keeps ---- */
+/* ---- keys that no query keeps ---- */
 
 static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {
     for (int64_t i = first; i < first + count; i++)
@@ -235,7 +235,7 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
     }
 }
 
-/* ---- selections that make no sense ---- */
+/* ---- corrupt selections ---- */
 
 /* A call gives wrong numbers or, on the CPU, is refused. It touches no memory outside of its
  * tensors: guards and sanitizers check that. */

@@ -54,7 +54,7 @@ static void corrupt_selections_stay_inside(void) {
     for_some_cases(check_corrupt, 1, test_backend.run != NULL ? 17 : 5);
 }
 
-/* ---- keys that none keeps ---- */
+/* ---- keys that no query keeps ---- */
 
 static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
@@ -94,7 +94,7 @@ static void corrupt_selections_stay_inside_in_fast_calls(void) {
     for_some_cases(run_corrupt, 0, 19);
 }
 
-/* ---- more query blocks than a device has room for at once ---- */
+/* ---- more query blocks than fit a device at once ---- */
 
 /* A thread block then computes the arriving keys of several query blocks; for a sequence alone it
  * computes those of one query block. In some query blocks between them no key arrives. */

@@ -166,7 +166,7 @@ static void store_pieces(const whole_call *x, const fdma_cache *cache, int32_t *
     }
 }
 
-/* ---- what the cache holds ---- */
+/* ---- contents of the cache ---- */
 
 static const void *row_of(fdma_tensor tensor, int64_t b, int64_t n, int64_t g) {
     const int64_t at = b * tensor.stride[0] + n * tensor.stride[1] + g * tensor.stride[2];

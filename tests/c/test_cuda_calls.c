@@ -36,7 +36,7 @@ static void make_there(call *there, fdma_operation operation, fdma_dtype dtype) 
 
 static fdma_status run(call *there) { return operations[there->operation].call(&there->args); }
 
-/* ---- what is refused ---- */
+/* ---- refused calls ---- */
 
 static void check_refused(call *there, const expectation *want) {
     check_status(run(there), want);

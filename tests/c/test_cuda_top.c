@@ -215,7 +215,7 @@ static void kinds_in_clusters_of_every_size(void) {
     }
 }
 
-/* ---- what it does not take ---- */
+/* ---- refused calls ---- */
 
 static void refuses_what_it_does_not_know(void) {
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, 1, 1, 500, -1);

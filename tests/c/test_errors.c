@@ -355,7 +355,7 @@ static void null_arguments(void) {
     }
 }
 
-/* ---- what is no error ---- */
+/* ---- valid calls ---- */
 
 /* With FDMA_BIAS_NONE nothing reads dt_proj, a and dt_bias, so they may hold anything. */
 static void unread_weights_may_be_anything(void) {

@@ -22,7 +22,7 @@ static void check_on_all_kernels(property holds, int64_t window) {
     for_each_problem(&sizes, 7, holds);
 }
 
-/* ---- the number of threads, the neighbours in the batch and the time of day do not show ---- */
+/* ---- independence of threads, batch and time ---- */
 
 static void check_threads(problem *x, const char *kernel) {
     static const int32_t threads[] = {1, 2, 3, 7, 0};

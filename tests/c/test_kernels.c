@@ -180,7 +180,7 @@ static void missing_features_are_named(void) {
     printf("%d kernels that this machine lacks\n", lacking);
 }
 
-/* ---- what backends say of their kernels ---- */
+/* ---- traits of kernels ---- */
 
 static bool writes_last_keys(const kernel_backend *backend) {
     const kernel_backend *const alone[] = {backend, NULL};
@@ -200,7 +200,7 @@ static void backends_know_their_kernels(void) {
     CHECK_INT(writes_last_keys(&fdma_reference_backend), fdma_reference_backend.writes_last_keys);
 }
 
-/* ---- the choice among rows, on machines that are made up ---- */
+/* ---- the choice among rows, on made-up machines ---- */
 
 static const char *lacks_nothing(void) { return NULL; }
 static const char *lacks_avx9(void) { return "avx9"; }

@@ -105,7 +105,7 @@ static void check_reference_of(const char *kernel, fdma_dtype dtype) {
 
 static void are_those_of_the_reference(void) { for_each_kernel("backward", check_reference_of); }
 
-/* ---- what other arguments say ---- */
+/* ---- masks that repeat other arguments ---- */
 
 /* Compares with a mask of the pairs that a selection keeps, and with a bias for each key. */
 static void check_selection(problem *x, const char *kernel) {
@@ -192,7 +192,7 @@ static void check_threads(const char *kernel, fdma_dtype dtype) {
 
 static void do_not_depend_on_threads(void) { for_each_kernel("backward", check_threads); }
 
-/* ---- what is not kept ---- */
+/* ---- pairs and keys that are not kept ---- */
 
 /* Gradients of pairs and keys that are not kept are 0, and NaN in these has no effect. */
 static void check_poison(problem *x, const char *kernel) {

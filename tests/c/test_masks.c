@@ -15,7 +15,7 @@ static problem dense_of(const problem *x) {
     return dense;
 }
 
-/* ---- masks that say what other arguments say, too ---- */
+/* ---- masks that repeat other arguments ---- */
 
 static fdma_tensor mask_of_selection(const problem *x) {
     const fdma_tensor mask = new_pairs(x, FDMA_UINT8, all_axes | per_kv_head);
@@ -130,7 +130,7 @@ static void may_have_any_strides(void) {
     for_each_problem(&one, 5, check_strides);
 }
 
-/* ---- what is not kept is not read ---- */
+/* ---- pairs that are not kept are not read ---- */
 
 static void poison_keys(problem *x, fdma_tensor mask) {
     uint8_t *const read = test_alloc((size_t)(x->batch * x->kv_heads * x->kv_len));

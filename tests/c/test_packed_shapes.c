@@ -306,7 +306,7 @@ static void check_unused_keys(fdma_dtype dtype, const packed_shape *shape, int n
 
 static void unused_keys_are_not_read(void) { for_each_shape(check_unused_keys); }
 
-/* ---- starts that make no sense ---- */
+/* ---- invalid starts ---- */
 
 /* Wrong starts. `clamped` gets the starts that a device replaces them by. */
 static fdma_tensor wrong_starts(int64_t kv_len, uint64_t *state, fdma_tensor *clamped) {

@@ -96,7 +96,7 @@ static fdma_tensor find_probabilities(const problem *x, fdma_tensor lse, const c
     return args.probability;
 }
 
-/* ---- which keys a query keeps, by counting ---- */
+/* ---- kept keys, by counting ---- */
 
 typedef struct key_range {
     int64_t first, end;

@@ -76,7 +76,7 @@ static void check_unaligned(problem *x, const char *kernel) {
 
 static void aligned_to_one_element(void) { check_on_all_kernels(check_unaligned); }
 
-/* ---- out is one of the slices of a packed buffer: the others stay as they are ---- */
+/* ---- out is a slice of a packed buffer, and the other slices do not change ---- */
 
 static void check_packed_out(problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
@@ -117,7 +117,7 @@ static void check_repeated(problem *x, const char *kernel) {
 
 static void repeated_axes(void) { check_on_all_kernels(check_repeated); }
 
-/* ---- strides of axes of length 1 mean nothing ---- */
+/* ---- strides of axes of length 1 are ignored ---- */
 
 static void check_single(problem *x, const char *kernel) {
     problem single = problem_sequence(x, 0);
@@ -136,7 +136,7 @@ static void check_single(problem *x, const char *kernel) {
 
 static void axes_of_length_one(void) { check_on_all_kernels(check_single); }
 
-/* ---- offsets that 32 bits do not hold ---- */
+/* ---- offsets beyond 32 bits ---- */
 
 #if defined(__linux__)
 /* Two sequences, more than 2^31 elements apart. Only pages that are touched exist. */

@@ -38,7 +38,7 @@ static void choose_other_kernel(tuning_choice *choice) {
     snprintf(choice->kernel, sizeof choice->kernel, "%s", "cpu/scalar/tile");
 }
 
-/* ---- choices are made ---- */
+/* ---- choices take effect ---- */
 
 static void entries_name_the_kernel(void) {
     const problem x = new_problem(&few_rows, FDMA_FLOAT32);

@@ -89,7 +89,7 @@ static void entries_replace_their_class(void) {
     CHECK(fdma_tuning_line(2) == NULL);
 }
 
-/* ---- what is refused ---- */
+/* ---- refused calls ---- */
 
 static void check_refused(const char *text, size_t count, const char *line, const char *word) {
     const expectation want = {FDMA_INVALID_ARGUMENT, {"tuning-of-test", line, word}, 0};

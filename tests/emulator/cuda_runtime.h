@@ -14,7 +14,7 @@
 #include <string.h>
 
 #define __CUDACC__ 1      // for our own headers; the toolkit's headers were read without it
-#define __CUDA_ARCH__ 900 // likewise
+#define __CUDA_ARCH__ 900 // as __CUDACC__
 
 #undef __device__
 #undef __global__

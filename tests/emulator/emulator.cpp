@@ -127,7 +127,7 @@ void emulated_poll() {
     leave_thread();
 }
 
-/* ---- what threads wait for ---- */
+/* ---- collectives and barriers ---- */
 
 static void complete(rendezvous *meeting) {
     meeting->operation(meeting->lanes, meeting->mask);
