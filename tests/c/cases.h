@@ -88,8 +88,8 @@ static inline float case_score(score_order order, int64_t j, float random) {
     }
 }
 
-/* As in `fdma check`. In cases without padding, `seed` makes every eleventh key invalid, or
- * none. */
+/* As in `fdma check`. In cases without padding every eleventh key is invalid if `seed` is even, and
+ * none if it is odd. */
 static inline int case_key_is_valid(const shape_case *n, uint64_t seed, int64_t b, int64_t j) {
     const int64_t kv_len = n->sizes.kv_len, padded = kv_len * (b + 1) / (n->sizes.batch + 2);
     switch (n->padding) {

@@ -86,7 +86,7 @@ static inline void fill_kinds(fdma_tensor score, int64_t length, uint64_t *state
     }
 }
 
-/* Padding at the left or none, and padding in random positions, few or nearly all. */
+/* Padding at the left or none, and padding at random positions, from none to nearly all. */
 static inline fdma_tensor new_padding(int64_t batch, int64_t kv_len, uint64_t *state) {
     const fdma_tensor valid = new_tensor(FDMA_UINT8, batch, kv_len, -1, -1);
     for (int64_t b = 0; b < batch; b++) {

@@ -18,8 +18,7 @@ static const char *const request_names[request_count] = {"launches", "memsets", 
                                                          "attributes", "devices"};
 
 static int counts[request_count];
-static const cudaError_t *answer; /* answer of the functions below, which then do nothing; or
-                                   * NULL */
+static const cudaError_t *answer; /* not NULL: the functions below return it, and do nothing */
 
 #define COUNTED(kind, name, parameters, ...)                                                       \
     cudaError_t __real_##name parameters;                                                          \

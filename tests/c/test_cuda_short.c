@@ -19,8 +19,8 @@ static const char *name_of_select(call *x) {
 
 static bool is_taken(call *x) { return strcmp(name_of_select(x), kernel_name) == 0; }
 
-/* Scores in the order of the numbers of a kind, or of several kinds if kind_count is given. They
- * follow from one channel of v, whose weight is 1 or -1. With bfloat16 many of them are equal. */
+/* Scores in the order of the numbers of a kind; kind_count mixes kinds. The scores follow from one
+ * channel of v, whose weight is 1 or -1. With bfloat16 many of them are equal. */
 static void fill_scores(call *x, score_kind kind, uint64_t *state) {
     const fdma_attention_args *const args = &x->args.attention;
     const int64_t *const n = args->v.shape;

@@ -4,7 +4,7 @@
 
 /* ---- sizes that all tensors agree on ---- */
 
-/* Returns true if a tensor of the call has such an axis. */
+/* Sets this axis in every tensor that has it. Returns false if there is none. */
 static bool set_size(call *x, char letter, int64_t size) {
     // no call has carried keys; an index has the axis e
     const char broadcast = strchr("bhij", letter) != NULL ? (char)(letter - 'a' + 'A') : letter;

@@ -344,8 +344,8 @@ static void packed_sequences_have_one_batch_entry(void) {
 
 /* ---- workspace ---- */
 
-/* The workspace of a call whose tensors have no data. packed: asks for packed sequences of at most
- * kv_len. */
+/* The workspace of a call whose tensors have no data. packed: for packed sequences that
+ * divide kv_len positions in any way. */
 static size_t workspace_of(fdma_operation operation, const problem *sizes, int64_t kv_len,
                            int32_t threads, bool packed) {
     const call_sizes n = {.batch = 1,

@@ -202,7 +202,7 @@ void emulated_finish_copies(uint32_t pending) {
     std::vector<emulated_copy> &copies = emulated_thread->copies->copies;
     const uint32_t group = emulated_thread->group;
     size_t done = 0;
-    // pending 0 (arrival at an mbarrier) also waits for copies that are not committed
+    // pending 0 also waits for uncommitted copies, as the arrival at an mbarrier requires
     for (; done < copies.size() && (pending == 0 || copies[done].group + pending < group); done++) {
         const emulated_copy &copy = copies[done];
         memcpy(copy.to, copy.from, copy.bytes);
