@@ -10,8 +10,7 @@ enum { spare_pages = 3 };
 typedef struct paged_cache {
     fdma_cache cache;
     int64_t page_len, columns, pages;
-    int32_t *number; /* [pages]: all page numbers, in any order; the last ones belong to no
-                      * sequence */
+    int32_t *number; /* [pages]: all of them, in any order; the last ones have no sequence */
 } paged_cache;
 
 static inline int64_t rows_of(const fdma_cache *cache) { return cache->window + cache->recent; }

@@ -194,8 +194,7 @@ static void check_damaged(problem *x, const char *kernel) {
     const bool is_reference = strcmp(kernel, "reference") == 0; /* it is slow */
     const int step = is_reference ? corruption_count + 1
                      : test_divisor() > 1
-                         ? corruption_count - 1 /* every kind of expiry and of slot, not every
-                                                 * pair */
+                         ? corruption_count - 1 /* every kind of both, not every pair */
                          : 1;
     uint64_t state = 11;
     for (int how = 0; how < corruption_count * corruption_count; how += step) {

@@ -14,8 +14,7 @@ typedef struct golden_case {
     fdma_bias_form bias_form;
     double softcap, scale;
     const double *q, *k, *v, *dt_proj;
-    const double *a, *score, *bias, *z; /* bias is the bias of `score`; z is fdma_score()'s
-                                         * output */
+    const double *a, *score, *bias, *z; /* bias belongs to `score`; z is fdma_score()'s */
     const double *out, *lse;
     const int32_t *valid; /* [batch, kv_len] */
     const int32_t *expiry, *slot;
