@@ -5,7 +5,7 @@ from __future__ import annotations
 from arguments import Parser, bare_parser, output
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-QUICK_KEYS = 150  # --quick skips longer cases
+QUICK_KEYS = 150  # --quick leaves longer cases out
 
 MORE = """
 Errors are differences from an evaluation in float64. The largest of a tensor may be twice that of

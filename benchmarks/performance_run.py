@@ -17,8 +17,8 @@ from definition_run import make_parser, parse
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
 WINDOW = 1024
-ORIGINAL = Rounds(5, 40, 0.25)  # for each of many cases
-SIZES = ("lengths", "windows", "q_len", "batch", "heads")  # options that the original's tables fix
+ORIGINAL = Rounds(5, 40, 0.25)  # of each of many cases
+SIZES = ("lengths", "windows", "q_len", "batch", "heads")  # that the original's tables have
 Lines = Iterator[tuple[list[dict[str, Any]], str]]
 
 MORE = """
