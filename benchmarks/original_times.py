@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 HEADS = (2, 1)
 HEAD_DIMS = (128, 64)
-# Names of peers in rows
+# Peers, by their names in rows
 FUSED, GIVEN, MASKED, DENSE = "fused", "given", "sdpa-mask", "sdpa"
 NO_MEMORY = "does not fit into memory"
 # Bytes for each pair of a query and a key: the mask, the bias, and SDPA's copies of them
