@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def whole_number(text: str) -> int:
-    # 2**24 and more would not be exact as float32 scores, see Inputs
+    # from 2**24 on, integers are not exact as float32 scores, see Inputs
     if not text.isdecimal() or not 1 <= int(text) < 2**24:
         raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
     return int(text)
@@ -64,7 +64,7 @@ def make_parser(script: str, document: str | None, more: str) -> Parser:
 
 
 def drawing_parser(program: str, document: str | None) -> argparse.ArgumentParser:
-    """The arguments of a script that draws what `program` wrote."""
+    """The arguments of a script that draws the output of `program`."""
     parser = argparse.ArgumentParser(description=(document or "").split("\n")[0])
     parser.add_argument("json", type=Path, help=f"a file that {program}.py wrote")
     parser.add_argument("--out", type=Path, required=True)

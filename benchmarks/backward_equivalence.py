@@ -3,9 +3,9 @@
 
     python benchmarks/backward_equivalence.py [--device cpu] [--quick]
 
-query, key, value, the bias of keys, the sink logits and the bias of pairs have gradients, of out
-and of lse. attention() is given a selection, flash_dmattn_func() a mask of the same keys. --help
-has the rule that errors are held to and the exit status.
+Gradients of out and lse: query, key, value, the bias of keys, the sink logits and the bias of
+pairs. attention() takes a selection, flash_dmattn_func() a mask of the same keys. --help states the
+error bound and the exit status.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds and times, the machine, files of rows, options of scripts."""
+"""Shared by the benchmarks: rounds and times, the machine, files of rows, options of scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a g
 
 
 class Rounds(NamedTuple):
-    """How many times a case is run: until `seconds` are over, `least` to `most` times."""
+    """How many times a case runs: until `seconds` are over, but `least` to `most` times."""
 
     least: int
     most: int
@@ -38,7 +38,7 @@ QUICK = Rounds(3, 20, 0.3)
 
 
 class Disagreement(Exception):
-    """Two outputs are further apart than rounding explains."""
+    """Two outputs differ by more than rounding explains."""
 
 
 def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, what: str) -> None:
@@ -60,12 +60,11 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def median_ratio(above: list[float], below: list[float]) -> float:
-    """The median of the rounds' ratios."""
     return quantiles([a / b for a, b in zip(above, below)])[1]
 
 
 def commit() -> str | None:
-    """The commit of the tree, from FDMA_COMMIT if there is no git."""
+    """The commit of the tree, or FDMA_COMMIT if there is no git."""
     if given := os.environ.get("FDMA_COMMIT"):
         return given
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
@@ -92,7 +91,7 @@ def find_machine(device: str) -> dict[str, Any]:
 
 
 def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the file as a whole, so that a reader never sees half of it."""
+    """Replace the whole file at once, so that a reader never sees half of it."""
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
     unfinished.replace(path)
@@ -107,7 +106,7 @@ def parse(parser: Parser, arguments: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def kept(path: Path, machine: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The lines of a file, which is written at the end, or on Ctrl-C if there are rows."""
+    """The lines of a file. It is written at the end, or on Ctrl-C if there are rows."""
     lines = [machine]
     try:
         yield lines
@@ -124,7 +123,7 @@ def write_rows(
     rows: Iterable[dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Show each row when it is measured, and write all of them to NAME-DEVICE.json in the folder
+    """Show each row once it is measured, and write all of them to NAME-DEVICE.json in the folder
     --out. Returns the exit status: 0; 1 if outputs are wrong, or the file cannot be written."""
     try:
         with kept(args.out / f"{name}-{args.device}.json", find_machine(args.device)) as lines:
@@ -138,7 +137,7 @@ def write_rows(
 
 
 def time_pass(run: Callable[[], Any], device: str) -> float:
-    """Milliseconds; on a CUDA device those of its stream, without the host's time."""
+    """Milliseconds; on a CUDA device, time of its stream without the host's."""
     if device == "cpu":
         before = time.perf_counter()
         run()
@@ -165,8 +164,8 @@ def time_wall(run: Callable[[], Any], device: str) -> float:
 def alternate(
     timers: dict[str, Callable[[], float]], rounds: Rounds, warm_up: int = 0
 ) -> dict[str, list[float]]:
-    """What each timer returned, in milliseconds. In each round every timer is called once; before
-    the rounds that count, warm_up times."""
+    """Milliseconds that each timer returned. Each round calls every timer once, after warm_up
+    rounds that do not count."""
     for timer in [*timers.values()] * warm_up:
         timer()
     times: dict[str, list[float]] = {name: [] for name in timers}

@@ -8,9 +8,9 @@
 Each round runs all cases with one command and then with the other, and the next round in the other
 order, so that a lasting change of the machine's load affects both. A case's ratio is the least time
 of the new build over the least time of the old one; the median of the rounds' ratios is printed
-beside it. The exit status is 1 if a case's two ratios
-both exceed 1 + tolerance, or if the two commands do not time the same cases. --rename A=B
-reads A in the old build's case names as B, for cases that were renamed: forward/row=forward/decode.
+beside it. The exit status is 1 if a case's two ratios both exceed 1 + tolerance, or if the two
+commands do not time the same cases. --rename A=B reads A in the old build's case names as B, for
+renamed cases: forward/row=forward/decode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import program
 
 
 def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, float]:
-    """Milliseconds of every case that `command` times for `pattern`, whatever kernel runs it."""
+    """Milliseconds of every case that `command` times for `pattern`, with any kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         subprocess.run(
@@ -52,8 +52,8 @@ Pairs = dict[str, list[tuple[float, float]]]
 
 class Rounds(NamedTuple):
     times: Pairs  # (old, new) of each round, by case
-    unmatched: set[str]  # cases that only one command has
-    is_whole: bool  # False: Ctrl-C has ended them
+    unmatched: set[str]  # cases of one command only
+    is_whole: bool  # False: Ctrl-C ended them
 
 
 def compare(
@@ -63,8 +63,8 @@ def compare(
     options: Sequence[str],
     rename: Sequence[str],
 ) -> Rounds:
-    """Rounds of the old and the new command. `rename` is a piece of the old command's case names,
-    and what it is called in the new one's."""
+    """Rounds of the old and the new command. `rename` has a piece of the old command's case names
+    and its replacement in the new one's."""
     old, new = commands
     times: Pairs = {}
     unmatched: set[str] = set()
@@ -86,13 +86,13 @@ def compare(
 
 
 def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """New over old: of the least times, and the median of the rounds'."""
+    """New over old: the ratio of the least times, and the median of the rounds' ratios."""
     least = min(new for _, new in pairs) / min(old for old, _ in pairs)
     return least, statistics.median(new / old for old, new in pairs)
 
 
 class Comparison(NamedTuple):
-    """Times of a case, and two ratios of the new one over the old one."""
+    """Times of a case, and two ratios of new over old."""
 
     case: str
     old_ms: float
@@ -102,7 +102,7 @@ class Comparison(NamedTuple):
 
     @property
     def is_slower(self) -> bool:
-        """By both ratios, as a load on the machine may change either."""
+        """Both ratios must say so, because a load on the machine may change either."""
         return min(self.ratios) > 1 + self.tolerance
 
     def line(self) -> str:
@@ -111,7 +111,7 @@ class Comparison(NamedTuple):
 
 
 def print_comparisons(compared: Iterable[Comparison], titles: tuple[str, str]) -> int:
-    """A table, with these titles of the two ratios; returns how many cases are slower."""
+    """Print a table with these titles of the two ratios. Returns how many cases are slower."""
     print("{:66} {:>10} {:>10} {:>7} {:>7}".format("case", "old ms", "new ms", *titles))
     slower = 0
     for one in compared:

@@ -7,9 +7,9 @@ PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
     python benchmarks/decode.py --out FOLDER
 
 FOLDER gets decode-cuda.json or decode-cpu.json, which benchmarks/table.py reads. A pass calls each
-peer once for each of many caches, together larger than the processor's own, so that none is read
-from there; on a device it is one CUDA graph. In each round every peer makes one pass. Exit status:
-0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
+peer once for each of many caches. Together they are larger than the processor's cache, so that none
+is read from it. On a device a pass is one CUDA graph. In each round every peer makes one pass. Exit
+status: 0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from benchmarking import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-DENSE_KEYS = 131072  # of the peer sdpa
-CPU_CACHE = 64 << 20  # bytes, where the machine does not say
-TIMES_CACHE = 3  # the caches of a pass are this many times the processor's own
+DENSE_KEYS = 131072  # for the peer sdpa
+CPU_CACHE = 64 << 20  # bytes, if the machine does not say
+TIMES_CACHE = 3  # the caches of a pass are this many times the processor's cache
 
 
 class Case(NamedTuple):
@@ -72,7 +72,7 @@ class Case(NamedTuple):
     q_heads: int
     kv_heads: int
     head_dim: int
-    tokens: int  # that have passed
+    tokens: int  # already processed
     window: int
     drafts: int = 0
 
@@ -89,7 +89,7 @@ def all_cases(device: str) -> list[Case]:
         for tokens, drafts in ((4096, 0), (1048576, 0), (4096, 8))
     ]
     cases.append(Case(1, 2, 1, 64, 4096, 1024))
-    if device == "cuda":  # the batches of several kernels
+    if device == "cuda":  # the batch sizes of several kernels
         cases += [Case(batch, 32, 8, 128, 4096, 2048) for batch in (4, 8, 16, 32)]
         cases.append(Case(16, 32, 8, 128, 4096, 512))
         cases += [Case(64, 16, 4, 64, 4096, 2048), Case(16, 16, 4, 256, 4096, 2048)]
@@ -97,7 +97,7 @@ def all_cases(device: str) -> list[Case]:
 
 
 def caches_of(case: Case, device: str) -> int:
-    """The caches of a pass."""
+    """The number of caches of a pass."""
     found = CPU_CACHE
     if device == "cuda":
         found = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", CPU_CACHE)
@@ -106,7 +106,7 @@ def caches_of(case: Case, device: str) -> int:
 
 
 class Inputs:
-    """The tokens of a case, and full caches whose keys stand anywhere in a stream."""
+    """The tokens of a case, and full caches with keys at random positions of a stream."""
 
     def __init__(self, case: Case, device: str) -> None:
         torch.manual_seed(case.window)
@@ -156,14 +156,14 @@ def sdpa(inputs: Inputs) -> list[torch.Tensor]:
 
 
 def passes_of(inputs: Inputs) -> dict[str, tuple[Callable[[], Any], int]]:
-    """A pass of each peer, and the calls in it."""
+    """A pass of each peer, and its number of calls."""
     peers = [("fdma", decode, inputs.count), ("read", read, inputs.count)]
     peers += [] if inputs.dense is None else [("sdpa", sdpa, 1)]
     return {name: (make_pass(run, inputs), calls) for name, run, calls in peers}
 
 
 def make_pass(run: Callable[[Inputs], Any], inputs: Inputs) -> Callable[[], Any]:
-    """The pass itself, or a graph of it, after one pass that does not count."""
+    """The pass, or a graph of it, after one pass that does not count."""
     run(inputs)
     if inputs.device == "cpu":
         return functools.partial(run, inputs)
@@ -175,7 +175,7 @@ def make_pass(run: Callable[[Inputs], Any], inputs: Inputs) -> Callable[[], Any]
 
 
 def check(inputs: Inputs) -> None:
-    """Raise Disagreement unless outputs are numbers, and one token has entered each cache, or no
+    """Raise Disagreement unless outputs are numbers, and each cache has one new token, or none from
     drafts."""
     outs, name = decode(inputs), inputs.case.name()
     want = inputs.case.tokens + (0 if inputs.case.drafts else 1)

@@ -1,9 +1,9 @@
-"""Dynamic mask attention by its definition, in PyTorch alone: every stage by its formula in
-docs/algorithm.md, in the precision of the tensors that it is given. forward_equivalence.py and its
-like compare the package with it.
+"""The definition of dynamic mask attention in PyTorch alone: every stage by its formula in
+docs/algorithm.md, in the precision of the given tensors. forward_equivalence.py and its like
+compare the package with it.
 
-Tensors are named as the arguments of the package are, and AXES has the axes of each. A function
-takes tensors by name and returns results by name; dX is the gradient of X.
+Tensors have the names of the package's arguments, and AXES has the axes of each. A function takes
+tensors by name and returns results by name; dX is the gradient of X.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn.functional import softplus
 Named = Dict[str, torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of matrices
 Compute = Callable[[Case, Named, Product], Named]
-Orders = Dict[str, torch.Tensor]  # of the indices along an axis
-PLAIN = 6  # plain evaluations
-FEW = 64  # numbers: a sum of so few may be accurate by chance, and has more plain evaluations
+Orders = Dict[str, torch.Tensor]  # indices along an axis
+PLAIN = 6  # number of plain evaluations
+FEW = 64  # numbers: so few sums may be accurate by chance, so they get more plain evaluations
 PLAIN_OF_FEW = 16
 
-# The letters are those of docs/glossary.md; c is a channel of the value states of all kv heads.
+# The letters are defined in docs/glossary.md; c is a channel of the value states of all kv heads.
 AXES = {
     "query": "bihd",
     "key": "bjgd",
@@ -41,8 +41,8 @@ AXES = {
     "sink_logit": "h",
     "probability": "bhij",
 }
-# A plain evaluation leaves these float32: exp(s - lse) is one step of a softmax, whose sums PyTorch
-# has in float32 in every dtype.
+# A plain evaluation leaves these in float32: exp(s - lse) is one step of a softmax, whose sums
+# PyTorch computes in float32 for every dtype.
 WIDE = ("lse", "dlse", "sink_logit")
 
 
@@ -50,11 +50,11 @@ def axes_of(name: str) -> str:
     return AXES[name] if name in AXES else AXES[name[1:]]
 
 
-# ---- which keys are kept ----
+# ---- kept keys ----
 
 
 def sequence_of(case: Case, device: torch.device) -> torch.Tensor:
-    """The number of the sequence that each position is in [kv_len]; -1 for none."""
+    """The index of each position's sequence [kv_len]; -1 for none."""
     number = torch.zeros(case.kv_len, dtype=torch.long, device=device)
     if case.starts:
         number.fill_(-1)
@@ -64,10 +64,10 @@ def sequence_of(case: Case, device: torch.device) -> torch.Tensor:
 
 
 def candidates(case: Case, key_valid: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The keys that a query could attend to if it ignored positions: the valid ones of its
+    """The keys that a query could attend to regardless of positions: the valid keys of its
     sequence, bool [batch or 1, 1, q_len, kv_len]."""
     number = sequence_of(case, device)
-    if case.starts:  # where q_len is kv_len
+    if case.starts:  # here q_len is kv_len
         same = (number[:, None] == number) & (number >= 0)
     else:
         same = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=device)
@@ -75,8 +75,8 @@ def candidates(case: Case, key_valid: torch.Tensor | None, device: torch.device)
 
 
 def kept_keys(case: Case, score: torch.Tensor, key_valid: torch.Tensor | None) -> torch.Tensor:
-    """The keys that each query keeps, every query sorting all keys that it sees: bool
-    [batch, kv_heads, q_len, kv_len]. Scores are finite but for padding."""
+    """The keys that each query keeps: every query sorts all keys that it sees. bool [batch,
+    kv_heads, q_len, kv_len]. Scores are finite except for padding."""
     device, shape = score.device, (*score.shape[:2], case.q_len, case.kv_len)
     position = torch.arange(case.q_len, device=device) + case.kv_len - case.q_len
     past = torch.arange(case.kv_len, device=device) <= position[:, None]
@@ -87,9 +87,9 @@ def kept_keys(case: Case, score: torch.Tensor, key_valid: torch.Tensor | None) -
     seen = visible if case.scope == "causal" else valid
     newest = seen & (seen.flip(-1).cumsum(-1).flip(-1) <= case.recent)
     first = valid & (valid.cumsum(-1) <= case.sinks)
-    # Sinks outrank all others: [batch, kv_heads, q_len or 1, kv_len].
+    # Sinks rank before all others: [batch, kv_heads, q_len or 1, kv_len].
     rank = score[:, :, None].double().masked_fill(first, math.inf)
-    # A stable sort of the flipped keys: of equal scores the key of larger index is first.
+    # A stable sort of the flipped keys: of equal scores the key with the larger index is first.
     order = case.kv_len - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     others = (seen & ~newest).expand(shape).gather(-1, order)
     chosen = others & (others.cumsum(-1) <= case.window)
@@ -112,8 +112,8 @@ def keys_of_selection(case: Case, expiry: torch.Tensor) -> torch.Tensor:
 
 
 def slot_conflicts(case: Case, slot: torch.Tensor, kept: torch.Tensor) -> int:
-    """How many kept keys of all queries have a slot that another kept key has, or one that is not
-    below window + recent."""
+    """The number of kept keys, over all queries, with the slot of another kept key, or with a slot
+    not below window + recent."""
     slots = case.window + case.recent
     number = slot[:, :, None].expand(kept.shape).long()
     outside = kept & ((number < 0) | (number >= slots))
@@ -127,7 +127,7 @@ def slot_conflicts(case: Case, slot: torch.Tensor, kept: torch.Tensor) -> int:
 
 
 def of_heads(tensor: torch.Tensor, q_heads: int) -> torch.Tensor:
-    """Entries for each query head along axis 1, which has 1, kv_heads or q_heads."""
+    """One entry for each query head along axis 1, which has 1, kv_heads or q_heads entries."""
     size = tensor.shape[1]
     return tensor if size == 1 else tensor.repeat_interleave(q_heads // size, 1)
 
@@ -140,8 +140,8 @@ def sum_to(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def sum_one_by_one(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right, each sum in one accumulator, as some kernels have them. PyTorch's products have
-    several, whose errors are smaller by the root of their number."""
+    """left @ right, with each sum in one accumulator, like some kernels. PyTorch's products have
+    several accumulators, whose errors are smaller by the square root of their number."""
     right = right.expand(*left.shape[:-2], *right.shape[-2:])
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(left.shape[-1]):
@@ -150,8 +150,8 @@ def sum_one_by_one(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def sum_truncated(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right as tensor cores add: 16 products at a time to a sum in float32, which is rounded
-    toward zero."""
+    """left @ right as tensor cores compute it: they add 16 products at a time to a float32 sum and
+    round toward zero."""
     right = right.expand(*left.shape[:-2], *right.shape[-2:])
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(0, left.shape[-1], 16):
@@ -183,7 +183,7 @@ def bias(case: Case, given: Named, product: Product = torch.matmul) -> Named:
 def make_logits(
     case: Case, given: Named, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Logits [batch, q_heads, q_len, kv_len], and their slope in <query, key>."""
+    """Logits [batch, q_heads, q_len, kv_len], and their derivative in <query, key>."""
     query, key = (given[name].transpose(1, 2) for name in ("query", "key"))
     slope = case.softmax_scale or case.head_dim**-0.5
     logits = slope * product(query, of_heads(key, case.q_heads).mT)
@@ -222,8 +222,8 @@ def attention(case: Case, given: Named, product: Product = torch.matmul) -> Name
 
 
 def attention_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
-    """By docs/algorithm.md, Backward, from out and lse as they are given. (delta is <dout, out>:
-    sums of many gradients differ from those of autograd by the rounding of out.)"""
+    """By docs/algorithm.md, Backward, from the given out and lse. (delta is <dout, out>: sums of
+    many gradients differ from autograd's by the rounding of out.)"""
     logits, slope = make_logits(case, given, product)
     query, dout, out = (given[name].transpose(1, 2) for name in ("query", "dout", "out"))
     key, value = (of_heads(given[name].transpose(1, 2), case.q_heads) for name in ("key", "value"))
@@ -247,7 +247,7 @@ def attention_gradients(case: Case, given: Named, product: Product = torch.matmu
 
 
 def score_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
-    """From dbias; a key without a bias, which is padding, has none."""
+    """From dbias. A key without a bias, which is padding, has no gradient."""
     dt = states_of(given, product)
     a_coef, states = given["a_coef"][:, None], softplus(dt)
     slope = (a_coef * states).exp() if case.bias_form == "exp" else 1
@@ -265,7 +265,7 @@ def score_gradients(case: Case, given: Named, product: Product = torch.matmul) -
 
 
 def fused_gradients(case: Case, given: Named, product: Product = torch.matmul) -> Named:
-    """Those of flash_dma_attention(): value has one through its scores, too."""
+    """The gradients of flash_dma_attention(): value also has one through its scores."""
     found = attention_gradients(case, given, product)
     if case.bias_form == "none":
         return found
@@ -285,7 +285,7 @@ def cast(given: Named, dtype: torch.dtype) -> Named:
 
 
 def reorder(name: str, tensor: torch.Tensor, orders: Orders) -> torch.Tensor:
-    """Put the indices of some axes in another order; an axis of length 1 stands for all."""
+    """Permute the indices of some axes; an axis of length 1 is broadcast."""
     for axis, letter in enumerate(axes_of(name)):
         if letter in orders and tensor.shape[axis] > 1:
             tensor = tensor.index_select(axis, orders[letter])
@@ -293,7 +293,7 @@ def reorder(name: str, tensor: torch.Tensor, orders: Orders) -> torch.Tensor:
 
 
 def make_orders(case: Case, count: int, device: torch.device) -> list[Orders]:
-    """Orders of queries, keys and channels: as they are, from last to first, and random."""
+    """Orders of queries, keys and channels: unchanged, reversed, and random."""
     found = []
     sizes = {"i": case.q_len, "j": case.kv_len, "d": case.head_dim}
     random = torch.Generator().manual_seed(0)
@@ -312,9 +312,9 @@ def make_orders(case: Case, count: int, device: torch.device) -> list[Orders]:
 def evaluate(
     case: Case, compute: Compute, given: Named, dtype: torch.dtype
 ) -> tuple[list[Named], Named]:
-    """The results of compute(), plain and exact. Plain evaluations round every step to `dtype`,
-    and differ in the order of queries, keys and channels, so that they add in different orders. If
-    `dtype` is that of the kernels' accumulators, one more adds in one accumulator, and on a CUDA
+    """The results of compute(), plain and exact. Plain evaluations round every step to `dtype`, and
+    permute queries, keys and channels, so that they add in different orders. If `dtype` is the
+    dtype of the kernels' accumulators, one more evaluation adds in one accumulator, and on a CUDA
     device another one truncates sums. The exact evaluation is in float64."""
     exact = compute(case, cast(given, torch.float64), torch.matmul)
     count = PLAIN_OF_FEW if min(x.numel() for x in exact.values()) <= FEW else PLAIN
@@ -332,14 +332,14 @@ def evaluate(
 
 class Comparison(NamedTuple):
     """The largest errors of a tensor and of the worst plain evaluation. For sets of keys, and for
-    numbers that have to be 0, the error is how many are wrong, and none is allowed."""
+    numbers that must be 0, the error is the number of wrong ones, and must be 0."""
 
     what: str
     error: float
     plain: float = 0.0
-    largest: float = 0.0  # number of the exact tensor
-    step: float = 0.0  # of rounding, of numbers near 1
-    factor: float = 2.0  # what plain errors are multiplied by
+    largest: float = 0.0  # element of the exact tensor
+    step: float = 0.0  # rounding step of numbers near 1
+    factor: float = 2.0  # multiplies plain errors
 
     @property
     def allowed(self) -> float:
@@ -347,12 +347,12 @@ class Comparison(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Not with NaN, nor where a plain evaluation overflows, which would allow anything."""
+        """False with NaN, and where a plain evaluation overflows, which would allow anything."""
         return self.error <= self.allowed < math.inf
 
     @property
     def ratio(self) -> float:
-        """Of the error to what is allowed."""
+        """The error over the allowed error."""
         if self.fits and self.error == 0:
             return 0.0
         is_number = 0 < self.allowed < math.inf and self.error == self.error
@@ -360,7 +360,7 @@ class Comparison(NamedTuple):
 
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference of finite numbers; infinite if others differ."""
+    """The largest difference of finite numbers; infinite if other numbers differ."""
     found, finite = found.detach().double(), exact.isfinite()
     if found.shape != exact.shape or not torch.equal(found[~finite], exact[~finite]):
         return math.inf
@@ -378,8 +378,8 @@ def compare_all(
     label: str = "",
     factors: dict[str, float] | None = None,
 ) -> list[Comparison]:
-    """Each result with its plain evaluations, in `dtype`, and the exact one. `factors` has those
-    that plain errors are multiplied by where they are not 2."""
+    """Each result with its plain evaluations in `dtype` and the exact one. `factors` has the
+    factors of plain errors that are not 2."""
     plain, exact = evaluate(case, compute, given, dtype)
     step, comparisons = torch.finfo(dtype).eps, []
     for name, one in found.items():

@@ -1,5 +1,5 @@
-"""The cases of forward_equivalence.py and its like, and the inputs that forward_performance.py and
-its like have too."""
+"""The cases of forward_equivalence.py and its like; forward_performance.py and its like use their
+inputs too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Case(NamedTuple):
-    """Attention of q_len queries to kv_len keys: to the `window` best of them and the `recent`
-    newest, or to all keys if window is None."""
+    """Attention of q_len queries to kv_len keys. A query attends to the `window` best keys and the
+    `recent` newest, or to all keys if window is None."""
 
     what: str = ""
     batch: int = 1
@@ -33,10 +33,10 @@ class Case(NamedTuple):
     softcap: float = 0.0
     softmax_scale: float | None = None
     bias_form: str = "exp"
-    padding: str = ""  # which keys are not valid: left, holes, all (of the first sequence)
+    padding: str = ""  # which keys are not valid: left, holes, all (keys of the first sequence)
     starts: tuple[int, ...] = ()
-    attn_mask: str = ""  # axes of more than one entry: of b, h or g, i, j
-    attn_bias: str = ""  # likewise
+    attn_mask: str = ""  # axes with more than one entry: of b, h or g, i, j
+    attn_bias: str = ""  # as attn_mask
     has_dt_bias: bool = False
     has_sink_logit: bool = False
     is_tied: bool = False  # all scores are equal
@@ -128,7 +128,7 @@ CASES = (
 
 
 def make_key_valid(case: Case, device: str) -> torch.Tensor | None:
-    """bool [batch, kv_len]; each sequence has padding of another length."""
+    """bool [batch, kv_len]; padding differs in length between sequences."""
     key = torch.arange(case.kv_len, device=device)
     b = torch.arange(case.batch, device=device)[:, None]
     return {
@@ -140,7 +140,7 @@ def make_key_valid(case: Case, device: str) -> torch.Tensor | None:
 
 
 class Inputs:
-    """Random tensors of a case. Those that the case does not have are None."""
+    """Random tensors of a case. Tensors that the case does not use are None."""
 
     def __init__(self, case: Case, device: str, dtype: torch.dtype) -> None:
         random = torch.Generator(device).manual_seed(case.kv_len)
@@ -161,7 +161,8 @@ class Inputs:
         self.query = draw(batch, case.q_len, case.q_heads, case.head_dim).to(dtype)
         keys = (batch, case.kv_len, case.kv_heads, case.head_dim)
         self.key, self.value = (draw(*keys).to(dtype) for _ in "kv")
-        # Biases exp(score) of about 1 to 5: of much larger ones 16 bits would round all else away.
+        # Biases exp(score) are about 1 to 5: 16 bits would round everything away beside much larger
+        # ones.
         a_coef = 0.4 * draw(case.kv_heads)
         self.weights = draw(case.kv_heads, width) / width**0.5, a_coef * (not case.is_tied)
         self.dout = draw(*self.query.shape).to(dtype)
@@ -186,12 +187,12 @@ def default_device() -> str:
 
 
 def choose_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The dtype that is asked for, or one that the device has kernels for."""
+    """The requested dtype, or one that the device has kernels for."""
     return DTYPES[args.dtype or ("float32" if args.device == "cpu" else "bfloat16")]
 
 
 def has_kernels(device: str, dtype: torch.dtype) -> bool:
-    """Whether attention and its gradients have kernels for tensors of `dtype`."""
+    """True if attention and its gradients have kernels for tensors of `dtype`."""
     row = torch.zeros(1, 1, 1, 8, dtype=dtype, device=device, requires_grad=True)
     try:
         out, _ = flash_dmattn.attention(query=row, key=row, value=row)

@@ -27,7 +27,7 @@ Compare = Callable[[Inputs], Iterator[Comparison]]
 
 
 class Row(NamedTuple):
-    """A comparison, and where it was made."""
+    """A comparison and its place."""
 
     case: str
     dtype: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
         fields = {"case": self.case, "dtype": self.dtype, "tensor": one.what, "error": one.error}
         fields.update(plain=one.plain, largest=one.largest, allowed=one.allowed)
         for name, x in fields.items():
-            if isinstance(x, float) and not math.isfinite(x):  # JSON has no such numbers
+            if isinstance(x, float) and not math.isfinite(x):  # JSON has no infinity and no NaN
                 fields[name] = None
         return {**fields, "wrong": not one.fits}
 
@@ -78,8 +78,8 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
 
 
 class Progress:
-    """A bar on stderr if that is a terminal and tqdm is installed, else the lines of program.py;
-    above it rows on stdout."""
+    """A bar on stderr if that is a terminal and tqdm is installed, else the lines of program.py.
+    Rows go to stdout above the bar."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         shown = wanted and tqdm is not None and sys.stderr.isatty()
@@ -119,7 +119,7 @@ class Progress:
 def compare_cases(
     args: argparse.Namespace, compare: Compare, rows: list[Row], progress: Progress
 ) -> Iterator[str]:
-    """Append a row for each comparison; lines for the cases that have no kernel."""
+    """Append a row for each comparison. Yields a line for each case without a kernel."""
     for case in choose_cases(args):
         for dtype in args.dtypes:
             progress.begin(f"{case.name} {dtype}")
@@ -134,7 +134,8 @@ def compare_cases(
 
 
 def summarize(rows: Sequence[Row]) -> list[str]:
-    """A line for each tensor and dtype: the comparison that is nearest to what is allowed."""
+    """A line for each tensor and dtype: the comparison with the largest ratio to the allowed
+    error."""
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         groups.setdefault(row.one.what, {}).setdefault(row.dtype, []).append(row)
@@ -152,14 +153,14 @@ def summarize(rows: Sequence[Row]) -> list[str]:
 
 
 def write_json(path: Path, args: argparse.Namespace, head: dict[str, Any], rows: list[Row]) -> None:
-    """The machine and the run in the first line, then a line for each comparison."""
+    """Write the machine and the run to the first line, then a line for each comparison."""
     write_whole(path, [{**find_machine(args.device), **head}, *(row.fields() for row in rows)])
 
 
 def run_equivalence(
     program: str, document: str | None, compare: Compare, arguments: list[str] | None
 ) -> int:
-    """Compare on every case. Exit status: 0 equal but for rounding; 1 not; 2 bad usage."""
+    """Compare every case. Exit status: 0 equal within rounding; 1 not; 2 bad usage."""
     args = parse_equivalence(program, document, arguments)
     rows: list[Row] = []
     skipped: list[str] = []
@@ -169,7 +170,7 @@ def run_equivalence(
     try:
         for line in compare_cases(args, compare, rows, progress):
             skipped.append(line)
-    except KeyboardInterrupt:  # what was compared is reported
+    except KeyboardInterrupt:  # finished comparisons are still reported
         stopped = True
     finally:
         progress.close()

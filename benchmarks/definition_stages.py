@@ -1,6 +1,6 @@
-"""The stages of the package on one case, each compared with its definition. What a stage is
-evaluated from is the package's own result of the stage before, so that a fault appears where it is:
-scores give the selection, scores and selection give out and lse, these give the gradients."""
+"""The stages of the package on one case, each compared with its definition. The definition takes
+the package's own result of the stage before, so that a fault shows in its own stage: scores give
+the selection, scores and selection give out and lse, and these give the gradients."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def present(**tensors: torch.Tensor | None) -> Named:
 
 
 def leaves_of(given: Named, *names: str) -> Named:
-    """New leaves, which collect gradients, of the tensors that there are."""
+    """New leaves, which collect gradients, of the tensors that exist."""
     return {name: given[name].detach().clone().requires_grad_() for name in names if name in given}
 
 
 class Stages:
-    """The package's scores and selection of a case, and calls of what comes after them."""
+    """The package's scores and selection of a case, and calls of the later stages."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.case = inputs, inputs.case
@@ -68,7 +68,7 @@ class Stages:
 
     @property
     def mask(self) -> torch.Tensor:
-        """The pairs that everything allows, bool [batch, q_heads, q_len, kv_len]."""
+        """The pairs that all rules allow, bool [batch, q_heads, q_len, kv_len]."""
         case, mask = self.case, definition.of_heads(self.kept, self.case.q_heads)
         if self.inputs.attn_mask is not None:
             mask = mask & definition.of_heads(self.inputs.attn_mask, case.q_heads)
@@ -76,30 +76,31 @@ class Stages:
 
     @property
     def given(self) -> Named:
-        """What attention is evaluated from."""
+        """The inputs of attention's definition."""
         bias = present(attn_bias=self.inputs.attn_bias)
         return {**self.rows, **self.bias, **bias, **self.sink, "mask": self.mask}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of attention() and attention_probabilities(), without tensors that have gradients."""
+        """The options of attention() and attention_probabilities(), without tensors that have
+        gradients."""
         options = {"causal": self.case.causal, "starts": self.inputs.starts, **self.numbers}
         mask = present(attn_mask=self.inputs.attn_mask)
         return {**options, **mask, **self.valid, "selection": self.selection}
 
     @property
     def is_fused(self) -> bool:
-        """Whether flash_dma_attention() has everything of the case."""
+        """True if flash_dma_attention() supports the case."""
         return self.selection is not None and not self.pairs
 
     @property
     def is_masked(self) -> bool:
-        """Whether flash_dmattn_func() can be given everything as a mask and a bias of pairs."""
+        """True if flash_dmattn_func() can take the case as a mask and a bias of pairs."""
         return not self.sink
 
     def fused(self, tensors: Named) -> tuple[torch.Tensor, ...]:
-        """out and lse. The call scores and selects itself, by the kernels of score() and select(),
-        so that it keeps the same keys."""
+        """out and lse. The call scores and selects by the kernels of score() and select(), so that
+        it keeps the same keys."""
         case = self.case
         return flash_dmattn.flash_dma_attention(
             **tensors,
@@ -115,7 +116,7 @@ class Stages:
         )
 
     def masked(self, tensors: Named) -> tuple[torch.Tensor, ...]:
-        """out and lse. The mask is of numbers, and the biases of keys are left out."""
+        """out and lse. The mask is numeric, and the biases of keys are left out."""
         case, mask = self.case, self.mask.to(self.inputs.dtype)
         out, lse, _ = flash_dmattn.flash_dmattn_func(
             *(tensors[name] for name in ("query", "key", "value")),
@@ -132,14 +133,14 @@ class Stages:
         return {name: x for name, x in self.given.items() if name != "bias"}
 
     def compare(self, what: str, found: Named, given: Named, label: str = "") -> list[Comparison]:
-        """`what` is the function of definition.py, for results in the dtype of query."""
+        """`what` names the function of definition.py, for results in the dtype of query."""
         function = getattr(definition, what)
         return compare_all(self.case, found, function, given, self.inputs.dtype, label=label)
 
     def compare_float32(
         self, what: str, found: Named, given: Named, label: str = ""
     ) -> list[Comparison]:
-        """For results that are float32 in every dtype of query."""
+        """For results that are float32 for every dtype of query."""
         function = getattr(definition, what)
         factors = dict.fromkeys(("score", "lse"), FACTOR[self.inputs.device])
         options = {"label": label, "factors": factors}
@@ -158,7 +159,8 @@ class Stages:
 
 
 def selection_comparisons(stages: Stages) -> Iterator[Comparison]:
-    """How many pairs of a query and a key only one of both keeps, and how many slots conflict."""
+    """The number of pairs of a query and a key that only one of both keeps, and of conflicting
+    slots."""
     case, selection = stages.case, stages.selection
     want = definition.kept_keys(case, stages.score, stages.inputs.key_valid)
     yield Comparison("kept keys", float((stages.kept != want).sum()))
@@ -166,7 +168,7 @@ def selection_comparisons(stages: Stages) -> Iterator[Comparison]:
 
 
 def compare_zeros(what: str, tensor: torch.Tensor, zero: torch.Tensor) -> Iterator[Comparison]:
-    """How many numbers are not exactly 0 where they have to be, if that is anywhere."""
+    """The number of nonzero values where `zero` requires 0, if it does anywhere."""
     if zero.any():
         yield Comparison(f"zeros of {what}", float((tensor != 0)[zero].sum()))
 
@@ -211,7 +213,7 @@ def forward_comparisons(inputs: Inputs) -> Iterator[Comparison]:
 def differentiate(
     results: tuple[torch.Tensor, ...], leaves: Named, inputs: Inputs
 ) -> tuple[Named, Named]:
-    """The gradients of the leaves, and what they are evaluated from beside the leaves."""
+    """The gradients of the leaves, and the other inputs of their definition."""
     out, lse = results
     found = torch.autograd.grad(results, tuple(leaves.values()), (inputs.dout, inputs.dlse))
     more = {"out": out, "lse": lse, "dout": inputs.dout, "dlse": inputs.dlse}
@@ -237,7 +239,7 @@ def backward_comparisons(inputs: Inputs) -> Iterator[Comparison]:
 
 
 def grad_comparisons(inputs: Inputs) -> Iterator[Comparison]:
-    """Gradients of scores, and those of flash_dma_attention() through them."""
+    """Gradients of scores, and of flash_dma_attention() through the scores."""
     stages = Stages(inputs)
     form = {"bias_form": stages.case.bias_form}
     if stages.bias:
@@ -255,5 +257,5 @@ def grad_comparisons(inputs: Inputs) -> Iterator[Comparison]:
             leaves, fixed = {**leaves, **leaves_of(fixed, *fixed)}, {}
         found, more = differentiate(stages.fused({**leaves, **fixed}), leaves, inputs)
         yield from stages.compare("fused_gradients", found, {**given, **more}, FUSED)
-        # dvalue of a key has a term of every kv head that keeps it.
+        # dvalue of a key has a term for every kv head that keeps it.
         yield from zeros_of_keys(stages, {"dkey": found["dkey"]}, FUSED)

@@ -12,7 +12,7 @@ from benchmarking import Disagreement, Rounds, alternate, median_ratio, summary,
 from definition_cases import Inputs
 from torch.nn.functional import scaled_dot_product_attention
 
-PAIRS_AT_ONCE = 1 << 26  # of queries and keys that are ranked
+PAIRS_AT_ONCE = 1 << 26  # pairs of queries and keys that are ranked at once
 
 Peers = Dict[str, Callable[[], torch.Tensor]]
 
@@ -26,11 +26,12 @@ class Row(NamedTuple):
 
 
 def best_keys(score: torch.Tensor, window: int, q_len: int | None = None) -> torch.Tensor:
-    """Which keys each of the last q_len queries (None: all) keeps of those up to its position: bool
-    [batch, kv_heads, q_len, kv_len]. Of equal scores the later key is kept."""
+    """The keys that each of the last q_len queries (None: all) keeps among those up to its
+    position: bool [batch, kv_heads, q_len, kv_len]. Of equal scores the later key is kept."""
     batch, kv_heads, kv_len = score.shape
     q_len = kv_len if q_len is None else q_len
-    # The place of each key in a stable order. topk() breaks ties otherwise, and there are none.
+    # The rank of each key in a stable order. topk() breaks ties differently, and ranks have no
+    # ties.
     rank = score.argsort(dim=-1, stable=True).argsort().to(torch.int32)[:, :, None]
     key = torch.arange(kv_len, device=score.device)
     kept = torch.empty(batch, kv_heads, q_len, kv_len, dtype=torch.bool, device=score.device)
@@ -48,7 +49,7 @@ def best_keys(score: torch.Tensor, window: int, q_len: int | None = None) -> tor
 def require_equal(
     inputs: Inputs, found: torch.Tensor, other: torch.Tensor, logits: float = 0.0
 ) -> None:
-    """Raise Disagreement unless two peers' outputs are equal but for rounding: of weights and of
+    """Raise Disagreement unless two peers' outputs are equal within rounding: of weights and of
     outputs, of sums in float32, and of logits, which differ by up to `logits`."""
     error = (found.double() - other.double()).abs().max().item()
     sums = inputs.case.kv_len**0.5 * torch.finfo(torch.float32).eps
@@ -60,16 +61,16 @@ def require_equal(
 
 
 def dense_options(inputs: Inputs) -> dict[str, Any]:
-    """Options of SDPA, in which every query attends to all keys up to its position."""
+    """Options of SDPA with which every query attends to all keys up to its position."""
     q_len, kv_len = inputs.case.q_len, inputs.case.kv_len
     if q_len in (1, kv_len):
         return {"is_causal": q_len > 1}
     mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=inputs.device)
-    return {"attn_mask": mask.tril(kv_len - q_len)}  # is_causal is for the first keys
+    return {"attn_mask": mask.tril(kv_len - q_len)}  # is_causal aligns queries with the first keys
 
 
 def peers_of(inputs: Inputs, training: bool) -> Peers:
-    """Attention to the same keys by three functions, and to all keys."""
+    """Attention to the same keys by three functions, and attention to all keys."""
     leaves = [x.requires_grad_(training) for x in inputs.rows]
     swapped = [x.transpose(1, 2) for x in leaves]
     group = inputs.case.q_heads // inputs.case.kv_heads
@@ -101,7 +102,7 @@ def peers_of(inputs: Inputs, training: bool) -> Peers:
 
 
 def measure(inputs: Inputs, training: bool, device: str, rounds: Rounds) -> Iterator[Row]:
-    """In each round every peer runs once.
+    """Run every peer once in each round.
 
     Raises:
         Disagreement: peers that attend to the same keys have different outputs.

@@ -96,7 +96,7 @@ IMPLEMENTATIONS = {"fdma": "dynamic_mask", "sdpa": "sdpa"}
 
 
 def make_models(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The same model by peer, with weights that make scores differ by more than rounding does."""
+    """The same model by peer. Its weights make scores differ by more than rounding does."""
     torch.manual_seed(case.tokens)
     sizes = {**SHAPE, "num_hidden_layers": case.layers, "keep_window_size": case.window}
     config = DogeConfig(**sizes, max_position_embeddings=2 * case.tokens)
@@ -124,7 +124,7 @@ def train(model: Any, tokens: torch.Tensor) -> None:
 
 
 def runs_of(case: Case, models: dict[str, Any], tokens: torch.Tensor) -> dict[str, Callable]:
-    """What is timed, by peer."""
+    """The timed calls, by peer."""
     if case.kind == "forward":
         runs: dict[str, Callable] = {
             peer: lambda model=model: forward(model, tokens, use_cache=False)
@@ -154,7 +154,7 @@ def make_caches(case: Case, config: Any, device: str) -> dict[str, Any]:
 
 
 class Linears:
-    """The linear layers of a model but for its head, one after the other, on inputs of its size."""
+    """The linear layers of a model without its head, one after the other, on inputs of its size."""
 
     def __init__(self, model: Any, tokens: torch.Tensor) -> None:
         self.layers = [one for one in model.model.modules() if isinstance(one, torch.nn.Linear)]
@@ -172,7 +172,7 @@ class Generator:
     """Generates more tokens at each call."""
 
     def __init__(self, model: Any, filling: Any, cache: Any, tokens: torch.Tensor) -> None:
-        # `filling` has the weights of `model`, whose own attention would need memory for all pairs
+        # `filling` has the weights of `model`, whose own attention would store all pairs
         forward(filling, tokens[:, :-1], past_key_values=cache)
         self.model, self.cache, self.tokens = model, cache, tokens
 

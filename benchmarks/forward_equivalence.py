@@ -5,8 +5,8 @@
 
 The definition is evaluated in PyTorch alone, stage by stage: score(), select(), attention() and
 attention_probabilities(), then flash_dma_attention(), which does all of them, and
-flash_dmattn_func(), which gets the kept keys as a mask of numbers. --help has the rule that errors
-are held to and the exit status.
+flash_dmattn_func(), which gets the kept keys as a numeric mask. --help states the error bound and
+the exit status.
 """
 
 from __future__ import annotations

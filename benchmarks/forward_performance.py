@@ -5,10 +5,10 @@
     python benchmarks/forward_performance.py --original [--quick] [--out FOLDER]
 
 Peers: flash_dma_attention() with scores and selection, and without their bias; flash_dmattn_func()
-and SDPA with a mask of the same keys, which is made beforehand; SDPA over all keys. Columns: ms,
-the median of the rounds; spread, (90th - 10th percentile) / median; times, the median of the ratios
-to flash_dma_attention(). --original has the rows and columns of the original's tables; --help
-says what these are, and the exit status.
+and SDPA with a ready mask of the same keys; SDPA over all keys. Columns: ms, the median of the
+rounds; spread, (90th - 10th percentile) / median; times, the median of the ratios to
+flash_dma_attention(). --original has the rows and columns of the original's tables; --help
+describes them, and the exit status.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
     python benchmarks/grad_equivalence.py [--device cpu] [--quick]
 
-query, key, value, dt_proj, a_coef, dt_bias and the sink logits have gradients: those of the
-weights, and one term of value's, go through the scores. Which keys are kept has none. --help has
-the rule that errors are held to and the exit status.
+query, key, value, dt_proj, a_coef, dt_bias and the sink logits have gradients. The gradients of the
+weights, and one term of value's, go through the scores. The choice of keys has no gradient. --help
+states the error bound and the exit status.
 """
 
 from __future__ import annotations

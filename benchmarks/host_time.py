@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time what the host does in an eager call of PyTorch, beside scaled_dot_product_attention().
 
-The tensors are so small that the host's time decides. It runs on a CUDA device, or with --device
+The tensors are so small that the host's time dominates. It runs on a CUDA device, or with --device
 cpu on one thread of the CPU, with flash_dmattn installed, or with PYTHONPATH=python and
 FDMA_LIBRARY=build/libfdma.so:
 
@@ -65,9 +65,9 @@ from benchmarking import (
 from peers_cuda_cases import Goal
 from torch.nn.functional import scaled_dot_product_attention
 
-CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
-HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
-# Of fdma on a CUDA device. On the CPU a call computes, too, and so there are none.
+CALLS = 20  # of a peer in a round; the queue of a device holds far more kernels
+HOST_ROUNDS = Rounds(100, 2000, 3.0)  # each takes well under a millisecond
+# For fdma on a CUDA device. On the CPU a call also computes, so there are no goals.
 GOALS = {
     "no-gradients": Goal("of_sdpa", 0.8),
     "recording": Goal("of_sdpa", 1.2),
@@ -119,7 +119,7 @@ def make_decode(inputs: Inputs) -> Peers:
 
 
 def make_cases(device: str) -> dict[str, Peers]:
-    """The peers of each case but backward."""
+    """The peers of each case except backward."""
     plain, learned = Inputs(device, False), Inputs(device, True)
     return {
         "no-gradients": {"fdma": plain.fused, "sdpa": plain.padded},
@@ -162,7 +162,7 @@ def time_calls(run: Callable[[], Any], device: str) -> float:
 def time_backward(
     forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], device: str
 ) -> float:
-    """The same for the gradients of calls that have been recorded."""
+    """As time_calls(), for the gradients of calls that are already recorded."""
     outs = [forward() for _ in range(CALLS)]
     douts = [torch.ones_like(out) for out in outs]
     pairs = iter(list(zip(outs, douts)))
@@ -175,7 +175,7 @@ def time_backward(
 
 
 def of_sdpa(times: dict[str, list[float]], peer: str, goal: Goal | None) -> dict[str, Any]:
-    """fdma's time over that of sdpa in the same round, median of the rounds; and its goal."""
+    """fdma's time over sdpa's in the same round, median of the rounds; and its goal."""
     if peer != "fdma":
         return {"of_sdpa": None, "goal": None, "met": None}
     median = median_ratio(times["fdma"], times["sdpa"])

@@ -7,8 +7,8 @@ installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
     python benchmarks/options.py --out FOLDER
 
 FOLDER gets options-cuda.json or options-cpu.json. In each round every peer of a case runs once. The
-outputs of masked calls are compared with those of the selection that makes the mask. Exit status: 0
-done; 1 wrong outputs or a file that could not be written; 2 bad usage.
+outputs of masked calls are compared with the selection that makes the mask. Exit status: 0 done; 1
+wrong outputs or a file that could not be written; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from benchmarking import (
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK = 128  # queries and keys of a block of the case `blocks`
+BLOCK = 128  # queries and keys of a block in the case `blocks`
 
 
 class Case(NamedTuple):
@@ -128,7 +128,7 @@ class Inputs:
             )
         blocks = max(n // BLOCK, 1)
         self.blocks = torch.rand(blocks, blocks, device=device) < 0.25
-        self.blocks.fill_diagonal_(True)  # every query keeps a key
+        self.blocks.fill_diagonal_(True)  # so that every query keeps a key
         self.options = self.make_options(new)
 
     def make_options(self, new: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def peers_of(inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def check(inputs: Inputs, peers: dict[str, Callable[[], torch.Tensor]]) -> None:
-    """Compare masked outputs with those of every other peer; the other options change outputs.
+    """Compare masked outputs with every other peer's; the other options change outputs.
 
     Raises:
         Disagreement: they differ.

@@ -1,10 +1,10 @@
 """The tables of the original's README: its own measurements, for forward_performance.py --original
 and backward_performance.py --original.
 
-Source: https://github.com/SmallDoges/flash-dmattn, README.md at commit a60de65 (v1.0.0). They are
-of an NVIDIA A100-SXM4-80GB, in bfloat16, for one sequence, 2 query heads, 1 kv head and head_dim
-128. SDPA is given the causal mask as a tensor that is added to logits; FDMA is given a mask and a
-bias of every pair.
+Source: https://github.com/SmallDoges/flash-dmattn, README.md at commit a60de65 (v1.0.0). Measured
+on an NVIDIA A100-SXM4-80GB, in bfloat16, for one sequence, 2 query heads, 1 kv head and head_dim
+128. SDPA gets the causal mask as a tensor added to logits; FDMA gets a mask and a bias of every
+pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Published(NamedTuple):
     window: int
     sdpa_ms: float
     fdma_ms: float
-    times: float  # its speed-up, which it has rounded after dividing
+    times: float  # its speed-up, rounded after division
 
 
 FORWARD = (

@@ -1,8 +1,8 @@
 """The rows of the original's tables, on this machine: forward_performance.py --original and
 backward_performance.py --original.
 
-As in the original's programs a time is that between two synchronizations of the device, and the
-mask and the bias of every pair are made beforehand, in the dtype of the query.
+As in the original's programs, a time is between two synchronizations of the device, and the mask
+and the bias of every pair are made beforehand, in the dtype of the query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS = (2, 1)
 # Peers, by their names in rows
 FUSED, GIVEN, MASKED, DENSE = "fused", "given", "sdpa-mask", "sdpa"
 NO_MEMORY = "does not fit into memory"
-# Bytes of a pair of a query and a key, for the mask, the bias and what SDPA may make of them
+# Bytes for each pair of a query and a key: the mask, the bias, and SDPA's copies of them
 PAIR_BYTES = 24
 
 Runs = Dict[str, Callable[[], torch.Tensor]]
@@ -35,8 +35,9 @@ class Peer(NamedTuple):
 
 
 def make_cases(training: bool, head_dims: list[int], divide: int) -> list[tuple[Case, Published]]:
-    """The rows of a table for each head_dim, lengths and windows divided by a number. The names of
-    cases tell rows of many lengths from those of many windows, which have one in common."""
+    """The rows of a table for each head_dim, with lengths and windows divided by `divide`. The
+    names of cases distinguish rows of many lengths from rows of many windows, which have one row in
+    common."""
     found, rows = [], BACKWARD if training else FORWARD
     for head_dim in head_dims:
         for before, row in zip((None, *rows), rows):
@@ -49,13 +50,13 @@ def make_cases(training: bool, head_dims: list[int], divide: int) -> list[tuple[
 
 def free_memory(device: str) -> int:
     if device == "cuda":
-        torch.cuda.empty_cache()  # of the case before
+        torch.cuda.empty_cache()  # memory of the case before
         return torch.cuda.mem_get_info()[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def fits(case: Case, device: str) -> bool:
-    """Whether masks of every pair have room."""
+    """True if masks of every pair fit in memory."""
     pairs = case.batch * case.q_heads * case.q_len * case.kv_len
     return PAIR_BYTES * pairs <= free_memory(device)
 
@@ -67,14 +68,14 @@ def scores_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def masked_peers(inputs: Inputs, rows: tuple[torch.Tensor, ...], training: bool) -> dict[str, Peer]:
-    """The calls that are given a mask and a bias of every pair: both attend to the same keys."""
+    """The calls with a mask and a bias of every pair. Both attend to the same keys."""
     score, bias = scores_of(inputs)
     kept = best_keys(score, inputs.case.window, inputs.case.q_len)
     lowest = torch.finfo(inputs.dtype).min
     bias = bias[:, :, None].to(inputs.dtype).where(kept, lowest)
     mask = kept.to(inputs.dtype)
     del kept
-    added, bias = bias, bias.detach().requires_grad_(training)  # 1 kv head: SDPA broadcasts it
+    added, bias = bias, bias.detach().requires_grad_(training)  # 1 kv head, which SDPA broadcasts
 
     def sdpa() -> torch.Tensor:
         swapped = (x.transpose(1, 2) for x in rows)
@@ -88,11 +89,11 @@ def masked_peers(inputs: Inputs, rows: tuple[torch.Tensor, ...], training: bool)
 
 
 def peers_of(inputs: Inputs, training: bool) -> dict[str, Peer]:
-    """Those whose tensors fit into memory."""
+    """The peers whose tensors fit in memory."""
     rows = tuple(x.requires_grad_(training) for x in inputs.rows)
     weights = tuple(x.requires_grad_(training) for x in inputs.weights)
     dense = dense_options(inputs)
-    # One query is the last one: it sees all keys, which are ranked once.
+    # A single query is the last one: it sees all keys, which are ranked once.
     rules = {"causal": True} if inputs.case.q_len > 1 else {"causal": False}
 
     def fused() -> torch.Tensor:
@@ -111,7 +112,7 @@ def peers_of(inputs: Inputs, training: bool) -> dict[str, Peer]:
 
 
 def check_peers(inputs: Inputs, peers: dict[str, Peer]) -> Runs:
-    """What is to be timed of each peer that fits into memory: the call, or its gradients.
+    """The timed part of each peer that fits in memory: the call, or its gradients.
 
     Raises:
         Disagreement: outputs that should be equal are not.
@@ -132,7 +133,7 @@ def check_peers(inputs: Inputs, peers: dict[str, Peer]) -> Runs:
             continue
         found[name], outs[name] = run, out.detach()
     largest = scores_of(inputs)[1].max().item()
-    # The given bias is rounded to the dtype of the query.
+    # The bias is rounded to the dtype of the query.
     rounding = torch.finfo(inputs.dtype).eps / 2 * largest
     for name in (GIVEN, MASKED):
         if name in outs:
@@ -143,8 +144,8 @@ def check_peers(inputs: Inputs, peers: dict[str, Peer]) -> Runs:
 def compare(
     row: dict[str, Any], masked_ms: float | None, ratio: float, published: Published
 ) -> None:
-    """Put the original's speed-up into the row of a call of ours, and whether it is reached: both
-    are ratios to SDPA under a mask."""
+    """Put the original's speed-up into the row of one of our calls, and whether ours reaches it.
+    Both are ratios to SDPA under a mask."""
     row["goal"] = published.times
     if masked_ms is None:
         row["reason"] = f"SDPA with a mask of every pair {NO_MEMORY}"

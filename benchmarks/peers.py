@@ -118,8 +118,8 @@ from torch.nn.functional import scaled_dot_product_attention
 HEAD_DIM = 128
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
-BLOCK = 256  # queries with one tolerance
-SAMPLES = 16  # queries of a block from which its tolerance is computed
+BLOCK = 256  # queries that share a tolerance
+SAMPLES = 16  # queries of a block that determine its tolerance
 QUICK_LENGTHS = [1024, 2048, 4096]
 TRAINING_LENGTHS = [8192]
 QUICK_TRAINING_LENGTHS = [4096]
@@ -145,7 +145,7 @@ class Case(NamedTuple):
 
 class Inputs:
     """The tensors of a case: query, key, value [1, 1, length, head_dim] for SDPA, views of the same
-    memory for flash_dmattn, and score [1, 1, length], in which no two numbers are equal."""
+    memory for flash_dmattn, and score [1, 1, length] with distinct numbers."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(case.length)
@@ -189,7 +189,7 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
 class Peer(NamedTuple):
     name: str
     run: Callable[[Inputs], Any]
-    keys: str  # that each query attends to: "all", "kept", or "none" if it computes no attention
+    keys: str  # keys of each query: "all", "kept", or "none" if the peer computes no attention
 
 
 # The peers of each device, flash_dmattn first.
@@ -223,7 +223,7 @@ class Block(NamedTuple):
     rows: slice
     sample: torch.Tensor  # their positions
     exact: torch.Tensor  # out [samples, head_dim] float64
-    allowed: float  # the largest error that an output may have
+    allowed: float  # the largest error allowed in an output
 
 
 def evaluate(
@@ -253,7 +253,7 @@ def allowance(
     exact: torch.Tensor,
     dtype: torch.dtype,
 ) -> float:
-    """The error that an output in `dtype` may have: twice that of a plain evaluation, plus one
+    """The error allowed in an output in `dtype`: twice the error of a plain evaluation, plus one
     rounding step of the largest output."""
     plain = evaluate(inputs, sample, kept, dtype)
     error = (plain.double() - exact).abs().max().item()
@@ -278,8 +278,8 @@ def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
 def check_outputs(
     case: Case, peers: tuple[Peer, ...], inputs: Inputs, references: dict[str, list[Block]]
 ) -> None:
-    """Compare every peer's output with the exact one of the sampled queries and, if both attend to
-    the same keys, with fdma's at all queries, within twice the tolerance.
+    """Compare every peer's output with the exact output at the sampled queries. If it attends to
+    the same keys as fdma, also compare with fdma at all queries, within twice the tolerance.
 
     Raises:
         Disagreement: an output is further away.
@@ -333,8 +333,8 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, A
             if not case.training
         }
         for threads in args.threads:
-            torch.set_num_threads(threads)  # flash_dmattn obeys it too
-            check_outputs(case, peers, inputs, references)  # this warms up too
+            torch.set_num_threads(threads)  # flash_dmattn obeys it, too
+            check_outputs(case, peers, inputs, references)  # also warms up
             timers = {
                 peer.name: functools.partial(time_pass, functools.partial(peer.run, inputs), "cpu")
                 for peer in peers
@@ -443,7 +443,7 @@ def run(args: argparse.Namespace, cases: list[Case]) -> None:
     rows: list[dict[str, Any]] = []
     try:
         collect(args, cases, rows)
-    finally:  # rows that were measured are written even if a later case fails
+    finally:  # write the measured rows even if a later case fails
         if args.json and rows:
             write_whole(args.json, [machine, *rows])
     if args.picture:

@@ -1,9 +1,8 @@
-"""What benchmarks/peers.py measures on a CUDA device, and how.
+"""The measurements of benchmarks/peers.py on a CUDA device.
 
-The cases are in peers_cuda_cases.py, their tensors in peers_cuda_cases.py, and what is about
-gradients in peers_cuda_backward.py. Peers alternate. A call is timed by events on its stream, after
-a kernel that only waits, so that the host's time does not count; the case "launch" measures the
-host's time alone.
+The cases and their tensors are in peers_cuda_cases.py, and the gradients in peers_cuda_backward.py.
+Peers alternate. A call is timed by events on its stream, after a kernel that only waits, so that
+the host's time does not count; the case "launch" measures the host's time alone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
 ROUNDS = Rounds(5, 100, 2.0)  # of each case
-CALLS = 50  # timed together by the host: fewer than fill the queue of a stream
+CALLS = 50  # timed together by the host; fewer than the queue of a stream holds
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -72,7 +71,8 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
 
 
 def masked(inputs: Inputs) -> torch.Tensor:
-    """With keys repeated for each head: only the slowest back end supports groups under a mask."""
+    """SDPA with keys repeated for each head: only the slowest back end supports groups under a
+    mask."""
     query, key, value = inputs.sdpa[0], *inputs.expanded
     return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
@@ -118,7 +118,7 @@ SM80 = Peer("fdma-sm80", functools.partial(selected, order="iid", backend="cuda/
 
 
 def selected_peers(case: Case) -> list[Peer]:
-    """With those of other libraries only where a goal needs them."""
+    """Other libraries' peers are included only if a goal needs them."""
     found = ordered_peers(selected, keys=True)
     return found + ([SM80, CUDNN, FLASH] if SM80.name in case.goals else [])
 
@@ -153,7 +153,7 @@ def evaluate(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """out [rows, heads of group g, head_dim] of batch entry b, with every step in `dtype`.
-    logits_of [rows, length] is added to the logits; it is -inf where a key is not kept."""
+    logits_of [rows, length] is added to the logits, and is -inf where a key is not kept."""
     group = inputs.case.q_heads // inputs.case.kv_heads
     key, value = (tensor[b, :, g].to(dtype) for tensor in (inputs.key, inputs.value))
     query = inputs.query[b, rows, g * group : (g + 1) * group].to(dtype)
@@ -168,7 +168,7 @@ def check_output(
     bias: torch.Tensor | None,
     what: str,
 ) -> None:
-    """Compare sampled queries with float64: the tolerance is twice the error of a plain evaluation,
+    """Compare sampled queries with float64. The tolerance is twice the error of a plain evaluation,
     plus a rounding step of the row's largest output.
 
     Raises:
@@ -213,8 +213,8 @@ def check_group(
 
 
 def check_fused(inputs: Inputs) -> None:
-    """Check the fused call by the scores that it computed; and its output without them, which must
-    have the same bits, except that a single query then gets its keys in another order."""
+    """Check the fused call by its own scores. Without them its output must have the same bits,
+    except that a single query then gets its keys in another order."""
     case, what = inputs.case, f"{inputs.case.name()}: fdma"
     out, _, found, bias, *_ = attend(inputs)
     check_output(inputs, out, found, bias, what)
@@ -240,13 +240,13 @@ def checked_peers(inputs: Inputs, peers: list[Peer]) -> list[Peer]:
     """The peers whose outputs or gradients are right.
 
     Raises:
-        Disagreement: those of a peer are wrong that is not from an optional package.
+        Disagreement: a peer that is not from an optional package is wrong.
     """
     right = []
     for peer in peers:
         try:
             check_peer(inputs, peer)
-        except Exception as error:  # of any kind: flash4 is compiled at its first call
+        except Exception as error:  # any kind: flash4 compiles at its first call
             if peer.name != peers_flash4.NAME:
                 raise
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -269,7 +269,7 @@ def time_call(peer: Peer, inputs: Inputs) -> tuple[torch.cuda.Event, torch.cuda.
 
 
 def time_launches(peer: Peer, inputs: Inputs) -> float:
-    """Milliseconds that the host takes for each of many successive calls."""
+    """Milliseconds of host time for each of many successive calls."""
     torch.cuda.synchronize()
     before = time.perf_counter()
     for _ in range(CALLS):
@@ -298,7 +298,7 @@ def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[fl
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
 ) -> dict[str, Any]:
-    """One peer's row of a case; `earlier` has fdma's medians in the cases before it."""
+    """One peer's row of a case. `earlier` has fdma's medians in earlier cases."""
     own, ours = times[peer.name], times["fdma"]
     measured = summary(own)
     median = measured["ms"]
@@ -307,7 +307,7 @@ def make_row(
     flops = case.flops(0 if peer.keys == "all" else case.window) if attends else None
 
     def rate_over(rival: str) -> float | None:
-        """Useful FLOP/s relative to those of a peer that attends to all keys."""
+        """Useful FLOP/s over those of a peer that attends to all keys."""
         if not flops or rival not in times:
             return None
         return flops / case.flops(0) * median_ratio(times[rival], own)
@@ -334,7 +334,7 @@ def make_row(
 
 
 def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> float | None:
-    """The time over that of the same case of a quarter of the length."""
+    """The time over the time of the same case with a quarter of the length."""
     for other, ms in earlier:
         if other._replace(length=4 * other.length, goals={}) == case._replace(goals={}):
             return median / ms
@@ -345,7 +345,7 @@ def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
     """The rows of each case whose outputs agree.
 
     Raises:
-        Disagreement: outputs of a case did not agree; at the end, so that other cases are measured.
+        Disagreement: outputs of a case did not agree; raised at the end, after the other cases.
     """
     earlier: list[tuple[Case, float]] = []
     wrong = []

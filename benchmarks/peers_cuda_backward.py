@@ -63,7 +63,7 @@ def leaves(inputs: Inputs, learns: bool) -> list[torch.Tensor]:
 def backward(
     inputs: Inputs, name: str, forward: Forward, dout: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients alone, over the graph of the first call."""
+    """The gradients alone, from the graph of the first call."""
     if name not in inputs.outs:
         inputs.outs[name] = forward(inputs)
     of = leaves(inputs, forward is fused)
@@ -96,7 +96,7 @@ def forward_of(case: Case, name: str) -> Forward:
 
 
 def keys_of(name: str) -> str:
-    """As Peer.keys; the call that computes scores is checked by those."""
+    """As Peer.keys. A call that computes scores is checked by its own scores."""
     if name in ("cudnn", "flash", peers_flash4.NAME):
         return "all"
     return name[5:] if name[5:] in ORDERS else "iid"
@@ -130,7 +130,7 @@ def sampled_loss(
     inputs: Inputs, tensors: list[torch.Tensor], rows: torch.Tensor, kept: list[torch.Tensor]
 ) -> torch.Tensor:
     """<out, dout> over the sampled queries of each batch entry, with every step in the tensors'
-    dtype. a_coef has a value for each key. kept: bool [rows, length] of each batch entry and kv
+    dtype. a_coef has a value for each key. kept: bool [rows, length] for each batch entry and kv
     head."""
     case = inputs.case
     query, key, value, *weights = tensors
@@ -158,8 +158,8 @@ def evaluate(
     kept: list[torch.Tensor],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients with every step in `dtype`, that of a_coef as its terms, one for each key:
-    [batch, kv_heads, length]."""
+    """The gradients with every step in `dtype`. The gradient of a_coef is given as its terms, one
+    for each key: [batch, kv_heads, length]."""
     tensors = [leaf.detach().to(dtype) for leaf in leaves(inputs, learns)]
     if learns:
         shape = len(inputs.query), -1, inputs.case.length
@@ -170,15 +170,16 @@ def evaluate(
 
 
 def scores_of(inputs: Inputs, peer: Peer) -> torch.Tensor | None:
-    """[batch, kv_heads, length], by which the peer selects; None if it does not select."""
+    """The scores [batch, kv_heads, length] by which the peer selects; None if it does not
+    select."""
     if forward_of(inputs.case, peer.name) is fused:
         return flash_dmattn.score(inputs.value, inputs.dt_proj, inputs.a_coef)[0].detach()
     return inputs.scores.get(peer.keys)
 
 
 def check_peer(inputs: Inputs, peer: Peer) -> None:
-    """Compare every gradient with float64, relative to its largest element: the tolerance is twice
-    (of another library: four times) the error of a plain evaluation, plus a rounding step.
+    """Compare every gradient with float64, relative to its largest element. The tolerance is twice
+    the error of a plain evaluation (four times for other libraries), plus a rounding step.
 
     Raises:
         Disagreement: a gradient is further away.
@@ -208,9 +209,10 @@ def compare(
     what: str,
 ) -> None:
     """Raise Disagreement if a gradient is further from `exact` than `times` the error of `plain`,
-    plus a rounding step, of its largest element. Of da, exact and plain have the terms. They may
-    cancel, but their errors do not: da is taken to be at least the root of its sum of squares."""
-    # the largest of all gradients: the error of da, a few numbers, may be small by chance
+    plus a rounding step of its largest element. For da, exact and plain hold the terms. Terms may
+    cancel, but their errors do not, so da counts as at least the root of the terms' sum of
+    squares."""
+    # the largest over all gradients: da has few numbers, so its error may be small by chance
     sizes = [right.abs().max() for right in exact[:4]]
     if len(exact) > 4:
         terms, exact = exact[4], (*exact[:4], exact[4].sum((0, 2)))

@@ -17,14 +17,14 @@ QUICK_LENGTH = 32768  # the largest length with --quick
 SAMPLES = 32  # queries whose outputs are compared with float64, or have gradients
 SAW = 4096  # keys in a period of sawtooth scores
 ORDERS = ("rising", "falling", "equal", "sawtooth")
-LONGEST_DENSE = 131072  # dense attention takes a quarter of a second, and grows with the square
-# Kinds with gradients, and their useful operations relative to those of forward.
+LONGEST_DENSE = 131072  # dense attention then takes 0.25 s, and more with the square of the length
+# Kinds with gradients, and their useful operations relative to forward's.
 PASSES = {"backward": 2.5, "selected-backward": 2.5, "dense-backward": 2.5, "training": 3.5}
 HIGHER = ("of_dense", "of_read", "times_cudnn")  # figures for which higher is better
 
 
 class Goal(NamedTuple):
-    """What one figure of a row must reach, and what it should reach, if that is more."""
+    """The bar that a figure of a row must reach, and the aim if that is higher."""
 
     figure: str
     bar: float
@@ -47,8 +47,8 @@ class Case(NamedTuple):
     head_dim: int
     length: int  # keys, and queries unless the kind says otherwise
     window: int  # 0: dense
-    goals: dict[str, Goal]  # of each peer
-    mask: bool = False  # small enough for SDPA under a mask
+    goals: dict[str, Goal]  # by peer
+    mask: bool = False  # small enough for SDPA with a mask
     batch: int = 1
 
     def name(self) -> str:
@@ -120,7 +120,7 @@ class Inputs:
 class Peer(NamedTuple):
     name: str
     run: Callable[[Inputs], Any]
-    keys: str = ""  # that each query keeps: "all", or an order of scores; "": no output to check
+    keys: str = ""  # keys of each query: "all", or an order of scores; "": no output to check
 
 
 def build_mask(inputs: Inputs) -> torch.Tensor:
@@ -133,7 +133,7 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
 
 
 def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:
-    """bool [rows, length], from one kv head's score [length]; of equal scores the later wins."""
+    """bool [rows, length], by one kv head's score [length]; of equal scores the later wins."""
     key = torch.arange(len(score), device=score.device)
     visible = key <= rows[:, None]
     if not 0 < window < len(score):
@@ -147,7 +147,7 @@ def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Ten
 def make_case(
     kind: str, *sizes: int, batch: int = 1, mask: bool = False, **goals: tuple[float, float]
 ) -> Case:
-    """A case in which fdma has at most one goal: FIGURE=(bar, aim)."""
+    """A case with at most one goal for fdma: FIGURE=(bar, aim)."""
     own = [Goal(figure, *bounds) for figure, bounds in goals.items()]
     assert len(own) <= 1
     return Case(kind, *sizes, {"fdma": own[0]} if own else {}, mask, batch)
@@ -196,8 +196,8 @@ def backward_cases() -> list[Case]:
     ]
 
 
-# q_heads, kv_heads, head_dim, length, window, batch; the bar and the aim of forward and of
-# backward, times as fast as cuDNN. Attention to few keys, or to all of them.
+# q_heads, kv_heads, head_dim, length, window, batch; then bar and aim of forward and of backward,
+# as multiples of cuDNN's speed. Attention to few keys, or to all of them.
 SHORT = (
     ((16, 4, 128, 512, 128), 32, (1.0, 1.2), (1.0, 1.2)),
     ((8, 4, 64, 512, 128), 32, (0.85, 1.2), (0.75, 1.2)),
@@ -219,7 +219,7 @@ def short_cases() -> list[Case]:
 
 
 def single_cases() -> list[Case]:
-    """Of one operation, or of one query."""
+    """Cases of a single operation, or of a single query."""
     read = (1 / 1.3, 1 / 1.05)
     launch = {"fdma": Goal("ms", 0.060, 0.030), "graph": Goal("ms", 0.015, 0.008)}
     return [
@@ -237,7 +237,7 @@ def single_cases() -> list[Case]:
 
 
 def all_cases(quick: bool) -> list[Case]:
-    """quick: short sequences with head_dim 128 only, and nothing longer than QUICK_LENGTH."""
+    """quick: only short sequences with head_dim 128, and nothing longer than QUICK_LENGTH."""
     short = [case for case in short_cases() if not quick or case.head_dim == 128]
     cases = [*forward_cases(), *short, *single_cases(), *backward_cases()]
     return [case for case in cases if not quick or case.length <= QUICK_LENGTH]

@@ -1,6 +1,6 @@
 """FlashAttention-4 as a peer on a CUDA device, if the package flash-attn-4 is installed.
 
-It is flash_attn.cute, a package inside flash_attn, of which flash-attn may have installed the rest.
+It is flash_attn.cute, a package inside flash_attn, whose other parts flash-attn may have installed.
 It compiles its kernels at the first call of a shape.
 """
 
@@ -16,7 +16,7 @@ NAME = "flash4"
 
 
 def is_installed() -> bool:
-    """Whether flash_attn.cute is there. It imports neither that nor flash_attn."""
+    """True if flash_attn.cute is installed. Imports neither that nor flash_attn."""
     outer = find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
     return folders is not None and PathFinder.find_spec("flash_attn.cute", folders) is not None
@@ -27,5 +27,5 @@ def attend(inputs: Any) -> torch.Tensor:
     head_dim]."""
     from flash_attn.cute import flash_attn_func
 
-    # with lse always, so that calls with and without gradients share one compiled kernel
+    # always with lse, so that calls with and without gradients use one compiled kernel
     return flash_attn_func(*inputs.fdma, causal=True, return_lse=True)[0]

@@ -3,7 +3,7 @@
 For a CUDA device there is one panel, and a second picture, FILE-cases.svg, of the useful FLOP/s of
 each case relative to dense attention.
 
-peers.py --picture draws what it has measured; this script draws a file of peers.py --json:
+peers.py --picture draws its own measurements; this script draws a file of peers.py --json:
 
     pip install matplotlib
     python benchmarks/peers_picture.py FILE.json --out FILE.svg
@@ -47,7 +47,7 @@ LINES = (
 
 
 def points(rows: list[dict[str, Any]], line: Line, dtype: str) -> list[tuple[int, float]]:
-    """Pairs of a length and milliseconds, in the order of length."""
+    """Pairs of a length and milliseconds, by increasing length."""
     found = []
     for row in rows:
         case = CASE.fullmatch(row["case"])
@@ -81,7 +81,7 @@ def draw_panel(axes: pyplot.Axes, rows: list[dict[str, Any]], dtype: str) -> Non
 
 
 def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -> str:
-    """The machine, the inputs and what the times include."""
+    """The machine, the inputs and the contents of the times."""
     windows = {case["window"] for row in rows if (case := CASE.fullmatch(row["case"]))} - {None}
     where = [
         machine["machine"],
@@ -103,7 +103,7 @@ CUDA_LINES = (
     Line("attention", "cudnn", "cuDNN, all keys", "#CC79A7", "s"),
     Line("attention", "fdma", "FlashDMA, 2,048 keys a query", "#0072B2", "D"),
 )
-KINDS = {  # the words for a kind of case
+KINDS = {  # words for a kind of case
     "attention": "forward",
     "selected": "forward, selection given",
     "dense": "forward, all keys",
@@ -137,7 +137,7 @@ def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def words_of(row: dict[str, Any]) -> str:
-    """A case of a CUDA device and, if it is not the usual one, the peer."""
+    """The case of a CUDA device and, if it is not the usual one, the peer."""
     case = CUDA_CASE.fullmatch(row["case"])
     assert case is not None
     words = [f"{KINDS[case['kind']]}: {case['q_heads']} heads on {case['kv_heads']}"]
@@ -155,7 +155,7 @@ def words_of(row: dict[str, Any]) -> str:
 
 
 def lowest_fraction(row: dict[str, Any]) -> float | None:
-    """What of_dense of a row must reach, if its goal says so."""
+    """The least of_dense that the row's goal allows, if it has such a goal."""
     if not row["goal"]:
         return None
     _, bar, *words = row["goal"].split()
@@ -198,12 +198,12 @@ def draw_cuda(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) ->
 def save(figure: pyplot.Figure, out: Path) -> None:
     bare = dict.fromkeys(
         ("Creator", "Date", "Format", "Type")
-    )  # without metadata a drawing has the same bytes every time
+    )  # without metadata a drawing always has the same bytes
     figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
 
 
 def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
-    """The rows to draw: on the CPU, those of the fewest threads."""
+    """Draw the rows; on the CPU, only the rows of the fewest threads."""
     if machine["device"] == "cuda":
         draw_cuda(machine, rows, out)
         return
@@ -226,8 +226,8 @@ Draw = Callable[[dict[str, Any], list[dict[str, Any]], Path], None]
 
 
 def draw_file(program: str, document: str | None, draw: Draw, argv: list[str] | None) -> int:
-    """The program that draws FILE.json, the machine's line and others, to --out. The exit status is
-    1 if draw() raises ValueError."""
+    """The program that draws FILE.json, given the machine's line and others, to --out. The exit
+    status is 1 if draw() raises ValueError."""
     args = drawing_parser(program, document).parse_args(argv)
     matplotlib.use("svg" if args.out.suffix == ".svg" else "agg")
     matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run

@@ -18,7 +18,7 @@ SAMPLES = 32  # queries whose outputs have gradients, in the check
 
 
 def fdma(inputs: Any) -> torch.Tensor:
-    """The time includes selecting."""
+    """The time includes the selection."""
     selection = flash_dmattn.select(inputs.score, inputs.window)
     tensors = [tensor.transpose(1, 2) for tensor in inputs.sdpa]
     return flash_dmattn.attention(*tensors, selection=selection, causal=True)[0].transpose(1, 2)
@@ -57,8 +57,8 @@ def check_gradients(
     keys_kept: Callable[..., torch.Tensor],
     what: str,
 ) -> None:
-    """Compare every peer's gradients with float64: the tolerance is twice (of another library:
-    eight times) the error of a plain evaluation, plus a rounding step of the largest element.
+    """Compare every peer's gradients with float64. The tolerance is twice the error of a plain
+    evaluation (eight times for other libraries), plus a rounding step of the largest element.
 
     Raises:
         Disagreement: a gradient is further away.

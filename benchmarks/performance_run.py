@@ -23,7 +23,7 @@ Lines = Iterator[tuple[list[dict[str, Any]], str]]
 
 
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse sizes that contradict each other, and fill in those that are absent."""
+    """Refuse contradictory sizes, and fill in missing ones."""
     given = [name for name in SIZES if getattr(args, name) is not None]
     if args.original and given:
         parser.error(f"--{given[0].replace('_', '-')}: is given, want none with --original")
@@ -45,7 +45,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def time_cases(args: argparse.Namespace, training: bool, rounds: Rounds) -> Lines:
-    """The rows of each case of the given sizes, and how they are shown."""
+    """The rows of each case of the given sizes, with their printed lines."""
     print(f"{'case':40} {'peer':20} {'ms':>10} {'spread':>7} {'times':>7}")
     for length in args.lengths:
         for window in args.windows:
@@ -59,7 +59,7 @@ def time_cases(args: argparse.Namespace, training: bool, rounds: Rounds) -> Line
 
 
 def time_original(args: argparse.Namespace, training: bool, rounds: Rounds) -> Lines:
-    """The rows of each case of the original's table, and how they are shown."""
+    """The rows of each case of the original's table, with their printed lines."""
     print(original_times.HEADER)
     how = (training, args.device, choose_dtype(args), rounds)
     for case, published in original_times.make_cases(training, args.head_dim, args.divide or 1):

@@ -7,10 +7,10 @@ CPUs, with flash_dmattn installed, or with PYTHONPATH=python and FDMA_LIBRARY=bu
     torchrun --nproc-per-node 8 benchmarks/ranks.py FOLDER
 
 FOLDER gets ranks.json, which benchmarks/ranks_picture.py draws; it is written anew after every
-item. A time is that of forward and backward of one layer, of the slowest rank, from events on its
-stream between calls that all ranks begin together. Ranks of a team make the same rounds, in each of
-which everything that is compared runs once. Results are checked before they are timed. Exit status:
-0 done; 1 wrong results or a file that could not be written; 2 bad usage.
+item. A time covers forward and backward of one layer on the slowest rank, by events on its stream
+between calls that all ranks begin together. Ranks of a team make the same rounds, and each round
+runs every compared call once. Results are checked before they are timed. Exit status: 0 done; 1
+wrong results or a file that could not be written; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def too_large(job: Job, keys: int) -> str:
 def on_teams(
     job: Job, teams: list[Team], item: Callable[[Job, Team], Iterator[Row]]
 ) -> Iterator[Row]:
-    """The rows of each team, on its ranks. The other ranks wait."""
+    """The rows of each team, measured on its ranks. The other ranks wait."""
     for team in teams:
         rows = list(item(job, team)) if job.rank < team.size else []
         job.wait()
@@ -195,13 +195,13 @@ def weak(job: Job, team: Team) -> Iterator[Row]:
 
 
 def time_tokens(job: Job, count: int) -> float:
-    """Milliseconds of so many tokens on the first rank's device, which calls this alone."""
+    """Milliseconds of `count` tokens on the first rank's device. Only this rank calls it."""
     tokens = Tokens(job, count)
     return quantiles(slowest(measure(job, job.teams[0], {"one": tokens.run_alone})["one"]))[1]
 
 
 def time_alone(job: Job) -> tuple[float, str]:
-    """Milliseconds of all --total tokens on one device, and where they are from."""
+    """Milliseconds of all --total tokens on one device, and the source of that number."""
     total, keys = job.args.total, job.args.keys
     number, measured = 0.0, 0.0
     if job.rank == 0:
@@ -234,7 +234,7 @@ def strong(job: Job) -> Iterator[Row]:
 
 
 def count_bytes(job: Job, team: Team, keys: int) -> Row:
-    """Of each rank."""
+    """The bytes that each rank exchanges."""
     tokens = Tokens(job, keys)
     with counted() as forward:
         out = tokens.forward(team, [keys] * team.size)
@@ -276,7 +276,7 @@ def communication(job: Job, team: Team) -> Iterator[Row]:
 
 
 def peak_of(job: Job, call: Callable[[], Any]) -> int:
-    """The most bytes that tensors take during a call, with those that are there before it."""
+    """The most bytes of tensors during a call, including tensors from before it."""
     call()
     job.free()
     torch.cuda.reset_peak_memory_stats(job.device)
@@ -325,7 +325,8 @@ def host(job: Job, team: Team) -> Iterator[Row]:
 
 
 def time_dense(job: Job, team: Team) -> float:
-    """Milliseconds of SDPA over --dense-keys tokens on each rank's own device, the slowest."""
+    """Milliseconds of SDPA over --dense-keys tokens on each rank's own device; the slowest
+    rank's."""
     tokens = Tokens(job, job.args.dense_keys)
     rows = [x.detach().transpose(1, 2).requires_grad_() for x in tokens.rows]
     gradient = tokens.dout.transpose(1, 2)
@@ -340,15 +341,14 @@ def time_dense(job: Job, team: Team) -> float:
 
 
 def ring(job: Job, team: Team) -> Iterator[Row]:
-    """The ring is warmed up with few tokens. It is not run if by the yardstick it takes longer than
-    --seconds."""
+    """Warms up the ring with few tokens. Skips it if the yardstick predicts more than --seconds."""
     total, dense_keys = job.args.ring_keys, job.args.dense_keys
     dense = time_dense(job, team)
     job.free()
     ideal = dense * visible_pairs(total, 0) / visible_pairs(dense_keys, 0) / team.size
     head = {"keys": total, "dense_keys": dense_keys, "dense_ms": dense, "ring_ideal_ms": ideal}
     lengths = split_lengths(total, team.size)
-    if not fits(job, team, 2 * lengths[0]):  # gradients that go round are of float32
+    if not fits(job, team, 2 * lengths[0]):  # gradients that go round are float32
         yield {**head, "not_run": too_large(job, 2 * lengths[0])}
         return
     tokens = Tokens(job, lengths[job.rank])
@@ -406,7 +406,7 @@ ITEMS: dict[str, Callable[[Job], Iterator[Row]]] = {
 
 
 def find_bytes_per_key(job: Job) -> None:
-    """Of a call on --keys tokens, on a device that PyTorch counts the memory of."""
+    """Measured with a call on --keys tokens, on a device whose memory PyTorch counts."""
     if job.device.type == "cuda":
         tokens = Tokens(job, job.args.keys)
         job.bytes_per_key = peak_of(job, tokens.run_alone) / job.args.keys

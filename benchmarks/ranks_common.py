@@ -1,5 +1,5 @@
-"""What benchmarks/ranks.py measures with: the ranks and their groups, the tokens of a rank, rounds
-that all ranks make together, and the collective operations of a call, counted or replaced."""
+"""The tools of benchmarks/ranks.py: the ranks and their groups, the tokens of a rank, rounds that
+all ranks make together, and the collective operations of a call, counted or replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flash_dmattn.distributed import context_parallel_attention
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a call
 WARM_UP = 2  # calls of each timer before the first round
-FITS = 0.9  # of a device's memory: what calls may take by estimate
+FITS = 0.9  # of a device's memory: the estimated use of a call may be this much
 
 Timer = Callable[[], float]
 
@@ -36,7 +36,7 @@ class Team(NamedTuple):
     device: torch.device
 
     def wait(self) -> None:
-        """Until all ranks of the team are here and their devices are idle."""
+        """Wait until all ranks of the team are here and their devices are idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             dist.barrier(self.group, device_ids=[self.device.index])
@@ -69,7 +69,7 @@ class Job:
         self.host = dist.new_group(backend="gloo", timeout=limit)
         sizes = [size for size in (2**n for n in range(20)) if size < self.size] + [self.size]
         self.teams = [self.make_team(size, limit) for size in sizes]
-        self.bytes_per_key = 0.0  # of a call on one device with all its tensors; 0: not known
+        self.bytes_per_key = 0.0  # of a call on one device, with all its tensors; 0: unknown
 
     def make_team(self, size: int, limit: timedelta) -> Team:
         if size == self.size:
@@ -81,7 +81,7 @@ class Job:
         return self.teams[-1]
 
     def wait(self) -> None:
-        """On the host, until all ranks are here."""
+        """Wait on the host until all ranks are here."""
         self.free()
         dist.all_reduce(torch.zeros(1), group=self.host)
 
@@ -91,21 +91,21 @@ class Job:
             torch.cuda.empty_cache()
 
     def fits(self, keys: int) -> bool:
-        """Whether a call with `keys` own tokens fits this rank's device, by estimate."""
+        """True if, by estimate, a call with `keys` own tokens fits this rank's device."""
         if self.device.type != "cuda":
             return True
         total = torch.cuda.get_device_properties(self.device).total_memory
         return keys * self.bytes_per_key <= FITS * total
 
     def table_bytes(self) -> int:
-        """Of the keys and values that one query keeps."""
+        """Bytes of the keys and values that one query keeps."""
         args = self.args
         rows = (args.window + args.recent) * args.kv_heads
         return 2 * rows * args.head_dim * DTYPES[args.dtype].itemsize
 
 
 class Tokens:
-    """The own tokens of a rank, the weights that all ranks have, and the gradient of out."""
+    """A rank's own tokens, the weights, which are equal on all ranks, and the gradient of out."""
 
     def __init__(self, job: Job, count: int, rank: int | None = None) -> None:
         args, device = job.args, job.device
@@ -149,7 +149,7 @@ class Tokens:
         return [self.query, self.key, self.value]
 
     def gradients_of_rows(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of dense attention, which has no scores."""
+        """The gradients of dense attention, which has no scores."""
         return torch.autograd.grad(out, self.rows, self.dout)
 
     def run_alone(self) -> None:
@@ -163,7 +163,7 @@ class Tokens:
 
 
 def time_calls(call: Callable[[], Any], calls: int, team: Team) -> float:
-    """Milliseconds of one of successive calls, which begin together on all ranks of the team."""
+    """Milliseconds per call of successive calls that begin together on all ranks of the team."""
     team.wait()
     if team.device.type == "cpu":
         before = time.perf_counter()
@@ -181,8 +181,8 @@ def time_calls(call: Callable[[], Any], calls: int, team: Team) -> float:
 
 
 def alternate(team: Team, timers: dict[str, Timer], rounds: Rounds) -> dict[str, list[list[float]]]:
-    """For each timer the numbers of every rank [round][rank]. In each round all ranks call every
-    timer once; the first rank's clock says which round is the last."""
+    """The numbers of every rank [round][rank], for each timer. In each round all ranks call every
+    timer once; the first rank's clock decides which round is the last."""
     found: dict[str, list[list[float]]] = {name: [] for name in timers}
     begin = time.perf_counter()
     for made in range(1, rounds.most + 1):
@@ -196,11 +196,11 @@ def alternate(team: Team, timers: dict[str, Timer], rounds: Rounds) -> dict[str,
 
 
 def slowest(numbers: list[list[float]]) -> list[float]:
-    """Of each round: the time of a team is that of its slowest rank."""
+    """For each round. The time of a team is the time of its slowest rank."""
     return [max(row) for row in numbers]
 
 
-# ---- what ranks exchange ----
+# ---- traffic between ranks ----
 
 
 class Traffic:
@@ -220,7 +220,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
-    """Counts what goes through the collective operations of flash_dmattn.
+    """Count the traffic of flash_dmattn's collective operations.
 
     all_gather: a rank receives what each other rank sends, and each receives its own tensor.
     """
@@ -246,25 +246,25 @@ def counted() -> Iterator[Traffic]:
 
 @contextlib.contextmanager
 def replaced(all_gather: Callable[..., Any], all_to_all: Callable[..., Any]) -> Iterator[None]:
-    """flash_dmattn calls these instead of the collective operations of torch.distributed."""
+    """Makes flash_dmattn call these instead of the collective operations of torch.distributed."""
     with mock.patch.object(_ranks, "all_gather", all_gather):
         with mock.patch.object(dist, "all_to_all_single", all_to_all):
             yield
 
 
 class Done:
-    """Of an operation that is over."""
+    """A completed operation."""
 
     def wait(self) -> None:
         pass
 
 
 class Recording:
-    """The collective operations of a call, to be repeated without the rest of the call, or to be
-    replaced by copies of what they have returned."""
+    """The collective operations of a call. They can be repeated without the rest of the call, or
+    replaced by copies of their results."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        # of each operation: received, the other arguments, options
+        # for each operation: received, the other arguments, options
         self.gathers: list[tuple[Any, ...]] = []
         self.exchanges: list[tuple[Any, ...]] = []
         gather, exchange = _ranks.all_gather, dist.all_to_all_single
@@ -312,11 +312,10 @@ class Recording:
 
 
 def check(job: Job, count: int) -> None:
-    """Compare out and gradients of all ranks, `count` tokens each, with those of one call on all
-    tokens.
+    """Compare out and gradients of all ranks, `count` tokens each, with one call on all tokens.
 
-    A result has been rounded to its dtype once in either call, and the gradient of a key once more
-    on each rank that has added to it.
+    Each call rounds a result to its dtype once, and each rank that adds to the gradient of a key
+    rounds it once more.
 
     Raises:
         Disagreement: on all ranks.

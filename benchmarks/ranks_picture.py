@@ -3,8 +3,9 @@
 
     benchmarks/ranks_picture.py FOLDER/ranks.json --out FILE.svg
 
-Left: weak scaling, with as many tokens on each rank whatever their number. Right: strong scaling,
-with one sequence over them all. A team as fast as its devices would be without each other has 1.
+Left: weak scaling, with the same number of tokens on each rank for any number of ranks. Right:
+strong scaling, with one sequence over all ranks. Efficiency 1 means that a team is as fast as its
+devices would be alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time packed sequences, a prefill in pieces and recent keys, beside what they are compared with.
+"""Time packed sequences, a prefill in pieces and recent keys, beside other ways to compute them.
 
 It runs on a CUDA device, or with --device cpu and small sizes on the CPU, with flash_dmattn
 installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
@@ -170,7 +170,7 @@ def sdpa(inputs: Inputs) -> torch.Tensor:
 
 
 def rivals_of(case: Case, device: str) -> list[Peer]:
-    """The peers of other libraries, whether they run here or not."""
+    """The peers of other libraries, whether or not they run here."""
     lengths = case.lengths
     if device == "cpu":
         return [Peer("sdpa", sdpa, lengths, 0, ours=False)]
@@ -190,7 +190,7 @@ def rivals_of(case: Case, device: str) -> list[Peer]:
 
 
 def peers_of(case: Case, device: str) -> list[Peer]:
-    """flash_dmattn first, then what it is compared with."""
+    """flash_dmattn first, then the peers to compare it with."""
     lengths, one, window = case.lengths, (case.length,), case.window
     if case.kind == "packed-dense":
         return [Peer("fdma", packed_dense, lengths, 0), *rivals_of(case, device)]
@@ -245,7 +245,8 @@ def checked_peers(inputs: Inputs) -> list[Peer]:
 
 
 def find_other(peers: list[Peer], times: dict[str, list[float]]) -> Peer | None:
-    """What the first peer is compared with: a second one of ours, or the fastest other library."""
+    """The peer to compare the first one with: a second one of ours, or the fastest other
+    library."""
     if len(peers) < 2 or peers[1].ours:
         return peers[1] if len(peers) > 1 else None
     return min(peers[1:], key=lambda peer: quantiles(times[peer.name])[1])
@@ -315,7 +316,7 @@ def run(args: argparse.Namespace) -> bool:
             except Disagreement as error:
                 right = False
                 print(f"streams.py: {error}", file=sys.stderr)
-    finally:  # rows that were measured are written even if a later case fails
+    finally:  # write the measured rows even if a later case fails
         if len(lines) > 1:
             write_whole(args.out / f"streams-{args.device}.json", lines)
     return right

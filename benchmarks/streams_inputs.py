@@ -1,6 +1,6 @@
 """The cases of benchmarks/streams.py: their sizes, tensors, and the keys that each query keeps.
 
-All are bfloat16, causal and of batch 1. Packed sequences stand one after the other in that entry.
+All are bfloat16 and causal with batch 1. Packed sequences follow one another in that entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     """Sizes of the cases of a device."""
 
     heads: tuple[int, int, int]  # q_heads, kv_heads, head_dim
-    packed: tuple[int, int, int, int]  # sequences, tokens in all, shortest and longest sequence
+    packed: tuple[int, int, int, int]  # sequences, total tokens, shortest and longest sequence
     packed_window: int
     prefill: tuple[int, int, int]  # keys, keys of a piece, window
     recent: tuple[int, int, int]  # keys, window, recent
@@ -79,13 +79,14 @@ class Case(NamedTuple):
 
 
 def visible_pairs(length: int, keys: int) -> int:
-    """Number of pairs of a query and a key that it keeps; a query keeps at most `keys`, 0: all."""
+    """Number of pairs of a query and a key that it keeps. A query keeps at most `keys` keys; 0:
+    all."""
     full = min(keys or length, length)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def packed_lengths(sequences: int, total: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Lengths of sequences with `total` tokens in all; the least and the greatest are given.
+    """Lengths of sequences with `total` tokens, with the given least and greatest length.
 
     A length is shortest * (longest / shortest) ** (u ** power), where u is a uniform random number.
     The power is the same for all, and chosen to give the total."""
@@ -104,7 +105,7 @@ def packed_lengths(sequences: int, total: int, shortest: int, longest: int) -> t
 
 
 def all_cases(device: str) -> list[Case]:
-    """Goals are those of a CUDA device."""
+    """Goals are for a CUDA device."""
     sizes = SIZES[device]
 
     def case(kind: str, training: bool, *rest: Any, goal: tuple[float, float] = (0, 0)) -> Case:
@@ -167,13 +168,13 @@ class Inputs:
 class Peer(NamedTuple):
     name: str
     forward: Callable[[Inputs], Any]  # out, or the pieces of out
-    lengths: tuple[int, ...]  # of the sequences that it attends in
+    lengths: tuple[int, ...]  # of the sequences in which queries attend
     window: int
     recent: int = 0
     keys: str = "all"  # "computed": the best by scores of the values; "given": by inputs.score
     expanded: bool = False  # a kv head for each query head
     ours: bool = True
-    unless: str = ""  # left out if this peer runs
+    unless: str = ""  # leave this peer out if that one runs
 
     def leaves(self, inputs: Inputs) -> list[torch.Tensor]:
         if self.expanded:
@@ -191,7 +192,7 @@ class Peer(NamedTuple):
 
 
 def sampled_rows(inputs: Inputs, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Queries from all parts, and the first and the last of some sequences or pieces."""
+    """Queries from the whole range, and the first and the last of some sequences or pieces."""
     case, piece = inputs.case, inputs.case.piece
     ends = list(range(piece, case.length, piece)) if piece else []
     for length in lengths[:-1]:
@@ -217,7 +218,7 @@ def kept_keys(peer: Peer, ranked: torch.Tensor, rows: torch.Tensor) -> torch.Ten
 
 
 def check(inputs: Inputs, peer: Peer) -> None:
-    """Compare sampled outputs or, of training, their gradients, with float64.
+    """Compare sampled outputs or, for training, their gradients, with float64.
 
     Raises:
         Disagreement: one of them is too far away, or an output is not a number.
@@ -245,7 +246,7 @@ def check(inputs: Inputs, peer: Peer) -> None:
 def check_gradients(
     inputs: Inputs, peer: Peer, rows: torch.Tensor, kept: list[torch.Tensor]
 ) -> None:
-    """With an output gradient that is 0 except for the sampled queries."""
+    """The output gradient is 0 except for the sampled queries."""
     dout = torch.zeros_like(inputs.dout)
     dout[0, rows] = inputs.dout[0, rows]
     leaves = peer.leaves(inputs)

@@ -101,7 +101,7 @@ def format_row(row: Row) -> str:
 
 
 def rows_of(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """Those of a setting, or a line that says that its tensors do not fit in the device's
+    """The rows of a setting, or a line that says that its tensors do not fit in the device's
     memory."""
     try:
         yield from ITEMS[setting.item](bench, setting)
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
 
 
 def run(args: argparse.Namespace) -> suite_compare.Lines:
-    """Measure, and write what was measured even if a later setting fails.
+    """Measure, and write the measured rows even if a later setting fails.
 
     Raises:
         Disagreement: outputs are wrong.
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> suite_compare.Lines:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    try:  # a file that cannot be compared is found before anything is measured
+    try:  # find a file that cannot be compared before measuring
         old = suite_compare.read(args.compare) if args.compare else None
         new = suite_compare.read(args.json) if args.json else None
     except (OSError, ValueError) as error:

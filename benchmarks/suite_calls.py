@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 Call = Callable[[], Any]
 SAMPLES = 16  # queries whose outputs are compared with float64
-LONGEST_PLAIN = 1024  # keys up to which SDPA's plain evaluation, which stores all logits, is timed
+LONGEST_PLAIN = 1024  # keys; SDPA's plain evaluation, which stores all logits, is timed up to these
 
-# The back ends of SDPA that each device has.
+# The back ends of SDPA on each device.
 DENSE = {
     "cuda": {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION},
     "cpu": {"flash": SDPBackend.FLASH_ATTENTION, "plain": SDPBackend.MATH},
@@ -27,7 +27,7 @@ DENSE = {
 
 
 class Setting(NamedTuple):
-    """Causal attention of `length` queries to as many keys, of which each keeps `window`."""
+    """Causal attention of `length` queries to as many keys. Each query keeps `window` keys."""
 
     item: str
     training: bool  # forward and backward
@@ -68,22 +68,22 @@ class Setting(NamedTuple):
 
 
 def count_attention(setting: Setting, window: int, products: int) -> int:
-    """Of `products` products of a row of head_dim with each key that a query keeps: forward has 2,
-    backward 5. Each query keeps `window` keys; 0: all that it sees."""
+    """Operations of `products` products of a row of head_dim with each key that a query keeps:
+    forward has 2, backward 5. Each query keeps `window` keys; 0: all that it sees."""
     q_heads, _, head_dim = setting.heads
     pairs = visible_pairs(setting.length, window)
     return 2 * products * setting.batch * q_heads * head_dim * pairs
 
 
 def count_score(setting: Setting, products: int) -> int:
-    """Of the product of the value states of all kv heads with dt_proj: forward has 1, backward
-    2."""
+    """Operations of the product of the value states of all kv heads with dt_proj: forward has 1,
+    backward 2."""
     _, kv_heads, head_dim = setting.heads
     return 2 * products * setting.tokens * kv_heads * kv_heads * head_dim
 
 
 def count_selected(setting: Setting, window: int | None = None) -> int:
-    """Of flash_dma_attention(), with a window other than the setting's if that is given."""
+    """Operations of flash_dma_attention(), with `window` in place of the setting's if given."""
     kept = setting.window if window is None else window
     if setting.training:
         return count_attention(setting, kept, 7) + count_score(setting, 3)
@@ -99,7 +99,7 @@ def count_dense(setting: Setting) -> int:
 
 @contextlib.contextmanager
 def stage(name: str, device: str) -> Iterator[None]:
-    """A range that Nsight Systems shows, on a CUDA device; elsewhere nothing."""
+    """A range for Nsight Systems on a CUDA device; nothing elsewhere."""
     if device != "cuda":
         yield
         return
@@ -130,7 +130,7 @@ def make_call(
 
 
 def leaves_of(inputs: Inputs, training: bool) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef of a call by itself."""
+    """query, key, value, dt_proj and a_coef for one call."""
     rows = (*inputs.rows, *inputs.weights)
     return [x.detach().requires_grad_(training) for x in rows]
 
@@ -181,7 +181,7 @@ def attend_plainly(
     inputs: Inputs, rows: torch.Tensor, added: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """out [batch, rows, q_heads, head_dim], with every step in `dtype`. `added` is added to the
-    logits, [batch, kv_heads, rows, length], and -inf where a key is not kept."""
+    logits [batch, kv_heads, rows, length], and is -inf where a key is not kept."""
     group = inputs.case.q_heads // inputs.case.kv_heads
     query = inputs.query[:, rows].unflatten(2, (-1, group)).to(dtype)  # b i g (heads of g) d
     key, value = inputs.key.to(dtype), inputs.value.to(dtype)
@@ -193,7 +193,7 @@ def attend_plainly(
 @torch.no_grad()
 def check_selected(inputs: Inputs, name: str) -> None:
     """Compare outputs of flash_dma_attention() with float64, by its own scores. An error may be
-    twice that of a plain evaluation, plus a rounding step of the largest output.
+    twice the error of a plain evaluation, plus a rounding step of the largest output.
 
     Raises:
         Disagreement: an output is further away.

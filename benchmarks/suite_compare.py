@@ -19,7 +19,7 @@ class Lines(NamedTuple):
 
 
 def read(path: Path) -> Lines:
-    """Raises ValueError if suite.py has not written the file, OSError if it cannot be read."""
+    """Raises ValueError if suite.py did not write the file, OSError if it cannot be read."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
@@ -40,9 +40,8 @@ def timed(rows: Sequence[Row]) -> dict[Key, Row]:
 
 
 def compare_rows(old: Row, new: Row, tolerance: float, measured: bool) -> Comparison:
-    """The second ratio is of times as multiples of that of the machine's product, if both runs have
-    measured it, in the rounds of the call: on a machine that is slower as a whole it stays the
-    same."""
+    """The second ratio compares times as multiples of the time of the machine's product, if both
+    runs measured it in the rounds of the call. A slower machine does not change it."""
     ratio = new["ms"] / old["ms"]
     speed = new["peak_gflops"] / old["peak_gflops"] if measured else 1.0
     ratios = (ratio, ratio * speed)
@@ -58,7 +57,7 @@ def report(old: Lines, new: Lines, tolerance: float) -> int:
     """Print a table. Returns the number of lines that are slower.
 
     Raises:
-        ValueError: no line of one has the settings of a line of the other.
+        ValueError: the files have no settings in common.
     """
     before, after = timed(old.rows), timed(new.rows)
     both = [key for key in after if key in before]

@@ -16,8 +16,8 @@ except ImportError:
     pynvml = None
 
 WARM_UP = 0.5  # seconds of calls before the counter is read
-SECONDS = 2.0  # of calls between two readings: drivers renew the counter some ten times a second
-GROUP = 0.05  # seconds of calls that the host does not wait for one by one
+SECONDS = 2.0  # of calls between two readings: drivers update the counter about ten times a second
+GROUP = 0.05  # seconds of calls that the host launches without waiting between them
 
 
 class NoEnergy(Exception):
@@ -44,7 +44,7 @@ class Meter:
 
 
 def time_calls(call: Callable[[], Any], calls: int) -> float:
-    """Seconds of so many calls one after the other, until the device has finished them."""
+    """Seconds of `calls` successive calls, until the device has finished them."""
     begin = time.perf_counter()
     for _ in range(calls):
         call()
@@ -53,7 +53,7 @@ def time_calls(call: Callable[[], Any], calls: int) -> float:
 
 
 def warm_up(call: Callable[[], Any]) -> int:
-    """Calls for a while; returns how many take about as long as GROUP."""
+    """Calls for a while. Returns how many calls take about GROUP seconds."""
     torch.cuda.synchronize()
     calls, taken, end = 1, 0.0, time.perf_counter() + WARM_UP
     while time.perf_counter() < end:
@@ -63,7 +63,8 @@ def warm_up(call: Callable[[], Any]) -> int:
 
 
 def measure_energy(device: str, call: Callable[[], Any], tokens: int) -> dict[str, Any]:
-    """The energy of a call, of so many tokens, and the mean power; or not_run, which says why."""
+    """The energy of a call of `tokens` tokens, and the mean power; or not_run, the reason why
+    not."""
     if device != "cuda":
         return {"not_run": "NVML counts the energy of NVIDIA GPUs alone"}
     try:

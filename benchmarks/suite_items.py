@@ -1,4 +1,5 @@
-"""The items of benchmarks/suite.py: which settings each has, and what it compares in them."""
+"""The items of benchmarks/suite.py: the settings of each, and the peers that it compares in
+them."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ from suite_measure import Bench, Peer, Row, reason_of
 from suite_options import LONGEST, QUICK_LONGEST, SHORTEST
 
 PASSES = (False, True)  # forward, training
-FRACTIONS = (64, 32, 16, 8, 4, 2, 1)  # keys of a sequence for each key that is kept
+FRACTIONS = (64, 32, 16, 8, 4, 2, 1)  # keys of a sequence per kept key
 QUICK_FRACTIONS = (64, 8, 1)
 DENSITIES = (0.5, 0.75, 0.875, 0.9375, 1.0)  # window over length
 QUICK_DENSITIES = (0.5, 1.0)
 
 
 class Sizes(NamedTuple):
-    """Sizes on a device. Those of batches and heads are a length and a window."""
+    """Sizes on a device. Batches and heads share one length and one window."""
 
     heads: tuple[int, int, int]  # q_heads, kv_heads, head_dim
     window: int
-    long: int  # keys where the length does not vary
+    long: int  # number of keys if the length does not vary
     batches: tuple[int, int]
     variants: tuple[tuple[int, int], ...]  # q_heads and kv_heads
     per_head: tuple[int, int]
@@ -115,7 +116,7 @@ class Plan:
         return list(getattr(self, item)() if hasattr(self, item) else self.of_passes(item))
 
 
-# ---- what is compared ----
+# ---- comparisons ----
 
 
 def against_dense(bench: Bench, setting: Setting) -> Iterator[Row]:
@@ -130,7 +131,7 @@ def against_dense(bench: Bench, setting: Setting) -> Iterator[Row]:
 
 
 def selection_methods(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """The same number of keys, chosen in other ways."""
+    """Peers with the same number of keys, chosen in other ways."""
     inputs = setting.make_inputs(bench.device, bench.dtype)
     window, training = setting.window, setting.training
     approximate = DynamicMaskOptions(keep_window_size=window, selection_method="approximate")
@@ -171,7 +172,7 @@ def backends_of(device: str) -> list[str]:
 
 
 def kernel_families(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """Attention over a selection that is given, by the kernels of each family."""
+    """Attention over a given selection, by the kernels of each family."""
     inputs = setting.make_inputs(bench.device, bench.dtype)
     score, bias = flash_dmattn.score(inputs.value, *inputs.weights)
     kept = flash_dmattn.select(score, setting.window)
@@ -196,8 +197,8 @@ def kernel_families(bench: Bench, setting: Setting) -> Iterator[Row]:
 
 
 def tile_sizes(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """The trials of flash_dmattn.tune(), which runs every choice and the rules in turn, and the one
-    that it chooses."""
+    """The trials of flash_dmattn.tune(), which runs every choice and the rules in turn, and its
+    final choice."""
     head = {"case": setting.name(bench.dtype_name), "threads": torch.get_num_threads()}
     head.update(setting.fields())
     if bench.device == "cuda":
@@ -217,10 +218,10 @@ def tile_sizes(bench: Bench, setting: Setting) -> Iterator[Row]:
     try:
         trials = flash_dmattn.tune([shape], seconds=3 * bench.seconds)
     finally:
-        flash_dmattn.load_tuning(os.environ.get("FDMA_TUNING"))  # later calls are as before
+        flash_dmattn.load_tuning(os.environ.get("FDMA_TUNING"))  # restores the tuning
     operation = "backward" if setting.training else "forward"
     own = [trial for trial in trials if trial.operation == operation]
-    # a choice that is measured again has its last figures
+    # the last figures of a choice that is measured twice
     named = {"chosen" if trial.final else trial.choice: trial for trial in own}
     for name, trial in named.items():
         figures = {"ms": 1e3 * trial.seconds, "times": trial.ratio}
@@ -275,7 +276,7 @@ def stages(bench: Bench, setting: Setting) -> Iterator[Row]:
 
 
 def energy(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """Of the call, and of SDPA over all keys by each of its back ends."""
+    """Energy of the call, and of SDPA over all keys by each of its back ends."""
     inputs = setting.make_inputs(bench.device, bench.dtype)
     peers = {"fdma": selected(inputs, setting.training)}
     for name, backend in dense_backends(bench.device, setting.length).items():

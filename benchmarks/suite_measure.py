@@ -1,4 +1,4 @@
-"""How benchmarks/suite.py measures: times in alternation, the largest memory, the machine's
+"""The measurements of benchmarks/suite.py: alternating times, the largest memory, the machine's
 rate."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from suite_calls import Call, Setting
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without the profiler's lines on stderr
 
-SEVERAL = Rounds(4, 100, 0)  # of which the first does not count
-LONG = Rounds(2, 2, 0)  # of calls that take longer than all rounds of others
+SEVERAL = Rounds(4, 100, 0)  # the first of them does not count
+LONG = Rounds(2, 2, 0)  # for calls that take longer than all rounds of others
 SHORT = 0.1  # of the longest time of a call
 BRIEF = 0.1  # seconds
 CALL = "call"  # the range of a call in a profiler's trace
@@ -32,18 +32,18 @@ Row = dict[str, Any]
 class Peer(NamedTuple):
     name: str
     call: Call
-    flop: int | None = None  # useful operations, where that is known
+    flop: int | None = None  # useful operations, if known
 
 
 class Memory(NamedTuple):
-    """Bytes beside those of a call's inputs."""
+    """Bytes in addition to a call's inputs."""
 
     peak: int
-    mean: float | None  # over the time of the call, where that is known
+    mean: float | None  # over the time of the call, if known
 
 
 class Figures(NamedTuple):
-    """What was measured of a peer, or why it was not."""
+    """The measurements of a peer, or why there are none."""
 
     times: list[float]  # ms, one for each round
     memory: Memory
@@ -56,7 +56,8 @@ NO_MEMORY = Memory(0, None)
 
 
 def replay_memory(events: list[dict[str, Any]]) -> Memory:
-    """From the allocations and releases of a profiler's trace, and from the range CALL in it."""
+    """Computes the memory from the allocations and releases of a profiler's trace, and from the
+    range CALL in it."""
     (call,) = (event for event in events if event.get("name") == CALL)
     found = [event for event in events if event.get("name") == "[memory]"]
     held = most = 0
@@ -78,7 +79,7 @@ def profiler() -> torch.profiler.profile:
 
 @functools.lru_cache(None)
 def begin_profiling() -> None:
-    """The profiler wants its first run to be on the main thread."""
+    """The profiler requires that its first run is on the main thread."""
     with profiler():
         pass
 
@@ -87,7 +88,7 @@ def profile_memory(call: Call, threads: int) -> Memory:
     torch.set_num_threads(threads)
     with profiler() as profile, torch.profiler.record_function(CALL):
         out = call()
-    del out  # it lives until the trace has ended
+    del out  # it must live until the trace has ended
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -95,16 +96,16 @@ def profile_memory(call: Call, threads: int) -> Memory:
 
 
 def memory_on_cpu(call: Call) -> Memory:
-    """In a thread of its own: a thread's workspace stays for its later calls, which then seem not
-    to need any."""
+    """Runs in a new thread: a thread's workspace stays allocated, so its later calls would seem to
+    need none."""
     begin_profiling()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(profile_memory, call, torch.get_num_threads()).result()
 
 
 def memory_on_cuda(call: Call) -> Memory:
-    """Without the mean: the host allocates while the device still computes what came before."""
-    call()  # what only first calls allocate does not count
+    """Without the mean: the host allocates while the device still computes earlier work."""
+    call()  # allocations of first calls do not count
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -118,8 +119,8 @@ def memory_on_cuda(call: Call) -> Memory:
 
 
 def machine_product(device: str, dtype: torch.dtype) -> Peer:
-    """The product of two square matrices, whose rate is taken for the machine's peak. CPUs compute
-    with float16 as float32, for which PyTorch's own product in float16 is no measure."""
+    """The product of two square matrices. Its rate counts as the machine's peak. CPUs compute
+    float16 as float32, and PyTorch's own float16 product is no measure for that."""
     size = PRODUCT[device]
     dtype = torch.float32 if (device, dtype) == ("cpu", torch.float16) else dtype
     left, right = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -127,14 +128,14 @@ def machine_product(device: str, dtype: torch.dtype) -> Peer:
 
 
 class Bench:
-    """Where and how long to measure, and what was measured before."""
+    """The device and the duration of measurements, and earlier results."""
 
     def __init__(
         self, device: str, dtype: torch.dtype, seconds: float, limit: float, peak: float | None
     ) -> None:
         self.device, self.dtype = device, dtype
         self.seconds, self.limit = seconds, limit
-        self.peak = peak  # FLOP/s, if they are stated
+        self.peak = peak  # FLOP/s, if stated
         self.product = None if peak else machine_product(device, dtype)
         self.last: dict[tuple[str, str, str], tuple[float, int]] = {}
 
@@ -143,8 +144,8 @@ class Bench:
         return str(self.dtype).replace("torch.", "")
 
     def too_long(self, setting: Setting, peer: Peer) -> str:
-        """Why a call is not made: its last time, in proportion to operations, is too much. That of
-        a short call is not in proportion."""
+        """Why a call is not made: its last time, scaled by operations, is too long. Short calls do
+        not scale like that."""
         ms, flop = self.last.get((setting.item, setting.kind, peer.name), (0.0, 1))
         if not peer.flop or 1e-3 * ms < SHORT * self.limit:
             return ""
@@ -167,7 +168,7 @@ class Bench:
         return Figures([], memory), time.perf_counter() - before
 
     def measure(self, setting: Setting, peers: Sequence[Peer]) -> dict[str, Figures]:
-        """Those of each peer, and of the machine's product. In each round all run once."""
+        """Figures of each peer, and of the machine's product. Each round runs all of them once."""
         found, spent = {}, {}
         for peer in peers:
             found[peer.name], spent[peer.name] = self.begin(setting, peer)
@@ -188,8 +189,8 @@ class Bench:
         return found
 
     def timer(self, peer: Peer, first: float) -> Callable[[], float]:
-        """Of a call whose first one took so many seconds. A short one runs once more before, so
-        that caches hold its own tensors, whatever ran last."""
+        """The timer of a call whose first run took `first` seconds. A short call runs once more
+        before, so that caches hold its own tensors."""
 
         def time_call() -> float:
             if first < BRIEF:
@@ -201,7 +202,7 @@ class Bench:
     # ---- rows ----
 
     def peak_of(self, rates: Figures | None) -> float | None:
-        """The machine's operations each second, of these rounds or as stated."""
+        """The machine's operations per second, from these rounds or as stated."""
         if self.product is None:
             return self.peak
         return self.product.flop / (1e-3 * quantiles(rates.times)[1]) if rates else None
@@ -231,8 +232,8 @@ class Bench:
         return peer.flop / self.product.flop * median_ratio(found["product"].times, times)
 
     def rows(self, setting: Setting, peers: Sequence[Peer]) -> Iterator[Row]:
-        """The rows of a setting. `times` of a row is the peer's time over the first peer's, and
-        `times_dense` of the first one's the time of the fastest dense peer over its own."""
+        """The rows of a setting. `times` is the peer's time over the first peer's. The first peer's
+        `times_dense` is the fastest dense peer's time over its own."""
         found = self.measure(setting, peers)
         ours = found[peers[0].name].times
         rivals = [peer.name for peer in peers if peer.name.startswith("dense-")]

@@ -9,7 +9,7 @@ from pathlib import Path
 from arguments import Parser, bare_parser, output, whole_number
 from definition_options import DTYPE_NAMES
 
-# Of suite_items.py
+# Names of the items in suite_items.py.
 ITEM_NAMES = ["length", "density", "batch", "heads", "threshold"]
 ITEM_NAMES += ["selection", "kernels", "tiles", "stages", "energy"]
 SHORTEST, LONGEST, QUICK_LONGEST = 128, 131072, 4096

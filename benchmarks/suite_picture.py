@@ -3,9 +3,9 @@
 
     benchmarks/suite_picture.py FILE.json --out FILE.svg
 
-Left: how many times as fast as dense attention a call is, against length. Middle: the memory that a
-call takes beside its inputs, against length. Right: tokens a second against sparsity, the fraction
-of visible keys that are not kept. Dense attention is SDPA by its fastest back end.
+Left: the speed of a call over dense attention's, against length. Middle: the memory of a call in
+addition to its inputs, against length. Right: tokens a second against sparsity, the fraction of
+visible keys that are not kept. Dense attention is SDPA by its fastest back end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STYLES = {  # colours from Okabe and Ito's palette for the colour-blind
 
 
 def rows_of(rows: list[Row], item: str, peer: str, kind: str) -> list[Row]:
-    """The rows with times of fdma, or in each setting of the fastest dense peer."""
+    """The rows with times of fdma, or of the fastest dense peer in each setting."""
     timed = [row for row in rows if (row["item"], row["kind"]) == (item, kind) and "ms" in row]
     if peer == "fdma":
         return [row for row in timed if row["peer"] == "fdma"]

@@ -1,32 +1,32 @@
 #!/usr/bin/env python3
-"""Makes Markdown tables of what `fdma bench --json` and, in this folder, peers.py --json,
-decode.py and streams.py write.
+"""Makes Markdown tables of the output of `fdma bench --json` and, in this folder, peers.py --json,
+decode.py and streams.py.
 
     benchmarks/table.py FILE [FILE ...]          print every case of each file
     benchmarks/table.py --update DOCUMENT ...    write the tables of documents anew
     benchmarks/table.py --check DOCUMENT ...     exit 1 if a document's tables are not current
 
-A document has a table between `<!-- table NAME -->` and `<!-- end of table -->`. What it shows is
-in benchmarks/tables.txt:
+A document has a table between `<!-- table NAME -->` and `<!-- end of table -->`. Its contents are
+specified in benchmarks/tables.txt:
 
     table NAME FILE
     title: LABEL of the first column
     column: FIELD | LABEL
     row: CASE [FIELD=VALUE ...] | LABEL
 
-FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD is from the line
-of that peer; FILE:FIELD and FILE:PEER.FIELD are from another file. Machines, dates and commits
-are written below the table.
+FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD is from the peer's line;
+FILE:FIELD and FILE:PEER.FIELD are from another file. Machines, dates and commits are written below
+the table.
 
-Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over that of a loop
-of multiply-adds that ran in alternation; of_read, the time of a plain read over that of the case;
-ns_per_key, of selection and lists; of_forward, the time of lists over that of attention over their
-selection; of_dense and of_flash4, useful FLOP/s over those of dense attention by cuDNN and by
+Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over the rate of a
+loop of multiply-adds that ran in alternation; of_read, the time of a plain read over the case's;
+ns_per_key, of selection and lists; of_forward, the time of lists over the time of attention over
+their selection; of_dense and of_flash4, useful FLOP/s over those of dense attention by cuDNN and by
 FlashAttention-4; of_iid, of_fast and of_shorter, the time over that with random scores, with
 gradients in any order, and of a quarter of the length, respectively; of_other, the time of a useful
-operation over that of the case's other call, see streams.py; of_sdpa, the time over SDPA's; ratio
-and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's lines,
-how many times as fast as cuDNN it is; goal and met, see peers.py.
+operation over its time in the case's other call, see streams.py; of_sdpa, the time over SDPA's;
+ratio and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's
+lines, how many times as fast as cuDNN it is; goal and met, see peers.py.
 
 Raises ValueError for a file that is not in this form, or that lacks a case.
 """
@@ -97,7 +97,6 @@ ORIGIN = {
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
-    """The machine's line, and the rows of the cases."""
     machine, *rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     if "machine" not in machine or not rows:
         raise ValueError(f"{path}: not the output of fdma bench or a script here")
@@ -136,8 +135,8 @@ COLUMN = re.compile(r"(?:(?P<file>\S+\.json):)?(?:(?P<peer>[\w-]+)\.)?(?P<field>
 
 
 def find(file: str, case: str, wanted: dict[str, str]) -> dict:
-    """The line of a file that is of this case (or item) and has the wanted values; {} without such
-    a peer."""
+    """The line of a file for this case (or item) with the wanted values; {} if there is no such
+    peer."""
     rows = [row for row in read(RESULTS / file)[1] if case in (row.get("case"), row.get("item"))]
     found = [row for row in rows if all(str(row.get(key)) == wanted[key] for key in wanted)]
     if not rows or len(found) > 1 or (not found and "peer" not in wanted):
@@ -180,7 +179,7 @@ def origin_of(file: str) -> str:
 
 
 def specification_of(name: str) -> list[str]:
-    """The lines that describe a table: its head first."""
+    """The lines that specify a table, beginning with its head."""
     texts = TABLES.read_text().split("\n\n")
     found = [text.splitlines() for text in texts if text.startswith(f"table {name} ")]
     if len(found) != 1:
@@ -189,7 +188,7 @@ def specification_of(name: str) -> list[str]:
 
 
 def document_table(name: str) -> str:
-    """The table of that name, and where its figures come from."""
+    """The table of that name, and the source of its figures."""
     head, *lines = specification_of(name)
     file = head.split()[2]
     title = ""

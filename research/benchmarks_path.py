@@ -1,6 +1,6 @@
-"""Puts benchmarks/ on Python's path. The programs here take from it how a program begins
-(program.py), what describes a machine and writes results (benchmarking.py, kernels_hash.py), and
-how a picture is saved (peers_picture.py)."""
+"""Puts benchmarks/ on Python's path. The programs here use its modules to begin a program
+(program.py), to describe a machine and write results (benchmarking.py, kernels_hash.py), and to
+save a picture (peers_picture.py)."""
 
 import sys
 from pathlib import Path

@@ -5,17 +5,17 @@
     python research/quality.py OUT --corpus FOLDER --form recent --size large --resume
     python research/quality.py OUT --corpus FOLDER --form recent --size large --evaluate
 
-FOLDER has the files of quality_text.py, the forms are those of quality_model.py. The sequences of a
-step depend on --seed and the step only, so that all forms read the same text in the same order; a
-fraction of them has recall episodes (quality_recall.py). It writes
+FOLDER has the files of quality_text.py; quality_model.py defines the forms. The sequences of a step
+depend on --seed and the step only, so that all forms read the same text in the same order. A
+fraction of them has recall episodes (quality_recall.py). The program writes
 
     OUT/NAME.json         settings, losses and measurements, anew after every evaluation
     OUT/NAME.pt           model and optimizer, for --resume, every --checkpoint-seconds
     OUT/NAME.safetensors  the weights, at the end
 
-where NAME is form-size-seed unless --name is given. Losses are in bits per byte; seconds are those
-of training, without evaluations and checkpoints. It runs on a CUDA device, if there is one, or on
-the CPU, with the package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
+where NAME is form-size-seed unless --name is given. Losses are in bits per byte; seconds count
+training, without evaluations and checkpoints. It runs on a CUDA device, if there is one, or on the
+CPU, with the package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
 Exit status: 0 done; 1 the loss is not a number; 2 bad usage.
 """
 
@@ -44,9 +44,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 READ_EVERY = 20  # steps between readings of losses, which wait for the device
-RATED_STEPS = (10, 20)  # with --seconds, the steps that are timed to find their number
-QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # of evaluations during training
-PASSKEY_SEQUENCES = 4  # of each depth
+RATED_STEPS = (10, 20)  # with --seconds, these steps are timed to find the number of steps
+QUICK_PAIRS, QUICK_QUESTIONS = (8,), 64  # in evaluations during training
+PASSKEY_SEQUENCES = 4  # for each depth
 
 
 def read_bytes(path: Path) -> np.ndarray:
@@ -68,7 +68,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def refuse(path: Path, message: str) -> NoReturn:
-    """Exit because of what a file has."""
+    """Exit because of the contents of a file."""
     print(f"quality.py: {path}: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -76,9 +76,9 @@ def refuse(path: Path, message: str) -> NoReturn:
 def require_same_kind(
     path: Path, model: dict[str, str], config: quality_model.Config, *, is_same_model: bool
 ) -> None:
-    """Exit if the model of a file has other NoPE heads, which its weights do not tell, or if only
-    one of the two models has normalized queries and keys. With is_same_model, exit also if layers
-    with NoPE heads have another window, which a training may change that starts from the file."""
+    """Exit if the model of a file has other NoPE heads, which its weights do not show, or if only
+    one of the two models has normalized queries and keys. With is_same_model, also exit if layers
+    with NoPE heads have another window; a training that starts from the file may change that."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
@@ -89,7 +89,7 @@ def require_same_kind(
 
 
 class Run:
-    """The training of one model, as far as it has come."""
+    """The training of one model, up to its current step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
@@ -148,19 +148,20 @@ class Run:
             "held_out": [],
         }
         self.seconds = 0.0
-        self.began = 0.0  # when the clock of training was started last
-        self.pending: list[torch.Tensor] = []  # sums of the steps that were not read yet
-        self.counts = [0, 0]  # of bytes in these: of text without episodes, and marked ones
+        self.began = 0.0  # when the clock of training was last started
+        self.pending: list[torch.Tensor] = []  # sums of steps that were not read yet
+        self.counts = [0, 0]  # bytes in these: of texts without episodes, and marked bytes
 
     def targeted_heads(self) -> list[int]:
-        """How many kv heads of each layer have scores that learn from targets, the last ones."""
+        """The number of kv heads in each layer whose scores learn from targets; they are the last
+        ones."""
         which, layers = self.options.score_targets, self.model.attentions()
         if which == "nope":
             return [layer.nope_heads for layer in layers]
         return [layer.kv_heads - layer.sliding_heads if which else 0 for layer in layers]
 
     def require_positive_a(self, path: Path) -> None:
-        """Exit if targets would teach a head to rank its keys the wrong way round."""
+        """Exit if targets would teach a head to rank its keys in reverse."""
         for number, (layer, count) in enumerate(
             zip(self.model.attentions(), self.targeted_heads())
         ):
@@ -176,7 +177,7 @@ class Run:
         return ScoreTargets(self.model, self.targeted_heads(), *rule, options.target_recent)
 
     def rates_of_scores(self) -> quality_optimizer.ScoreRates:
-        """Those of heads whose scores have another learning rate than the rest."""
+        """The learning rates of heads whose scores have another rate than the rest."""
         options = self.options
         if self.targets is not None:
             return quality_optimizer.ScoreRates(self.model, self.targeted_heads(), 0.0, 0.0)
@@ -256,7 +257,7 @@ class Run:
 
 
 def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
-    """One pass without a step, so that compilation is not in the seconds of training."""
+    """One pass without a step, so that the seconds of training exclude compilation."""
     begin = time.perf_counter()
     rows = to_device(batches(run.step)[0], run.device).long()
     with narrow(run.device):
@@ -268,7 +269,7 @@ def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
 
 
 def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
-    """One step of the optimizer. The loss is the mean over unmarked bytes, and recall_weight times
+    """One step of the optimizer. The loss is the mean over unmarked bytes, plus recall_weight times
     the mean over marked ones, which are few."""
     options, device = run.options, run.device
     text, marked, has_episodes = batches(run.step)
@@ -305,7 +306,8 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
 
 
 def find_steps(run: Run, seconds: float) -> int:
-    """With --seconds alone: as many steps as take so long at the rate of the first ones."""
+    """With --seconds alone: the number of steps that takes that long at the rate of the first
+    ones."""
     (_, first, *_), (_, second, *_) = run.log["train"][-2:]
     of_step = (second - first) / (RATED_STEPS[1] - RATED_STEPS[0])
     return RATED_STEPS[1] + max(1, round((seconds - second) / of_step))
@@ -357,7 +359,6 @@ def quick_evaluation(run: Run, evaluation: Evaluation) -> None:
 
 
 def evaluate(run: Run, evaluation: Evaluation) -> None:
-    """All measurements."""
     options = run.options
     begin = time.perf_counter()
     run.model.eval()

@@ -1,4 +1,4 @@
-"""What quality.py measures of a model: losses, recall, kept keys.
+"""The measurements of quality.py: losses, recall, kept keys.
 
 Losses are in bits per byte. Text is numpy uint8 [sequences, length + 1]: a model reads all bytes
 but the last, and its targets are all but the first.
@@ -21,18 +21,18 @@ from quality_model import Attention, Model, narrow
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-BINS = 16  # of positions
-WINDOWS = (128, 256, 512, 1024, 2048)  # keys of a query, at test time
+BINS = 16  # number of bins of positions
+WINDOWS = (128, 256, 512, 1024, 2048)  # keys per query at test time
 KEPT_PAIRS = 16
 NEEDLE_TEXTS = 32  # with needles, for each distance
-EVALUATION_SEED = 1234  # not among those of training
-REPEATED = 13  # bytes: the last of them ends a repetition if all of them stood in the text before
-REACHES = (256, 2304, 8192, 32768, 262144)  # bytes back: classes of repetitions
+EVALUATION_SEED = 1234  # differs from the seeds of training
+REPEATED = 13  # bytes: a byte ends a repetition if the last so many bytes occurred earlier
+REACHES = (256, 2304, 8192, 32768, 262144)  # bytes back: bounds of the classes of repetitions
 
 
 class Results(NamedTuple):
     bits: np.ndarray  # [sequences, length] float32
-    is_right: np.ndarray  # [sequences, length] bool: whether the most probable byte is the target
+    is_right: np.ndarray  # [sequences, length] bool: true if the most probable byte is the target
 
 
 @torch.no_grad()
@@ -50,17 +50,17 @@ def run(model: nn.Module, text: np.ndarray, batch: int, device: torch.device) ->
 
 
 def pieces_of(source: np.ndarray, count: int, length: int) -> np.ndarray:
-    """[count, length + 1] bytes: pieces of `source`, evenly spread."""
+    """[count, length + 1] bytes: evenly spread pieces of `source`."""
     starts = np.linspace(0, len(source) - length - 1, count).astype(np.int64)
     return np.stack([source[start : start + length + 1] for start in starts])
 
 
 def repetitions(row: np.ndarray) -> np.ndarray:
-    """[length] int64 for a row of length + 1 bytes: how many bytes before each target byte the
-    REPEATED bytes that end with it stood last; 0 if they did not."""
+    """[length] int64 for a row of length + 1 bytes: for each target byte, how far back the REPEATED
+    bytes that end with it last occurred; 0 if they did not."""
     words = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(row, 8)).view(np.uint64)
     ends = len(row) - REPEATED + 1
-    first, last = words[:ends, 0], words[REPEATED - 8 :, 0]  # which overlap
+    first, last = words[:ends, 0], words[REPEATED - 8 :, 0]  # the two words overlap
     order = np.lexsort((last, first))  # stable: equal strings stay in the order of positions
     is_same = (np.diff(first[order]) == 0) & (np.diff(last[order]) == 0)
     found = np.zeros(len(row) - 1, np.int64)
@@ -69,9 +69,9 @@ def repetitions(row: np.ndarray) -> np.ndarray:
 
 
 def sums_by_repetition(bits: np.ndarray, back: np.ndarray) -> list[dict[str, Any]]:
-    """Mean losses of target bytes by how far back the text that they repeat is: more than the
-    reach of the row before, and at most `to` bytes; `to` is 0 for bytes that repeat nothing. Both
-    arguments are [sequences, length]. of_pieces: the bytes of each sequence and their sum."""
+    """Mean losses of target bytes by the distance to the text that they repeat: above the reach of
+    the row before, and at most `to` bytes; `to` is 0 for bytes that repeat nothing. Both arguments
+    are [sequences, length]. of_pieces: the bytes of each sequence and their sum."""
     rows = []
     for least, most in zip((-1, 0, *REACHES), (0, *REACHES)):
         chosen = (back > least) & (back <= most)
@@ -95,7 +95,7 @@ class Evaluation:
 
     def losses(self, model: nn.Module) -> dict[str, Any]:
         """The mean over all bytes, its standard error over pieces, and means by position, by piece,
-        and by how far back the text is that they repeat."""
+        and by the distance to repeated text."""
         bits = run(model, self.text, self.batch, self.device).bits
         of_pieces = bits.mean(1, dtype=np.float64)
         by_position = [own.mean(dtype=np.float64) for own in np.array_split(bits, BINS, 1)]
@@ -112,7 +112,7 @@ class Evaluation:
 
     @staticmethod
     def _scored(results: Results, episodes: recall.Episodes) -> dict[str, Any]:
-        """How many values have all bytes right, and bits per byte of values."""
+        """The number of values with all bytes right, and bits per byte of values."""
         spans = [
             (row, slice(question.asked - 1, question.asked - 1 + question.size))
             for row, questions in enumerate(episodes.questions)
@@ -129,7 +129,7 @@ class Evaluation:
     def recall(
         self, model: nn.Module, questions: int, counts: tuple[int, ...] = recall.COUNTS
     ) -> list[dict[str, Any]]:
-        """A row for every number of pairs and distance that fit the length."""
+        """A row for every number of pairs and every distance that fit the length."""
         rows = []
         for count in counts:
             for distance in recall.distances_of(self.length):
@@ -151,7 +151,7 @@ class Evaluation:
         return rows
 
     def needles(self, model: Model) -> list[dict[str, Any]]:
-        """A row for each distance that fits and each kind of needle that nothing marks."""
+        """A row for each distance that fits and each kind of unmarked needle."""
         rows = []
         for distance in quality_needles.distances_of(self.length):
             given = (self.source, self.length, distance, NEEDLE_TEXTS, EVALUATION_SEED)
@@ -166,8 +166,8 @@ class Evaluation:
         return rows
 
     def by_window(self, model: Model) -> list[dict[str, Any]]:
-        """Losses with other windows than those of training: a query keeps `keys` keys in all. In
-        layers with a window of their own their number is multiplied by the same factor."""
+        """Losses with other windows than in training: a query keeps `keys` keys in all. In layers
+        with a window of their own, their number is multiplied by the same factor."""
         rows = []
         config = model.config
         if config.window is None:
@@ -182,8 +182,8 @@ class Evaluation:
         return rows
 
     def kept(self, model: Model) -> dict[str, Any]:
-        """Which keys are kept: by the last query of a piece, and of the values that are asked for
-        by the bytes from which they are predicted."""
+        """The keys that the last query of a piece keeps, and the bytes of recalled values that are
+        kept by the queries that predict them."""
         found: dict[str, Any] = {"text": bytes(self.text[0, :-1]).decode("latin-1")}
         expiries = self._expiries(model, self.text[:1])
         found["last_query"] = [
@@ -200,8 +200,8 @@ class Evaluation:
         return found
 
     def _expiries(self, model: Model, text: np.ndarray) -> list[np.ndarray]:
-        """Of each layer [sequences, kv_heads, length]: the length for a key that the last query
-        keeps."""
+        """Expiries [sequences, kv_heads, length] of each layer. A key that the last query keeps has
+        the value length."""
         found: dict[Attention, list[np.ndarray]] = {layer: [] for layer in model.attentions()}
 
         def keep(layer: Attention, _: Any, __: Any, value: torch.Tensor) -> None:
@@ -213,8 +213,8 @@ class Evaluation:
 
 
 def kept_values(expiries: list[np.ndarray], episodes: recall.Episodes) -> dict[str, Any]:
-    """The fractions of value bytes that are kept until they are asked for, of the expiries
-    [sequences, kv_heads, length] of each layer."""
+    """The fractions of value bytes that are kept until their question, by the expiries [sequences,
+    kv_heads, length] of each layer."""
     kept = []
     for row, questions in enumerate(episodes.questions):
         for question in questions:
@@ -241,15 +241,15 @@ def expiry_of(layer: Attention, value: torch.Tensor) -> np.ndarray:
 
 
 def windows_of(model: Model, factor: float) -> list[int]:
-    """The windows with which the queries of each layer keep `factor` times as many keys in all, and
-    as many recent ones as before."""
+    """The window of each layer with which queries keep `factor` times as many keys in all, and the
+    same number of recent ones."""
     layers = model.attentions()
     return [round((one.window + one.recent) * factor) - one.recent for one in layers]
 
 
 @contextlib.contextmanager
 def windows(model: Model, factor: float) -> Iterator[None]:
-    """Within it, the layers of a model have those of windows_of()."""
+    """A context in which the layers of a model have the windows of windows_of()."""
     before = [layer.window for layer in model.attentions()]
     try:
         for layer, window in zip(model.attentions(), windows_of(model, factor)):
@@ -262,7 +262,7 @@ def windows(model: Model, factor: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observing(model: Model, observe: Any) -> Iterator[None]:
-    """Within it, `observe` is called with every layer and its queries, keys and values."""
+    """A context in which `observe` is called with every layer and its queries, keys and values."""
     try:
         for layer in model.attentions():
             layer.observe = observe

@@ -4,12 +4,12 @@
     research/quality_kept.py OUT/NAME.json --to FILE.svg [--heads LAYER.HEAD ...] [--begin BYTE]
     research/quality_kept.py OUT/*.json --run NAME --to FILE.svg
 
-Above, a line for each layer and kv head. Left: where the keys are that the last query of a
-held-out text keeps. Right: the fraction of the bytes of recalled values that are still kept when
-they are asked for, by their distance. Below, an excerpt of the text, with the kept bytes of a head
-marked, for each head of --heads; the end of a line is drawn as an arrow. Without --heads it is the
-head that keeps most values at the greatest distance, without --begin the excerpt in which these
-heads keep most bytes by score.
+Above, a line for each layer and kv head. Left: positions of the keys that the last query of a
+held-out text keeps. Right: the fraction of the bytes of recalled values that are still kept at
+their question, by distance. Below, for each head of --heads, an excerpt of the text with the kept
+bytes of the head marked; the end of a line is drawn as an arrow. The default of --heads is the head
+that keeps most values at the greatest distance, and the default of --begin is the excerpt in which
+these heads keep most bytes by score.
 Exit status: 0 done; 1 the run has no kept keys, head or bytes to draw; 2 bad usage.
 """
 
@@ -62,10 +62,10 @@ from quality_picture import label_of, read
 COLOUR, GREY = "#0072B2", "#595959"
 BIN = 32  # bytes of a cell on the left
 COLUMNS, LINES = 122, 7  # of an excerpt
-SIGNS = {"\n": "\u21b5", "\t": "\u21e5"}  # what is drawn for bytes that are no letters
-# in points, of which a figure has 72 an inch
+SIGNS = {"\n": "\u21b5", "\t": "\u21e5"}  # drawn for bytes that are not letters
+# in points: a figure has 72 an inch
 WIDTH, SIDE = 792.0, 8.0
-HEAD_HEIGHT = 8.0  # of a line of the upper panels
+HEAD_HEIGHT = 8.0  # of a line in the upper panels
 LETTER, LINE = 10.0, 13.0  # size of a letter, height of a line
 ADVANCE = 0.602 * LETTER  # width of a letter of DejaVu Sans Mono
 BASE = 0.75  # of letters, below the upper end of their line, in lines
@@ -81,7 +81,7 @@ class Head(NamedTuple):
 
 
 class Kept:
-    """What a run keeps. Raises ValueError if that was not measured."""
+    """The kept keys of a run. Raises ValueError if they were not measured."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         found = run.get("final", {}).get("kept", {})
@@ -107,7 +107,7 @@ class Kept:
             raise ValueError(f"--heads: is {head}, want 0.0 to {last}")
 
     def best_head(self) -> Head:
-        """The one that keeps most values at the greatest distance."""
+        """The head that keeps most values at the greatest distance."""
         layer, kv_head = divmod(int(self.values[..., -1].argmax()), self.kv_heads)
         return Head(layer, kv_head)
 
@@ -119,7 +119,7 @@ class Kept:
         return counts.reshape(-1, len(starts))
 
     def fullest(self, heads: list[Head], size: int) -> int:
-        """Where `size` bytes begin of which `heads` keep most, without the newest keys."""
+        """The start of the `size` bytes that `heads` keep most of, without the newest keys."""
         by_score = sum(self.is_kept[head].astype(int) for head in heads)[: -self.newest or None]
         if len(by_score) <= size:
             return 0
@@ -135,7 +135,7 @@ def add_panel(figure: pyplot.Figure, left: float, top: float, size: tuple[float,
 
 
 def add_bar(figure: pyplot.Figure, image: Any, left: float, top: float, width: float) -> None:
-    """The colours of an image, and what they mean."""
+    """The colours of an image, and their meaning."""
     axes = add_panel(figure, left, top, (width, BAR))
     ticks = np.linspace(*image.get_clim(), 3)
     bar = figure.colorbar(image, cax=axes, orientation="horizontal", ticks=ticks)
@@ -144,7 +144,7 @@ def add_bar(figure: pyplot.Figure, image: Any, left: float, top: float, width: f
 
 
 def draw_lines(axes: pyplot.Axes, cells: np.ndarray, most: float, kept: Kept, width: float) -> Any:
-    """An image of a line for each head, `width` wide, and white lines between the layers."""
+    """An image with a line for each head, `width` wide, and white lines between the layers."""
     rows = len(cells)
     extent = (0, width, rows, 0)
     colours = {"cmap": "Blues", "vmin": 0, "vmax": most}
@@ -158,7 +158,7 @@ def draw_lines(axes: pyplot.Axes, cells: np.ndarray, most: float, kept: Kept, wi
 
 
 def draw_heads(figure: pyplot.Figure, kept: Kept, heads: list[Head]) -> float:
-    """The upper panels. Returns the height that they take, in points."""
+    """The upper panels. Returns their height in points."""
     rows = kept.layers * kept.kv_heads
     tall, left, width = rows * HEAD_HEIGHT, 62.0, 500.0
     axes = add_panel(figure, left, TITLE, (width, tall))
@@ -205,7 +205,7 @@ def draw_excerpt(axes: pyplot.Axes, text: str, is_kept: np.ndarray) -> None:
         marked = is_kept[begin : begin + len(words)]
         edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]])))
         for left, right in edges.reshape(-1, 2):
-            low = line + 0.98  # a gap to the box below
+            low = line + 0.98  # leaves a gap to the box below
             boxes.append([(left, line), (right, line), (right, low), (left, low)])
             axes.text(left, line + BASE, words[left:right], color="white", zorder=3, **style)
     axes.add_collection(PolyCollection(boxes, facecolors=COLOUR, linewidths=0, zorder=2))

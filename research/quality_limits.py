@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Measure how many keys NoPE heads need, and what choosing them for all queries costs.
+"""Measure how many keys NoPE heads need, and the cost of choosing them for all queries.
 
     research/quality_limits.py OUT/NAME.safetensors --corpus CORPUS [--json FILE]
 
-The model is one of quality.py whose NoPE heads were trained with all keys (--form dense
---nope-heads N) or with some. The loss of held-out text is measured with these heads restricted to
-a number of keys, of which the --recent newest ones are always there. The other keys are chosen by
-one of these rules, the first two of which know the future:
+The model comes from quality.py, with NoPE heads that were trained with all keys (--form dense
+--nope-heads N) or with some. The loss of held-out text is measured with these heads restricted to a
+number of keys, which always include the --recent newest ones. One of these rules chooses the other
+keys; the first two know the future:
 
-    each query   those of highest <query, key>, for each query and each query head
-    all queries  those of highest target of score_target_loss, that is of largest probability from
-                 any later query in attention to all keys: one order for all queries of a kv head
+    each query   the keys of highest <query, key>, for each query and each query head
+    all queries  the keys of highest target of score_target_loss: of largest probability from any
+                 later query in attention to all keys, in one order for all queries of a kv head
     newest       the newest ones
-    random       those of highest random score
+    random       the keys of highest random score
 
-"each query" is what few keys can reach; "all queries" is about what scores can reach that do not
-depend on the query. Scores of the model, and their bias, have no part in these heads. All other
-heads are as they were trained.
+"each query" is the limit of few keys; "all queries" is about the limit of scores that do not depend
+on the query. These heads do not use the scores of the model and their bias. All other heads are as
+they were trained.
 Exit status: 0 done; 2 bad usage, or a model without NoPE heads.
 """
 
@@ -78,13 +78,13 @@ from quality_results import table_of
 from torch import nn
 
 RULES = ("each query", "all queries", "newest", "random")
-QUERIES = 1024  # whose logits are in memory at once
-SEED = 0  # of random scores
+QUERIES = 1024  # logits of so many queries are in memory at once
+SEED = 0  # for random scores
 
 
 def logits_of(query: torch.Tensor, key: torch.Tensor, begin: int) -> torch.Tensor:
-    """[heads, queries, keys] float32 of queries [queries, heads, head_dim], the first of which has
-    position `begin`, with keys [keys, head_dim]; -inf for later keys."""
+    """[heads, queries, keys] float32 of queries [queries, heads, head_dim], the first at position
+    `begin`, with keys [keys, head_dim]; -inf for later keys."""
     logits = torch.einsum("qhd,kd->hqk", query.float(), key.float()) / query.shape[2] ** 0.5
     later = torch.ones(logits.shape[1:], dtype=torch.bool, device=query.device).triu(begin + 1)
     return logits.masked_fill(later, -torch.inf)
@@ -93,8 +93,8 @@ def logits_of(query: torch.Tensor, key: torch.Tensor, begin: int) -> torch.Tenso
 def best_of_each_query(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: int, recent: int
 ) -> torch.Tensor:
-    """Attention [len, heads, head_dim] of each query to its `keys` best keys of one kv head, the
-    `recent` newest among them."""
+    """Attention [len, heads, head_dim] of each query to its `keys` best keys of one kv head,
+    including the `recent` newest."""
     pieces = []
     for begin in range(0, len(query), QUERIES):
         own = query[begin : begin + QUERIES]
@@ -110,7 +110,7 @@ def best_of_each_query(
 
 
 def scores_of(rule: str, query: torch.Tensor, key: torch.Tensor, recent: int) -> torch.Tensor:
-    """[kv_heads, len] float32 of one sequence, for the rules that have one order of the keys."""
+    """[kv_heads, len] float32 for one sequence, for rules with one order of the keys."""
     length, kv_heads, _ = key.shape
     if rule == "newest":
         return key.new_zeros(kv_heads, length, dtype=torch.float32)
@@ -140,7 +140,7 @@ def attend_with(
 
 
 def attend(layer: Attention, restricted: Any, *rows: torch.Tensor) -> torch.Tensor:
-    """That of a layer, with its NoPE heads, the last ones, by `restricted`."""
+    """Attention of a layer. Its NoPE heads, the last ones, use `restricted`."""
     query, key, value = rows[:3]
     count = layer.nope_heads * query.shape[2] // layer.kv_heads
     nope = (query[:, :, -count:], *(x[:, :, -layer.nope_heads :] for x in (key, value)))
@@ -151,7 +151,7 @@ def attend(layer: Attention, restricted: Any, *rows: torch.Tensor) -> torch.Tens
 
 @contextlib.contextmanager
 def restricted_heads(model: Model, rule: str, keys: int, recent: int) -> Iterator[None]:
-    """Within it, a query of the NoPE heads of a model attends to `keys` keys, chosen by a rule."""
+    """A context in which a query of the NoPE heads attends to `keys` keys, chosen by a rule."""
     layers = [layer for layer in model.attentions() if layer.nope_heads > 0]
     for layer in layers:
         layer.attend = partial(attend, layer, partial(attend_with, rule, keys, recent))

@@ -4,7 +4,7 @@
     each layer: x += attention(rmsnorm(x)); x += contract(relu(expand(rmsnorm(x)))^2)
     logits = head(rmsnorm(x))
 
-A form says which keys a query keeps:
+A form determines the keys that a query keeps:
 
     dense          all
     selected       the `keys` of highest score
@@ -14,11 +14,11 @@ A form says which keys a query keeps:
                    as it was initialised, and no bias is added to logits
     random-recent  as recent, with such scores
 
-In the forms with scores, some kv heads can have a sliding window all the same, by the argument
-sliding_heads of DynamicMaskAttention; the others learn scores, or have random ones. In all forms
-the last kv heads of a layer can be NoPE heads: only nope_rotary_dim channels of their queries and
-keys have a rotary embedding (0: none), so that what the other channels match does not depend on the
-distance. Their A and their rows of dt_proj have learning rates of their own.
+In the forms with scores, the argument sliding_heads of DynamicMaskAttention gives some kv heads a
+sliding window; the others learn scores, or have random ones. In all forms the last kv heads of a
+layer can be NoPE heads: only nope_rotary_dim channels of their queries and keys have a rotary
+embedding (0: none), so that matches in the other channels do not depend on the distance. Their A
+and their rows of dt_proj have learning rates of their own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DENSE_BACKENDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a model is, without its weights."""
+    """The definition of a model, without its weights."""
 
     layers: int
     q_heads: int
@@ -70,15 +70,15 @@ class Config:
     sliding: tuple[int, ...] = ()
     nope: tuple[int, ...] = ()
     nope_rotary_dim: int = 0  # channels of a NoPE head that have a rotary embedding, the first ones
-    qk_norm: bool = False  # whether each head of queries and keys is normalized
-    nope_window: int | None = None  # window of the layers that have NoPE heads; None: as elsewhere
+    qk_norm: bool = False  # true if each head of queries and keys is normalized
+    nope_window: int | None = None  # window of the layers with NoPE heads; None: as in other layers
 
     @property
     def width(self) -> int:
         return self.q_heads * HEAD_DIM
 
     def metadata(self) -> dict[str, str]:
-        """The strings that a file of the model has beside the weights."""
+        """The strings in a file of the model, beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
         if self.nope_window is None:
             del values["nope_window"]
@@ -105,7 +105,7 @@ class Config:
 
 
 def newest_of(form: str, recent: int) -> int:
-    """How many newest keys the queries of a form keep beside those by score."""
+    """The number of newest keys that the queries of a form keep beside those by score."""
     return recent if form.endswith("recent") else 0
 
 
@@ -125,12 +125,12 @@ def config_of(
     qk_norm: bool = False,
     nope_keys: int | None = None,
 ) -> Config:
-    """The model of a form, in which a query keeps `keys` keys in all. Of the kv heads of each layer
-    the first `sliding_heads` have a sliding window, or, with score_layers, all of them except in
-    the last of every so many layers. The last `nope_heads` of all layers, or of nope_layers
-    (counted from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of
-    their channels have a rotary embedding. In these layers, also in their other heads, a query
-    keeps `nope_keys` keys in all; None: `keys`. qk_norm: as that of DynamicMaskAttention."""
+    """The model of a form in which a query keeps `keys` keys in all. In each layer the first
+    `sliding_heads` kv heads have a sliding window; with score_layers, all heads have one except in
+    every score_layers-th layer. The last `nope_heads` of all layers, or of nope_layers (counted
+    from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of their
+    channels have a rotary embedding. In these layers, also in their other heads, a query keeps
+    `nope_keys` keys in all; None: `keys`. qk_norm: as in DynamicMaskAttention."""
     layers, _, kv_heads = SIZES[size]
     nope: tuple[int, ...] = ()
     if nope_heads > 0:
@@ -227,8 +227,8 @@ class Attention(DynamicMaskAttention):
 
 
 class Block(nn.Module):
-    """A layer, with any attention of hidden states [batch, len, width] and of what it takes beside
-    them."""
+    """A layer with any attention over hidden states [batch, len, width] and the attention's other
+    inputs."""
 
     def __init__(self, width: int, attention: nn.Module) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Model(nn.Module):
 
 
 def narrow(device: torch.device) -> torch.autocast:
-    """Within it, bfloat16 on a CUDA device, where attention takes 16-bit types only, and float32 on
+    """A context: bfloat16 on a CUDA device, where attention takes 16-bit types only, and float32 on
     the CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
@@ -280,16 +280,16 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def prefer_cudnn() -> Any:
-    """A context in which attention to all keys is cuDNN's where it can be."""
+    """A context in which attention to all keys uses cuDNN if possible."""
     return sdpa_kernel(DENSE_BACKENDS, set_priority=True)
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, form: str, seed: int, initial_a: float, dt_std: float) -> None:
-    """Weights that depend on the seed, and not on the form, where forms have the same ones. A is 0
-    in sliding heads, and initial_a in others whose scores are learned."""
+    """Initial weights depend on the seed. Forms share the weights that they have in common. A is 0
+    in sliding heads, and initial_a in other heads with learned scores."""
     generator = torch.Generator().manual_seed(seed)
-    last = STD / math.sqrt(2 * model.config.layers)  # of what is added to x
+    last = STD / math.sqrt(2 * model.config.layers)  # of matrices whose output is added to x
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or "dt_proj" in name:
             continue
@@ -317,16 +317,16 @@ def initialise_nope(model: Model, nope_a: float) -> None:
 
 
 def is_of_scores(name: str) -> bool:
-    """Whether the parameter of this name belongs to the computation of scores."""
+    """True if the parameter of this name belongs to the computation of scores."""
     return ".dt_proj." in name or name.endswith(".A")
 
 
 @torch.no_grad()
 def start_from(model: Model, other: Model, has_new_scores: bool) -> None:
-    """The weights of another model, which may have other forms of attention. With has_new_scores
-    those of scores stay as they are.
+    """Takes the weights of another model, which may have other forms of attention. With
+    has_new_scores the weights of scores do not change.
 
-    Raises ValueError if the other model is of another size, or has no scores, and they are wanted.
+    Raises ValueError if the other model has another size, or lacks scores that are needed.
     """
     found, state = other.state_dict(), model.state_dict()
     for name, tensor in state.items():
@@ -349,11 +349,12 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(model: Model, path: Path, dtype: str = "float32") -> None:
-    """Write a safetensors file. dtype: float32, bfloat16 or int8, which is for matrices only."""
+    """Write a safetensors file. dtype: float32, bfloat16 or int8; int8 is used for matrices
+    only."""
     tensors: dict[str, torch.Tensor] = {}
     state = model.state_dict()
     for layer, attention in enumerate(model.attentions()):
-        if attention.sliding_heads > 0:  # for readers that do not know of sliding heads
+        if attention.sliding_heads > 0:  # for readers that do not know sliding heads
             state[f"blocks.{layer}.attention.A"] = attention.a_coef
     for name, parameter in state.items():
         weight = parameter.detach().cpu()

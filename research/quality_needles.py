@@ -1,9 +1,8 @@
-"""Needles that nothing marks, for quality.py: what a model recalls of text as people write it.
+"""Unmarked needles for quality.py: recall from text as people write it.
 
-A needle has a name and a value of random letters or digits. It is stated in held-out text, in place
-of some of its bytes, and stands there once more, `distance` bytes later; the second time its value
-is asked for. Names and values are random, so that only memory predicts a value. The four kinds
-stand side by side in the same texts:
+A needle has a name and a value of random letters or digits. It replaces some bytes of held-out
+text, and again `distance` bytes later; the second time its value is asked for. Names and values are
+random, so that only memory predicts a value. The four kinds are side by side in the same texts:
 
     assignment    a line "name = 12345"
     sentence      " The code of Name is value."
@@ -31,13 +30,13 @@ class Kind(NamedTuple):
     """A needle is `before`, a name, `between`, a value and `after`."""
 
     before: bytes
-    name: tuple[np.ndarray, int]  # its letters, and how many
+    name: tuple[np.ndarray, int]  # its letters, and their number
     between: bytes
     value: tuple[np.ndarray, int]
     after: bytes
 
     def draw(self, random: np.random.Generator) -> tuple[bytes, int]:
-        """A needle, and where its value begins in it."""
+        """A needle, and the start of its value in it."""
         name, value = (
             letters[random.integers(len(letters), size=count)].tobytes()
             for letters, count in (self.name, self.value)
@@ -56,7 +55,7 @@ BLOCK = NEEDLES * len(KINDS) * SLOT  # bytes that statements take
 
 
 def distances_of(length: int) -> list[int]:
-    """Those that fit a sequence."""
+    """The distances that fit a sequence."""
     return [one for one in DISTANCES if BLOCK <= one <= length - BLOCK]
 
 
@@ -68,7 +67,7 @@ def write(text: np.ndarray, at: int, needle: bytes) -> int:
 def state_and_ask(
     text: np.ndarray, distance: int, random: np.random.Generator
 ) -> dict[str, list[Question]]:
-    """Write NEEDLES needles of each kind into a text, at a random position, and again `distance`
+    """Write NEEDLES needles of each kind into a text at a random position, and again `distance`
     bytes later, where groups of them change their order. Returns the questions of each kind."""
     kinds = random.permutation(np.repeat(list(KINDS), NEEDLES)).tolist()
     begin = int(random.integers(len(text) - distance - BLOCK + 1))

@@ -1,4 +1,4 @@
-"""How the models of quality.py and workloads.py are trained: groups of parameters, optimizers and
+"""The training of the models of quality.py and workloads.py: groups of parameters, optimizers and
 learning rates."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5  # of its Newton-Schulz i
 def parameter_groups(
     model: nn.Module, weight_decay: float, score_rate: float
 ) -> dict[str, dict[str, Any]]:
-    """The groups of optimizers that are not empty. hidden: matrices between two hidden states;
-    matrices: the other ones; vectors; scores: A and dt_proj, whose learning rate is multiplied by
-    score_rate. Only hidden and matrices decay."""
+    """The groups for optimizers that are not empty. hidden: matrices between two hidden states;
+    matrices: the other matrices; vectors; scores: A and dt_proj, whose learning rate is multiplied
+    by score_rate. Only hidden and matrices decay."""
     groups: dict[str, dict[str, Any]] = {
         "hidden": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
         "matrices": {"params": [], "factor": 1.0, "weight_decay": weight_decay},
@@ -38,8 +38,8 @@ def parameter_groups(
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon as torch.optim.Muon computes it with adjust_lr_fn "match_rms_adamw" and its other
-    defaults, but the matrices of one shape together: in fewer and larger kernels."""
+    """Equals torch.optim.Muon with adjust_lr_fn "match_rms_adamw" and its other defaults, but
+    batches the matrices of one shape: in fewer and larger kernels."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.1})
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
         updates = torch._foreach_lerp(gradients, buffers, MOMENTUM)
         update = orthogonalize(torch.stack(updates))
-        scale = 0.2 * math.sqrt(max(parameters[0].shape))  # to a root mean square of 0.2
+        scale = 0.2 * math.sqrt(max(parameters[0].shape))  # gives a root mean square of 0.2
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate * scale)
 
@@ -86,8 +86,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 def optimizers_of(
     groups: dict[str, dict[str, Any]], name: str, rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers for the groups of parameter_groups(), AdamW first. name: adamw, or muon, where
-    Muon has the hidden matrices, with steps as long as AdamW's at this rate."""
+    """Optimizers for the groups of parameter_groups(), AdamW first. name: adamw, or muon. With
+    muon, Muon has the hidden matrices, with steps as long as AdamW's at this rate."""
     others = [group for kind, group in groups.items() if name == "adamw" or kind != "hidden"]
     is_cuda = others[0]["params"][0].device.type == "cuda"
     optimizers = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), fused=is_cuda)]
@@ -115,7 +115,7 @@ class ScoreRates:
         ]
 
     def drop_gradients(self) -> None:
-        """Of rows that do not change, so that the norm of all gradients is without them."""
+        """For rows that do not change, so that the norm of all gradients excludes them."""
         for parameter, rows, factor in self.rows:
             if factor == 0 and parameter.grad is not None:
                 parameter.grad[rows] = 0
@@ -130,7 +130,7 @@ class ScoreRates:
 
 def rate_at(step: int, steps: int, peak: float, warm_up: int, first: int = 0) -> float:
     """The learning rate. It rises linearly over warm_up steps from `first` on, and is multiplied by
-    half a cosine that falls from the peak, at step warm_up, to a tenth of it, at `steps`."""
+    half a cosine that falls from 1 at step warm_up to a tenth at `steps`."""
     rise = min(1.0, (step - first + 1) / warm_up)
     done = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
     return peak * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)

@@ -5,13 +5,13 @@
     research/quality_picture.py RESULTS.json --to FOLDER --runs NAME NAME=LABEL ...
     research/quality_picture.py RESULTS.json --readme FILE.svg --runs NAME=LABEL ...
 
-The files are those of quality.py, or one that quality_results.py wrote. It writes
+The files come from quality.py, or one from quality_results.py. The program writes
 quality-losses.svg (held-out loss against steps, seconds of training and position) and
 quality-recall.svg (accuracy against distance, passkeys against depth, loss against the keys of a
 query at test time), or with --readme one small picture (held-out loss against seconds of training,
-accuracy against distance). Runs of the same label have the same line. A label says which keys a
-query keeps and what else is not usual, unless --runs has another; --runs also orders the runs.
-quality_kept.py draws which keys a run keeps.
+accuracy against distance). Runs of the same label have the same line. A label names the keys that a
+query keeps and the other unusual settings, unless --runs has another; --runs also orders the runs.
+quality_kept.py draws the keys that a run keeps.
 Exit status: 0 done; 1 a run has no evaluation, or is not there; 2 bad usage.
 """
 
@@ -51,7 +51,7 @@ from matplotlib import pyplot
 from peers_picture import save
 
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito's
-LINES = ("-", "--", ":", "-.")  # of the first labels, the next ones, ...
+LINES = ("-", "--", ":", "-.")  # for the first labels, the next ones, ...
 PASSKEY_GROUPS = 8  # of depths
 USUAL = {  # settings that labels do not mention, and their names in labels
     "initial_a": (0.0, "A from {}"),
@@ -72,25 +72,26 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "hidden_rate": (1.0, "rate of matrices x {}"),
     "qk_norm": (False, "QK-norm"),
 }
-# those of learned scores
+# settings of learned scores
 OF_LEARNED = ("initial_a", "score_rate", "nope_a", "nope_rate", "nope_a_rate")
 Runs = dict[str, dict[str, Any]]
 
 
 def read(paths: list[Path]) -> Runs:
-    """The runs of files, by their names."""
+    """The runs of files, by name."""
     runs: Runs = {}
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         if len(lines) == 1:
             runs[path.stem] = lines[0]
-        else:  # of a joined file the first one is the machine
+        else:  # the first row of a joined file is the machine
             runs.update((line["run"], line) for line in lines[1:])
     return runs
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """That of --runs, or else what a query keeps, and which settings are not the usual ones."""
+    """The label of --runs, or else the keys that a query keeps and the settings that are not the
+    usual ones."""
     if "label" in run:
         return run["label"]
     settings = run["settings"]
@@ -144,7 +145,7 @@ def plot(
     styles = lines_of(runs)
     for number, run in enumerate(runs.values()):
         drawn, label = points(run), label_of(run)
-        if drawn:  # the first lines are wider, so that they are seen beneath later ones
+        if drawn:  # the first lines are wider, so that they are visible beneath later ones
             width = 1.2 + 0.6 * max(0, 3 - number)
             axes.plot(*zip(*drawn), label=label, linewidth=width, **styles[label], **others)
     axes.set_xlabel(labels[0])
@@ -173,7 +174,7 @@ def losses_against(column: str) -> Any:
 
 
 def limits_of_losses(runs: Runs) -> tuple[float, float]:
-    """Those of an axis: losses more than 1 bit above the least one are not drawn."""
+    """Limits of an axis: losses more than 1 bit above the least one are not drawn."""
     losses = [row["bits"] for run in runs.values() for row in run["held_out"]]
     return min(losses) - 0.05, min(min(losses) + 1, max(losses) + 0.05)
 
@@ -200,7 +201,7 @@ def draw_recall(runs: Runs, pairs: int) -> pyplot.Figure:
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), layout="constrained")
 
     def passkeys(run: dict[str, Any]) -> list[tuple[float, float]]:
-        """At the middle of each group of depths, which have few questions each."""
+        """At the middle of each group of depths, because a depth has few questions."""
         found = [row["accuracy"] for row in run["final"]["passkey"]]
         size = max(1, len(found) // PASSKEY_GROUPS)
         firsts = range(0, len(found), size)
@@ -245,7 +246,7 @@ def draw_readme(runs: Runs, pairs: int) -> pyplot.Figure:
 
 
 def named(runs: Runs, words: list[str]) -> Runs:
-    """The runs of --runs, in its order, with its labels. Raises ValueError if one is not there."""
+    """The runs of --runs, in its order, with its labels. Raises ValueError if one is missing."""
     chosen: Runs = {}
     for word in words:
         name, equals, label = word.partition("=")

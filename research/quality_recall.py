@@ -1,19 +1,19 @@
 """Recall episodes for quality.py: text whose marked bytes only memory can predict.
 
 A pair is a key of three capital letters and a value of three. It is stated as "{KEYVAL}" and asked
-for later, once, as "<KEYVAL>"; both stand in other text, in place of some of its bytes. The letters
-are random, so that the value in a question can be predicted from the statement, and from nothing
-else: without memory a byte of it costs log2(26) = 4.7 bits. To predict it is to continue a string
-that was seen before, which models learn from ordinary text too. Pairs look like no other text: one
-can tell from a statement alone that it is worth keeping.
+for later, once, as "<KEYVAL>"; both replace some bytes of other text. The letters are random, so
+that the value in a question can be predicted from the statement, and from nothing else: without
+memory a byte of it costs log2(26) = 4.7 bits. To predict it is to continue a string that was seen
+before, which models learn from ordinary text too. Pairs look like no other text: one can tell from
+a statement alone that it is worth keeping.
 
 In training, a sequence has one episode or several, one after the other, each in its own span of
 the sequence: the pairs of an episode are stated in the first half of its span and asked for in
 the second half in another order. Spans and the numbers of pairs are random; the longest span grows
 to the whole sequence in the first `curriculum` steps.
 
-In evaluation, the statements stand side by side, and the questions stand side by side so far behind
-them that each is `distance` bytes after its statement, but for the change of order in groups of 4.
+In evaluation, the statements are side by side, and so are the questions, so far behind that each is
+`distance` bytes after its statement, except for the change of order in groups of 4.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 
 KEY, VALUE = 3, 3  # letters
 PAIR = KEY + VALUE + 2  # bytes of a statement or a question
-SLOT = PAIR + 4  # bytes from one statement to the next where they stand side by side
-SHORTEST_SPAN = 128  # unless another one is asked for; the longest span at step 0 is twice as long
+SLOT = PAIR + 4  # bytes from one statement to the next if they are side by side
+SHORTEST_SPAN = 128  # by default; the longest span at step 0 is twice as long
 MOST_PAIRS = 64
 GROUP = 4  # questions that change their order, in evaluation
 STATED, ASKED = b"{}", b"<>"  # around a statement and a question
@@ -35,7 +35,7 @@ PASSKEY_DEPTHS = 32
 
 
 class Question(NamedTuple):
-    stated: int  # position of the first byte of the value in the statement
+    stated: int  # position of the value's first byte in the statement
     asked: int  # and in the question
     size: int = VALUE  # bytes of the value
 
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    keys: np.ndarray  # [pairs, KEY] uint8, no two of them equal
+    keys: np.ndarray  # [pairs, KEY] uint8, all different
     values: np.ndarray  # [pairs, VALUE] uint8
 
 
@@ -57,7 +57,7 @@ def draw_pairs(count: int, random: np.random.Generator) -> Pairs:
 
 
 def write(text: np.ndarray, at: int, pairs: Pairs, number: int, around: bytes) -> int:
-    """Write a statement or a question into the text; returns the position of its value."""
+    """Write a statement or a question into the text. Returns the position of its value."""
     pair = bytes(pairs.keys[number]) + bytes(pairs.values[number])
     text[at : at + PAIR] = np.frombuffer(around[:1] + pair + around[1:], np.uint8)
     return at + KEY + 1
@@ -87,7 +87,7 @@ def add_episode(
 
 
 def longest_span(step: int, curriculum: int, length: int, shortest: int = SHORTEST_SPAN) -> int:
-    """From twice the shortest span to `length`, by a factor that is the same in every step."""
+    """From twice the shortest span to `length`, by the same factor in every step."""
     first = 2 * shortest
     if step >= curriculum or length <= first:
         return length
@@ -126,7 +126,7 @@ def mark(length: int, questions: list[Question]) -> np.ndarray:
 
 
 def fits(count: int, distance: int, length: int) -> bool:
-    """Whether an episode of evaluation has room: its questions stand behind all statements."""
+    """True if an episode of evaluation fits, with its questions after all statements."""
     block = count * SLOT
     return block <= distance and block + distance <= length
 
@@ -164,7 +164,7 @@ class Episodes(NamedTuple):
 def associative(
     source: np.ndarray, length: int, count: int, distance: int, questions: int, seed: int
 ) -> Episodes:
-    """Sequences of `count` pairs each, that ask `questions` questions or a few more in all."""
+    """Sequences of `count` pairs each, with `questions` questions in all, or a few more."""
     random = np.random.default_rng((seed, count, distance))
     text = cut_random(source, -(-questions // count), length + 1, random)
     return Episodes(
@@ -186,7 +186,7 @@ def passkey(source: np.ndarray, length: int, depth: int, sequences: int, seed: i
 
 
 def distances_of(length: int) -> list[int]:
-    """The distances of the table: to 7/8 of the sequence."""
+    """The distances of the table, up to 7/8 of the sequence."""
     eighths = (0.25, 0.5, 1, 2, 4, 7)
     return [int(length * one / 8) for one in eighths if length * one / 8 >= SLOT]
 
@@ -195,12 +195,12 @@ COUNTS = (4, 8, 16, 32, 64)  # pairs in the table
 
 
 class Batches:
-    """The sequences of training: those of a step depend on the seed and the step only.
+    """The sequences of training. The sequences of a step depend on the seed and the step only.
 
     Args:
         corpus: uint8.
         batch, length: a step has `batch` sequences of length + 1 bytes.
-        fraction: of all sequences, how many have episodes.
+        fraction: fraction of the sequences that have episodes.
         curriculum: steps until spans are as long as sequences.
         shortest: bytes of the shortest span.
     """

@@ -4,18 +4,19 @@
     research/quality_results.py OUT.json RUN.json... [--kept NAME] [--kernels HASH]
     research/quality_results.py OUT.json --against NAME
 
-The first line of OUT.json says the machine, the time at which the last of the files was written,
-the commit (FDMA_COMMIT, or else that of the tree) and, of runs on a GPU, the hash of its kernels
-(kernels_hash.py). Each other line is a run that has ended: its settings, held-out losses and recall
-during training, at most 60 training losses, and what was measured at its end. Only run --kept has
+The first line of OUT.json has the machine, the time at which the last of the files was written, the
+commit (FDMA_COMMIT, or else the tree's) and, for runs on a GPU, the hash of its kernels
+(kernels_hash.py). Each other line is a completed run: its settings, held-out losses and recall
+during training, at most 60 training losses, and the measurements at its end. Only run --kept has
 the text and the positions of kept keys, which quality_kept.py draws. A run has the name of its
 file. quality_picture.py draws such a file.
 
-With --against, tables in Markdown are printed. The first has for each run its held-out loss and how
-far this is from the loss of run NAME, if both read the same text. All models read the same pieces
-of it, so that the standard error of a difference is that of the mean of differences of pieces. The
-second, if there are runs that differ in nothing but their seed, has mean and standard deviation
-over seeds. The third has the losses of bytes by how far back the text is that they repeat.
+With --against, tables in Markdown are printed. The first has for each run its held-out loss and the
+difference to the loss of run NAME, if both read the same text. All models read the same pieces of
+it, so the standard error of a difference is the standard error of the mean of differences of
+pieces. The second, if there are runs that differ only in their seed, has mean and standard
+deviation over seeds. The third has the losses of bytes by the distance to the text that they
+repeat.
 Exit status: 0 done; 1 a run has no evaluation, was on another machine, or is not there; 2 bad
 usage.
 """
@@ -58,7 +59,7 @@ if __name__ == "__main__":
 
 from benchmarking import commit, write_whole
 
-LOSSES = 60  # of training, of each run
+LOSSES = 60  # training losses of each run
 SETTINGS = (
     "form size keys recent sinks bias_form initial_a score_rate rate warm_up steps batch length "
     "recall recall_weight curriculum seed compile start dt_std sliding_heads score_layers "
@@ -66,8 +67,8 @@ SETTINGS = (
     "start_step new_scores score_targets target_start target_every target_rate target_recent "
     "rotary_base decay clip schedule_steps pieces questions optimizer hidden_rate qk_norm"
 ).split()
-SAME_TEXT = ("corpus", "length")  # settings of runs that can be compared
-OF_PIECES = ("by_position", "of_pieces", "by_repetition")  # of the end alone
+SAME_TEXT = ("corpus", "length")  # settings that must be equal to compare runs
+OF_PIECES = ("by_position", "of_pieces", "by_repetition")  # kept for the end only
 MEASURES = ("sha256", "parameters", "warm_up_seconds", "bytes_per_second", "peak_memory", "columns")
 DIGITS = 5
 
@@ -84,7 +85,7 @@ def rounded(value: Any) -> Any:
 
 
 def thinned(rows: list[Any], most: int = LOSSES) -> list[Any]:
-    """At most `most` rows, evenly spread, the first and the last one among them."""
+    """At most `most` rows, evenly spread, including the first and the last one."""
     if len(rows) <= most:
         return rows
     return [rows[number * (len(rows) - 1) // (most - 1)] for number in range(most)]
@@ -107,7 +108,7 @@ def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
 
 
 def machine_of(run: dict[str, Any]) -> dict[str, str]:
-    """What the first line says of a run's machine, in the words of other results."""
+    """The run's machine as in the first line, in the words of other results."""
     found, device = run["machine"], run["settings"]["device"]
     return {"machine": found["device"], "device": device, "torch": found["torch"]}
 
@@ -135,8 +136,8 @@ def join(paths: list[Path], kernels: str, kept: str | None = None) -> list[dict[
 def table_of(
     columns: tuple[str, ...], rows: list[tuple[str, ...]], words: tuple[str, ...] | None = None
 ) -> list[str]:
-    """Lines of Markdown. If `words` is given, columns that are not among them have numbers, which
-    are aligned on the right."""
+    """Lines of Markdown. If `words` is given, all other columns have numbers, which are aligned on
+    the right."""
     lines = ["---" if words is None or column in words else "---:" for column in columns]
     cells = [columns, lines, *rows]
     return ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in cells]
@@ -144,7 +145,7 @@ def table_of(
 
 def paired(run: dict[str, Any], base: dict[str, Any]) -> tuple[float, float] | None:
     """The mean of the differences of losses of pieces, in bits per byte, and its standard error.
-    None if the pieces are not known, or are others."""
+    None if the pieces are unknown, or differ."""
     ours, theirs = (one["final"].get("of_pieces", []) for one in (run, base))
     if len(ours) != len(theirs) or len(ours) < 2:
         return None
@@ -175,8 +176,8 @@ def compare(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def by_repetition(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """Losses of bytes by how far back the text is that they repeat, and how far each is from that
-    of run NAME, of the runs that measured it."""
+    """Losses of bytes by the distance to the text that they repeat, and the difference to run NAME,
+    for the runs that measured them."""
     base, rows = runs[name], []
     classes = [row["to"] for row in base["final"].get("by_repetition", [])]
     if not classes:
@@ -196,8 +197,9 @@ def by_repetition(runs: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def recipe_of(settings: dict[str, Any]) -> str:
-    """What runs have in common that differ in nothing but their seed. Settings that older runs do
-    not have are None or 0 in others that do not use them. Files to start with have seeds, too."""
+    """The settings without the seed, equal for runs that differ only in it. Settings that older
+    runs do not have are None or 0 in other runs that do not use them. Files to start with have
+    seeds, too."""
     used = {key: value for key, value in settings.items() if value and key != "seed"}
     return json.dumps({**used, "start": "start" in used}, sort_keys=True)
 

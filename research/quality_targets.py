@@ -1,8 +1,8 @@
-"""Scores of quality.py's models that learn from the attention which keys would get.
+"""Training of scores, in quality.py's models, by the attention that keys would get.
 
 Heads that have targets train their rows of dt_proj with flash_dmattn.score_target_loss, with an
 optimizer and a learning rate of their own, in some steps and from one sequence of the step. Nothing
-else learns from it. A of these heads stays as it is, above 0.
+else learns from it. A of these heads is not trained, and is above 0.
 
 Before step `start` dt_proj keeps its random weights: heads that keep random keys can learn to find
 a match, and only then do targets tell which keys are worth keeping.
@@ -21,7 +21,7 @@ from torch import nn
 
 
 class States(NamedTuple):
-    """What a layer attends with, in one sequence: [len, heads, head_dim]."""
+    """The inputs of a layer's attention for one sequence: [len, heads, head_dim]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -31,8 +31,8 @@ class States(NamedTuple):
 class ScoreTargets:
     """Trains the rows of dt_proj of the last heads[n] kv heads of layer n.
 
-    Targets are those of queries that no longer have a key among their `recent` newest ones; None:
-    those of the layer, beyond which a query has a key only by its score.
+    Only queries that no longer have a key among their `recent` newest ones count for its target.
+    None: the recent keys of the layer; a query keeps any older key only by its score.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class ScoreTargets:
         self.last_loss: torch.Tensor | None = None
 
     def learn(self, number: int, text: torch.Tensor, rate: float) -> None:
-        """Train these scores at this learning rate, after step `number` of training with this text
-        [batch, len] (int64); before step `start`, and in most steps, do nothing."""
+        """Train these scores at this learning rate, after step `number` of training on this text
+        [batch, len] (int64). Does nothing before step `start`, and in most steps."""
         if number < self.start or number % self.every != 0:
             return
         sequence = number // self.every % len(text)
@@ -93,7 +93,7 @@ class ScoreTargets:
     def loss(
         layer: Attention, rows: torch.Tensor, states: States, recent: int | None = None
     ) -> torch.Tensor:
-        """That of the last heads of a layer, for these rows of its dt_proj."""
+        """The target loss of the last heads of a layer, with these rows of its dt_proj."""
         others = layer.dt_proj.weight.detach()[: -len(rows)]
         return score_target_loss(
             *(one[None] for one in states),
@@ -107,7 +107,7 @@ class ScoreTargets:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also takes over the rows of the model, whose weights were read before."""
+        """Also copies the rows of the model, whose weights were read before."""
         self.optimizer.load_state_dict(state)
         with torch.no_grad():
             for (layer, count), rows in zip(self.layers, self.rows):

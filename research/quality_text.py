@@ -14,9 +14,9 @@ there, takes dictionaries, books, manuals and program sources out of them, and w
                        The first pieces alone are a sample of the corpus.
 
 A document is a file, or a piece of a file that is longer than 256 KiB, cut at the end of a line.
-HTML is reduced to its text. Files that are equal are taken once. The result depends on the versions
-of the packages and on --seed only. It needs lxml (`pip install lxml`), apt-get and dpkg-deb, and
-bzip3 to compress.
+HTML is reduced to its text. Equal files are taken once. The result depends on the versions of the
+packages and on --seed only. It needs lxml (`pip install lxml`), apt-get and dpkg-deb, and bzip3 to
+compress.
 Exit status: 0 done; 1 a package or a file is missing; 2 bad usage.
 """
 
@@ -39,11 +39,11 @@ import benchmarks_path  # noqa: F401
 import program
 
 LONGEST = 1 << 18  # bytes of a document
-SHORTEST = 200  # of a file: shorter ones are redirections and empty modules
-HELD_OUT = 100  # one document of so many is held out
+SHORTEST = 200  # of a file; shorter ones are redirections and empty modules
+HELD_OUT = 100  # one document in so many is held out
 LEAST = 300_000_000  # bytes of corpus.bin
-PIECE = 104_000_000  # bytes of the corpus that are compressed together, at most
-PACK = ("bzip3", "-e", "-b", "100", "-c")  # of these, smaller than xz -9e by a seventh
+PIECE = 104_000_000  # most bytes of the corpus that are compressed together
+PACK = ("bzip3", "-e", "-b", "100", "-c")  # of these, a seventh smaller than xz -9e
 HTML = (".html", ".xhtml", ".htm")
 BLOCKS = frozenset(
     "address article blockquote br caption center dd div dl dt figcaption footer form h1 h2 h3 h4 "
@@ -55,8 +55,8 @@ LEFT_OUT = ".//script | .//style | .//nav | .//head | .//noscript | .//button | 
 
 class Source(NamedTuple):
     package: str
-    pattern: str  # of the paths of its files: a regular expression that is searched for
-    most: float  # megabytes of text that are taken, at most: whole files, chosen by their hashes
+    pattern: str  # a regular expression that is searched for in the paths of its files
+    most: float  # most megabytes of text to take: whole files, chosen by their hashes
 
 
 SOURCES = (
@@ -96,8 +96,8 @@ SOURCES = (
     Source("emacs-el", r"\.el\.gz$", 4),
 )
 
-# Megabytes of the packages that have permissive licences, those of Python, PostgreSQL, WordNet,
-# Django, Go, SymPy and SciPy, or are in the public domain, as SQLite is.
+# Megabytes of packages with permissive licences (Python, PostgreSQL, WordNet, Django, Go, SymPy,
+# SciPy) or in the public domain (SQLite).
 PERMISSIVE = {
     "dict-wn": 8,
     "python3.11-doc": 8,
@@ -119,7 +119,8 @@ def permissive_sources() -> tuple[Source, ...]:
 
 
 def fetch(package: str, cache: Path) -> Path:
-    """The folder with the package's files. Downloaded and unpacked packages are used again."""
+    """The folder with the package's files. Packages that are already downloaded and unpacked are
+    used again."""
     folder = cache / package
     if folder.is_dir():
         return folder
@@ -141,7 +142,7 @@ def version_of(package: str, cache: Path) -> str:
 
 
 def licences_of(package: str, folder: Path) -> list[str]:
-    """The short names of licences in the package's copyright file, if it is of Debian's format."""
+    """The short names of licences in the package's copyright file, if it has Debian's format."""
     path = folder / "usr/share/doc" / package / "copyright"
     if not path.is_file():
         return []
@@ -150,7 +151,7 @@ def licences_of(package: str, folder: Path) -> list[str]:
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Paths and contents of the regular files in a folder, and of those in archives of sources."""
+    """Paths and contents of the regular files in a folder, and in its archives of sources."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
@@ -165,7 +166,7 @@ def files_of(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def text_of_html(data: bytes) -> str:
-    """The text of a page: a line for each block, and preformatted text as it is."""
+    """The text of a page: a line for each block, and preformatted text unchanged."""
     import lxml.html  # nothing else here needs it
 
     page = lxml.html.document_fromstring(data)
@@ -194,7 +195,7 @@ def text_of_html(data: bytes) -> str:
 
 
 def text_of(name: str, data: bytes) -> bytes | None:
-    """A file as UTF-8 text, or None if it is none or has next to no text."""
+    """A file as UTF-8 text, or None if it is not text or has almost none."""
     if PurePosixPath(name).suffix in (".gz", ".dz"):
         data = gzip.decompress(data)
     if name.endswith(HTML):
@@ -207,7 +208,7 @@ def text_of(name: str, data: bytes) -> bytes | None:
 
 
 def cut(text: bytes) -> Iterator[bytes]:
-    """Pieces of at most LONGEST bytes, at ends of lines where there are some."""
+    """Pieces of at most LONGEST bytes, cut at ends of lines if possible."""
     begin = 0
     while len(text) - begin > LONGEST:
         end = text.rfind(b"\n", begin, begin + LONGEST) + 1 or begin + LONGEST
@@ -217,7 +218,7 @@ def cut(text: bytes) -> Iterator[bytes]:
 
 
 def documents_of(source: Source, folder: Path, seen: set[bytes]) -> list[bytes]:
-    """The documents of a source. `seen` has the hashes of all files that were taken."""
+    """The documents of a source. `seen` has the hashes of all files taken so far."""
     pattern = re.compile(source.pattern)
     found = [
         (hashlib.sha256(name.encode()).digest(), name, data)
@@ -278,7 +279,7 @@ def write(out: Path, documents: list[bytes], rows: list[dict[str, object]], seed
 
 
 def compress(out: Path) -> None:
-    """Pieces of whole documents, compressed apart from each other."""
+    """Pieces of whole documents, each compressed on its own."""
     data = (out / "corpus.bin").read_bytes()
     pieces, begin = {"held_out": (out / "held_out.bin").read_bytes()}, 0
     while begin < len(data):

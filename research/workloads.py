@@ -5,15 +5,15 @@
     python research/workloads.py RESULTS.json --join OUT/*-*.json
 
 The workloads are language (workloads_language.py), image, multimodal and series: real text, and
-data that are generated while training. The forms are those of workloads_model.py. Both forms of a
+data that are generated while training. workloads_model.py defines the forms. Both forms of a
 workload take the same number of steps, read the same data in the same order, and begin with the
-same weights where both have them. It writes
+same weights where both have them. The program writes
 
     OUT/NAME-FORM.json  a run, see workloads_results.py
     OUT/workloads.json  all runs of this call
 
-and prints a table. Steps a second are those of training, without a first pass, evaluations, and the
-time in which data are generated; peak memory is that of one more pass. --join writes the runs of
+and prints a table. Steps a second count training, without a first pass, evaluations, and the time
+in which data are generated; peak memory is measured in one more pass. --join writes the runs of
 several calls into one file. It runs on a CUDA device, if there is one, or on the CPU, with the
 package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
 Exit status: 0 done; 1 a loss is not a number, or files do not fit together; 2 bad usage.
@@ -107,15 +107,15 @@ TASKS = {
     "multimodal": (workloads_multimodal, workloads_multimodal.Multimodal),
     "series": (workloads_series, workloads_series.Series),
 }
-WARM_UP = 100  # steps until the learning rate has its peak, or a tenth of fewer than 1,000
+WARM_UP = 100  # steps until the learning rate peaks; if there are fewer than 1,000, a tenth of them
 DECAY, CLIP = 0.1, 1.0  # weight decay of matrices, and the largest norm of a gradient
 HELD_OUT = 16  # batches
-GENERATED = 5  # batches that are timed alone
-GROUP = 16  # steps whose batches are made before the clock of these steps starts
+GENERATED = 5  # batches to time the generation of data alone
+GROUP = 16  # steps whose batches are made before their clock starts
 
 
 def make_workload(name: str, options: argparse.Namespace) -> Workload:
-    """A workload with the sizes that are given, where it has them."""
+    """A workload with the given sizes that it has."""
     module, kind = TASKS[name]
     size = module.QUICK if options.quick else module.USUAL
     fields = {field.name for field in dataclasses.fields(size)}
@@ -188,7 +188,7 @@ class Trainer:
         return seconds
 
     def find_peak(self) -> int | None:
-        """The most memory that a pass takes, after training, with one batch."""
+        """The most memory of a pass with one batch, after training."""
         if self.device.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -199,7 +199,7 @@ class Trainer:
 def means_of(
     measure: Callable[[int], Sums], batches: int, roots: tuple[str, ...]
 ) -> dict[str, float]:
-    """Measures over all held-out batches. Of those in `roots`, the root of the mean."""
+    """Measures over all held-out batches. Measures in `roots` are the root of the mean."""
     totals: dict[str, list[float]] = {}
     for number in range(batches):
         for name, (total, count) in measure(number).items():
@@ -232,7 +232,7 @@ def run_form(workload: Workload, form: str, options: argparse.Namespace) -> dict
     device = torch.device(options.device)
     batch_seconds = time_batches(workload, device)
     torch.compiler.reset()
-    gc.collect()  # the last model must not count in the peak of this one
+    gc.collect()  # so that the peak of this model does not include the last one
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model = workload.begin(form, options.keys, options.recent, options.seed)
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.only:
             try:
                 workload = make_workload(name, options)
-            except ValueError as error:  # a corpus that is too short
+            except ValueError as error:  # the corpus is too short
                 print(f"workloads.py: {error}", file=sys.stderr)
                 sys.exit(2)
             for form in options.forms:

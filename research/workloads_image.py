@@ -1,10 +1,10 @@
 """The workload `image`: a vision transformer over patches of synthetic images of high resolution.
 
-One object of an image is red, one is blue, the others are light or dark grey. Each patch of which
-an object covers half or more is asked for a direction of stripes: those of the red or the blue
-object for their own, for light ones those of the red object, for dark ones those of the blue one.
-So a grey patch needs its own pixels and the detail of an object that may be anywhere; its own
-stripes and its position say nothing. The loss of a constant prediction is log(4).
+One object of an image is red, one is blue, the others are light or dark grey. Each patch that an
+object covers by half or more is asked for a direction of stripes: a red or blue patch for its own,
+a light one for the red object's, a dark one for the blue object's. So a grey patch needs its own
+pixels and the detail of an object that may be anywhere; its own stripes and its position say
+nothing. The loss of a constant prediction is log(4).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from workloads_model import Batch, Body, Config, Sums, Workload
 from workloads_scene import KINDS, NO_LABEL, PATCH, PatchEmbedding
 
 RED, BLUE = (1.0, -0.5, -0.5), (-0.5, -0.5, 1.0)
-REFERENCES = 2  # the red object and the blue one are the first
+REFERENCES = 2  # the first objects are the red one and the blue one
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
     config: Config
     side: int  # pixels
-    grid: int  # cells of a side
+    grid: int  # cells per side
     objects: int
     batch: int
     steps: int
@@ -51,7 +51,7 @@ class Model(Body):
 
 
 def draw(size: Size, random: np.random.Generator) -> tuple[workloads_scene.Scenes, np.ndarray]:
-    """Descriptions of a batch, and the kind that patches of each object are asked for."""
+    """Descriptions of a batch, and for each object the kind that its patches are asked for."""
     kind = random.integers(len(KINDS), size=(size.batch, size.objects))
     scenes = workloads_scene.draw_scenes(size.batch, size.objects, size.grid, kind, random)
     scenes.colour[:, :REFERENCES] = RED, BLUE
@@ -86,7 +86,7 @@ class Image(Workload):
         return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        """`accuracy` of all labels, and that of patches of grey objects."""
+        """`accuracy` over all labels, and over patches of grey objects."""
         has_label = batch["targets"] != NO_LABEL
         logits = model(batch["patches"]).float()[has_label]
         targets, is_grey = batch["targets"][has_label], batch["is_grey"][has_label]

@@ -1,8 +1,8 @@
 """The workload `language`: the byte-level language model of quality_model.py on real text.
 
-The text is that of a folder with the files of quality_text.py, or else Python's standard library:
-its source files in the order of their paths, of which one in fifty is held out. Losses are in bits
-per byte.
+The text comes from a folder with the files of quality_text.py, or else from Python's standard
+library: its source files in the order of their paths, with one in fifty held out. Losses are in
+bits per byte.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Language(Workload):
         return {"text": to_device(text, self.device).long()}
 
     def losses(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses [batch, len] in bits, and which bytes were predicted."""
+        """The losses [batch, len] in bits, and the mask of predicted bytes."""
         text = batch["text"]
         logits = model(text[:, :-1]).float()
         losses = cross_entropy(logits.transpose(1, 2), text[:, 1:], reduction="none")

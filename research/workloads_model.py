@@ -1,10 +1,9 @@
-"""What the workloads of workloads.py have in common: their interface, and a body of layers.
+"""Shared by the workloads of workloads.py: their interface, and a body of layers.
 
-The layers are those of quality_model.py. In the form `dense` a query attends to all keys that it
-can see, by PyTorch; in the form `selected` to the `recent` newest and, of the others, those of
-highest learned score, `keys` in all, by this library. Half of the kv heads, rounded down, have a
-sliding window. Where attention is not causal no key is newest: all `keys` are chosen by score, in
-all heads.
+The layers are the ones of quality_model.py. In the form `dense` a query attends to all keys that it
+can see, by PyTorch; in the form `selected` to `keys` keys, the `recent` newest and the others of
+highest learned score, by this library. Half of the kv heads, rounded down, have a sliding window.
+If attention is not causal no key is newest: all `keys` are chosen by score, in all heads.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ BIAS_FORM = "linear"
 ROTARY_BASE = 10000.0
 
 Batch = Dict[str, torch.Tensor]
-Sums = Dict[str, Tuple[torch.Tensor, int]]  # of each measure: a sum, and over how many
+Sums = Dict[str, Tuple[torch.Tensor, int]]  # for each measure: a sum, and the number of its terms
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the layers of a model are."""
+    """The configuration of the layers of a model."""
 
     layers: int
     q_heads: int
@@ -50,7 +49,7 @@ class Config:
         return self.kv_heads // 2 if self.causal and self.window is not None else 0
 
     def of_form(self, form: str, keys: int, recent: int) -> Config:
-        """The layers of a form, in which a query keeps `keys` keys if it is `selected`."""
+        """The layers of a form. With `selected` a query keeps `keys` keys."""
         if form == "dense":
             return dataclasses.replace(self, window=None, recent=0)
         newest = recent if self.causal else 0
@@ -105,7 +104,7 @@ def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 class Body(nn.Module):
     """Layers and a last norm, from x [batch, len, width] to the same shape. Subclasses embed their
-    inputs. No parameter is a bias, so that initialise() sets all of them by the seed."""
+    inputs. No parameter is a bias, so initialise() sets all of them by the seed."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -126,12 +125,12 @@ class Body(nn.Module):
 class Workload(abc.ABC):
     """A task: its model, its data and its loss.
 
-    Batches depend on the seed, the step and the device only, and held-out ones are drawn with
+    Batches depend on the seed, the step and the device only. Held-out batches are drawn with
     another key of the random generator, or from other text.
     """
 
     name: str
-    data: str  # where the data come from
+    data: str  # the source of the data
     unit: str  # of the loss
 
     def __init__(self, size: Any, seed: int, device: torch.device) -> None:
@@ -141,7 +140,7 @@ class Workload(abc.ABC):
     @property
     @abc.abstractmethod
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens in a step."""
 
     def random_of(self, step: int, is_held_out: bool) -> np.random.Generator:
         return np.random.default_rng((self.seed, int(is_held_out), step))
@@ -160,14 +159,14 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        """The loss of a held-out batch, by the name `loss`, and whatever else has a meaning."""
+        """The loss of a held-out batch, by the name `loss`, and other useful measures."""
 
     def baseline(self, batch: Batch) -> Sums:
         """The measures of predictions without a model, on a held-out batch."""
         return {}
 
     def begin(self, form: str, keys: int, recent: int, seed: int) -> nn.Module:
-        """The model with its initial weights, which do not depend on the form where both have
+        """The model with its initial weights, which are equal in both forms where both have
         them."""
         model = self.make_model(form, keys, recent)
         quality_model.initialise(model, form, seed, INITIAL_A, quality_model.STD)

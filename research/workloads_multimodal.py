@@ -9,8 +9,8 @@ each object, in random order, by its colour (green, black), its stripes and the 
 of its cell. No two objects of an image have one colour; their number is random. Only bytes of
 answers count in the loss: those between a question, #h or G, and the semicolon. No object is asked
 for twice. Attention is causal; the model predicts the next byte from each byte of the text. In
-training, a patch of which an object covers half or more is asked for the letter of its stripes,
-too, so that pixels are learned early; losses of held-out data are those of answers alone.
+training, a patch that an object covers by half or more is also asked for the letter of its stripes,
+so that pixels are learned early; losses of held-out data count answers alone.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PADDING = 0  # the byte after the last answer
 class Size:
     config: Config
     side: int  # pixels
-    grid: int  # cells of a side, 9 at most: a column is one digit
-    objects: tuple[int, int]  # the least and the largest number, at most that of COLOURS
+    grid: int  # cells per side, 9 at most: a column is one digit
+    objects: tuple[int, int]  # the least and the largest number, at most the number of COLOURS
     batch: int
     steps: int
 
     @property
     def length(self) -> int:
-        """Bytes of the text: of the longest, up to the next multiple of 64."""
+        """Bytes of the longest text, rounded up to a multiple of 64."""
         longest = len(KINDS) * len("#h9;") + self.objects[1] * len("Ghc3;")
         return -(-longest // 64) * 64
 
@@ -110,7 +110,7 @@ def describe(
 
 
 def write(pairs: list[tuple[str, str]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """text [length + 1] uint8, and what each byte of it answers: one of the ANSWERS, or 0."""
+    """text [length + 1] uint8, and the kind of answer of each byte: one of the ANSWERS, or 0."""
     text, answers = np.full(length + 1, PADDING, np.uint8), np.zeros(length + 1, np.uint8)
     at = 0
     for question, answer in pairs:
@@ -161,7 +161,7 @@ class Multimodal(Workload):
         return letters + cross_entropy(of_text.flatten(0, 1), answers.flatten())
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        """`accuracy` of bytes of answers, and that of each kind of answer."""
+        """`accuracy` over bytes of answers, and over each kind of answer."""
         targets = batch["targets"]
         logits = model(batch["patches"], batch["text"])[:, -targets.shape[1] :].float()
         losses = cross_entropy(logits.transpose(1, 2), targets, reduction="none")

@@ -1,9 +1,9 @@
 """Files and table of workloads.py.
 
-The first line of a file says the machine, as in benchmarking.py; each other line is a run. A run
-has its settings, `train`, at most 60 training losses as [step, loss], `train_loss`, the mean over
-the last tenth of the steps, `held_out`, the loss and other measures of held-out data, and
-`baseline`, those of predictions without a model.
+The first line of a file has the machine, as in benchmarking.py; each other line is a run. A run has
+its settings, `train`, at most 60 training losses as [step, loss], `train_loss`, the mean over the
+last tenth of the steps, `held_out`, the loss and other measures on held-out data, and `baseline`,
+the measures of predictions without a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import benchmarks_path  # noqa: F401
 from benchmarking import write_whole
 from quality_results import rounded, table_of
 
-SAME = ("machine", "device", "torch", "commit", "kernels")  # in all files that are joined
+SAME = ("machine", "device", "torch", "commit", "kernels")  # equal in all files that are joined
 COLUMNS = (
     "workload",
     "form",
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def join(paths: list[Path]) -> list[dict[str, Any]]:
     """The lines of a file with the runs of several, by workload and form.
 
-    Raises ValueError for files of several machines, or that have a run twice.
+    Raises ValueError for files of different machines, or with the same run twice.
     """
     first: dict[str, Any] = {}
     runs: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def cells_of(row: dict[str, Any], dense: dict[str, Any] | None) -> dict[str, str
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, with a line for each run. Rates are compared with those of `dense`."""
+    """Markdown, with a line for each run. Rates are compared with the rates of `dense`."""
     dense = {
         (row["workload"], row["settings"]["seed"]): row for row in rows if row["form"] == "dense"
     }

@@ -1,8 +1,8 @@
 """Synthetic images for workloads.py: discs with stripes, in many colours, on a noisy background.
 
 An image is a grid of square cells. A cell has one object or none, somewhere in it: a disc whose
-stripes have one of four directions, and a wavelength and a phase that tell nothing. The background
-is noise of three scales.
+stripes have one of four directions, and a wavelength and a phase without meaning. The background is
+noise of three scales.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn.functional import interpolate
 
 KINDS = ("horizontal", "vertical", "rising", "falling")  # directions of stripes
 CHANNELS = 3
-PATCH = 16  # pixels of a side of a patch
-NO_LABEL = -100  # targets that cross_entropy() leaves out
-INPUT_SCALE = 16  # weights begin with deviation 0.02: this makes embeddings as strong as pixels
+PATCH = 16  # pixels per side of a patch
+NO_LABEL = -100  # targets that cross_entropy() ignores
+INPUT_SCALE = 16  # initial weights have deviation 0.02: this makes embeddings as strong as pixels
 SMALLEST, LARGEST = 0.3, 0.45  # radius of an object, as a fraction of the side of its cell
 WAVELENGTH = (5.0, 10.0)  # pixels, across the stripes
 MEAN, CONTRAST = 0.5, 0.7  # of the stripes, times the colour
@@ -29,13 +29,13 @@ NOISE = ((32, 0.15), (8, 0.1), (1, 0.1))  # pixels from one sample to the next, 
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """Descriptions of images: each array is [batch, objects]. No two objects have one cell."""
+    """Descriptions of images: each array is [batch, objects]. Each object has its own cell."""
 
     cell: np.ndarray  # row * grid + column
     kind: np.ndarray
     colour: np.ndarray  # [batch, objects, CHANNELS]
     centre: np.ndarray  # [batch, objects, 2]: y and x in the cell, as fractions of its side
-    radius: np.ndarray  # as a fraction of the side of the cell; 0 for an object that is absent
+    radius: np.ndarray  # as a fraction of the side of the cell; 0 for an absent object
     wavelength: np.ndarray  # pixels
     phase: np.ndarray  # radians
 
@@ -60,7 +60,7 @@ def spread(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def cover(scenes: Scenes, pixels: int, device: torch.device) -> torch.Tensor:
-    """[batch, objects, pixels, pixels] bool: what each object covers of its cell."""
+    """[batch, objects, pixels, pixels] bool: the pixels of its cell that each object covers."""
     y, x = (spread(scenes.centre[..., axis], device) for axis in (0, 1))
     axis = (torch.arange(pixels, device=device) + 0.5) / pixels
     return (axis - x) ** 2 + (axis[:, None] - y) ** 2 < spread(scenes.radius, device) ** 2
@@ -113,7 +113,7 @@ def paint(
 def render(
     scenes: Scenes, side: int, grid: int, random: np.random.Generator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images as patches, see paint(), and what objects cover, see cover()."""
+    """Images as patches, see paint(), and the pixels that objects cover, see cover()."""
     generator = torch.Generator(device).manual_seed(int(random.integers(1 << 62)))
     covered = cover(scenes, side // grid, device)
     return paint(scenes, covered, grid, generator), covered
@@ -123,7 +123,7 @@ def label_patches(
     scenes: Scenes, covered: torch.Tensor, label: torch.Tensor, grid: int
 ) -> torch.Tensor:
     """[batch, patches]: the label [batch, objects] of the object that covers half of a patch or
-    more; NO_LABEL where there is no such object."""
+    more; NO_LABEL if there is none."""
     batch, _, pixels, _ = covered.shape
     count = pixels // PATCH
     blocks = covered.unflatten(3, (count, PATCH)).unflatten(2, (count, PATCH))

@@ -6,9 +6,9 @@ regimes and the noise are drawn anew for every series, so that they must be foun
 regimes return. A token is PATCH successive values; the model predicts a Gaussian for each of the
 next PATCH values. The loss is the negative log-likelihood; `error` is the root mean square error.
 
-Beside the model: `last`, which repeats the last value; `seasonal`, the last value and what the
-series did one short period earlier; `noise`, the loss and error of whoever knows all but the noise.
-The first two are given the single deviation that fits the batch best, and `seasonal` the period.
+Beside the model: `last`, which repeats the last value; `seasonal`, the last value plus the change
+of the series one short period earlier; `noise`, the loss and error with everything known except the
+noise. The first two get the single deviation that fits the batch best, and `seasonal` the period.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def gaussian(error: torch.Tensor, log_deviation: torch.Tensor) -> torch.Tensor:
 
 
 def next_tokens(values: torch.Tensor) -> torch.Tensor:
-    """[batch, len - 1, PATCH]: what is predicted from each token but the last."""
+    """[batch, len - 1, PATCH]: the values predicted from each token except the last."""
     return values.unflatten(1, (-1, PATCH))[:, 1:]
 
 
@@ -155,7 +155,7 @@ def sums_of(error: torch.Tensor, log_deviation: torch.Tensor, prefix: str = "") 
 
 class Series(Workload):
     name, data, unit = "series", "synthetic series", "nats per value"
-    roots = ("error", "last error", "seasonal error", "noise error")  # of means of squares
+    roots = ("error", "last error", "seasonal error", "noise error")  # roots of means of squares
 
     @property
     def tokens(self) -> int:

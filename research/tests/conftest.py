@@ -1,4 +1,4 @@
-"""The library under test is the file FDMA_LIBRARY, or else build/libfdma.so."""
+"""The library under test is FDMA_LIBRARY, or else build/libfdma.so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """quality.py measures less, and logs the losses of every step."""
+    """Makes quality.py measure less, and log the losses of every step."""
     import quality
     import quality_evaluate
     import quality_recall

@@ -1,5 +1,5 @@
-"""What the tests here have in common: programs that are called, tiny models of quality.py, and a
-corpus of random words."""
+"""Shared by the tests here: calls of programs, tiny models of quality.py, and a corpus of random
+words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call(program: ModuleType, *words: Any) -> None:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], program: ModuleType, *words: Any) -> str:
-    """What a program prints to stderr before it ends with status 2."""
+    """The stderr of a program that ends with status 2."""
     with pytest.raises(SystemExit) as stop:
         call(program, *words)
     assert stop.value.code == 2
@@ -74,7 +74,7 @@ def refusal_of(capsys: pytest.CaptureFixture[str], *given: Any, **changed: Any) 
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Those of a run at its end."""
+    """The weights of a run at its end."""
     return torch.load(folder / f"{name}.pt", weights_only=True)["model"]
 
 

@@ -1,5 +1,5 @@
-"""research/quality*.py: the data of training, recall episodes, what forms keep, resumed runs, and
-the files, with tiny models on the CPU."""
+"""research/quality*.py: the data of training, recall episodes, the keys that forms keep, resumed
+runs, and the files, with tiny models on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = re.compile(rb"<([A-Z]{3})([A-Z]{3})>")
 
 
 def questions_in(text: bytes) -> list[tuple[int, int, bytes, bytes]]:
-    """Found apart from quality_recall: distance, position and both values of every question."""
+    """Distance, position and both values of every question, found without quality_recall."""
     stated = {}
     for match in STATED.finditer(text):
         assert match[1] not in stated, "two equal keys"
@@ -105,7 +105,7 @@ def test_all_forms_read_the_same_sequences(
 
 
 def expiry(form: str) -> np.ndarray:
-    """[layers, kv_heads, LENGTH] of a text of random bytes."""
+    """[layers, kv_heads, LENGTH] for a text of random bytes."""
     model = model_of(form)
     text = np.random.default_rng(1).integers(256, size=(1, LENGTH + 1), dtype=np.uint8)
     evaluation = quality_evaluate.Evaluation(text[0], LENGTH, 1, 1, torch.device("cpu"))
@@ -148,7 +148,7 @@ def test_sliding_layers_stay_and_others_learn(corpus: Path, tmp_path: Path, form
 
 
 def test_sliding_heads_keep_the_newest_keys(tmp_path: Path) -> None:
-    """Whatever their A is, and those of a model of a file, too."""
+    """With any A, also in a model that is read from a file."""
     sizes = {"layers": 2, "q_heads": 2, "kv_heads": 2, "sliding": (1, 0)}
     config = quality_model.Config(window=KEYS - RECENT, recent=RECENT, bias_form="linear", **sizes)
     model = quality_model.Model(config)
@@ -215,7 +215,7 @@ def test_files_hold_the_model(tmp_path: Path, dtype: str) -> None:
 
 
 class Lookup(nn.Module):
-    """Predicts the values of questions by looking for their statements; elsewhere a zero byte."""
+    """Predicts the values of questions by a search for their statements; elsewhere a zero byte."""
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*text.shape, 256)
@@ -323,7 +323,7 @@ def join(monkeypatch: pytest.MonkeyPatch, out: Path, *runs: Any) -> list[dict[st
 
 
 def test_joined_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the measurements of the runs, without text, and are drawn as these are."""
+    """They have the measurements of the runs, without text, and their pictures are the same."""
     runs = {form: train(corpus, tmp_path, form) for form in ("dense", "selected")}
     paths = [tmp_path / f"{form}-tiny-0.json" for form in runs]
     joined = tmp_path / "joined.json"

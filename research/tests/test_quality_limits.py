@@ -1,4 +1,4 @@
-"""research/quality_limits.py: what its rules choose, and its table."""
+"""research/quality_limits.py: the choices of its rules, and its table."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_best_keys_of_each_query(queries: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_best_keys_for_all_queries() -> None:
-    """With one query head and one newest key: of the others, those of largest probability from any
-    later query, among those that a query sees."""
+    """With one query head and one newest key: of the other keys that a query sees, it keeps the
+    keys of largest probability from any later query."""
     query, key, value = (x[:, :, :1] for x in rows_of(40, 1))
     logits = (query[0, :, 0].double() @ key[0, :, 0].double().T / 4).tolist()
     largest = [0.0] * 40
@@ -66,7 +66,7 @@ def test_best_keys_for_all_queries() -> None:
 
 
 def test_random_keys() -> None:
-    """Every query keeps KEYS keys, its RECENT newest ones, and not the newest ones alone."""
+    """Every query keeps KEYS keys, including its RECENT newest ones, and not only the newest."""
     query, key = (nn.functional.pad(x, (0, 40)) for x in rows_of(50, 4)[:2])
     value = torch.eye(50, 56)[None, :, None].repeat(1, 1, 2, 1)  # so that out has the probabilities
     weights = quality_limits.attend_with("random", KEYS, RECENT, query, key, value)[0, :, 0, :50]
@@ -113,7 +113,7 @@ def test_other_heads_stay() -> None:
         "newest", KEYS, RECENT, *(x[:, :, -(x.shape[2] // 2) :] for x in rows)
     )
     assert torch.equal(found[1][:, :, 2:], nope)
-    assert torch.equal(second.attend(*rows), whole[1])  # again as it was
+    assert torch.equal(second.attend(*rows), whole[1])  # restored
 
 
 @pytest.mark.usefixtures("few_measurements")

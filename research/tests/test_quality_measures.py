@@ -1,5 +1,4 @@
-"""research/quality*.py: losses by how far back the text is that is repeated, and recall of
-needles that nothing marks."""
+"""research/quality*.py: losses by the distance to repeated text, and recall of unmarked needles."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ FORMS = {
 
 
 def last_occurrence(text: bytes, target: int, size: int) -> int:
-    """How far back the `size` bytes that end with byte `target` stood last; 0: never."""
+    """How far back the `size` bytes that end with byte `target` last occurred; 0: never."""
     begin = target - size + 1
     found = text.rfind(text[begin : target + 1], 0, target) if begin >= 0 else -1
     return begin - found if found >= 0 else 0
@@ -113,7 +112,7 @@ def test_runs_say_what_they_read(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = train(corpus, tmp_path, "sliding")
-    assert log["final"]["needles"] == []  # a sequence of 512 bytes has no room for any
+    assert log["final"]["needles"] == []  # no needle fits a sequence of 512 bytes
     assert sum(row["bytes"] for row in log["final"]["by_repetition"]) == 2 * LENGTH
     (first, row) = quality_results.join([tmp_path / "sliding-tiny-0.json"], "none")
     assert row["sha256"] == log["sha256"] and len(set(log["sha256"].values())) == 2

@@ -37,7 +37,7 @@ def test_layers_with_nope_heads() -> None:
 @pytest.mark.parametrize("dim", [0, 16])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_rotary_embedding(heads: int, dim: int, tmp_path: Path) -> None:
-    """Of queries (4 heads) and keys (2), in a model and in that of its file."""
+    """Of queries (4 heads) and keys (2), in a model and in the model read from its file."""
     model = two_layers(nope_rotary_dim=dim)
     quality_model.save(model, tmp_path / "model.safetensors")
     x, positions = torch.randn(1, 9, heads, 64), torch.arange(9)[None]
@@ -50,7 +50,8 @@ def test_rotary_embedding(heads: int, dim: int, tmp_path: Path) -> None:
 
 
 def test_nope_heads_do_not_know_positions() -> None:
-    """One layer that keeps all keys gives the last query the same in any order of the others."""
+    """With one layer that keeps all keys, the last query's output does not depend on the order of
+    the others."""
     text = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
     other = torch.cat((text[:, :-1].flip(1), text[:, -1:]), 1)
     for nope in (2, 1, 0):
@@ -72,7 +73,7 @@ def test_a_of_nope_heads() -> None:
 
 @pytest.mark.parametrize("factor, of_a", [(0.0, 0.0), (0.25, 0.25), (0.25, 0.0), (1.0, 0.5)])
 def test_rate_of_nope_scores(factor: float, of_a: float) -> None:
-    """The first step of AdamW is as long as the rate, whatever the gradients are."""
+    """The first step of AdamW is as long as the rate, for any gradients."""
     model = two_layers()
     groups = quality_optimizer.parameter_groups(model, 0.1, 1.0)
     (optimizer,) = quality_optimizer.optimizers_of(groups, "adamw", 0.01)

@@ -18,7 +18,7 @@ BOTH = ["--optimizer=muon", "--qk-norm"]
 
 
 def test_muon_is_that_of_pytorch() -> None:
-    """With matrices of several shapes, of which one has no gradient in the second step."""
+    """With matrices of several shapes, and one without a gradient in the second step."""
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: tuple[int, int]) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_muon_is_that_of_pytorch() -> None:
 @pytest.mark.parametrize("form", ["dense", "recent"])
 @pytest.mark.parametrize("nope", [(), (0, 1)])
 def test_normalized_queries_and_keys(form: str, nope: tuple[int, ...], tmp_path: Path) -> None:
-    """Their lengths do not matter, but their gains do; also in a model read from a file."""
+    """Their lengths have no effect, but their gains do; also in a model read from a file."""
     window = None if form == "dense" else KEYS
     sizes = {"layers": 2, "q_heads": 4, "kv_heads": 2, "nope": nope}
     config = quality_model.Config(window=window, recent=RECENT, qk_norm=True, **sizes)

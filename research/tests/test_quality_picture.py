@@ -1,5 +1,5 @@
 """research/quality_results.py --against, quality_kept.py and quality_picture.py --readme, on
-results that were made up, with answers that were computed by hand."""
+made-up results, with answers computed by hand."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_runs_are_joined_or_compared(
 
 def kept_run() -> dict[str, Any]:
     """Two layers of two kv heads. Head 0.1 keeps 0, head 1.0 six bytes from 2,000 on, 32 apart, and
-    all the newest two."""
+    all heads keep the newest two."""
     newest = [LENGTH - 2, LENGTH - 1]
     spread = [2000 + 32 * number for number in range(6)]
     last_query = [[newest, [0, *newest]], [[*spread, *newest], newest]]
@@ -125,7 +125,7 @@ def test_what_is_kept() -> None:
 
 
 def test_the_excerpt_with_most_kept_bytes() -> None:
-    """Of all that have as many, the first one; the newest keys do not count."""
+    """Among excerpts with as many, the first one counts; the newest keys do not count."""
     kept = Kept(kept_run())
     assert kept.fullest([Head(1, 0)], 161) == 2000
     assert kept.fullest([Head(1, 0)], 200) == 1961
@@ -135,7 +135,7 @@ def test_the_excerpt_with_most_kept_bytes() -> None:
 
 
 def drawn_letters(figure: Any) -> list[str]:
-    """The marked letters of each excerpt, in which other letters are grey."""
+    """The marked letters of each excerpt; its other letters are grey."""
     excerpts = [axes for axes in figure.axes if axes.get_xlim() == (0, quality_kept.COLUMNS)]
     return [
         "".join(text.get_text() for text in axes.texts if text.get_color() == "white")

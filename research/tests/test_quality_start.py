@@ -15,7 +15,7 @@ STILL = 1e-30  # a learning rate that changes no weight
 
 
 def test_rate_rises_again() -> None:
-    """Of a hundred steps, ten of which it rises."""
+    """The rate rises over ten of a hundred steps."""
     usual = [quality_optimizer.rate_at(step, 100, 2.0, 10) for step in range(101)]
     assert usual[0] == pytest.approx(0.2) and usual[9] == usual[10] == 2.0
     assert usual[55] == pytest.approx(1.1) and usual[100] == pytest.approx(0.2)
@@ -41,7 +41,7 @@ def test_new_scores(corpus: Path, tmp_path: Path, form: str, a: float) -> None:
 
 
 def test_text_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """The last two of four steps have the same losses if training begins there."""
+    """If training begins after two of four steps, the last two have the same losses."""
     whole = train(corpus, tmp_path, "sliding", rate=STILL, weights="float32")
     start = tmp_path / "sliding-tiny-0.safetensors"
     more = train(corpus, tmp_path, "sliding", start=start, start_step=2, rate=STILL, name="more")
@@ -73,7 +73,8 @@ def test_models_of_another_size(
 
 
 def test_the_rate_of_a_run_that_begins_later(corpus: Path, tmp_path: Path) -> None:
-    """With a rise over more steps than there are, AdamW's first step is a fraction of the rate."""
+    """If the rate rises over more steps than there are, AdamW's first step is a fraction of the
+    rate."""
     train(corpus, tmp_path, "sliding", weights="float32")
     start = {"start": tmp_path / "sliding-tiny-0.safetensors", "start_step": 3}
     own = {"rate": 0.01, "decay": 0, "warm_up": 1000, "schedule_steps": 10_000}

@@ -1,4 +1,4 @@
-"""research/quality_targets.py: scores that learn from the attention which keys would get."""
+"""research/quality_targets.py: scores that learn from the attention that keys would get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quality_cases import KEYS, RECENT, model_of, refusal_of, train, weights
 
 
 def test_loss_of_the_last_heads() -> None:
-    """These rows take the place of those of dt_proj; the other heads have no part in it."""
+    """The loss takes these rows in place of dt_proj's. The other heads have no effect."""
     config = quality_model.config_of("recent", "small", KEYS, RECENT, sinks=3)
     layer = quality_model.Model(config).attentions()[0]
     tensors = [torch.randn(128, heads, 64) for heads in (6, 3, 3)]
@@ -33,7 +33,7 @@ def test_loss_of_the_last_heads() -> None:
 def test_runs_with_targets(
     corpus: Path, tmp_path: Path, which: str, taught: tuple[bool, bool]
 ) -> None:
-    """Heads with targets learn from nothing else, and their A stays."""
+    """Heads with targets learn from nothing else, and their A does not change."""
     changed = {"nope_heads": 1, "nope_layers": 1, "score_targets": which, "target_every": 2}
     run = train(corpus, tmp_path, "recent", name="targets", **changed)
     assert run["held_out"][0]["target_loss"] > 0

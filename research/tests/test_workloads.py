@@ -1,5 +1,5 @@
-"""research/workloads*.py: models, training and files, with tiny models on the CPU. The data are
-tested in test_workloads_data.py."""
+"""research/workloads*.py: models, training and files, with tiny models on the CPU.
+test_workloads_data.py tests the data."""
 
 from __future__ import annotations
 

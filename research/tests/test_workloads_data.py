@@ -1,4 +1,4 @@
-"""The data of research/workloads*.py: what they depend on, and whether answers are right."""
+"""The data of research/workloads*.py: their dependences, and that answers are right."""
 
 from __future__ import annotations
 

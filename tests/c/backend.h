@@ -1,5 +1,5 @@
-/* backend.h - the tests of a program by kernels of the CPU or, if its argument is "cuda", by those
- * of a device: tests/CMakeLists.txt lists the programs that have both. */
+/* backend.h - runs the tests of a program on kernels of the CPU or, if its argument is "cuda", on
+ * kernels of a device. tests/CMakeLists.txt lists the programs that have both. */
 #pragma once
 
 #if defined(FDMA_HAVE_CUDA)

@@ -1,10 +1,9 @@
-/* brute_select.h - the selection of one (b, g) as its rules define it: each prefix is ranked
+/* brute_select.h - computes the selection of one (b, g) by its definition: ranks each prefix
  * anew. */
 #pragma once
 
 #include "scores.h"
 
-/* Which keys a query keeps. */
 typedef struct select_rules {
     int64_t window, recent, sinks;
     fdma_scope scope;
@@ -17,7 +16,8 @@ typedef struct ranked_key {
     int is_sink;
 } ranked_key;
 
-/* For qsort: the better key first; NaN below every number, the later of equals first. */
+/* Comparison for qsort: better keys come first, NaN ranks below every number, and the later of
+ * equal keys comes first. */
 static inline int compare_keys(const void *left, const void *right) {
     const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
     const int x_nan = isnan(x.score), y_nan = isnan(y.score);
@@ -30,8 +30,8 @@ static inline int compare_keys(const void *left, const void *right) {
     return x.j > y.j ? -1 : x.j < y.j;
 }
 
-/* kept[j] = 1 for the `recent` newest of the valid keys among the first `length`, and for the best
- * `window` of the others. */
+/* Sets kept[j] = 1 for the `recent` newest valid keys among the first `length`, and for the best
+ * `window` of the other valid keys. */
 static inline void rank_prefix(const float *score, const uint8_t *valid, int64_t length,
                                const select_rules *rules, ranked_key *keys, uint8_t *kept) {
     int64_t count = 0, newest = 0;
@@ -63,7 +63,7 @@ static inline void brute_global(const float *score, const uint8_t *valid, int64_
     free(keys);
 }
 
-/* One position after the other: rank the prefix, see who left and who came. */
+/* Ranks the prefix of each position in turn, and records which keys left and which arrived. */
 static inline void brute_causal(const float *score, const uint8_t *valid, int64_t n,
                                 const select_rules *rules, int32_t *expiry, int32_t *slot) {
     ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
@@ -75,7 +75,7 @@ static inline void brute_causal(const float *score, const uint8_t *valid, int64_
         slot[p] = -1;
         int left = 0;
         for (int64_t j = 0; j < p; j++) {
-            CHECK(kept[j] <= before[j]); /* what has fallen out never comes back */
+            CHECK(kept[j] <= before[j]); /* an evicted key never returns */
             if (before[j] && !kept[j]) {
                 left++;
                 expiry[j] = (int32_t)p;
@@ -92,7 +92,6 @@ static inline void brute_causal(const float *score, const uint8_t *valid, int64_
     free(keys);
 }
 
-/* The best of the valid scores among the first `length`, -inf if there is none. */
 static inline double best_score(const float *score, const uint8_t *valid, int64_t length) {
     double best = -INFINITY;
     for (int64_t j = 0; j < length; j++)
@@ -101,7 +100,7 @@ static inline double best_score(const float *score, const uint8_t *valid, int64_
     return best;
 }
 
-/* Whether the gap takes key j from the query at position p: its score is too far below the best so
+/* True if the gap removes key j for the query at position p: its score is too far below the best so
  * far, and it is neither a sink nor one of the newest keys. */
 static inline int is_too_low(const float *score, const uint8_t *valid, int64_t j, int64_t p,
                              const select_rules *rules) {
@@ -116,14 +115,13 @@ static inline int is_too_low(const float *score, const uint8_t *valid, int64_t j
            after >= rules->recent;
 }
 
-/* From the selection without a gap to that with one. */
 static inline void brute_gap(const float *score, const uint8_t *valid, int64_t n,
                              const select_rules *rules, int32_t *expiry, int32_t *slot) {
     for (int64_t j = 0; j < n; j++) {
         int gone = 0;
         for (int64_t p = j; p < expiry[j]; p++) {
             const int too_low = is_too_low(score, valid, j, p, rules);
-            CHECK(too_low >= gone); /* what is too low once stays so */
+            CHECK(too_low >= gone); /* a key that is too low once stays too low */
             gone = too_low;
             if (gone)
                 expiry[j] = (int32_t)p;

@@ -1,5 +1,5 @@
-/* cached_stream.h - streams whose tokens come in pieces, each with a sequence of a cache: one call
- * on all their tokens says what every piece must give, and what the cache must hold after it. */
+/* cached_stream.h - streams whose tokens come in pieces, each with a sequence of a cache. One call
+ * on all tokens gives the expected result of every piece and the expected contents of the cache. */
 #pragma once
 
 #include "whole_stream.h"
@@ -15,7 +15,7 @@ static const stream_case cases[] = {
 
 static inline void make_scores(whole_call *x, const char *kernel) {
     if (kernel != NULL && is_device_kernel(kernel))
-        kernel = "cuda/sm80"; // the score's, whatever decodes
+        kernel = "cuda/sm80"; // the kernel of score, for every decode kernel
     fdma_score_args args = {.size = sizeof args,
                             .v = x->v,
                             .dt_proj = x->dt_proj,
@@ -78,7 +78,7 @@ static inline fdma_cache new_cache(const stream_case *test, fdma_dtype dtype) {
 
 /* ---- steps ---- */
 
-/* The streams of a call, in the order of `index`, with the tokens that follow their committed
+/* One call: its streams, in the order of `index`, and the tokens that follow their committed
  * ones. */
 typedef struct step {
     int64_t batch, new_len, q_len;
@@ -86,14 +86,13 @@ typedef struct step {
     fdma_tensor q, k, v, score, out, lse;
 } step;
 
-/* Copies a token of a stream, with all heads, to one of entry b. */
 static inline void copy_token(fdma_tensor to, int64_t b, int64_t to_token, fdma_tensor all,
                               int64_t stream, int64_t from_token) {
     for (int64_t h = 0; h < to.shape[to.rank == 4 ? 2 : 1]; h++)
         copy_key(to, b, to_token, all, stream, from_token, h);
 }
 
-/* Gives a step, whose sizes and lists are set, the tokens that follow `seen` ones. */
+/* Gives a step, whose sizes and lists are set, the tokens that follow the first `seen` ones. */
 static inline void make_step(const whole_call *x, const int32_t *seen, step *s) {
     const int64_t dim = x->test->head_dim;
     s->q = new_tensor(x->dtype, s->batch, s->q_len, q_heads, dim);
@@ -158,11 +157,10 @@ static inline void run_step(const whole_call *x, const fdma_cache *cache, step *
                             const char *kernel) {
     fdma_decode_args args = step_args(x, cache, s, kernel);
     if (kernel != NULL && !is_device_kernel(kernel) && !operation_takes("decode", kernel, x->dtype))
-        args.exec.kernel = NULL; // a kernel of another operation, whose point decodes other dtypes
+        args.exec.kernel = NULL; // of another operation, and its point decodes other dtypes
     CHECK_OK(run_decode(&args));
 }
 
-/* Whether a kernel takes such calls. */
 static inline bool is_taken(const whole_call *x, const fdma_cache *cache, const char *kernel) {
     const int32_t none[streams] = {0};
     uint64_t state = 1;
@@ -172,7 +170,8 @@ static inline bool is_taken(const whole_call *x, const fdma_cache *cache, const 
     return call_takes(operation_decode, &args);
 }
 
-/* Row i of an entry is that of its token in the whole call; beside no token it is empty. */
+/* Row i of an entry equals the row of its token in the whole call. A row without a token is
+ * empty. */
 static inline void check_step(const whole_call *x, const int32_t *seen, const step *s) {
     const int64_t dim = x->test->head_dim;
     const double tolerance = x->dtype == FDMA_FLOAT32 ? 2e-5 : 4 * step_of(x->dtype);
@@ -215,12 +214,11 @@ static inline void check_cache(const whole_call *x, const fdma_cache *cache, con
     }
 }
 
-/* The tokens of a stream. */
 static inline int64_t len_of_stream(const whole_call *x, int64_t stream) {
     return x->test->len / (stream + 1);
 }
 
-/* Decodes what is left of the streams, after `seen` tokens of each, in random steps. */
+/* Decodes the tokens that remain after the first `seen` of each stream, in random steps. */
 static inline void decode_streams(const whole_call *x, const fdma_cache *cache, int32_t *seen,
                                   uint64_t *state, const char *kernel) {
     for (int n = 0; n < 4 * x->test->len && seen[0] < x->test->len; n++) {

@@ -12,8 +12,8 @@ static inline bool is_device_kernel(const char *name) {
     return strncmp(name, "cuda", 4) == 0 && (name[4] == '/' || name[4] == '\0');
 }
 
-/* run: makes a call on a device, with copies of its tensors there; set by device.h, else NULL.
- * fill: the byte that workspace is full of before a call. */
+/* run: makes a call on a device, with copies of its tensors there; device.h sets it, else it is
+ * NULL. fill: the byte that fills the workspace before a call. */
 static struct {
     fdma_status (*run)(fdma_operation operation, void *args);
     unsigned char fill;
@@ -33,7 +33,7 @@ typedef struct operation_info {
 
 static fdma_status run_operation(fdma_operation operation, void *args);
 
-/* Defines run_forward() and the like, which call with workspace of exactly the size that the
+/* Defines run_forward() and the like. They call with workspace of exactly the size that the
  * operation asks for. */
 #define DEFINE_OPERATION(name)                                                                     \
     static inline fdma_status untyped_##name(const void *args) { return fdma_##name(args); }       \
@@ -121,8 +121,8 @@ static fdma_status run_operation(fdma_operation operation, void *args) {
 
 /* ---- a call ---- */
 
-/* The arguments of one call, and their selection, if they have one. They point to it, so a call is
- * copied by call_copy(), not by assignment. */
+/* The arguments of one call, and their selection if they have one. The arguments point to the
+ * selection, so copy a call with call_copy(), not by assignment. */
 typedef struct call {
     fdma_operation operation;
     any_args args;
@@ -131,7 +131,7 @@ typedef struct call {
 
 static inline fdma_exec *call_exec(call *x) { return exec_of(x->operation, &x->args); }
 
-/* Has the arguments point to the selection beside them. */
+/* Makes the arguments point to the selection beside them. */
 static inline void call_own_selection(call *x) {
     const size_t offset = operations[x->operation].selection;
     fdma_selection *const own = &x->selection;
@@ -139,7 +139,6 @@ static inline void call_own_selection(call *x) {
         memcpy((char *)&x->args + offset, &own, sizeof own);
 }
 
-/* The selection that arguments point to, or NULL. */
 static inline fdma_selection *selection_of(fdma_operation operation, const void *args) {
     const size_t offset = operations[operation].selection;
     fdma_selection *given = NULL;
@@ -148,7 +147,6 @@ static inline fdma_selection *selection_of(fdma_operation operation, const void 
     return given;
 }
 
-/* A call with these arguments, and their selection beside them. */
 static inline void call_of(call *x, fdma_operation operation, const void *args) {
     const fdma_selection *const given = selection_of(operation, args);
     x->operation = operation;
@@ -180,7 +178,7 @@ static inline bool is_optional(const tensor_entry *entry) {
     return entry->role == role_optional || entry->role == role_optional_output;
 }
 
-/* NULL: the operation has no tensor of that name. */
+/* NULL if the operation has no tensor of that name. */
 static inline fdma_tensor *call_tensor_named(call *x, const char *name) {
     const tensor_table table = fdma_tensors[x->operation];
     for (size_t t = 0; t < table.count; t++)
@@ -196,7 +194,7 @@ static inline void call_describe_selection(call *x, int64_t window, fdma_scope s
     x->selection.scope = scope;
 }
 
-/* Gives a call the tensors of another one as inputs of the same names. */
+/* Gives call `to` the tensors of `from` as inputs of the same names. */
 static inline void call_take_inputs(call *to, call *from) {
     const tensor_table table = fdma_tensors[to->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
@@ -208,7 +206,7 @@ static inline void call_take_inputs(call *to, call *from) {
         call_describe_selection(to, from->selection.window, from->selection.scope);
 }
 
-/* Replaces the outputs by copies. */
+/* Replaces the outputs by copies in memory of their own. */
 static inline void call_own_outputs(call *x) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
@@ -231,10 +229,10 @@ static inline void check_same_outputs(call *actual, call *want) {
 typedef struct call_sizes {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t tiles, width; /* of lists */
-    int64_t carried;      /* keys, which kv_len counts too; 0: no carried keys and no tables */
+    int64_t carried;      /* counted in kv_len too; 0: no carried keys and no tables */
     int64_t sequences;    /* of a cache */
     int64_t pages;        /* of a sequence; 0: no page table */
-    bool with_pairs;      /* attn_mask and attn_bias, with all axes in full */
+    bool with_pairs;      /* attn_mask and attn_bias with all axes in full */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */
@@ -263,7 +261,7 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
     return sizes[(int)letter];
 }
 
-/* `dtype` is that of q, k, v, out and dt_proj; the tensor `a` is always float32. */
+/* `dtype` is the dtype of q, k, v, out and dt_proj; the tensor `a` is always float32. */
 static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dtype) {
     switch (entry->dtypes) {
     case dtypes_int32:
@@ -280,16 +278,16 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
     }
 }
 
-/* Optional lists of int32, which hold no data but sizes and indices. */
+/* True for optional int32 lists: they hold sizes and indices, not data. */
 static inline bool is_list_of_numbers(const tensor_entry *entry) {
     return is_optional(entry) && entry->rank == 1 && entry->dtypes == dtypes_int32 &&
            strstr(entry->name, ".seen") == NULL;
 }
 
-/* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
- * `size` and the pointer to the selection. There are no lists of int32 such as starts, of which
- * calls check what they hold, and no mask_lists, whose size depends on the device.
- * Options stay as they are; call_describe_selection() is still to be called. */
+/* Gives a call tensors of these sizes without data, with all optional tensors or none, and sets
+ * `size` and the pointer to the selection. Leaves out the int32 lists such as starts, because calls
+ * check their contents, and mask_lists, because its size depends on the device. Does not change
+ * options. The caller must still call call_describe_selection(). */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
     x->args.size = operations[x->operation].args_size;
@@ -318,7 +316,7 @@ static inline void call_drop_selection(call *x) {
         memset((char *)&x->args + offset, 0, sizeof(fdma_selection *));
 }
 
-/* Selects by random scores, with the reference: all kernels select alike. */
+/* Selects by random scores with the reference; all kernels select alike. */
 static inline void call_select(call *x, int64_t window, fdma_scope scope, uint64_t *state) {
     const int64_t *const n = x->selection.expiry.shape;
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, n[0], n[1], n[2], -1);
@@ -332,9 +330,9 @@ static inline void call_select(call *x, int64_t window, fdma_scope scope, uint64
     CHECK_OK(run_select(&args));
 }
 
-/* Gives every tensor memory. Inputs hold random numbers in [-1, 1), and key_valid holds ones.
- * Outputs are full of guard bytes and lie between more of them. A selection that is an input holds
- * no sensible numbers yet: see call_select(). */
+/* Allocates every tensor. Inputs hold random numbers in [-1, 1), and key_valid holds ones. Outputs
+ * are full of guard bytes and lie between more of them. A selection that is an input holds no valid
+ * contents yet: see call_select(). */
 static inline void call_alloc(call *x, uint64_t *state) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
@@ -371,7 +369,7 @@ static inline void set_call_device(fdma_operation operation, void *args, int32_t
         ((fdma_cache_copy_args *)args)->cache.device = device;
 }
 
-/* Whether a kernel takes a call. A kernel of the CPU is not expected to refuse one. */
+/* True if a kernel takes the call. A CPU kernel must take every call. */
 static inline bool call_takes(fdma_operation operation, void *args) {
     size_t bytes;
     const bool on_device = is_device_kernel(exec_of(operation, args)->kernel);
@@ -382,9 +380,9 @@ static inline bool call_takes(fdma_operation operation, void *args) {
     return status == FDMA_OK;
 }
 
-/* Whether a kernel that runs here takes tensors of this type, for more rows than decode takes. Only
- * forward, backward and merge are asked. Decode takes the types that forward takes by the same
- * name, and the others take every type. */
+/* True if a kernel that runs here takes tensors of this dtype, for more rows than decode takes.
+ * Only forward, backward and merge are asked: decode takes the dtypes of the forward kernel of the
+ * same name, and the other operations take every dtype. */
 static inline bool operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
     static const fdma_operation asked[] = {operation_forward, operation_backward, operation_merge};
     static const call_sizes n = {
@@ -406,7 +404,7 @@ static inline bool operation_takes(const char *operation, const char *kernel, fd
 }
 
 /* The name by which tests force a kernel. A decode kernel takes few rows only, so it is forced by
- * the name of its point, such as cpu/avx2: the tile kernel of that point takes all other calls. */
+ * the name of its point, such as cpu/avx2; the tile kernel of that point takes all other calls. */
 static inline const char *forced_name(const char *name) {
     static char points[kernel_limit][32];
     const char *const end = strstr(name, "/decode");
@@ -420,8 +418,8 @@ static inline const char *forced_name(const char *name) {
     return points[n];
 }
 
-/* Leaves the kernels that FDMA_TEST_KERNELS names the beginning of, if the operation has one.
- * tools/gates/run.sh sets it where another build has tested the others already. */
+/* Keeps the kernels whose names begin with an entry of FDMA_TEST_KERNELS, if the operation has one.
+ * tools/gates/run.sh sets it where another build has already tested the others. */
 static inline kernel_list narrowed(const kernel_list *all) {
     const char *const beginning = getenv("FDMA_TEST_KERNELS");
     kernel_list named = {.count = 0};
@@ -431,15 +429,15 @@ static inline kernel_list narrowed(const kernel_list *all) {
     return named.count > 0 ? named : *all;
 }
 
-/* Whether a kernel takes few calls, or no call but the step of a fused one: see test_cuda_top.c
+/* True if a kernel takes few calls, or only the selection step of a fused call: see test_cuda_top.c
  * and test_cuda_short.c. */
 static inline bool takes_few_calls(const char *name) {
     return strcmp(name, "cuda/sm90/top") == 0 || strcmp(name, "cuda/sm80/short") == 0 ||
            strcmp(name, "cuda/sm80/keep_all") == 0;
 }
 
-/* The kernels of an operation that tests run with a dtype: those of this machine's CPU, or of its
- * device if that is tested. A kernel of a device may still refuse a call: see call_takes(). */
+/* The kernels of an operation that tests run with a dtype: CPU kernels of this machine, or device
+ * kernels if the device is tested. A device kernel may still refuse a call: see call_takes(). */
 static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     static bool said[256];
     const bool on_device = test_backend.run != NULL;
@@ -448,7 +446,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         fdma_kernel_info info = {.size = sizeof info};
         CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
         if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name) != on_device ||
-            strcmp(info.name, "reference/float32") == 0 || // what tolerances are made from
+            strcmp(info.name, "reference/float32") == 0 || // source of the tolerances
             takes_few_calls(info.name))
             continue;
         if (info.missing != NULL && !said[i % TEST_COUNT(said)])
@@ -467,20 +465,19 @@ static inline kernel_list kernels_of(const char *operation) {
     return kernels_for(operation, FDMA_FLOAT32);
 }
 
-/* The dtypes of tensors that kernels are tested with; on a device, from first_dtype() on. */
+/* The dtypes of tensors under test; on a device, from first_dtype() on. */
 static const fdma_dtype test_dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
 enum { test_dtype_count = 3 };
 
 static inline int first_dtype(void) { return test_backend.run != NULL; }
 
-/* Where the number of cases is divided, case n is tested in one of the dtypes. */
+/* With a divided number of cases, case n is tested in one of the dtypes. */
 static inline bool is_left_out(int n, int type) {
     return test_divisor() > 1 && (n + type) % (test_dtype_count - first_dtype()) != 0;
 }
 
 static inline fdma_dtype backend_dtype(void) { return test_dtypes[first_dtype()]; }
 
-/* Calls `run` for each kernel of an operation in each type that it takes. */
 static inline void for_each_kernel(const char *operation,
                                    void (*run)(const char *kernel, fdma_dtype dtype)) {
     for (int type = first_dtype(); type < test_dtype_count; type++) {

@@ -1,6 +1,6 @@
 /* cases.h - tests/cases.def as problems: each case's shape, options, order of scores and padding,
- * with random tensors. The steep orders and the special values are left to `fdma check`: here they
- * are random. */
+ * with random tensors. `fdma check` tests the steep orders and the special values; here they are
+ * random. */
 #pragma once
 
 #include "problem.h"
@@ -36,7 +36,6 @@ typedef struct shape_case {
     case_padding padding;
 } shape_case;
 
-/* A line of cases.def. */
 #define SHAPE_RULES(case_name, n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim, n_window, mask,   \
                     form, cap, order, layout, pad, n_recent, n_sinks)                              \
     {.name = case_name,                                                                            \
@@ -60,7 +59,7 @@ typedef struct shape_case {
 
 static const shape_case cases[] = {
 #define CASE_PACKED(...) /* test_packed.c has cases of its own */
-#define CASE_PAIRS(...)  /* so has test_masks.c */
+#define CASE_PAIRS(...)  /* test_masks.c has cases of its own */
 #define CASE_RULES(...) SHAPE_RULES(__VA_ARGS__),
 #define CASE(...) SHAPE(__VA_ARGS__),
 #include "../cases.def"
@@ -89,7 +88,8 @@ static inline float case_score(score_order order, int64_t j, float random) {
     }
 }
 
-/* As in `fdma check`; where the case has no padding, by `seed` every eleventh key or none. */
+/* As in `fdma check`. In cases without padding every eleventh key is invalid if `seed` is even, and
+ * none if it is odd. */
 static inline int case_key_is_valid(const shape_case *n, uint64_t seed, int64_t b, int64_t j) {
     const int64_t kv_len = n->sizes.kv_len, padded = kv_len * (b + 1) / (n->sizes.batch + 2);
     switch (n->padding) {
@@ -106,7 +106,7 @@ static inline int case_key_is_valid(const shape_case *n, uint64_t seed, int64_t 
     }
 }
 
-/* The bias is the score, whatever the bias form. */
+/* The bias is the score for every bias form. */
 static inline problem shape_problem(const shape_case *n, uint64_t seed, fdma_dtype dtype) {
     problem x = n->sizes;
     x.dtype = dtype;
@@ -127,7 +127,6 @@ static inline problem case_problem(int index, fdma_dtype dtype) {
     return shape_problem(&cases[index], (uint64_t)index + 100, dtype);
 }
 
-/* The index of a case in cases[]. */
 static inline int find_case(const char *name) {
     for (int index = 0; index < TEST_COUNT(cases); index++)
         if (strcmp(cases[index].name, name) == 0)
@@ -136,7 +135,7 @@ static inline int find_case(const char *name) {
     exit(1);
 }
 
-/* ---- cases in which some keys are kept by no query ---- */
+/* ---- cases with keys that no query keeps ---- */
 
 static const char *const unread_cases[] = {
     "later/steps", "long/rising",    "head-dim/8",      "global/causal",  "global/full",
@@ -148,7 +147,8 @@ static inline problem unread_problem(const char *name, fdma_dtype dtype) {
     return case_problem(find_case(name), dtype);
 }
 
-/* Eight bytes of out at a time: what fills an output is a 16-bit number, too. */
+/* Reads eight bytes of out at a time, because the fill pattern of outputs is a valid 16-bit
+ * number. */
 static inline void check_written(fdma_tensor tensor) {
     const unsigned char *data = tensor.data;
     const size_t size = tensor.rank == 4 ? 8 : sizeof(float);

@@ -1,7 +1,8 @@
-/* device.h - a CUDA device for the C tests: tensors on it between guard bytes, and calls.
+/* device.h - a CUDA device for the C tests: allocates tensors on it between guard bytes, and makes
+ * calls.
  *
- * What is allocated here lives until device_free_all(), which looks at the guards. A table of tests
- * ends in device_test_run(): on a machine without a device it says so for each test, and passes. */
+ * Blocks live until device_free_all(), which checks the guards. A table of tests ends in
+ * device_test_run(): on a machine without a device it says so for each test, and passes. */
 #pragma once
 
 #include "problem.h"
@@ -24,7 +25,7 @@ static struct {
     int blocks;
 } device_state;
 
-/* A failure of the device itself leaves nothing to go on with. */
+/* Exits: after a failure of the device itself no test can go on. */
 static inline void device_must(cudaError_t status, const char *what) {
     if (status != cudaSuccess) {
         printf("[%s] %s: %s\n", test_state.context, what, cudaGetErrorString(status));
@@ -32,7 +33,7 @@ static inline void device_must(cudaError_t status, const char *what) {
     }
 }
 
-/* Everything so far is done, and did not fault. */
+/* Waits until all previous work is done, and checks that none of it faulted. */
 static inline void device_wait(void) { device_must(cudaDeviceSynchronize(), "a kernel"); }
 
 static inline size_t device_free_bytes(void) {
@@ -41,7 +42,7 @@ static inline size_t device_free_bytes(void) {
     return free_bytes;
 }
 
-/* Memory between guards, all of it guard bytes. */
+/* Allocates memory filled with guard bytes, between guards. */
 static inline void *device_alloc(size_t size) {
     unsigned char *base = NULL;
     const size_t total = size + 2 * (size_t)device_guard;
@@ -59,7 +60,6 @@ static inline void device_check_guard(const unsigned char *at) {
     CHECK_BYTES(found, want, sizeof want);
 }
 
-/* Frees the blocks after the first `kept`. */
 static inline void device_free_after(int kept) {
     while (device_state.blocks > kept) {
         const device_block block = device_state.block[--device_state.blocks];
@@ -71,7 +71,7 @@ static inline void device_free_after(int kept) {
 
 static inline void device_free_all(void) { device_free_after(0); }
 
-/* Memory without guards; NULL, and a line, where the device has not so much. */
+/* Allocates memory without guards; prints a line and returns NULL if the device has too little. */
 static inline char *device_large(size_t bytes) {
     void *memory = NULL;
     if (device_free_bytes() < bytes + ((size_t)1 << 29)) {
@@ -83,13 +83,12 @@ static inline char *device_large(size_t bytes) {
     return memory;
 }
 
-/* What is on the device and the host alike, at the end of a case. */
 static inline void device_free_both(void) {
     device_free_all();
     test_free_all();
 }
 
-/* Bytes from a tensor's first element to its last, whatever the strides. */
+/* Bytes from a tensor's first element to its last, for any strides. */
 static inline size_t device_extent(fdma_tensor tensor) {
     int64_t last = 0;
     for (int axis = 0; axis < tensor.rank; axis++) {
@@ -105,7 +104,7 @@ static inline void device_write(fdma_tensor to, fdma_tensor from) {
                 "a copy to the device");
 }
 
-/* A copy on the device; what is absent stays so. */
+/* Copies a tensor to the device; an absent tensor stays absent. */
 static inline fdma_tensor device_tensor(fdma_tensor host) {
     fdma_tensor copy = host;
     if (host.rank > 0) {
@@ -115,12 +114,11 @@ static inline fdma_tensor device_tensor(fdma_tensor host) {
     return copy;
 }
 
-/* Fills an output with guard bytes again. */
 static inline void device_clear(fdma_tensor tensor) {
     device_must(cudaMemset(tensor.data, test_guard_byte, device_extent(tensor)), "cudaMemset");
 }
 
-/* Waits for everything before. */
+/* Waits for all previous work. */
 static inline void device_read_into(fdma_tensor host, fdma_tensor tensor) {
     device_must(cudaMemcpy(host.data, tensor.data, device_extent(tensor), cudaMemcpyDeviceToHost),
                 "a copy from the device");
@@ -133,7 +131,7 @@ static inline fdma_tensor device_read(fdma_tensor tensor) {
     return copy;
 }
 
-/* An output must still be full of guard bytes. */
+/* Checks that an output is still full of guard bytes. */
 static inline void device_check_unwritten(fdma_tensor tensor) {
     const fdma_tensor found = device_read(tensor);
     for (size_t at = 0; at < bytes_of(found); at++)
@@ -149,8 +147,8 @@ static inline void device_exec(fdma_exec *exec, size_t bytes) {
 
 /* ---- calls ---- */
 
-/* A copy of a call with copies of its tensors on the device: with what lies between their rows, and
- * what outputs hold. */
+/* Copies a call, with copies of its tensors on the device, including the bytes between their rows
+ * and the contents of outputs. */
 static inline void device_copy_call(call *there, const call *here) {
     const tensor_table table = fdma_tensors[here->operation];
     call_copy(there, here);
@@ -169,13 +167,14 @@ static inline fdma_status device_give_workspace(call *there) {
     return FDMA_OK;
 }
 
-/* Runs it, and does not wait. */
+/* Does not wait. */
 static inline fdma_status device_run_call(call *there) {
     FDMA_TRY(device_give_workspace(there));
     return operations[there->operation].call(&there->args);
 }
 
-/* Copies the outputs to tensors of the same layout on the host, after everything before. */
+/* Waits for all previous work, then copies the outputs to tensors of the same layout on the
+ * host. */
 static inline void device_read_outputs(call *here, call *there) {
     const tensor_table table = fdma_tensors[here->operation];
     device_wait();
@@ -184,7 +183,6 @@ static inline void device_read_outputs(call *here, call *there) {
             device_read_into(*call_tensor(here, entry), *call_tensor(there, entry));
 }
 
-/* A copy of a call with its outputs on the host. */
 static inline void device_fetch(call *here, call *there) {
     const tensor_table table = fdma_tensors[there->operation];
     call_copy(here, there);
@@ -194,7 +192,7 @@ static inline void device_fetch(call *here, call *there) {
             *call_tensor(here, entry) = device_read(*call_tensor(there, entry));
 }
 
-/* Has the outputs hold what those of the same call on the host do. */
+/* Copies the contents of a host call's outputs to the outputs of the same call on the device. */
 static inline void device_write_outputs(call *there, call *here) {
     const tensor_table table = fdma_tensors[there->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
@@ -202,7 +200,6 @@ static inline void device_write_outputs(call *there, call *here) {
             device_write(*call_tensor(there, entry), *call_tensor(here, entry));
 }
 
-/* Fills the outputs with guard bytes again. */
 static inline void device_clear_outputs(call *there) {
     const tensor_table table = fdma_tensors[there->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
@@ -218,7 +215,6 @@ static inline void device_check_outputs_unwritten(call *there) {
             device_check_unwritten(*call_tensor(there, entry));
 }
 
-/* Runs an operation whose tensors are on the host. */
 static inline fdma_status device_run(fdma_operation operation, void *args) {
     const int kept = device_state.blocks;
     fdma_selection *const selection = selection_of(operation, args);
@@ -239,7 +235,7 @@ static inline fdma_status device_run(fdma_operation operation, void *args) {
     return status;
 }
 
-/* On the host, with its selection. */
+/* Its tensors and its selection are on the host. */
 static inline problem device_small_problem(fdma_dtype dtype) {
     problem x = {.batch = 2,
                  .q_len = 300,
@@ -256,7 +252,7 @@ static inline problem device_small_problem(fdma_dtype dtype) {
     return x;
 }
 
-/* Has run_forward() and the like, and lists of kernels, be those of the device. */
+/* Makes run_forward() and the like, and the lists of kernels, use the device. */
 static inline int device_test_run(const test_entry *tests, int count) {
     test_backend.run = device_run;
     test_backend.fill = 0xff;

@@ -5,8 +5,8 @@
 
 #include <float.h>
 
-/* A function of tensors that the caller's context names: a number, and the sum of the magnitudes
- * that it is the sum of. */
+/* A function of the tensors in the caller's context: its value, a sum, and the sum of the
+ * magnitudes of its terms. */
 typedef struct loss {
     double value, size;
 } loss;
@@ -15,8 +15,8 @@ typedef loss (*loss_function)(const void *context);
 
 static inline loss loss_sum(loss x, loss y) { return (loss){x.value + y.value, x.size + y.size}; }
 
-/* <x, y> of contiguous float64 tensors; where y is not finite it counts for nothing, as an empty
- * row's lse does. */
+/* <x, y> of contiguous float64 tensors. Elements at which y is not finite count as 0, such as the
+ * lse of an empty row. */
 static inline loss weighted_sum(fdma_tensor x, fdma_tensor y) {
     loss sum = {0, 0};
     for (int64_t i = 0; i < count_of(x); i++) {
@@ -37,9 +37,9 @@ static inline double slope_at(loss_function f, const void *context, double *x, d
     return (up - down) / (2 * step);
 }
 
-/* The derivative of f in each element of a float64 tensor is that of `gradient`. Two steps tell how
- * far the better of them is off: its error is a quarter of the other's, a third of what lies
- * between them, and what rounding of f makes of it. */
+/* Checks that `gradient` holds the derivative of f in each element of a float64 tensor. Two steps
+ * tell how far the better of them is off: its error is a quarter of the other's, a third of what
+ * lies between them, and what rounding of f makes of it. */
 static inline void check_differences(loss_function f, const void *context, fdma_tensor tensor,
                                      fdma_tensor gradient) {
     const double step = 0x1p-12, size = f(context).size;

@@ -60,7 +60,6 @@ static inline int fence_has_guards(const unsigned char *from, const unsigned cha
     return from == end;
 }
 
-/* Whether the bytes around it are still guard bytes. */
 static inline int fence_intact(fence x) {
     return fence_has_guards(x.room, x.data) &&
            fence_has_guards(x.data + x.size, x.room + x.room_size);
@@ -75,7 +74,7 @@ static inline void fence_free_all(void) {
     fence_state.count = 0;
 }
 
-/* A copy of a contiguous tensor that may be written to. What is absent stays so. */
+/* A copy of a contiguous tensor that may be written to. An absent tensor stays absent. */
 static inline fdma_tensor fence_output(fdma_tensor like, fence_edge edge) {
     if (like.rank > 0) {
         const fence made = fence_new(bytes_of(like), dtype_size(like.dtype), edge);
@@ -95,7 +94,7 @@ static inline fdma_tensor fence_input(fdma_tensor like, fence_edge edge) {
     return like;
 }
 
-/* Exactly `bytes` of workspace. */
+/* Gives a call exactly `bytes` of workspace. */
 static inline void fence_workspace(fdma_exec *exec, size_t bytes, fence_edge edge) {
     exec->workspace = fence_new(bytes, 1, edge).data;
     exec->workspace_size = bytes;
@@ -116,7 +115,7 @@ static inline void fence_watch(void) {
     sigaction(SIGSEGV, &report, &fence_state.before);
 }
 
-/* Whether a child process that runs this dies of SIGSEGV. */
+/* True if a child process that runs this dies of SIGSEGV. */
 static inline int fence_kills(void (*run)(void *), void *context) {
     int status = 0;
     fflush(stdout);

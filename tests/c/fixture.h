@@ -1,5 +1,5 @@
-/* fixture.h - what the C tests of the library share: repeatable numbers, and tensors of any dtype,
- * whose memory is from test_alloc(). */
+/* fixture.h - shared by the C tests of the library: repeatable random numbers, and tensors of any
+ * dtype with memory from test_alloc(). */
 #pragma once
 
 #include "fdma.h"
@@ -21,7 +21,6 @@ static inline int64_t random_below(uint64_t *state, int64_t limit) {
     return (int64_t)(random_bits(state) % (uint64_t)limit);
 }
 
-/* In [-1, 1). */
 static inline float random_float(uint64_t *state) {
     return (float)(random_bits(state) >> 40) * 0x1p-23F - 1;
 }
@@ -47,7 +46,7 @@ static inline void store_float(void *data, fdma_dtype dtype, int64_t at, float v
         ((float *)data)[at] = value;
     } else if (dtype == FDMA_BFLOAT16) { /* truncated */
         ((uint16_t *)data)[at] = (uint16_t)(isnan(value) ? 0x7fc0 : bits >> 16);
-    } else { /* truncated; a NaN stays one, below 2^-14 is zero, from 2^16 on infinite */
+    } else { /* truncated; a NaN stays NaN, numbers below 2^-14 become 0, from 2^16 on infinite */
         const uint32_t magnitude = bits & 0x7fffffff;
         const uint32_t half = magnitude < 0x38800000    ? 0
                               : magnitude >= 0x47800000 ? 0x7c00
@@ -94,7 +93,7 @@ static inline size_t bytes_of(fdma_tensor tensor) {
     return (size_t)count_of(tensor) * dtype_size(tensor.dtype);
 }
 
-/* A contiguous tensor of zeros; axes from the first that is negative on are left out. */
+/* A contiguous tensor of zeros. The rank ends at the first negative length. */
 static inline fdma_tensor new_tensor(fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2,
                                      int64_t n3) {
     const int64_t shape[4] = {n0, n1, n2, n3};
@@ -106,7 +105,7 @@ static inline fdma_tensor new_tensor(fdma_dtype dtype, int64_t n0, int64_t n1, i
     return tensor;
 }
 
-/* An output between guard bytes, full of them. */
+/* An output between guard bytes, filled with guard bytes. */
 static inline fdma_tensor new_output(fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2,
                                      int64_t n3) {
     fdma_tensor tensor = new_tensor(dtype, n0, n1, n2, n3);
@@ -124,7 +123,7 @@ static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
     return copy;
 }
 
-/* Positions `first` to `end` - 1 of a contiguous tensor, of which `axis` has the positions. */
+/* Positions `first` to `end` - 1 of a contiguous tensor with the positions along `axis`. */
 static inline fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
     if (tensor.rank > 0) {
         const size_t before = (size_t)(first * tensor.stride[axis]);
@@ -134,7 +133,7 @@ static inline fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t fir
     return tensor;
 }
 
-/* A copy of a contiguous tensor in float64; what is absent stays so. */
+/* A copy of a contiguous tensor in float64; an absent tensor stays absent. */
 static inline fdma_tensor widened(fdma_tensor tensor) {
     fdma_tensor wide = tensor;
     wide.dtype = tensor.rank > 0 ? FDMA_FLOAT64 : tensor.dtype;
@@ -144,7 +143,7 @@ static inline fdma_tensor widened(fdma_tensor tensor) {
     return tensor.rank > 0 ? wide : tensor;
 }
 
-/* Contiguous tensors only: numbers in [-size, size). */
+/* Fills a contiguous tensor with numbers in [-size, size). */
 static inline void fill_random(fdma_tensor tensor, uint64_t *state, float size) {
     for (int64_t i = 0; i < count_of(tensor); i++)
         store_float(tensor.data, tensor.dtype, i, size * random_float(state));
@@ -155,7 +154,7 @@ static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {
            (bytes_of(want) == 0 || memcmp(actual.data, want.data, bytes_of(want)) == 0);
 }
 
-/* What a selection that makes no sense is full of. */
+/* Contents of a corrupt selection. */
 typedef enum corruption {
     any_bits,
     near_keys, /* in and just outside of the sequence */
@@ -184,7 +183,7 @@ static inline void corrupt(fdma_tensor tensor, corruption how, uint64_t *state) 
 
 /* ---- strides ---- */
 
-/* Copies between tensors of one shape and dtype and of any strides. */
+/* Copies between tensors of one shape and dtype, with any strides. */
 static inline void copy_elements(fdma_tensor to, fdma_tensor from) {
     const size_t size = dtype_size(from.dtype);
     for (int64_t index = 0; index < count_of(from); index++) {
@@ -240,7 +239,7 @@ static inline fdma_tensor with_gaps(fdma_tensor like, int64_t gap) {
     return placed(like, data, stride);
 }
 
-/* The same values, and the gaps as they were. */
+/* Checks that the values are equal and that the gaps still hold guard bytes. */
 static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
     const int64_t size = (int64_t)dtype_size(want.dtype);
     const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;

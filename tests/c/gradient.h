@@ -1,11 +1,11 @@
 /* gradient.h - a backward problem for the C tests: its tensors, calls on it, and the comparison of
- * gradients with those of the kernel "reference" in float64. */
+ * its gradients with the gradients of the kernel "reference" in float64. */
 #pragma once
 
 #include "problem.h"
 
-/* Of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1: dense),
- * causal. */
+/* The sizes of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1:
+ * dense), causal. */
 #define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
     {.batch = b,                                                                                   \
      .q_len = i,                                                                                   \
@@ -31,15 +31,15 @@ typedef struct expected_gradients {
 } expected_gradients;
 
 typedef struct gradient_problem {
-    problem x; /* with its selection */
+    problem x; /* includes its selection */
     fdma_tensor out, lse, dout;
     fdma_tensor dlse; /* may be absent */
     int deterministic;
     expected_gradients *expected;
 } gradient_problem;
 
-/* Out and lse of a problem in its dtype, by whichever kernel takes it: gradients are judged for the
- * out and lse that they are given. */
+/* Out and lse of a problem in its dtype, by whichever kernel takes it. Tests judge gradients for
+ * the given out and lse. */
 static inline attended gradient_forward(const problem *x) {
     fdma_forward_args args = problem_args(x, NULL);
     if (x->dtype == FDMA_FLOAT64)
@@ -48,7 +48,7 @@ static inline attended gradient_forward(const problem *x) {
     return (attended){.out = args.out, .lse = args.lse};
 }
 
-/* The caller's problem has its tensors and its selection. */
+/* The caller's problem already has its tensors and its selection. */
 static inline gradient_problem gradient_of(const problem *x, int with_dlse) {
     uint64_t state = 77;
     const attended done = gradient_forward(x);
@@ -63,7 +63,7 @@ static inline gradient_problem gradient_of(const problem *x, int with_dlse) {
     return p;
 }
 
-/* The arguments point to the selection of the problem, which must outlive them. */
+/* The arguments point to the selection of the problem, so it must outlive them. */
 static inline fdma_backward_args gradient_args(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     return (fdma_backward_args){
@@ -152,7 +152,7 @@ static inline void check_same_gradients(gradients actual, gradients want) {
         CHECK_BYTES(actual.all[t].data, want.all[t].data, bytes_of(want.all[t]));
 }
 
-/* The last sequence of a problem's batch, by itself. */
+/* The last sequence of a problem's batch, alone. */
 static inline gradient_problem last_gradient_problem(const gradient_problem *p) {
     return (gradient_problem){
         .x = last_problem(&p->x),
@@ -185,7 +185,7 @@ static inline gradients reference_gradients(const gradient_problem *p) {
     return gradient_outputs(&args);
 }
 
-/* The plain evaluation in the dtype of the problem. */
+/* The plain evaluation ("reference/float32") in the dtype of the problem. */
 static inline gradients plain_gradients(const gradient_problem *p) {
     fdma_backward_args args = gradient_args(p, "reference/float32");
     CHECK_OK(run_backward(&args));
@@ -211,13 +211,13 @@ static inline double largest_difference(fdma_tensor x, fdma_tensor y) {
     return largest;
 }
 
-/* Below its normal numbers the steps of a dtype do not shrink. */
+/* The steps of a dtype do not shrink below its normal numbers. */
 static inline double gradient_floor(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT16 ? 0x1p-24 : 0x1p-126;
 }
 
-/* The tolerance of `fdma check`, for results of this dtype: twice the largest error of the plain
- * evaluation, and a rounding step. */
+/* Uses the tolerance of `fdma check` for results of this dtype: twice the largest error of the
+ * plain evaluation, and a rounding step. */
 static inline void check_like_plain(fdma_tensor actual, fdma_tensor want, fdma_tensor plain,
                                     fdma_dtype dtype) {
     const double error = largest_difference(plain, want);
@@ -237,7 +237,6 @@ static inline void check_expected(const gradient_problem *p, gradients actual) {
         check_like_plain(actual.all[t], want.all[t], plain.all[t], actual.all[t].dtype);
 }
 
-/* The largest error is at most `relative` of the largest element. */
 static inline void check_near(fdma_tensor actual, fdma_tensor want, double relative) {
     CHECK_NEAR(largest_difference(actual, want), 0, relative * largest_of(want) + DBL_MIN);
 }

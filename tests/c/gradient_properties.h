@@ -1,5 +1,5 @@
-/* gradient_properties.h - what every backward kernel must do, on the CPU and on a device: each
- * property for one problem, and the cases of tests/cases.def at which backward kernels go wrong. */
+/* gradient_properties.h - properties of every backward kernel, on the CPU and on a device: each is
+ * checked on one problem. Also the cases of tests/cases.def that are hard for backward kernels. */
 #pragma once
 
 #include "cases.h"
@@ -25,7 +25,7 @@ static inline void check_right(const gradient_problem *p, const char *kernel) {
     check_expected(p, gradient_run(p, kernel, 1));
 }
 
-/* Neither what outputs and workspace hold nor the number of threads changes a bit. */
+/* The initial contents of outputs and workspace and the number of threads do not change a bit. */
 static inline void check_repeats(const gradient_problem *p, const char *kernel) {
     static const unsigned char fills[] = {0x00, 0x7f, 0xff};
     const unsigned char before = test_backend.fill;
@@ -55,8 +55,8 @@ static inline void check_alone(const gradient_problem *p, const char *kernel) {
 
 /* ---- accumulate ---- */
 
-/* held + gradient. The gradient may be added in two terms: the sum of what is held and one of them
- * is rounded, then the whole sum, and the gradient in `alone` was rounded, too. */
+/* Checks held + gradient. A kernel may add the gradient in two terms: then held plus one term is
+ * rounded, then the whole sum. The gradient in `alone` was rounded, too. */
 static inline void check_added(fdma_tensor sum, fdma_tensor held, fdma_tensor alone) {
     const double step = step_of(sum.dtype), largest = largest_of(alone);
     for (int64_t i = 0; i < count_of(sum); i++) {
@@ -84,7 +84,7 @@ static inline void check_accumulated(const gradient_problem *p, const char *kern
     CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
 }
 
-/* ---- outputs that are not asked for, inputs that are not there ---- */
+/* ---- absent outputs and inputs ---- */
 
 static inline void check_optional(const gradient_problem *p, const char *kernel) {
     const gradients want = gradient_run(p, kernel, 1);
@@ -129,7 +129,7 @@ static inline void check_layouts(const gradient_problem *p, const char *kernel) 
         check_gapped(*outputs[i], want.all[i], gaps[i]);
 }
 
-/* Along some axes q or dout repeats what it has at index 0: as if that had been copied. */
+/* A tensor q or dout that repeats index 0 along some axes gives the same bits as a copy in full. */
 static inline void check_repeated(const gradient_problem *p, const char *kernel, bool rows) {
     gradient_problem repeated = *p;
     fdma_tensor *const inputs[] = {&repeated.x.q, &repeated.dout};
@@ -150,7 +150,7 @@ static inline void check_repeats_of_inputs(const gradient_problem *p, const char
     check_repeated(p, kernel, true);
 }
 
-/* ---- keys that none keeps ---- */
+/* ---- keys that no query keeps ---- */
 
 static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {
     for (int64_t i = first; i < first + count; i++)
@@ -182,12 +182,12 @@ static inline void check_unread(const char *name, const char *kernel, fdma_dtype
     for (int64_t i = 0; i < count_of(clean.dq); i++)
         CHECK(isfinite(load_double(clean.dq.data, dtype, i)));
     for (int i = 0; i < TEST_COUNT(poisons); i++) {
-        CHECK(poison_unread(&x, poisons[i]) > 0); /* else nothing is shown */
+        CHECK(poison_unread(&x, poisons[i]) > 0); /* else the test shows nothing */
         check_same_gradients(gradient_run(&p, kernel, 2), clean);
     }
 }
 
-/* The same poison in a key that is read shows. */
+/* The same poison in a key that is read changes the results. */
 static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
     problem x = unread_problem(unread_cases[0], dtype);
     gradient_problem p = gradient_of(&x, 1);
@@ -204,8 +204,8 @@ static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
 
 /* ---- rows that are NaN ---- */
 
-/* A row whose lse is NaN has no finite gradient, and gives none to the keys that it keeps; others
- * are as if it were not there. */
+/* A row whose lse is NaN has no finite gradient, and gives no finite gradient to the keys that it
+ * keeps. All other gradients are as if the row did not exist. */
 static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;
@@ -235,10 +235,10 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
     }
 }
 
-/* ---- selections that make no sense ---- */
+/* ---- corrupt selections ---- */
 
 /* A call gives wrong numbers or, on the CPU, is refused. It touches no memory outside of its
- * tensors, which guards and sanitizers watch. */
+ * tensors: guards and sanitizers check that. */
 static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     uint64_t state = 77;
     gradient_problem wrong = *p;
@@ -253,7 +253,7 @@ static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     }
 }
 
-/* No harm to what follows either. */
+/* Later calls are not harmed either. */
 static inline void check_corrupt(const gradient_problem *p, const char *kernel) {
     const gradients want = gradient_run(p, kernel, 1);
     run_corrupt(p, kernel);

@@ -8,8 +8,8 @@ typedef struct pairs {
     fdma_tensor mask, bias;
 } pairs;
 
-/* Which axes of a tensor are not broadcast: bits b, h, i and j; per_kv_head: the axis of heads has
- * kv_heads entries. */
+/* Axes along which a tensor is not broadcast: bits b, h, i and j. per_kv_head: the axis of heads
+ * has kv_heads entries. */
 enum { axis_b = 1, axis_h = 2, axis_i = 4, axis_j = 8, all_axes = 15, per_kv_head = 16 };
 
 static inline fdma_tensor new_pairs(const problem *x, fdma_dtype dtype, int axes) {
@@ -18,7 +18,7 @@ static inline fdma_tensor new_pairs(const problem *x, fdma_dtype dtype, int axes
                       axes & axis_i ? x->q_len : 1, axes & axis_j ? x->kv_len : 1);
 }
 
-/* Keeps `kept` of 64 pairs. */
+/* Keeps `kept` of 64 pairs on average. */
 static inline fdma_tensor new_mask(const problem *x, int axes, uint64_t kept, uint64_t seed) {
     const fdma_tensor mask = new_pairs(x, FDMA_UINT8, axes);
     for (int64_t n = 0; n < count_of(mask); n++)
@@ -33,7 +33,7 @@ static inline fdma_tensor new_pair_bias(const problem *x, fdma_dtype dtype, int 
     return bias;
 }
 
-/* The element of a contiguous tensor for a query head, a query and a key. */
+/* Index of the element for a query head, a query and a key, in a contiguous tensor. */
 static inline int64_t pair_at(const problem *x, fdma_tensor tensor, int64_t b, int64_t h, int64_t i,
                               int64_t j) {
     const int64_t *const n = tensor.shape;
@@ -57,7 +57,7 @@ static inline int64_t pair_total(const problem *x) {
     return x->batch * x->q_heads * x->q_len * x->kv_len;
 }
 
-/* The same tensor with all its axes in full. */
+/* A copy of the tensor with all axes in full. */
 static inline fdma_tensor expanded(const problem *x, fdma_tensor tensor) {
     if (tensor.rank == 0)
         return tensor;
@@ -77,7 +77,6 @@ static inline bool mask_keeps(const problem *x, fdma_tensor mask, pair_index at)
            ((const uint8_t *)mask.data)[pair_at(x, mask, at.b, at.h, at.i, at.j)] != 0;
 }
 
-/* Whether a query attends to a key, by all rules. */
 static inline bool pair_is_kept(const problem *x, fdma_tensor mask, pair_index at) {
     const int64_t g = at.h / (x->q_heads / x->kv_heads);
     return problem_keeps(x, at.b, g, at.i, at.j) && mask_keeps(x, mask, at);
@@ -95,13 +94,13 @@ static inline attended attend_masked(const problem *x, const char *kernel, pairs
     return (attended){args.out, args.lse};
 }
 
-/* The gradients of a call, and that of its attn_bias. */
+/* The gradients of a call, and the gradient of its attn_bias. */
 typedef struct masked_gradients {
     gradients rows;
     fdma_tensor dpairs;
 } masked_gradients;
 
-/* A problem of backward whose out and lse are those of attention with `given`. */
+/* A backward problem with the out and lse of attention with `given`. */
 static inline gradient_problem gradient_masked(const problem *x, pairs given) {
     gradient_problem p = gradient_of(x, 1);
     const attended done = attend_masked(x, NULL, given, 1);
@@ -128,8 +127,8 @@ static inline masked_gradients run_masked(const gradient_problem *p, const char 
     return run_masked_as(p, kernel, given, threads, FDMA_FLOAT32);
 }
 
-/* Gradients of two calls that add the same terms. A device may add them in any order, so that they
- * differ by errors of rounding; elsewhere they are bit-equal. */
+/* Compares the gradients of two calls that add the same terms. A device may add them in any order,
+ * so gradients may differ by rounding errors there; elsewhere they are bit-equal. */
 static inline void check_equal_gradients(const char *kernel, gradients found, gradients want) {
     if (strncmp(kernel, "cuda", 4) != 0) {
         check_same_gradients(found, want);
@@ -143,7 +142,8 @@ static inline void check_equal_gradients(const char *kernel, gradients found, gr
     }
 }
 
-/* Sums, in double precision, the elements of a full tensor that share one of a broadcast one. */
+/* Adds up, in double precision, all elements of a full tensor that belong to one element of a
+ * broadcast one. */
 static inline fdma_tensor summed_like(const problem *x, fdma_tensor full, fdma_tensor like) {
     const int64_t *const n = like.shape;
     const fdma_tensor sums = new_tensor(FDMA_FLOAT64, n[0], n[1], n[2], n[3]);
@@ -156,7 +156,6 @@ static inline fdma_tensor summed_like(const problem *x, fdma_tensor full, fdma_t
     return sums;
 }
 
-/* The sum of the magnitudes of all elements. */
 static inline double sum_of_sizes(fdma_tensor tensor) {
     double sum = 0;
     for (int64_t n = 0; n < count_of(tensor); n++)
@@ -164,21 +163,19 @@ static inline double sum_of_sizes(fdma_tensor tensor) {
     return sum;
 }
 
-/* Whether a kernel of forward takes attn_mask. */
 static inline bool masks_are_taken(const problem *x, const char *kernel) {
     fdma_forward_args args = problem_args(x, kernel);
     args.attn_mask = new_mask(x, 0, 64, 1);
     return call_takes(operation_forward, &args);
 }
 
-/* Whether it takes attn_bias. */
 static inline bool biases_are_taken(const problem *x, const char *kernel) {
     fdma_forward_args args = problem_args(x, kernel);
     args.attn_bias = new_pair_bias(x, x->dtype, 0, 1);
     return call_takes(operation_forward, &args);
 }
 
-/* What the kernel takes of `given`. */
+/* The tensors of `given` that the kernel takes. */
 static inline pairs pairs_taken(const problem *x, const char *kernel, pairs given) {
     if (!biases_are_taken(x, kernel))
         given.bias = (fdma_tensor){0};

@@ -1,5 +1,5 @@
-/* operation_cases.h - calls of every operation that has kernels, at sizes below, at and above those
- * of their tiles and blocks, and a loop that checks each call by each kernel. */
+/* operation_cases.h - calls of every operation that has kernels, at sizes below, at and above the
+ * sizes of tiles and blocks, and a loop that checks each call by each kernel. */
 #pragma once
 
 #include "calls.h"
@@ -11,7 +11,7 @@ typedef struct shape {
     int64_t q_len, kv_len, group, kv_heads;
     int64_t window; /* -1: dense */
     int causal;
-    int64_t head_dim; /* of backward; forward has every head_dim */
+    int64_t head_dim; /* for backward; forward has every head_dim */
 } shape;
 
 static const shape forward_shapes[] = {
@@ -30,7 +30,7 @@ static const shape shapes[] = {
     {200, 200, 1, 1, 33, 1, 64}, {130, 203, 4, 1, 130, 1, 24},
 };
 
-/* With padding, the last key is padding, and every fifth before it. */
+/* If padded, the last key is padding, and every fifth one before it. */
 static inline problem problem_of(const shape *n, int64_t head_dim, fdma_dtype dtype, bool padded) {
     problem x = {.batch = 1,
                  .q_len = n->q_len,
@@ -59,7 +59,7 @@ static inline call forward_call(const problem *x, const char *kernel) {
                   .selection = x->selection};
 }
 
-/* A mask that leaves some rows and some keys out, shared by all heads. */
+/* A mask, shared by all heads, with some empty rows and some empty columns. */
 static inline fdma_tensor mask_of(const problem *x) {
     const fdma_tensor mask = new_tensor(FDMA_UINT8, 1, 1, x->q_len, x->kv_len);
     for (int64_t n = 0; n < count_of(mask); n++) {
@@ -77,7 +77,7 @@ static inline fdma_tensor pair_bias_of(const problem *x, bool for_each_query) {
     return bias;
 }
 
-/* Large problems have one dtype each, and the reference, which is slow, runs none of them. */
+/* Large problems have one dtype each. The slow reference runs none of them. */
 static inline bool make_forward(call *x, int c, int type, const char *kernel) {
     const int s = c / TEST_COUNT(head_dims), d = c % TEST_COUNT(head_dims);
     const shape *const n = &forward_shapes[s];
@@ -118,7 +118,8 @@ static inline bool make_backward(call *x, int s, int type, const char *kernel) {
 static const int64_t lengths[] = {1, 63, 64, 65, 131};
 static const int64_t head_counts[] = {1, 2, 5};
 
-/* Every length, number of heads and head_dim; form, padding and dtype of the weights vary too. */
+/* Covers every length, number of heads and head_dim; form, padding and dtype of the weights vary
+ * too. */
 static inline bool make_score(call *x, int c, int type, const char *kernel) {
     const int rest = c / TEST_COUNT(lengths);
     const int64_t kv_len = lengths[c % TEST_COUNT(lengths)];
@@ -254,7 +255,6 @@ static inline bool make_merge(call *x, int s, int type, const char *kernel) {
 
 /* ---- probabilities ---- */
 
-/* lse is random. */
 static inline bool make_probabilities(call *x, int s, int type, const char *kernel) {
     const problem p = problem_of(&shapes[s], shapes[s].head_dim, test_dtypes[type], s % 2 != 0);
     const fdma_forward_args forward = problem_args(&p, kernel);
@@ -278,14 +278,14 @@ static inline bool make_probabilities(call *x, int s, int type, const char *kern
 
 /* ---- all of them ---- */
 
-/* Fills in the arguments of case `c` for a kernel; false: the case is left out. */
+/* Fills in the arguments of case `c` for a kernel. Returns false if the case is left out. */
 typedef bool make_case(call *x, int c, int type, const char *kernel);
 
 typedef struct operation_cases {
     make_case *make;
-    int types; /* the first of test_dtypes */
+    int types; /* the first so many of test_dtypes */
     int count;
-    bool all; /* every kernel takes every case; otherwise each takes some */
+    bool all; /* true if every kernel takes every case; otherwise each kernel takes some */
 } operation_cases;
 
 static const operation_cases cases_of[] = {
@@ -307,21 +307,21 @@ static const operation_cases cases_of[] = {
     [operation_probabilities] = {make_probabilities, test_dtype_count, TEST_COUNT(shapes), true},
 };
 
-/* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also
- * forces the decode kernel of its ISA. */
+/* True if the forced kernel is the one that runs the call. A name without "/decode" also forces the
+ * decode kernel of its ISA. */
 static inline bool is_taken(call *x) {
     const char *const kernel = call_exec(x)->kernel, *picked = "";
     return operations[x->operation].kernel(&x->args, &picked) == FDMA_OK &&
            (strcmp(picked, kernel) == 0 || strstr(picked, "/decode") != NULL);
 }
 
-/* Where the number of cases is divided, the long lists are walked in steps. No list of sizes and
- * options that the cases combine has a multiple of 7 entries, so each entry is met. */
+/* With a divided number of cases, steps through the long lists. No list of sizes and options that
+ * the cases combine has a multiple of 7 entries, so each entry still occurs. */
 static inline int longer_step(const operation_cases *cases, int step) {
     return step == 1 && test_divisor() > 1 && cases->count > 50 ? 7 : step;
 }
 
-/* Checks every `every`-th case of an operation by every kernel that takes it. */
+/* Checks every `every`-th case of an operation with every kernel that takes it. */
 static inline void check_cases(fdma_operation operation, int every, void (*check)(const call *)) {
     const operation_cases *const cases = &cases_of[operation];
     const int step = longer_step(cases, every);

@@ -5,11 +5,12 @@
 
 enum { spare_pages = 3 };
 
-/* A cache in pages; page `column` of sequence s is number[s * columns + column] once it has one. */
+/* A cache in pages. Page `column` of sequence s, once it has one, is number[s * columns +
+ * column]. */
 typedef struct paged_cache {
     fdma_cache cache;
     int64_t page_len, columns, pages;
-    int32_t *number; /* [pages]: all of them, in any order; the last ones belong to no sequence */
+    int32_t *number; /* [pages]: all of them, in any order; the last ones have no sequence */
 } paged_cache;
 
 static inline int64_t rows_of(const fdma_cache *cache) { return cache->window + cache->recent; }
@@ -19,7 +20,7 @@ static inline int32_t *entry_of(const paged_cache *paged, int64_t s, int64_t col
     return (int32_t *)table->data + s * table->stride[0] + column;
 }
 
-/* A pool full of NaN; its rows are adjacent within a head, or the heads of a row. */
+/* A pool full of NaN. Either the rows of a head are adjacent or the heads of a row. */
 static inline fdma_tensor new_pool(const paged_cache *paged, bool rows_adjacent) {
     const int64_t dim = paged->cache.head_dim, len = paged->page_len;
     fdma_tensor pool = fdma_tensor_4d(NULL, paged->cache.dtype, paged->pages, len, kv_heads, dim);
@@ -41,7 +42,7 @@ static inline void shuffle(int32_t *numbers, int64_t count, uint64_t *state) {
     }
 }
 
-/* The same cache in pages, all of them missing. */
+/* The same cache in pages, with every page missing. */
 static inline paged_cache new_paged(const stream_case *test, fdma_dtype dtype, int64_t page_len,
                                     uint64_t *state) {
     const int64_t rows = test->window + test->recent;
@@ -68,7 +69,7 @@ static inline paged_cache new_paged(const stream_case *test, fdma_dtype dtype, i
     return paged;
 }
 
-/* Gives a sequence the pages that its first `tokens` tokens may fill, and takes those beyond. */
+/* Gives a sequence the pages for its first `tokens` tokens, and removes the pages beyond them. */
 static inline void give_pages(const paged_cache *paged, int64_t s, int64_t tokens) {
     const int64_t rows = rows_of(&paged->cache), filled = tokens < rows ? tokens : rows;
     for (int64_t column = 0; column < paged->columns; column++)
@@ -85,7 +86,6 @@ static inline const char *address(fdma_tensor tensor, int64_t x0, int64_t x1, in
     return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
 }
 
-/* Both hold the same numbers of the same keys. */
 static inline void check_same_sequence(const fdma_cache *plain, const paged_cache *paged,
                                        int64_t s) {
     const fdma_cache *const cache = &paged->cache;
@@ -115,7 +115,7 @@ static inline int holds_poison(fdma_tensor pool, int64_t page, int64_t row) {
     return poisoned;
 }
 
-/* Nothing has been written to pages of no sequence, nor to rows that no sequence has. */
+/* Checks that nothing was written to pages of no sequence, nor to rows of no sequence. */
 static inline void check_poison(const paged_cache *paged) {
     for (int64_t n = 0; n < paged->pages * paged->page_len; n++) {
         const int64_t at = n / paged->page_len, in_page = n % paged->page_len;

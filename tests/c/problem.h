@@ -16,7 +16,7 @@ typedef struct problem {
     double scale, softcap;
     fdma_tensor q, k, v;
     fdma_tensor score, bias; /* [batch, kv_heads, kv_len] float32 */
-    fdma_tensor key_valid;   /* absent unless a test sets it, as starts is */
+    fdma_tensor key_valid;   /* absent unless a test sets it, like starts */
     fdma_tensor starts, kv_used;
     fdma_selection selection;
     double dropout;
@@ -28,7 +28,7 @@ typedef struct attended {
     fdma_tensor out, lse;
 } attended;
 
-/* The caller has set sizes, options and dtype; this makes random tensors, contiguous. */
+/* The caller has set sizes, options and dtype. Makes random contiguous tensors. */
 static inline void problem_fill(problem *x, uint64_t seed) {
     uint64_t state = seed;
     x->q = new_tensor(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim);
@@ -42,7 +42,7 @@ static inline void problem_fill(problem *x, uint64_t seed) {
     x->bias = copy_tensor(x->score);
 }
 
-/* Selects by x->score, with the reference: all kernels select alike. */
+/* Selects by x->score with the reference; all kernels select alike. */
 static inline void problem_select(problem *x) {
     if (x->window < 0)
         return;
@@ -109,8 +109,9 @@ static inline double step_of(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT32 ? (double)FLT_EPSILON : dtype == FDMA_FLOAT16 ? 0x1p-10 : 0x1p-7;
 }
 
-/* How far two evaluations over the same keys may be apart: sums of at most kv_len terms, rounded in
- * another order, by a share of kv_len steps of float32; then one rounding to the type. */
+/* Largest difference between two evaluations over the same keys: they add at most kv_len terms in
+ * different orders, which costs a fraction of kv_len steps of float32; then one rounding to the
+ * dtype. */
 static inline double problem_sums(const problem *x) {
     return (double)x->kv_len * (double)FLT_EPSILON;
 }
@@ -134,7 +135,7 @@ static inline void check_close_results(const problem *x, attended actual, attend
     }
 }
 
-/* Does query i keep key j? From the header's words on fdma_selection and positions. */
+/* True if query i keeps key j, by the rules in fdma.h on fdma_selection and positions. */
 static inline int problem_keeps(const problem *x, int64_t b, int64_t g, int64_t i, int64_t j) {
     const int64_t p = i + x->kv_len - x->q_len;
     const int visible = !x->causal || j <= p;
@@ -147,7 +148,6 @@ static inline int problem_keeps(const problem *x, int64_t b, int64_t g, int64_t 
     return x->causal ? visible && p < expiry : expiry > j;
 }
 
-/* Does query i keep any key? */
 static inline bool keeps_any(const problem *x, int64_t b, int64_t g, int64_t i) {
     for (int64_t j = 0; j < x->kv_len; j++)
         if (problem_keeps(x, b, g, i, j))
@@ -155,7 +155,6 @@ static inline bool keeps_any(const problem *x, int64_t b, int64_t g, int64_t i) 
     return false;
 }
 
-/* Does any query keep key j? */
 static inline bool is_read(const problem *x, int64_t b, int64_t g, int64_t j) {
     for (int64_t i = 0; i < x->q_len; i++)
         if (problem_keeps(x, b, g, i, j))
@@ -163,7 +162,7 @@ static inline bool is_read(const problem *x, int64_t b, int64_t g, int64_t j) {
     return false;
 }
 
-/* Whether a kernel takes a problem: those of the CPU must. */
+/* False if the kernel refuses the problem, which CPU kernels must not. */
 static inline bool problem_is_taken(const problem *x, const char *kernel) {
     fdma_forward_args args = problem_args(x, kernel);
     return call_takes(operation_forward, &args);
@@ -177,7 +176,7 @@ static inline void spoil_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g
     }
 }
 
-/* Writes `poison` into the keys that are not read; returns how many there are. */
+/* Writes `poison` into the keys that no query reads, and returns how many there are. */
 static inline int64_t poison_unread(problem *x, float poison) {
     int64_t unread = 0;
     for (int64_t key = 0; key < x->batch * x->kv_heads * x->kv_len; key++) {
@@ -193,7 +192,7 @@ static inline int64_t poison_unread(problem *x, float poison) {
     return unread;
 }
 
-/* A sequence of a tensor's batch; what is absent stays so. */
+/* One sequence of a tensor's batch; an absent tensor stays absent. */
 static inline fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
     if (tensor.rank > 0) {
         tensor.data =
@@ -207,7 +206,6 @@ static inline fdma_tensor last_of(fdma_tensor tensor) {
     return sequence_of(tensor, tensor.shape[0] - 1);
 }
 
-/* A sequence of a problem, by itself. */
 static inline problem problem_sequence(const problem *x, int64_t b) {
     problem alone = *x;
     alone.batch = 1;
@@ -238,8 +236,8 @@ static inline void for_each_problem_of_type(const problem *sizes, uint64_t seed,
     }
 }
 
-/* Checks a property of random problems of these sizes and options, by every kernel of forward: each
- * property in one dtype where the number of cases is divided. */
+/* Checks a property on random problems of these sizes and options, with every kernel of forward.
+ * With a divided number of cases, each property is checked in one dtype. */
 static inline void for_each_problem(const problem *sizes, uint64_t seed,
                                     void (*holds)(problem *x, const char *kernel)) {
     static int properties;
@@ -249,7 +247,8 @@ static inline void for_each_problem(const problem *sizes, uint64_t seed,
     properties++;
 }
 
-/* The same for each of several sizes, each in one dtype where the number of cases is divided. */
+/* As for_each_problem(), for each of several sizes. With a divided number of cases, each size has
+ * one dtype. */
 static inline void for_each_size_of(const problem *sizes, int count,
                                     void (*holds)(problem *x, const char *kernel)) {
     for (int n = 0; n < count; n++)

@@ -1,13 +1,12 @@
-/* right_call.h - for the tests of bad arguments: a call of any operation that succeeds, and the
- * check that it is refused once a test has made one thing in it wrong. The call, its workspace
- * query and its kernel query must agree on the status and the message, and nothing may be written.
- */
+/* right_call.h - for the tests of bad arguments: a call of any operation that succeeds, and a check
+ * that the call is refused after a test has made one thing in it wrong. The call, its workspace
+ * query and its kernel query must agree on the status and the message, and must write nothing. */
 #pragma once
 
 #include "calls.h"
 #include "errors.h"
 
-enum { region = 8192 }; /* bytes between two tensors, more than any of them has */
+enum { region = 8192 }; /* bytes between the starts of two tensors; all of them are smaller */
 static const unsigned char untouched = 0x5a;
 
 /* The last call that right_call() made, and the memory of its tensors and its workspace. */
@@ -27,7 +26,7 @@ static const call_sizes right_sizes = {.batch = 2,
                                        .tiles = 3,
                                        .width = 6};
 
-/* Of q, k, v and out. */
+/* The dtype of q, k, v and out. */
 static inline fdma_dtype call_dtype(fdma_operation operation) {
     return operation <= operation_backward ? FDMA_FLOAT32 : FDMA_FLOAT16;
 }
@@ -49,13 +48,13 @@ static const call call_options[operation_count] = {
     [operation_attention_backward].args.attention_backward = {.causal = 1},
 };
 
-/* Whether a call takes key_valid only without carried keys. */
+/* True if a call takes key_valid only without carried keys. */
 static inline bool is_unfused_attention(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
            operation == operation_probabilities;
 }
 
-/* Decode has weights or a score: with tables the former, otherwise both but for dt_bias. */
+/* Decode takes weights or a score: removes the score if there are tables, else dt_bias. */
 static inline void leave_one_of_pair(call *x, bool with_tables) {
     fdma_decode_args *const args = &x->args.decode;
     if (with_tables)
@@ -64,7 +63,7 @@ static inline void leave_one_of_pair(call *x, bool with_tables) {
         args->dt_bias = (fdma_tensor){0};
 }
 
-/* Gives a copy of sequences lists that it does not refuse, outside of the memory of the others. */
+/* Gives a cache copy valid lists of sequences, in memory apart from the other tensors. */
 static inline void name_sequences(call *x) {
     if (x->operation != operation_cache_copy)
         return;
@@ -88,7 +87,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     x->operation = operation;
     right.sizes = right_sizes;
     if (has_cache(operation))
-        carried = 4, right.sizes.sequences = 3; // the rows of its cache, and of a page
+        carried = 4, right.sizes.sequences = 3; // the rows of its cache and of a page
     right.sizes.kv_len += carried;
     right.sizes.carried = carried;
     right.sizes.pages = pages;
@@ -138,7 +137,7 @@ static inline void check_rejected(const call *x, const expectation *want) {
     CHECK(is_untouched());
 }
 
-/* A number as a word; it lives until seven more have been made. */
+/* A number as a word. It stays valid until seven more have been made. */
 static inline const char *number(int64_t value) {
     static char texts[8][24];
     static unsigned next;

@@ -19,7 +19,7 @@ typedef enum score_kind {
     kind_infinite,
     kind_zeros,
     kind_subnormal, /* kernels neither flush these nor rank them as zero */
-    kind_any_bits,  /* quiet and signalling NaN, everything */
+    kind_any_bits,  /* any bits, such as quiet and signalling NaN */
     kind_count,
 } score_kind;
 
@@ -74,7 +74,7 @@ static inline void fill_kind(fdma_tensor score, score_kind kind, uint64_t *state
             ((float *)score.data)[row * score.stride[1] + j] = score_of(kind, j, state);
 }
 
-/* Another kind after every `length` keys, about. */
+/* Changes to another kind after about every `length` keys. */
 static inline void fill_kinds(fdma_tensor score, int64_t length, uint64_t *state) {
     score_kind kind = kind_iid;
     for (int64_t row = 0; row < score.shape[0] * score.shape[1]; row++) {
@@ -86,7 +86,7 @@ static inline void fill_kinds(fdma_tensor score, int64_t length, uint64_t *state
     }
 }
 
-/* Of padding there is some at the left or none, and some anywhere or nearly everywhere. */
+/* Padding at the left or none, and padding at random positions, from none to nearly all. */
 static inline fdma_tensor new_padding(int64_t batch, int64_t kv_len, uint64_t *state) {
     const fdma_tensor valid = new_tensor(FDMA_UINT8, batch, kv_len, -1, -1);
     for (int64_t b = 0; b < batch; b++) {
@@ -100,7 +100,7 @@ static inline fdma_tensor new_padding(int64_t batch, int64_t kv_len, uint64_t *s
     return valid;
 }
 
-/* An empty selection of those scores, full of guard bytes. */
+/* An empty selection for these scores, full of guard bytes. */
 static inline fdma_selection selection_for(fdma_tensor score) {
     const int64_t *const n = score.shape;
     return (fdma_selection){.size = sizeof(fdma_selection),

@@ -1,4 +1,4 @@
-/* stream_pieces.h - scores of a stream, and its selection in pieces: for test_streams.c and
+/* stream_pieces.h - scores of a stream, and its selection in pieces; for test_streams.c and
  * test_stream_tables.c. */
 #pragma once
 
@@ -7,7 +7,7 @@
 
 typedef struct stream_case {
     int64_t batch, kv_heads, kv_len, window, recent, sinks;
-    int levels; /* distinct scores: few of them make ties */
+    int levels; /* number of distinct scores: few of them make ties */
     int padded;
 } stream_case;
 
@@ -22,7 +22,6 @@ static float score_at(uint64_t *state, int levels) {
     return level == levels && levels > 8 ? NAN : (float)level - 2;
 }
 
-/* Scores of the whole stream, and its validity. */
 static problem stream_problem(const stream_case *test, uint64_t seed) {
     uint64_t state = seed;
     problem x = {.batch = test->batch,
@@ -59,7 +58,7 @@ static fdma_table new_table(const problem *x) {
     };
 }
 
-/* Keys `first` to `end` - 1 of a contiguous tensor, of which `axis` has the keys. */
+/* Keys `first` to `end` - 1 of a contiguous tensor with the keys along `axis`. */
 static fdma_tensor keys_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
     if (tensor.rank > 0) {
         const size_t before = (size_t)(first * tensor.stride[axis]);
@@ -99,12 +98,12 @@ static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
 
 /* A piece of a stream: the call selects the keys from `first` on with the table `in`. */
 typedef struct piece {
-    int64_t first, end, rows; /* rows: those of `in`, 0 for the first piece */
+    int64_t first, end, rows; /* rows: rows of `in`, 0 for the first piece */
     fdma_table in, out;
     fdma_selection selection;
 } piece;
 
-/* The index, in the call, at which a position of the stream stands. */
+/* The index, in the call, of a position of the stream. */
 static int64_t index_of(const piece *one, int64_t position) {
     return position < one->end ? one->rows + position - one->first
                                : one->rows + one->end - one->first;

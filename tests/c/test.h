@@ -24,7 +24,7 @@ typedef struct test_entry {
 #define TEST_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
 enum {
-    test_reports = 8,    /* failures printed for one test; the others are counted */
+    test_reports = 8,    /* failures printed for one test; later ones are only counted */
     test_blocks = 65536, /* buffers alive at once */
     test_guard = 64,     /* bytes before and after a guarded buffer */
 };
@@ -45,7 +45,7 @@ static struct {
     int blocks;
 } test_state;
 
-/* test_divisor() - FDMA_TEST_DIVISOR, by which the number of random cases is divided; 1 by default.
+/* test_divisor() - FDMA_TEST_DIVISOR, the divisor of the number of random cases; 1 by default.
  * tools/gates/run.sh sets it for builds and emulators that are slow. */
 static inline int test_divisor(void) {
     const char *const variable = getenv("FDMA_TEST_DIVISOR");
@@ -53,11 +53,11 @@ static inline int test_divisor(void) {
     return value > 1 ? value : 1;
 }
 
-/* test_repeats() - how many of `count` random cases are tested, which alternate between kinds: a
- * quarter of them must still have each kind. */
+/* test_repeats() - how many of `count` random cases are tested. The cases alternate between kinds,
+ * so a quarter of them must still include each kind. */
 static inline int test_repeats(int count) { return (count + test_divisor() - 1) / test_divisor(); }
 
-/* test_context() - words that precede the failures from here on: which kernel, which case. */
+/* test_context() - sets the words that precede later failures: the kernel and the case. */
 __attribute__((format(printf, 1, 2))) static inline void test_context(const char *format, ...) {
     va_list list;
     va_start(list, format);
@@ -123,7 +123,6 @@ static inline int test_is_word_char(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-/* Is `word` in `text`, not as a part of a longer word? */
 static inline int test_has_word(const char *text, const char *word) {
     const size_t length = strlen(word);
     for (const char *at = strstr(text, word); at != NULL; at = strstr(at + 1, word)) {
@@ -164,10 +163,10 @@ static inline void *test_keep(size_t size, int guarded) {
 }
 
 /* test_alloc() - zeroed memory that lives until test_free_all(), at the latest until the test's
- * end. Exactly as long as asked for, so that a sanitizer sees every step beyond it. */
+ * end. It has exactly the requested size, so that a sanitizer sees every access beyond it. */
 static inline void *test_alloc(size_t size) { return test_keep(size, 0); }
 
-/* test_alloc_guarded() - the same between guard bytes, which test_free_all() looks at. */
+/* test_alloc_guarded() - as test_alloc(), between guard bytes that test_free_all() checks. */
 static inline void *test_alloc_guarded(size_t size) { return test_keep(size, 1); }
 
 static inline void test_free_all(void) {
@@ -201,7 +200,7 @@ static inline int test_one(const test_entry *test) {
     return test_state.failures == 0;
 }
 
-/* test_run() - runs the table and prints "N passed, N failed"; main()'s exit status. */
+/* test_run() - runs the table and prints "N passed, N failed"; returns main()'s exit status. */
 static inline int test_run(const test_entry *tests, int count) {
     int failed = 0;
     for (int i = 0; i < count; i++) {

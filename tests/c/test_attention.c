@@ -23,19 +23,19 @@ static const attention_case cases[] = {
     {{1, 40, 60, 2, 1, 16, 0, 0, 0, 0, 0, 0}, 9, 0, FDMA_SCOPE_DEFAULT, 0, 0, 0},
 };
 
-/* What the default stands for. */
+/* The scope that the default means. */
 static fdma_scope scope_of(const attention_case *n) {
     if (n->scope != FDMA_SCOPE_DEFAULT)
         return n->scope;
     return n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
 }
 
-/* The cases with sinks in causal scope have a gap. */
 static double gap_of(const attention_case *n) {
     return n->sinks > 0 && scope_of(n) == FDMA_SCOPE_CAUSAL ? 0.5 : 0;
 }
 
-/* Gives a call tensors and memory, without those that the bias form and the case do not have. */
+/* Gives a call tensors and memory, except for tensors that the bias form and the case do not
+ * use. */
 static void fill_call(call *x, const attention_case *n, fdma_dtype dtype, fdma_bias_form form) {
     uint64_t state = 41;
     call_make(x, &n->sizes, dtype, true);
@@ -69,7 +69,6 @@ typedef struct three_steps {
     call score, select, forward;
 } three_steps;
 
-/* The three calls with the inputs of a fused one. */
 static void run_steps(three_steps *steps, call *fused, const attention_case *n) {
     const fdma_attention_args *const args = &fused->args.attention;
     const fdma_dtype dtype = args->q.dtype;
@@ -100,7 +99,6 @@ static void run_steps(three_steps *steps, call *fused, const attention_case *n) 
     CHECK_OK(call_run(&steps->forward));
 }
 
-/* Outputs that are called alike are equal. */
 static void check_as_steps(call *fused, three_steps *steps) {
     call *const calls[] = {&steps->score, &steps->select, &steps->forward};
     const tensor_table table = fdma_tensors[operation_attention];
@@ -109,7 +107,7 @@ static void check_as_steps(call *fused, three_steps *steps) {
         fdma_tensor want = {0};
         if (!is_output(entry) || actual.rank == 0)
             continue;
-        for (int i = TEST_COUNT(calls) - 1; i >= 0; i--) /* the first has it as an output */
+        for (int i = TEST_COUNT(calls) - 1; i >= 0; i--) /* only the first has it as an output */
             if (call_tensor_named(calls[i], entry->name) != NULL)
                 want = *call_tensor_named(calls[i], entry->name);
         if (!CHECK(want.rank > 0 && same_tensor(actual, want)))
@@ -117,7 +115,8 @@ static void check_as_steps(call *fused, three_steps *steps) {
     }
 }
 
-/* With every output asked for, with only `out`, and in between: the rest lives in the workspace. */
+/* Runs the fused call with every output, with only `out`, and with some. The workspace holds the
+ * outputs that are not asked for. */
 static void compare_with_steps(const attention_case *n, fdma_dtype dtype, fdma_bias_form form,
                                const char *kernel) {
     three_steps steps;
@@ -161,7 +160,7 @@ static void one_call_is_three(void) {
     }
 }
 
-/* a = 0, as at the start of a training: every score ties, and the window is a sliding one. */
+/* a = 0, as at the start of training: every score ties, so the window is a sliding one. */
 static void untrained_scores_slide(void) {
     const kernel_list kernels = kernels_of("forward");
     const attention_case n = {
@@ -181,7 +180,7 @@ static void untrained_scores_slide(void) {
     }
 }
 
-/* One head of 8 channels, all of whose keys have this dt and `a`. */
+/* One head of 8 channels. Every key has this dt and `a`. */
 static fdma_score_args score_at(const char *kernel, float dt, float a) {
     enum { keys = 5 };
     fdma_score_args args = {
@@ -202,9 +201,8 @@ static fdma_score_args score_at(const char *kernel, float dt, float a) {
     return args;
 }
 
-/* dt = 0: softplus(0) = log 2, so every score is a[g] log 2. dt of +-200: softplus is the identity,
- * or nothing; exp must not overflow on the way. exp(z) beyond float32 is infinity: part of the
- * definition. */
+/* dt = 0: softplus(0) = log 2, so every score is a[g] log 2. dt = +-200: softplus is the identity
+ * or 0; exp must not overflow on the way. By definition exp(z) beyond float32 is infinity. */
 static void check_points(const char *kernel, fdma_dtype dtype) {
     static const float points[] = {0, 200, -200, 0x1p-20F};
     const double denormal_step = 0x1p-149, step = (double)FLT_EPSILON;
@@ -229,7 +227,7 @@ static void check_points(const char *kernel, fdma_dtype dtype) {
 
 static void score_at_known_points(void) { for_each_kernel("score", check_points); }
 
-/* Padding is not read: z is -inf, and the bias what becomes of it. */
+/* Padding is not read: its z is -inf, and its bias is what the form makes of -inf. */
 static void check_invalid(const char *kernel, fdma_dtype dtype) {
     const attention_case n = {
         {1, 1, 20, 1, 2, 16, 0, 0, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 0, 0};

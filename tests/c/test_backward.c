@@ -1,12 +1,12 @@
-/* test_backward.c - the gradients of the kernel "reference" against finite differences of its
- * forward, in float64: of fdma_backward(), fdma_score_backward() and fdma_attention_backward(), on
- * the tiny cases of tests/cases.def, half of which have a dt_bias; and the plain evaluation against
- * the reference. */
+/* test_backward.c - checks gradients of the kernel "reference" against finite differences of its
+ * forward, in float64: fdma_backward(), fdma_score_backward() and fdma_attention_backward(), on the
+ * tiny cases of tests/cases.def. Half of the cases have a dt_bias. Also checks the plain evaluation
+ * against the reference. */
 #include "cases.h"
 #include "differences.h"
 #include "gradient.h"
 
-/* Of a tiny case: by its index some have a scale, some dropout, and some have no dlse. */
+/* By its index, a tiny case may have a scale, dropout, or no dlse. */
 typedef struct tiny_case {
     problem x;
     int with_dlse, with_dt_bias;
@@ -34,7 +34,7 @@ typedef struct forward_loss {
     fdma_forward_args args;
 } forward_loss;
 
-/* <dout, out> + <dlse, lse>, of the inputs as they are now. */
+/* <dout, out> + <dlse, lse> for the current inputs. */
 static loss loss_of_forward(const void *context) {
     const forward_loss *f = context;
     loss sum = {0, 0};
@@ -71,7 +71,7 @@ static void backward_is_the_derivative_of_forward(void) {
     }
 }
 
-/* Its error is a tolerance elsewhere, and must itself be small. */
+/* Other tests use its error as a tolerance, so that error must itself be small. */
 static void the_plain_evaluation_is_near_the_reference(void) {
     for (int i = 0; i < TEST_COUNT(cases) * test_dtype_count; i++) {
         const int index = i / test_dtype_count;
@@ -131,7 +131,7 @@ static void score_now(const scored *s) {
                             .exec = {.kernel = "reference"}};
     size_t bytes = 0;
     CHECK_OK(fdma_score_workspace(&args, &bytes));
-    if (CHECK_INT(bytes, 0)) /* so that a thousand calls take no memory */
+    if (CHECK_INT(bytes, 0)) /* so that a thousand calls use no memory for it */
         CHECK_OK(fdma_score(&args));
 }
 
@@ -145,7 +145,7 @@ typedef struct score_gradients {
     fdma_tensor dv, ddt_proj, da, ddt_bias;
 } score_gradients;
 
-/* An output where there is a dt_bias. */
+/* An output if there is a dt_bias, else absent. */
 static fdma_tensor like_dt_bias(const scored *s) {
     return s->dt_bias.rank > 0 ? new_output(FDMA_FLOAT64, s->x.kv_heads, -1, -1, -1)
                                : (fdma_tensor){0};
@@ -160,7 +160,7 @@ static score_gradients score_backward_of(const scored *s) {
         .a = s->a,
         .dt_bias = s->dt_bias,
         .key_valid = s->x.key_valid,
-        // zeros, to which dv is added
+        // zeros, because the call adds to dv
         .dv = new_tensor(FDMA_FLOAT64, s->x.batch, s->x.kv_len, s->x.kv_heads, s->x.head_dim),
         .ddt_proj = new_output(FDMA_FLOAT64, s->x.kv_heads, s->x.kv_heads * s->x.head_dim, -1, -1),
         .da = new_output(FDMA_FLOAT64, s->x.kv_heads, -1, -1, -1),
@@ -181,7 +181,6 @@ static void check_score_backward(const tiny_case *tiny, fdma_bias_form form) {
     check_differences(loss_of_score, &x, x.dt_bias, got.ddt_bias);
 }
 
-/* For each tiny case and each bias form that has a gradient. */
 static void for_each_form(void (*check)(const tiny_case *tiny, fdma_bias_form form)) {
     for (int index = 0; index < TEST_COUNT(cases); index++) {
         for (int form = FDMA_BIAS_EXP; form < FDMA_BIAS_NONE && is_tiny(index); form++) {
@@ -202,7 +201,7 @@ typedef struct whole_loss {
     forward_loss f;
 } whole_loss;
 
-/* With the selection held. */
+/* The selection stays fixed. */
 static loss loss_of_whole(const void *context) {
     const whole_loss *w = context;
     score_now(&w->s);
@@ -226,7 +225,7 @@ static fdma_attention_backward_args whole_args(const whole_loss *w) {
     return args;
 }
 
-/* Selects by the scores, so that this is what fdma_attention() does, and attends. */
+/* Selects by the scores, as fdma_attention() does, and attends. */
 static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
     problem *x = &w->s.x;
     fdma_attention_args args = {
@@ -255,7 +254,7 @@ static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
     CHECK_OK(run_attention(&args));
     score_now(&w->s);
     CHECK(same_tensor(w->s.bias, args.bias));
-    x->bias = w->s.bias; /* forward reads what score writes */
+    x->bias = w->s.bias; /* forward reads the output of score */
     *p = gradient_of(x, with_dlse);
     CHECK(same_tensor(p->out, args.out) && same_tensor(p->lse, args.lse));
     w->f = forward_loss_of(p);
@@ -275,7 +274,8 @@ static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
     check_differences(loss_of_whole, &w, w.s.dt_proj, args.ddt_proj);
     check_differences(loss_of_whole, &w, w.s.a, args.da);
     check_differences(loss_of_whole, &w, w.s.dt_bias, args.ddt_bias);
-    /* Given the bias of forward, the call does not compute it again: the results are the same. */
+    /* If the call is given the bias of forward, it does not compute it again: the results are the
+     * same. */
     score_now(&w.s);
     fdma_attention_backward_args given = whole_args(&w);
     given.bias = w.s.bias;
@@ -287,7 +287,7 @@ static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
 
 static void attention_backward_is_the_derivative_of_attention(void) { for_each_form(check_whole); }
 
-/* Scores that only rank keys have no gradient; q, k and v have. */
+/* Scores that only rank keys have no gradient, but q, k and v have. */
 static void ranking_alone_has_no_gradient(void) {
     for (int index = 0; index < TEST_COUNT(cases); index++) {
         if (!is_tiny(index) || cases[index].sizes.window < 0)

@@ -1,5 +1,6 @@
-/* test_backward_rows.c - every CPU kernel's gradients against the reference's, over random shapes
- * and options; and that neither the number of threads nor the neighbours in the batch show. */
+/* test_backward_rows.c - compares every CPU kernel's gradients with the reference's, over random
+ * shapes and options. The number of threads and the other sequences of the batch must not change
+ * them. */
 #include "gradient.h"
 
 typedef struct backward_problem {
@@ -55,8 +56,8 @@ static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
     return y;
 }
 
-/* float32 kernels sum at most some thousand terms in another order than the reference; kernels of
- * 16 bits round probabilities and their gradients. Both are given the same out and lse. */
+/* float32 kernels add at most some thousand terms in another order than the reference; 16-bit
+ * kernels round probabilities and their gradients. Both get the same out and lse. */
 static double share_of(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT32 ? 256 * (double)FLT_EPSILON : 4 * step_of(dtype);
 }

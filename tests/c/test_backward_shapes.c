@@ -1,7 +1,7 @@
-/* test_backward_shapes.c - every backward kernel, in every dtype that it takes, on the cases where
- * such kernels go wrong: its gradients are right, and their bits do not depend on what must not
- * matter. All calls are deterministic, but for those that say so: only a device has another form,
- * whose bits may differ from run to run. */
+/* test_backward_shapes.c - every backward kernel, in every dtype that it takes, on cases that are
+ * hard for such kernels: checks the gradients, and that their bits depend only on their inputs. All
+ * calls are deterministic except those that say so: only a device has another form, whose bits may
+ * differ from run to run. */
 #include "backend.h"
 #include "gradient_properties.h"
 
@@ -10,8 +10,8 @@ typedef void (*property)(const gradient_problem *p, const char *kernel);
 static bool is_reference(const char *kernel) { return strcmp(kernel, "reference") == 0; }
 
 /* Calls `holds` for every stride-th case that a kernel takes: some properties are slow to test on a
- * device, or depend on little of the shape. The reference is slow, and computes in double whatever
- * the dtype: it is tested in one of them. */
+ * device, or depend little on the shape. The reference is slow and computes in double for every
+ * dtype, so it is tested in one dtype. */
 static void for_some_cases(property holds, int deterministic, int stride) {
     for (int type = first_dtype(); type < test_dtype_count; type++) {
         const fdma_dtype dtype = test_dtypes[type];
@@ -54,7 +54,7 @@ static void corrupt_selections_stay_inside(void) {
     for_some_cases(check_corrupt, 1, test_backend.run != NULL ? 17 : 5);
 }
 
-/* ---- keys that none keeps ---- */
+/* ---- keys that no query keeps ---- */
 
 static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
@@ -69,7 +69,7 @@ static void read_keys_show(void) { for_each_kernel("backward", check_read_shows)
 
 /* ---- calls that are not deterministic ---- */
 
-/* There are no bits to compare with: what is poisoned is not finite. */
+/* The nondeterministic form has no bits to compare, so the poison is not finite. */
 static void check_unread_fast(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
         problem x = unread_problem(unread_cases[s], dtype);
@@ -94,10 +94,10 @@ static void corrupt_selections_stay_inside_in_fast_calls(void) {
     for_some_cases(run_corrupt, 0, 19);
 }
 
-/* ---- more query blocks than a device has room for at once ---- */
+/* ---- more query blocks than fit a device at once ---- */
 
-/* A thread block then computes the arriving keys of several query blocks, of a sequence by itself
- * those of one; in between are query blocks in which none arrives. */
+/* A thread block then computes the arriving keys of several query blocks; for a sequence alone it
+ * computes those of one query block. In some query blocks between them no key arrives. */
 static const shape_case large_cases[] = {
     SHAPE("saw", 44, 390, 390, 8, 8, 64, 20, CAUSAL, LINEAR, 0, SAW, PLAIN, NONE),
     SHAPE("falling", 44, 390, 390, 8, 8, 64, 150, CAUSAL, LINEAR, 0, FALLING, PLAIN, NONE),
@@ -117,8 +117,8 @@ static void check_large(const char *kernel, fdma_dtype dtype) {
 
 static void many_query_blocks_are_each_alone(void) { for_each_kernel("backward", check_large); }
 
-/* In a selection whose keys all leave at once, later lists have fewer keys than those before, which
- * no selection of this library has: blocks that wait for one another must still end. */
+/* In this selection all keys leave at once, so later lists have fewer keys than earlier ones. No
+ * selection of this library is like that, but blocks that wait for one another must still end. */
 static void check_leaving(const char *kernel, fdma_dtype dtype) {
     const shape_case n =
         SHAPE("leave", 8, 1024, 1024, 32, 32, 8, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
@@ -136,12 +136,12 @@ static void check_leaving(const char *kernel, fdma_dtype dtype) {
 
 static void keys_that_all_leave_stop_nothing(void) { for_each_kernel("backward", check_leaving); }
 
-/* ---- what the fused call, and in it that of scores, adds to ---- */
+/* ---- outputs that the fused call, and its step of scores, add to ---- */
 
 enum { fused_outputs = 6 }; /* dq, dk, dv, ddt_proj, da, ddt_bias */
 
-/* Fills the outputs with random numbers, keeps a copy of these in `held`, and writes the gradients
- * or adds them. */
+/* Fills the outputs with random numbers, copies these to `held`, and writes the gradients or adds
+ * them. */
 static void run_fused(const gradient_problem *p, const char *kernel, int accumulate,
                       fdma_tensor to[fused_outputs], fdma_tensor held[fused_outputs]) {
     const problem *x = &p->x;

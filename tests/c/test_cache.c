@@ -1,7 +1,7 @@
-/* test_cache.c - decoding with a cache is the whole sequence: streams of different ages, whose
- * tokens come one by one, in groups, or as drafts of which only some are committed, get the out and
- * the lse of one call on all of their tokens, and the cache holds the keys that its selection
- * keeps. */
+/* test_cache.c - decoding with a cache equals one call on the whole sequence. Streams of different
+ * ages get tokens one by one, in groups, or as drafts that are only partly committed. Their out and
+ * lse equal the results of one call on all their tokens, and the cache holds the keys that its
+ * selection keeps. */
 #include "cached_stream.h"
 
 static void streams_are_the_whole(const char *kernel, fdma_dtype dtype) {
@@ -72,7 +72,7 @@ static void wrong_caches_are_refused(void) {
     CHECK_WORD(fdma_last_error(), "memory: is NULL");
 }
 
-/* A dropped sequence begins again; the others are as they were. */
+/* A dropped sequence begins again; the others do not change. */
 static void sequences_are_dropped(void) {
     const stream_case *const test = &cases[1];
     uint64_t state = 2;
@@ -171,11 +171,11 @@ static void contradictions_are_refused(void) {
     index[0] = index[1] = 2;
     args = right, args.index = fdma_tensor_1d(index, FDMA_INT32, 2);
     ((int32_t *)args.cache.table.seen.data)[2] = INT32_MAX - 2;
-    CHECK_OK(run_decode(&args)); // one index twice: wrong keys, but no overflow
+    CHECK_OK(run_decode(&args)); // an index twice: wrong keys, but no overflow
     CHECK_INT(((int32_t *)args.cache.table.seen.data)[2], INT32_MAX);
 }
 
-/* Whatever the tensors of a cache hold, nothing outside is touched. */
+/* With any contents of a cache, a call writes nothing outside its tensors. */
 static void corrupt_caches_do_no_harm(void) {
     static const int32_t strange[] = {INT32_MIN, -1, 0, 3, 3, 40, INT32_MAX};
     const fdma_dtype dtype = backend_dtype();

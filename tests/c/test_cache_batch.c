@@ -1,13 +1,12 @@
-/* test_cache_batch.c - a stream has the same bits in a batch of any size: every stream of a large
- * batch, whose heads a device cannot take all at once, gets the out and the lse of a call on it
- * alone. So it does if the cache lies in pages. A call's workspace also serves streams with fewer
+/* test_cache_batch.c - a stream has the same bits in a batch of any size. Every stream of a large
+ * batch, whose heads do not fit a device at once, gets the out and the lse of a call on it alone;
+ * so does a cache that lies in pages. The workspace of a call also serves streams with fewer
  * tokens. */
 #include "backend.h"
 #include "gradient.h"
 
 enum { kv_heads = 2, q_heads = 10, head_dim = 64 };
 
-/* A cache whose sequences have `filled` rows each. */
 static fdma_cache new_cache(int64_t sequences, int64_t window, int64_t filled, fdma_dtype dtype,
                             uint64_t *state) {
     fdma_cache cache = {.sequences = sequences,
@@ -49,7 +48,7 @@ static fdma_decode_args args_of(const fdma_cache *cache, const batch_call *x, co
                               .exec = {.kernel = kernel}};
 }
 
-/* No token is committed, so that the cache stays as it is. */
+/* No token is committed, so the cache does not change. */
 static batch_call new_call(int64_t batch, int64_t tokens, fdma_dtype dtype, uint64_t *state) {
     batch_call x = {
         .index = new_tensor(FDMA_INT32, batch, -1, -1, -1),
@@ -71,7 +70,6 @@ static batch_call new_call(int64_t batch, int64_t tokens, fdma_dtype dtype, uint
     return x;
 }
 
-/* Entry b of a tensor. */
 static fdma_tensor entry_of(fdma_tensor tensor, int64_t b) {
     tensor.data = (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
     tensor.shape[0] = 1;
@@ -133,7 +131,7 @@ static char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
     return (char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
 }
 
-/* Where a cache in pages has a row of k or v, by its page table. */
+/* Address of a row of k or v in a cache with pages, by its page table. */
 static char *row_in_pages(const fdma_cache *cache, fdma_tensor pool, int64_t s, int64_t row,
                           int64_t g) {
     const fdma_tensor *const table = &cache->page_table;
@@ -142,7 +140,7 @@ static char *row_in_pages(const fdma_cache *cache, fdma_tensor pool, int64_t s, 
     return address(pool, page, row % len, g);
 }
 
-/* A copy of a cache in pages, the last of which has the first rows. */
+/* A copy of a cache in pages. The last page has the first rows. */
 static fdma_cache copy_in_pages(const fdma_cache *cache, int64_t page_len) {
     const int64_t columns = (cache->window + page_len - 1) / page_len;
     const int64_t pages = cache->sequences * columns;
@@ -180,7 +178,7 @@ static void check_same_cache(const fdma_cache *paged, const fdma_cache *plain) {
     }
 }
 
-/* Different numbers of tokens are committed. */
+/* The entries commit different numbers of tokens. */
 static void pages_change_no_bit(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < TEST_COUNT(shapes); n++) {
         const bool on_device = is_device_kernel(kernel);

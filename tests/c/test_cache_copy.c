@@ -1,6 +1,6 @@
-/* test_cache_copy.c - sequences of a cache that become copies of others hold what these held before
- * the call, in any order and with repetitions; a copy is decoded as its source; lists that name no
- * sequence, or one sequence twice, are refused. */
+/* test_cache_copy.c - copies of sequences of a cache hold the contents of their sources before the
+ * call, in any order and with repetitions. A copy is decoded like its source. Lists with an invalid
+ * sequence, or with one sequence twice, are refused. */
 #include "cached_stream.h"
 
 static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
@@ -18,7 +18,7 @@ static fdma_cache_copy_args copy_args(const fdma_cache *cache, const int32_t *fr
                                   .exec = {.kernel = kernel, .threads = 3}};
 }
 
-/* The tensors of a cache, all of which begin with the sequence. */
+/* The tensors of a cache. The first axis of each is the sequence. */
 enum { cache_tensors = 6 };
 
 static fdma_tensor *tensor_of(fdma_cache *cache, int n) {
@@ -28,7 +28,6 @@ static fdma_tensor *tensor_of(fdma_cache *cache, int n) {
     return all[n];
 }
 
-/* The same cache in memory of its own. */
 static fdma_cache copy_of(const fdma_cache *cache) {
     fdma_cache copy = *cache;
     for (int n = 0; n < cache_tensors; n++)
@@ -58,7 +57,7 @@ static const char *row_of(fdma_tensor tensor, int64_t s, int64_t x1, int64_t x2)
     return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
 }
 
-/* Row by row: a key is as in the source; where that has none, only the position says so. */
+/* Each row has the key of the source. If the source row is empty, only the position says so. */
 static void check_sequence(const fdma_cache *now, int64_t s, const fdma_cache *before,
                            int64_t source) {
     const size_t bytes = (size_t)now->head_dim * dtype_size(now->dtype);
@@ -78,7 +77,6 @@ static void check_sequence(const fdma_cache *now, int64_t s, const fdma_cache *b
     }
 }
 
-/* Sequences that the call does not name keep every byte. */
 static void check_untouched(fdma_cache now, fdma_cache before, int64_t s) {
     for (int n = 0; n < cache_tensors; n++) {
         const fdma_tensor tensor = *tensor_of(&now, n), was = *tensor_of(&before, n);
@@ -88,7 +86,7 @@ static void check_untouched(fdma_cache now, fdma_cache before, int64_t s) {
     }
 }
 
-/* Random lists: `to` has some sequences in any order, `from` any, or -1. */
+/* Random lists: `to` has some sequences in any order; `from` has any sequences, or -1. */
 static int64_t draw_lists(uint64_t *state, int32_t *from, int32_t *to) {
     const int64_t count = random_below(state, sequences + 1);
     for (int32_t s = 0; s < sequences; s++)
@@ -126,7 +124,6 @@ static void copies_by_every_kernel(void) {
     for_each_kernel("cache_copy", copies_are_their_sources);
 }
 
-/* The next token of stream 0, for each of some sequences. */
 static void decode_token(const whole_call *x, const fdma_cache *cache, int32_t seen,
                          const int32_t *index, int64_t batch, const char *kernel) {
     const int32_t passed[streams] = {seen};
@@ -140,7 +137,7 @@ static void decode_token(const whole_call *x, const fdma_cache *cache, int32_t s
     check_step(x, passed, &s);
 }
 
-/* One sequence becomes three, and then is emptied; the three go on as it would have done. */
+/* One sequence becomes three, and is then emptied; the three go on like the original. */
 static void copies_are_decoded_as_their_source(void) {
     static const int32_t from[] = {4, 4, -1, 4}, to[] = {0, 1, 4, 3}, beams[] = {0, 1, 3};
     const kernel_list kernels = kernels_of("cache_copy");
@@ -238,7 +235,7 @@ static void wrong_caches_are_refused(void) {
     }
 }
 
-/* More sequences than the check of repetitions has bits for. */
+/* More sequences than the check for repetitions has bits. */
 static void large_caches_are_checked(void) {
     enum { many = 70000 };
     fdma_cache cache = {

@@ -1,17 +1,17 @@
-/* test_cache_pages.c - a cache whose rows lie in pages gives the bits of one without: streams that
- * are decoded, stored, copied and dropped, in pages of any length and order, of which there are as
- * many as the rows that are filled. Pages of no sequence are neither read nor written; missing
- * pages hide their keys and lose what would enter them; wrong shapes are refused. */
+/* test_cache_pages.c - a cache with pages gives the bits of one without. Streams are decoded,
+ * stored, copied and dropped in pages of any length and order, with just enough pages for the rows
+ * that are filled. Pages of no sequence are neither read nor written; missing pages hide their keys
+ * and lose new ones; wrong shapes are refused. */
 #include "paged_cache.h"
 
 /* ---- calls on both ---- */
 
-/* The kernel of cache_copy and cache_store beside one that decodes. */
+/* The kernel of cache_copy and cache_store that belongs to a decode kernel. */
 static const char *cache_kernel(const char *kernel) {
     return kernel != NULL && is_device_kernel(kernel) ? "cuda/sm80" : kernel;
 }
 
-/* Replaces page numbers of a sequence by some that no page has. */
+/* Replaces some page numbers of a sequence by numbers of no page. */
 static void lose_pages(const paged_cache *paged, int64_t s, uint64_t *state) {
     const int32_t nowhere[] = {INT32_MIN, -1, (int32_t)paged->pages, INT32_MAX};
     for (int64_t column = 0; column < paged->columns; column++)
@@ -19,7 +19,7 @@ static void lose_pages(const paged_cache *paged, int64_t s, uint64_t *state) {
             *entry_of(paged, s, column) = nowhere[random_below(state, TEST_COUNT(nowhere))];
 }
 
-/* All entries of both calls have the same bits but those of sequence `except`. */
+/* All entries of both calls have the same bits, except for sequence `except`. */
 static void check_same_steps(const step *found, const step *want, int64_t except) {
     const fdma_tensor found_of[] = {found->out, found->lse}, want_of[] = {want->out, want->lse};
     for (int64_t n = 0; n < 2 * want->batch; n++) {
@@ -30,7 +30,7 @@ static void check_same_steps(const step *found, const step *want, int64_t except
     }
 }
 
-/* Some pages of sequence `broken` are missing; -1: of none. */
+/* Some pages of sequence `broken` are missing; -1: none are. */
 static void decode_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
                         int64_t broken, uint64_t *state, const char *kernel) {
     int32_t from[streams];
@@ -84,7 +84,7 @@ static void copy_both(const fdma_cache *plain, const paged_cache *paged, uint64_
         give_pages(paged, to[n], seen_of(plain, to[n]));
 }
 
-/* Stores a prompt, or a further piece of one, in a sequence of both. */
+/* Stores a prompt, or a further piece of one, in a sequence of both caches. */
 static void store_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
                        uint64_t *state, const char *kernel) {
     int32_t s = (int32_t)random_below(state, sequences);
@@ -158,7 +158,7 @@ static void pages_of_any_length(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < TEST_COUNT(lengths) * TEST_COUNT(cases); n++) {
         const int c = n / TEST_COUNT(lengths), length = n % TEST_COUNT(lengths);
         if (is_device_kernel(kernel) && length / 2 != c % 3)
-            continue; // where calls take long, two lengths of each case
+            continue; // where calls are slow, two lengths of each case
         test_context("case %d, pages of %d, %s, %s", c, (int)lengths[length], kernel,
                      dtype_name(dtype));
         pages_are_as_none(&cases[c], lengths[length], kernel, dtype);
@@ -169,7 +169,6 @@ static void pages_by_every_kernel(void) { for_each_kernel("decode", pages_of_any
 
 /* ---- shared pages ---- */
 
-/* Decodes tokens `first` to `end` - 1 of stream 0 into a sequence of a cache. */
 static void decode_tokens(const whole_call *x, const fdma_cache *cache, int32_t sequence,
                           int32_t first, int32_t end, const char *kernel) {
     for (int32_t seen = first; seen < end; seen++) {
@@ -183,7 +182,8 @@ static void decode_tokens(const whole_call *x, const fdma_cache *cache, int32_t 
     }
 }
 
-/* Two continuations of a prefix share its full pages, and have a copy of the rest. */
+/* Two continuations of a prefix use its full pages together, and each has a copy of the last
+ * one. */
 static void prefixes_are_shared(void) {
     enum { page_len = 4, prefix = 11, end = 20, full = prefix / page_len };
     static const int32_t from[] = {1}, to[] = {3};
@@ -242,7 +242,7 @@ static void missing_pages_are_the_sequences_own(void) {
     for_each_kernel("decode", one_sequence_lacks_pages);
 }
 
-/* The first `tokens` tokens of stream 0 enter sequence 2 of both caches. */
+/* Stores the first `tokens` tokens of stream 0 in sequence 2 of both caches. */
 static void fill_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
                       int32_t tokens) {
     give_pages(paged, 2, tokens);
@@ -259,8 +259,8 @@ static step next_token(const whole_call *x, int32_t seen) {
     return s;
 }
 
-/* A key whose page is missing has no weight, as with a bias of -inf. The token that evicts one is
- * lost; the selection is that of the cache that has all pages. */
+/* A key whose page is missing has no weight, as with a bias of -inf. A token that evicts such a key
+ * is lost. The selection equals the one with all pages. */
 static void missing_pages_hide_their_keys(void) {
     enum { page_len = 2, missing = 3, tokens = 40 };
     static const int32_t nowhere[] = {-1, INT32_MIN, INT32_MAX, 0};
@@ -308,8 +308,8 @@ static void missing_pages_hide_their_keys(void) {
     }
 }
 
-/* A sink that would enter a missing page is lost. The sinks are then the first keys that are left,
- * of which a token that competes evicts none. */
+/* A sink whose page is missing is lost. Then the first keys that remain are the sinks, and a
+ * competing token evicts none of them. */
 static void lost_sinks_have_successors(void) {
     enum { calls = 3, tokens = 4 };
     static const struct {
@@ -348,7 +348,7 @@ static void lost_sinks_have_successors(void) {
     }
 }
 
-/* A copy lacks the rows whose page one of the sequences lacks; copied to itself, a sequence keeps
+/* A copy lacks the rows whose page is missing in either sequence. A sequence copied to itself keeps
  * its positions. */
 static void rows_without_pages_are_not_copied(void) {
     static const int32_t from[] = {2, 2, 2}, to[] = {0, 1, 2};
@@ -378,7 +378,7 @@ static void rows_without_pages_are_not_copied(void) {
     }
 }
 
-/* Whatever stands in a page table, nothing outside of the pools is touched. */
+/* With any contents of a page table, a call writes nothing outside of the pools. */
 static void corrupt_page_tables_do_no_harm(void) {
     static const int32_t from[] = {4, 3, -1}, to[] = {0, 1, 2};
     const fdma_dtype dtype = FDMA_BFLOAT16;
@@ -457,7 +457,7 @@ static void wrong_pages_are_refused(void) {
     check_pages_refused(&right, FDMA_OK, "");
 }
 
-/* With pages the memory of a cache is that of its numbers alone. */
+/* With pages, the memory of a cache counts only its numbers, not the pools. */
 static void pools_are_not_counted(void) {
     fdma_cache cache = {.sequences = 4, .kv_heads = 8, .head_dim = 128, .window = 2048};
     size_t bytes = 0;

@@ -1,12 +1,12 @@
-/* test_cache_store.c - prompts that are stored in a cache are decoded from there as the whole
- * sequence: one prompt for each entry of a batch, packed ones, and prompts that come in pieces;
- * with padding, over what the sequence held before, and by any number of threads. Wrong arguments
- * are refused, and wrong selections do no harm. */
+/* test_cache_store.c - prompts stored in a cache are decoded like the whole sequence: one prompt
+ * for each entry of a batch, packed prompts, and prompts in pieces; with padding, over earlier
+ * contents of the sequence, and with any number of threads. Wrong arguments are refused, and wrong
+ * selections do no harm. */
 #include "cached_stream.h"
 
 /* ---- prefill ---- */
 
-static const int32_t own_sequence[streams] = {4, 3, 2}; // as the steps of decode name them
+static const int32_t own_sequence[streams] = {4, 3, 2}; // as in the steps of decode
 
 static fdma_selection selection_for(int64_t batch, int64_t kv_len) {
     return (fdma_selection){.size = sizeof(fdma_selection),
@@ -67,7 +67,7 @@ static void store_batch(const whole_call *x, const fdma_cache *cache, int32_t *s
         seen[stream] = (int32_t)len;
 }
 
-/* Prompts of different lengths, one after the other; three more positions belong to none. */
+/* Packs prompts of different lengths. Three more positions belong to none. */
 static void store_packed(const whole_call *x, const fdma_cache *cache, int32_t *seen,
                          uint64_t *state, const char *kernel) {
     int32_t starts[streams + 1] = {0};
@@ -98,12 +98,11 @@ static void store_packed(const whole_call *x, const fdma_cache *cache, int32_t *
     CHECK_OK(run_cache_store(&store));
 }
 
-/* Sequence `n` of a tensor. */
 static fdma_tensor only(fdma_tensor tensor, int64_t n) {
     return tensor.rank > 0 ? positions_of(tensor, 0, n, n + 1) : tensor;
 }
 
-/* Tokens `first` to `end` - 1 of a stream, in a tensor that has the tokens along an axis. */
+/* Tokens `first` to `end` - 1 of a stream, in a tensor with the tokens along `axis`. */
 static fdma_tensor piece_of(fdma_tensor tensor, int axis, int64_t stream, int64_t first,
                             int64_t end) {
     return tensor.rank > 0 ? positions_of(only(tensor, stream), axis, first, end) : tensor;
@@ -117,7 +116,7 @@ static void check_piece(const whole_call *x, int64_t stream, int64_t first, fdma
                    tolerance);
 }
 
-/* One piece of a prompt, with the rows of the cache as carried keys. */
+/* Stores one piece of a prompt, with the rows of the cache as carried keys. */
 static void store_piece(const whole_call *x, const fdma_cache *cache, int64_t stream, int64_t first,
                         int64_t end, const char *kernel) {
     const int64_t rows = x->test->window + x->test->recent, s = own_sequence[stream];
@@ -167,7 +166,7 @@ static void store_pieces(const whole_call *x, const fdma_cache *cache, int32_t *
     }
 }
 
-/* ---- what the cache holds ---- */
+/* ---- contents of the cache ---- */
 
 static const void *row_of(fdma_tensor tensor, int64_t b, int64_t n, int64_t g) {
     const int64_t at = b * tensor.stride[0] + n * tensor.stride[1] + g * tensor.stride[2];
@@ -178,7 +177,8 @@ static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
     return *(const float *)row_of(tensor, b, g, j);
 }
 
-/* Every kept key is in its row as it was given, with its score and its bias; empty rows say so. */
+/* Each kept key is in its row unchanged, with its score and its bias; empty rows are marked
+ * empty. */
 static void check_rows(const whole_call *x, const fdma_cache *cache, const int32_t *seen) {
     const size_t row_bytes = (size_t)x->test->head_dim * dtype_size(x->dtype);
     check_cache(x, cache, seen);
@@ -227,7 +227,7 @@ static void prompts_go_on(const char *kernel, fdma_dtype dtype) {
 
 static void prompts_by_every_kernel(void) { for_each_kernel("cache_store", prompts_go_on); }
 
-/* The first tokens of each stream are padding. Their positions count, and no row has them. */
+/* The first tokens of each stream are padding. Their positions count, but no row has them. */
 static void padding_is_not_stored(void) {
     static prefill *const ways[] = {store_batch, store_pieces};
     const kernel_list kernels = kernels_of("cache_store");
@@ -252,7 +252,6 @@ static void padding_is_not_stored(void) {
     }
 }
 
-/* A second prompt leaves nothing of the first, whatever their lengths. */
 static void prompts_replace_what_was_there(void) {
     const kernel_list kernels = kernels_of("cache_store");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
@@ -273,7 +272,6 @@ static void prompts_replace_what_was_there(void) {
     }
 }
 
-/* The memory of a cache from its first tensor to the end of its last. */
 static size_t memory_of(const fdma_cache *cache) {
     return (size_t)((char *)cache->table.seen.data - (char *)cache->k.data) +
            bytes_of(cache->table.seen);
@@ -387,7 +385,7 @@ static void contradictions_are_refused(void) {
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "cache: its device is the CPU");
 }
 
-/* Of a cache of two sequences, whose prompts have no index. */
+/* The cache has two sequences, and its prompts have no index. */
 static void too_many_prompts_are_refused(void) {
     static const int32_t starts[] = {0, 5, 8, 20}, few[] = {0, 5, 20}, wrong[] = {0, 9, 8};
     const stream_case *const test = &cases[2];
@@ -447,13 +445,13 @@ static void long_streams_are_refused(void) {
     seen[3] = INT32_MAX - 20;
     CHECK_OK(run_cache_store(&args));
     CHECK_INT(seen[3], INT32_MAX);
-    args.selection = &fresh, seen[3] = INT32_MAX; // a fresh prompt does not go on from there
+    args.selection = &fresh, seen[3] = INT32_MAX; // a new prompt does not continue from there
     CHECK_OK(run_cache_store(&args));
     CHECK_INT(seen[3], 20);
 }
 
-/* Whatever a selection and a table hold, nothing outside of the sequences that are named is
- * touched: the cache lies between guard bytes, and the others are as they were. */
+/* With any contents of the selection and the table, a call writes nothing outside of the named
+ * sequences: the cache lies between guard bytes, and the other sequences do not change. */
 static void corrupt_selections_do_no_harm(void) {
     static const int32_t strange[] = {INT32_MIN, -1, 0, 3, 3, 20, 40, 41, INT32_MAX};
     static const int32_t index[streams] = {4, -1, 0};

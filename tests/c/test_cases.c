@@ -1,11 +1,11 @@
-/* test_cases.c - walks tests/cases.def: on every case, every kernel of forward gives the same bits
- * for any number of threads and whatever workspace holds, stays within its outputs, writes all of
- * them, 0 and -inf for empty rows, and answers each sequence as if it were alone. (`fdma check`
- * walks the same list for accuracy.) */
+/* test_cases.c - checks every kernel of forward on every case of tests/cases.def: it gives the same
+ * bits for any number of threads and any contents of the workspace, stays within its outputs,
+ * writes all of them, with 0 and -inf for empty rows, and computes each sequence as if it were
+ * alone. (`fdma check` tests the accuracy on the same list.) */
 #include "backend.h"
 #include "cases.h"
 
-/* For each kernel and case that it takes: on the CPU each case in one of the types. */
+/* Calls `check` for each kernel and each case that it takes. On the CPU each case has one dtype. */
 static void for_each_case(void (*check)(const problem *x, const char *kernel)) {
     int taken[kernel_limit] = {0};
     kernel_list kernels = {.count = 0};
@@ -30,7 +30,7 @@ static void for_each_case(void (*check)(const problem *x, const char *kernel)) {
     }
 }
 
-/* A row without keys is 0, its lse -inf; one with keys is neither. */
+/* A row without keys has out 0 and lse -inf; a row with keys has neither. */
 static void check_empty(const problem *x, attended found) {
     for (int64_t at = 0; at < x->batch * x->q_heads * x->q_len; at++) {
         const int64_t i = at % x->q_len, h = at / x->q_len % x->q_heads;

@@ -1,6 +1,6 @@
-/* test_cuda.c - what only calls on a CUDA device can show: hundreds of runs of long problems give
- * the same bits, and biases of any size count. (The programs that tests/CMakeLists.txt also runs
- * with the argument "cuda" test the kernels of a device like those of the CPU.) */
+/* test_cuda.c - tests that only a CUDA device needs: hundreds of runs of long problems give the
+ * same bits, and biases of any size count. (tests/CMakeLists.txt also runs some CPU programs with
+ * the argument "cuda", which test the kernels of a device in the same way.) */
 #include "cases.h"
 #include "device.h"
 #include "gradient.h"
@@ -11,7 +11,6 @@ static void every_operation_has_kernels(void) {
             CHECK(kernels_of(operations[operation].name).count > 0);
 }
 
-/* Every operation that packed sequences have. */
 static void packed_calls_have_kernels(void) {
     static const call_sizes n = {.batch = 1,
                                  .q_len = 300,
@@ -47,7 +46,7 @@ static void packed_calls_have_kernels(void) {
     CHECK_INT(packed, 4); // select, lists, forward and backward
 }
 
-/* Outputs hold before each run what they hold on the host. */
+/* Before each run the outputs hold the contents of the host's outputs. */
 static void check_runs(const call *host, int runs) {
     call first, again, there;
     call_copy(&first, host);
@@ -80,7 +79,7 @@ static const shape_case forward_cases[] = {
     LONG(2, 300, 2000, 2, 1, 256, 333, FULL),
 };
 
-/* The seed is odd: all keys are valid, and key_valid is not needed. */
+/* The seed is odd, so all keys are valid and key_valid is not needed. */
 static problem unpadded(const shape_case *n, uint64_t seed, fdma_dtype dtype) {
     problem x = shape_problem(n, seed, dtype);
     x.key_valid = (fdma_tensor){0};
@@ -138,14 +137,14 @@ static void gradients_repeat(void) {
     }
 }
 
-/* Every seventh key has one beside which products vanish, of either sign. */
+/* Every seventh key has a bias of either sign that dwarfs the products. */
 static void fill_large_biases(const problem *x) {
     float *const bias = x->bias.data;
     for (int64_t at = 0; at < count_of(x->bias); at += 7)
         bias[at] = (at % 2 == 0 ? 1e30F : -1e30F) * (1 + (float)(at % x->kv_len) / 1000);
 }
 
-/* Whatever the scale: bias / scale need not be a float32. */
+/* For any scale: bias / scale need not be a float32. */
 static void biases_of_any_size_count(void) {
     static const shape_case shapes[] = {LONG(1, 200, 300, 4, 2, 64, 90, CAUSAL),
                                         LONG(1, 200, 300, 4, 2, 128, 90, CAUSAL),
@@ -207,7 +206,7 @@ static void check_scores(const char *kernel, fdma_dtype dtype) {
 
 static void scores_repeat(void) { for_each_kernel("score", check_scores); }
 
-/* dv is added to, so it starts from the same each time. */
+/* The call adds to dv, so dv starts from the same values each time. */
 static void check_score_gradients(const char *kernel, fdma_dtype dtype) {
     static const call_sizes n = {.batch = 2, .kv_len = 1500, .kv_heads = 4, .head_dim = 64};
     call x = {.operation = operation_score_backward};

@@ -1,9 +1,8 @@
-/* test_cuda_calls.c - calls on a CUDA device: what they refuse, graphs, the fused gradients against
+/* test_cuda_calls.c - calls on a CUDA device: refused arguments, graphs, fused gradients against
  * their steps, corrupt selections, and tensors with elements further apart than an int32 counts. */
 #include "device.h"
 #include "errors.h"
 
-/* A call on the host. */
 static void make_here(call *x, fdma_operation operation, fdma_dtype dtype) {
     static const call_sizes n = {
         .batch = 2, .q_len = 300, .kv_len = 700, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
@@ -27,7 +26,6 @@ static void make_here(call *x, fdma_operation operation, fdma_dtype dtype) {
         call_select(x, 50, FDMA_SCOPE_CAUSAL, &state);
 }
 
-/* The same on the device, with workspace. */
 static void make_there(call *there, fdma_operation operation, fdma_dtype dtype) {
     call here;
     make_here(&here, operation, dtype);
@@ -38,7 +36,7 @@ static void make_there(call *there, fdma_operation operation, fdma_dtype dtype) 
 
 static fdma_status run(call *there) { return operations[there->operation].call(&there->args); }
 
-/* ---- what is refused ---- */
+/* ---- refused calls ---- */
 
 static void check_refused(call *there, const expectation *want) {
     check_status(run(there), want);
@@ -53,9 +51,9 @@ static const struct {
     {operation_attention_backward, {"dout", "dlse", "out", "lse", "q", "k", "v", "dt_proj"}},
 };
 
-enum { elsewhere = 1 << 22 }; /* bytes: more than any of these tensors has */
+enum { elsewhere = 1 << 22 }; /* bytes; all of these tensors are smaller */
 
-/* Each pointer of a call in turn is `there`; the message says whose memory that is. */
+/* Replaces each pointer of a call in turn by `there`. The message must say whose memory that is. */
 static void check_elsewhere(void *there, const char *whose) {
     for (int i = 0; i < TEST_COUNT(pointers) * TEST_COUNT(pointers[0].names); i++) {
         const fdma_operation operation = pointers[i / TEST_COUNT(pointers[0].names)].operation;
@@ -140,8 +138,8 @@ static void gradients_without_slots_are_refused(void) {
     device_free_both();
 }
 
-/* float64 always; float32 if no kernel takes it, as those of gradients do not, with what to cast
- * to. */
+/* float64 is always refused. float32 is refused if no kernel takes it, as for gradients; then the
+ * message says what to cast to. */
 static void types_without_a_kernel_are_refused(void) {
     static const fdma_operation asked[] = {operation_forward, operation_backward};
     static const fdma_dtype types[] = {FDMA_FLOAT32, FDMA_FLOAT64};
@@ -165,7 +163,7 @@ static void types_without_a_kernel_are_refused(void) {
     }
 }
 
-/* After everything that was refused, and beside calls on the device. */
+/* After all refused calls, and beside calls on the device. */
 static void the_cpu_works_on(void) {
     const problem x = device_small_problem(FDMA_FLOAT32);
     call there;
@@ -199,7 +197,7 @@ static void fill_anew(fdma_tensor tensor, uint64_t *state) {
         ((uint8_t *)tensor.data)[i] = random_below(state, 3) > 0;
 }
 
-/* A call is captured once and replayed on other numbers in a tensor. */
+/* Captures a call once and replays it after other numbers are written to a tensor. */
 static void check_replays(call *x, const char *changed) {
     uint64_t state = 31;
     cudaStream_t stream;
@@ -218,7 +216,7 @@ static void check_replays(call *x, const char *changed) {
         CHECK_OK(run(x));
         device_fetch(&want, x);
         device_clear_outputs(x);
-        // what the direct call has left there must not serve the graph
+        // results of the direct call in the workspace must not serve the graph
         if (call_exec(x)->workspace_size > 0)
             device_must(cudaMemset(call_exec(x)->workspace, 0xff, call_exec(x)->workspace_size),
                         "cudaMemset");
@@ -247,7 +245,8 @@ static void graphs_replay_whole_calls(void) {
     }
 }
 
-/* Padding decides where sinks end and which keys are the newest, all of it on the device. */
+/* Padding decides where sinks end and which keys are the newest, and all that happens on the
+ * device. */
 static void graphs_replay_selections(void) {
     static const call_sizes n = {.batch = 3, .kv_len = 20000, .kv_heads = 2};
     static const char *const kernels[] = {NULL, "cuda/sm80"};
@@ -298,7 +297,7 @@ static void the_fused_call_is_its_steps(void) {
 
 /* ---- corrupt selections ---- */
 
-/* No fault, nothing written outside (the guards say), and no harm to the calls that follow. */
+/* No fault, no write outside (the guards check that), and no harm to later calls. */
 static void check_corrupt(const char *kernel, fdma_dtype dtype) {
     const problem x = device_small_problem(dtype);
     problem wrong = x;
@@ -311,7 +310,7 @@ static void check_corrupt(const char *kernel, fdma_dtype dtype) {
                      i % corruption_count);
         wrong.selection.expiry = copy_tensor(x.selection.expiry);
         wrong.selection.slot = copy_tensor(x.selection.slot);
-        if (i / corruption_count < corruption_count) /* else right */
+        if (i / corruption_count < corruption_count) /* else expiry is right */
             corrupt(wrong.selection.expiry, (corruption)(i / corruption_count), &state);
         corrupt(wrong.selection.slot, (corruption)(i % corruption_count), &state);
         problem_attend(&wrong, kernel, 1);
@@ -326,7 +325,6 @@ static void corrupt_selections_stay_inside(void) { for_each_kernel("forward", ch
 enum { far_rows = 70 };
 static const int64_t far_stride = ((int64_t)1 << 31) / 64 + 1024; /* elements between two rows */
 
-/* Copies rows between tensors of one shape. */
 static void copy_rows(fdma_tensor to, fdma_tensor from) {
     const size_t size = dtype_size(to.dtype);
     device_must(cudaMemcpy2D(to.data, (size_t)to.stride[1] * size, from.data,
@@ -336,7 +334,7 @@ static void copy_rows(fdma_tensor to, fdma_tensor from) {
                 "cudaMemcpy2D");
 }
 
-/* A call whose tensors of those names have their rows far apart, in `memory`. */
+/* Runs a call whose tensors of these names have rows far apart, in `memory`. */
 static void check_far(const call *here, const char *const *names, int count, char *memory) {
     call near, far, want, found;
     size_t offset = 0;

@@ -1,18 +1,18 @@
-/* test_cuda_carried.c - the rows of carried keys and those of the call, in places of a device's
- * memory that have nothing to do with each other: out, lse and gradients are, bit for bit, those of
- * the same kernel with all keys in one tensor. */
+/* test_cuda_carried.c - carried keys and the keys of the call lie at unrelated addresses in a
+ * device's memory. Out, lse and gradients have the bits of the same kernel with all keys in one
+ * tensor. */
 #include "device.h"
 #include "gradient.h"
 
 enum { batch = 2, carried_len = 77, new_len = 190, kv_len = carried_len + new_len };
 
-/* Where the pieces of k or v lie in one block of memory. */
+/* Position of the pieces of k or v in one block of memory. */
 typedef struct placement {
     const char *name;
     int64_t carried_gap, own_gap; /* elements after each row */
     int64_t shift;                /* elements from a multiple of 16 bytes to the first row */
     int64_t apart;                /* bytes from the end of one piece to the other */
-    bool own_first, heads_first;  /* heads_first: carried rows of one head are neighbours */
+    bool own_first, heads_first;  /* heads_first: carried rows of one head are adjacent */
     bool is_plain;                /* the kernel that takes one tensor takes these, too */
 } placement;
 
@@ -28,7 +28,7 @@ static const placement placements[] = {
     {.name = "nothing aligned", .shift = 1, .apart = 2},
 };
 
-/* A tensor shaped as `like` at `data`, which is not its memory yet. */
+/* A tensor shaped as `like` at `data`, which need not be allocated yet. */
 static fdma_tensor piece_at(fdma_tensor like, char *data, int64_t gap, bool heads_first) {
     const int64_t row = like.shape[3] + gap, length = like.shape[1], heads = like.shape[2];
     fdma_tensor tensor = like;
@@ -40,7 +40,7 @@ static fdma_tensor piece_at(fdma_tensor like, char *data, int64_t gap, bool head
     return tensor;
 }
 
-/* Copies a piece to the device: only its rows, so that whatever lies between them stays. */
+/* Copies only the rows of a piece to the device, so that the bytes between them do not change. */
 static void write_piece(fdma_tensor to, fdma_tensor from) {
     fdma_tensor here = to;
     here.data = test_alloc(device_extent(to));
@@ -85,7 +85,7 @@ static problem new_problem(int64_t q_len, int64_t head_dim, int64_t window, fdma
     return x;
 }
 
-/* Copies a call to the device, but k and v in two pieces. At `memory` there is room for both. */
+/* Copies a call to the device, with k and v in two pieces each. `memory` has room for both. */
 static void split_call(call *there, call *here, const placement *how, char *memory) {
     fdma_forward_args *const args = &there->args.forward;
     const fdma_tensor k = here->args.forward.k, v = here->args.forward.v;
@@ -97,8 +97,8 @@ static void split_call(call *there, call *here, const placement *how, char *memo
     args->bias = device_tensor(gathered(positions_of(bias, 2, carried_len, kv_len)));
 }
 
-/* Runs a call whose pieces lie as `how` says with the kernel that takes them, and compares it with
- * the same kernel on whole tensors. `want`: the kernel that must take them, or NULL. */
+/* Runs a call whose pieces lie as `how` says, and compares it with the same kernel on whole
+ * tensors. `want`: the kernel that must take the call, or NULL. */
 static void check_placement(const problem *x, const placement *how, char *memory,
                             const char *want) {
     fdma_forward_args args = problem_args(x, "cuda");
@@ -142,8 +142,8 @@ static void pieces_for_many_queries(void) { pieces_are_the_whole(131); }
 
 static void pieces_for_few_queries(void) { pieces_are_the_whole(7); }
 
-/* More than 2^32 times 16 bytes apart. A kernel that counts in units, which are 16 bytes if that is
- * all that divides the distances of rows, needs a base for each piece. */
+/* The pieces are more than 2^32 times 16 bytes apart. A kernel that counts in units of 16 bytes,
+ * the largest that divides the row distances, needs a base for each piece. */
 static void pieces_at_both_ends_of_memory(void) {
     static const int64_t gaps[] = {0, 8};
     const int64_t apart = (INT64_C(65) << 30) + (1 << 20);
@@ -164,7 +164,6 @@ static void pieces_at_both_ends_of_memory(void) {
 
 /* ---- backward ---- */
 
-/* Copies a call to the device, but k, v, dk and dv in two pieces. */
 static void split_gradients(call *there, call *here, const placement *how) {
     fdma_backward_args *const args = &there->args.backward, *const all = &here->args.backward;
     device_copy_call(there, here);
@@ -178,7 +177,6 @@ static void split_gradients(call *there, call *here, const placement *how) {
     args->dbias = device_tensor(gathered(positions_of(all->dbias, 2, carried_len, kv_len)));
 }
 
-/* Compares two pieces of a gradient with the gradient of all keys. */
 static void check_pieces(fdma_tensor carried, fdma_tensor own, fdma_tensor all, int axis) {
     const fdma_tensor first = gathered(positions_of(all, axis, 0, carried_len));
     const fdma_tensor rest = gathered(positions_of(all, axis, carried_len, kv_len));
@@ -258,7 +256,7 @@ static void check_cleared(fdma_tensor on_device) {
             return;
 }
 
-/* A call without keys and queries of its own, whose outputs for these have no memory, clears the
+/* A call may have no keys and queries of its own, and no memory for their outputs. It clears the
  * gradients of the carried keys. */
 static void gradients_of_carried_keys_alone_are_zeros(void) {
     static const char *const kernels[] = {"cuda", "cuda/sm80"};

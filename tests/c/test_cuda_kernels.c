@@ -1,7 +1,7 @@
-/* test_cuda_kernels.c - what can be tested of CUDA kernels without a device. First, the workspace
- * that a backward or score_backward kernel asks for must not depend on the tensors' addresses,
- * because a caller may ask before it has allocated them. Second, which kernels take few queries.
- * Third, when backward has a slot for every key, and what workspace it then asks for. */
+/* test_cuda_kernels.c - tests of CUDA kernels that need no device. First, the workspace that a
+ * backward or score_backward kernel asks for must not depend on the tensors' addresses, because a
+ * caller may ask before it has allocated them. Second, which kernels take few queries. Third, when
+ * backward has a slot for every key, and how much workspace it then asks for. */
 #include "calls.h"
 
 #include "core/kernel.h"
@@ -25,7 +25,7 @@ static const shape shapes[] = {
     {{1, 60, 90, 2, 1, 8, 0, 0, 0, 0, 0, false}, 31},
 };
 
-/* A checked backward or score_backward call. All its tensors lie at `data`; in those of rank 4,
+/* A checked backward or score_backward call. All its tensors lie at `data`; in tensors of rank 4,
  * `gap` unused elements follow each row. */
 static fdma_problem problem_at(fdma_operation operation, const shape *n, void *data, int64_t gap,
                                int deterministic) {
@@ -100,7 +100,7 @@ static fdma_problem forward_problem(int64_t q_len) {
     return checked;
 }
 
-/* Whether a kernel refuses a problem for any reason but the device, which need not be there. */
+/* True if a kernel refuses a problem for any reason except a missing device. */
 static bool refuses(const fdma_kernel *kernel, const fdma_problem *problem) {
     const char *const reason = kernel->refuses(problem);
     return reason != NULL && strstr(reason, "compute capability") == NULL;
@@ -112,7 +112,7 @@ static bool refuses_shape(const fdma_kernel *kernel, int64_t q_len) {
 }
 
 /* Decode kernels are listed before tile kernels and take up to 16 queries. The tile kernels of sm80
- * take any number, for callers that choose them by name; those of sm90 refuse few queries. */
+ * take any number, for callers that choose them by name; sm90 kernels refuse few queries. */
 static void decode_takes_few_queries(void) {
     int decode = 0, tile = 0;
     for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++) {
@@ -143,7 +143,7 @@ static bool is_by_key(const fdma_kernel *kernel) {
     return strncmp(kernel->name, "cuda/sm90/by_key/", 17) == 0;
 }
 
-/* Whether cuda/sm90/by_key refuses a causal call of 1024 keys. name: exec.kernel, or NULL. */
+/* True if cuda/sm90/by_key refuses a causal call of 1024 keys. name: exec.kernel, or NULL. */
 static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t window,
                            const char *name) {
     static _Alignas(256) char line[512];
@@ -184,7 +184,7 @@ static void by_key_takes_calls_that_keep_most_pairs(void) {
     CHECK(found > 0);
 }
 
-/* The kernels behind it take its calls if data turns out not to be aligned, or q to be shorter. */
+/* Other kernels take the calls of by_key if the data is not aligned, or q is shorter. */
 static void by_key_asks_for_what_the_others_need(void) {
     static const shape kept[] = {
         {{1, 1024, 1024, 8, 8, 128, 0, 0, 0, 0, 0, false}, 512},

@@ -1,5 +1,5 @@
 /* test_cuda_lists.c - the lists that forward works from on a CUDA device: a tile visits every key
- * that one of its queries keeps, and none that was evicted before the first of them. */
+ * that one of its queries keeps, and no key that was evicted before its first query. */
 #include "cases.h"
 #include "device.h"
 #include "scores.h"
@@ -58,13 +58,13 @@ static problem random_problem(uint64_t *state, fdma_dtype dtype) {
     return random_heads(state, dtype, 1);
 }
 
-/* So many lists that a thread block makes several. */
+/* Has so many lists that a thread block makes several. */
 static problem many_problem(uint64_t *state, fdma_dtype dtype) {
     enum { many_heads = 17 };
     return random_heads(state, dtype, many_heads);
 }
 
-/* Windows with which more than 128 queries share a list. Scores are of every kind; where they rise,
+/* With these windows more than 128 queries share a list. Scores are of every kind; where they rise,
  * every key arrives and evicts another one. */
 static problem long_problem(uint64_t *state, fdma_dtype dtype) {
     static const int64_t windows[] = {512, 600, 1024, 2048, 2100};
@@ -115,8 +115,8 @@ static void random_selections_are_attended_to(void) {
 
 /* ---- evicted keys ---- */
 
-/* Is key j live at the first position of a query's query block, but not at that of its tile? If a
- * query has rows in two tiles, the first one decides. */
+/* True if key j is live at the first position of a query's query block, but not at the first
+ * position of its tile. If a query has rows in two tiles, the first one counts. */
 static bool is_evicted_early(const problem *x, int64_t j, int64_t i) {
     const bool is_long = x->kv_len > 4096, is_longest = is_long && x->window >= 2048;
     const int64_t query_block = is_longest ? 512 : is_long ? 256 : 128;
@@ -126,8 +126,9 @@ static bool is_evicted_early(const problem *x, int64_t j, int64_t i) {
     return j <= block + origin && block + origin < expiry && expiry <= row / group + origin;
 }
 
-/* A NaN in v of an expired key reaches the rows of the tiles that visit it, as 0 * NaN, unless the
- * kernel looks at every key's expiry before it reads v. Returns how many rows must not have it. */
+/* A NaN in v of an expired key reaches the rows of all tiles that visit it, as 0 * NaN, unless the
+ * kernel looks at every key's expiry before it reads v. Returns the number of rows that it must not
+ * reach. */
 static int64_t check_evicted(const problem *x, int64_t j, const char *kernel) {
     const size_t row_bytes = (size_t)(x->q_heads * x->head_dim) * dtype_size(x->dtype);
     const attended want = problem_attend(x, kernel, 1);

@@ -1,12 +1,12 @@
 /* test_cuda_query_blocks.c - gradients for windows with which backward on 9.0 takes query blocks of
- * 256 and of 512 queries, whose keys arrive and leave in different tiles of queries, for head_dim
- * 64, with which it takes steps of 128 queries, and for many query heads on one kv head. */
+ * 256 and of 512 queries, so that keys arrive and leave in different tiles of queries; for head_dim
+ * 64, with steps of 128 queries; and for many query heads on one kv head. */
 #include "device.h"
 #include "gradient_properties.h"
 
 enum { first_seed = 17 };
 
-/* HOLES and LEFT: some keys that arrive are absent. "later": there are more keys than queries. */
+/* HOLES and LEFT: some arriving keys are absent. "later": there are more keys than queries. */
 static const shape_case long_cases[] = {
     SHAPE("256", 1, 1200, 1200, 14, 7, 72, 1024, CAUSAL, LINEAR, 0, IID, PLAIN, HOLES),
     SHAPE("256/later", 1, 1180, 1250, 7, 7, 80, 1030, CAUSAL, LINEAR, 0, RISING, PACK, NONE),
@@ -29,7 +29,7 @@ static void check_long(const char *kernel, fdma_dtype dtype) {
 static void gradients_are_right(void) { for_each_kernel("backward", check_long); }
 
 /* With 300 and 440 queries the last step ends in its first half; with 225 and 335, in the second.
- * "rising": keys leave in the order of their slots, those of a warp all in the same half of a step.
+ * "rising": keys leave in the order of their slots, all keys of a warp in the same half of a step.
  * Several slot blocks add to dq. With softcap a step has 64 queries, and a thread block keeps slots
  * for several query blocks. */
 static const shape_case step_cases[] = {
@@ -47,7 +47,7 @@ static void check_steps(const char *kernel, fdma_dtype dtype) {
             is_left_out(n, (int)dtype))
             continue;
         problem x = shape_problem(of, first_seed, dtype);
-        if (n % 2 && x.softcap != 0) /* they are not for sm90 together */
+        if (n % 2 && x.softcap != 0) /* sm90 does not take both together */
             continue;
         x.dropout = n % 2 ? 0.3 : 0;
         gradient_problem p = gradient_of(&x, 1);
@@ -63,7 +63,7 @@ static void check_steps(const char *kernel, fdma_dtype dtype) {
 
 static void long_steps_are_right(void) { for_each_kernel("backward", check_steps); }
 
-/* Positions are cut into four partitions; with fewer query heads on the kv head, into two. */
+/* Positions are cut into four partitions, or into two if the kv head has fewer query heads. */
 static const shape_case group_case =
     SHAPE_RULES("8 heads on 1", 1, 400, 440, 8, 1, 48, 80, CAUSAL, EXP, 0, SAW, SWAP, LEFT, 46, 3);
 

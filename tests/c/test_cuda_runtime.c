@@ -1,6 +1,6 @@
-/* test_cuda_runtime.c - what a small call asks of the CUDA runtime when it is made again. On the
- * host such a call takes about as long as its requests, so more of them are a regression. The
- * linker has the library call the functions __wrap_... below in place of the runtime's. */
+/* test_cuda_runtime.c - counts the requests to the CUDA runtime when a small call is repeated. The
+ * host time of such a call is mostly its requests, so more of them are a regression. The linker
+ * replaces the runtime's functions by the functions __wrap_... below. */
 #include "device.h"
 
 #include "cuda/devices.h"
@@ -8,9 +8,9 @@
 typedef enum request {
     request_launch,
     request_memset,
-    request_pointer,   /* whose memory is it? */
-    request_attribute, /* a kernel may have more shared memory, or larger clusters */
-    request_device,    /* which device is current, or: this one shall be */
+    request_pointer,   /* asks whose memory a pointer is */
+    request_attribute, /* allows a kernel more shared memory, or larger clusters */
+    request_device,    /* asks for the current device, or sets it */
     request_count,
 } request;
 
@@ -18,7 +18,7 @@ static const char *const request_names[request_count] = {"launches", "memsets", 
                                                          "attributes", "devices"};
 
 static int counts[request_count];
-static const cudaError_t *answer; /* of the functions below, which then do nothing; or NULL */
+static const cudaError_t *answer; /* not NULL: the functions below return it, and do nothing */
 
 #define COUNTED(kind, name, parameters, ...)                                                       \
     cudaError_t __real_##name parameters;                                                          \
@@ -50,7 +50,7 @@ static const call_sizes few = {
 static const call_sizes more = {
     .batch = 1, .q_len = 512, .kv_len = 512, .q_heads = 4, .kv_heads = 2, .head_dim = 128};
 
-/* Gives the tensors without data memory of the device, with zeros, and the call workspace. */
+/* Gives the tensors without data zeroed memory of the device, and gives the call workspace. */
 static void give_memory(call *x) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
@@ -64,7 +64,7 @@ static void give_memory(call *x) {
     CHECK_OK(device_give_workspace(x));
 }
 
-/* A fused call for out alone, or for all that gradients need. */
+/* A fused call for out alone, or with all outputs that gradients need. */
 static void make_attention(call *x, const call_sizes *n, bool is_recorded) {
     *x = (call){.operation = operation_attention, .args.attention = {.window = 4, .causal = 1}};
     call_make(x, n, FDMA_BFLOAT16, false);
@@ -97,8 +97,8 @@ static void make_backward(call *x, const call_sizes *n) {
 
 typedef enum call_kind { call_attention, call_recorded, call_backward } call_kind;
 
-/* The requests of a call on compute capability 9.0; on others backward has one launch more. A
- * trusted call has no questions about pointers and devices. */
+/* The requests of a call on compute capability 9.0. Backward has one launch more on others. A
+ * trusted call asks nothing about pointers and devices. */
 static const struct {
     const char *name;
     call_kind kind;
@@ -141,7 +141,7 @@ static void repeated_calls_ask_little(void) {
     for (int i = 0; i < TEST_COUNT(cases); i++) {
         call x;
         make(&x, cases[i].kind, cases[i].sizes);
-        CHECK_OK(operations[x.operation].call(&x.args)); /* the first one asks more */
+        CHECK_OK(operations[x.operation].call(&x.args)); /* the first call asks more */
         check_counts(&x, cases[i].name, cases[i].most);
         call_exec(&x)->trusted = 1;
         check_counts(&x, cases[i].name, cases[i].most);
@@ -151,7 +151,7 @@ static void repeated_calls_ask_little(void) {
 
 /* ---- permissions ---- */
 
-/* Of functions that are no kernels, so the runtime must not see them. */
+/* These functions are not kernels, so the runtime must not see them. */
 static void permissions_are_asked_for_once(void) {
     enum { first = 1, second = 2, many = 5000 };
     static const char functions[many * 16];
@@ -179,7 +179,7 @@ static void permissions_are_asked_for_once(void) {
     CHECK_OK(fdma_permit_large_clusters("call", functions, first));
     CHECK_OK(fdma_permit_large_clusters("call", functions, first));
     CHECK_INT(counts[request_attribute], 6);
-    for (int i = 2; i < many; i++) { /* more than are remembered */
+    for (int i = 2; i < many; i++) { /* more than the library remembers */
         counts[request_attribute] = 0;
         CHECK_OK(fdma_permit_shared("call", functions + 16 * i, first, 70000));
         CHECK_INT(counts[request_attribute], 1);
@@ -189,7 +189,7 @@ static void permissions_are_asked_for_once(void) {
 
 static const test_entry tests[] = {
     TEST(repeated_calls_ask_little),
-    TEST(permissions_are_asked_for_once), /* leaves no room for others */
+    TEST(permissions_are_asked_for_once), /* last: leaves no room for others */
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

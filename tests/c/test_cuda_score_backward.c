@@ -1,19 +1,19 @@
 /* test_cuda_score_backward.c - the gradients of scores on a CUDA device against the reference in
- * float64: kv heads in one block and in several, a float32 dt_proj beside 16-bit values, dt_bias or
- * none, rows that are not aligned, what is added to, keys without a gradient, and numbers that are
- * none. */
+ * float64: kv heads in one block and in several, a float32 dt_proj beside 16-bit values, with and
+ * without dt_bias, rows that are not aligned, added gradients, keys without a gradient, infinities
+ * and NaN. */
 #include "device.h"
 
 typedef struct score_case {
     fdma_dtype dtype;
     int64_t batch, kv_len, heads, head_dim;
     int is_wide;   /* dt_proj, a and dt_bias in float32 */
-    int is_padded; /* rows one element longer than they need be: 1 of v, 2 of dv, 3 of both */
+    int is_padded; /* rows with one more element than needed: 1 for v, 2 for dv, 3 for both */
     fdma_bias_form form;
 } score_case;
 
-/* Tensors of a case on the host, outputs as they are before the call. Where kv_len is even there is
- * a dt_bias. */
+/* Tensors of a case on the host. Outputs hold their contents before the call. If kv_len is even
+ * there is a dt_bias. */
 typedef struct score_problem {
     score_case shape;
     fdma_tensor dbias, v, dt_proj, a, dt_bias, key_valid, dv, ddt_proj, da, ddt_bias;
@@ -47,7 +47,7 @@ static int has_gradient(const score_problem *p, int64_t b, int64_t j) {
     return any && ((const uint8_t *)p->key_valid.data)[b * p->shape.kv_len + j];
 }
 
-/* [batch, kv_len, heads, head_dim] of random numbers. */
+/* Random numbers [batch, kv_len, heads, head_dim]. */
 static fdma_tensor values_of(const score_case *shape, int is_padded, uint64_t *state) {
     const int64_t row = shape->heads * shape->head_dim + (is_padded ? 1 : 0);
     fdma_tensor whole = new_tensor(shape->dtype, shape->batch, shape->kv_len, row, -1);
@@ -89,7 +89,7 @@ static score_problem make_problem(const score_case *shape) {
         const int64_t b = n / shape->kv_len, j = n % shape->kv_len;
         ((uint8_t *)p.key_valid.data)[n] = random_below(&state, 10) != 0 || shape->kv_len == 1;
         const int64_t kind = shape->kv_len == 1 ? 0 : random_below(&state, 4);
-        for (int64_t g = 0; g < heads; g++) /* of all heads, of some, of none */
+        for (int64_t g = 0; g < heads; g++) /* gradients in all heads, in some, in none */
             if (kind == 3 || (kind == 2 && random_below(&state, 2) == 0))
                 *dbias_at(&p, b, g, j) = 0;
     }
@@ -114,7 +114,6 @@ static fdma_score_backward_args args_of(const score_problem *p, int accumulate) 
     };
 }
 
-/* A dense copy in float64. */
 static fdma_tensor widen(fdma_tensor x) { return widened(gathered(x)); }
 
 static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
@@ -130,7 +129,6 @@ static fdma_score_backward_args run_reference(const score_problem *p, int accumu
     return args;
 }
 
-/* A copy with the same strides. */
 static fdma_tensor copied(fdma_tensor x) {
     const void *const data = x.data;
     x.data = test_alloc(device_extent(x));
@@ -162,8 +160,8 @@ static void check_same(const fdma_score_backward_args *got, const fdma_score_bac
     check_same_weights(got, want);
 }
 
-/* As precise as the type, and as ddt in two parts of 8 bits, beside the largest; what is rounded
- * on the way too, as often as it says. */
+/* Tolerance: a step of the dtype, relative to the element; and relative to the largest element, the
+ * precision of ddt in two parts of 8 bits and `roundings` intermediate roundings to the dtype. */
 static void check_near(fdma_tensor actual, fdma_tensor want, int64_t roundings) {
     const fdma_tensor got = widen(actual);
     const double *const x = got.data, *const y = want.data;
@@ -182,7 +180,7 @@ static void check_near(fdma_tensor actual, fdma_tensor want, int64_t roundings) 
 static void check_case(const score_problem *p, int accumulate) {
     const fdma_score_backward_args want = run_reference(p, accumulate);
     const fdma_score_backward_args got = run_device(p, accumulate);
-    check_near(got.dv, want.dv, (p->shape.heads - 1) / 32); /* once for 32 heads */
+    check_near(got.dv, want.dv, (p->shape.heads - 1) / 32); /* one rounding for 32 heads */
     check_near(got.ddt_proj, want.ddt_proj, 0);
     check_near(got.da, want.da, 0);
     if (got.ddt_bias.rank > 0)
@@ -204,14 +202,12 @@ static void check_accumulated(score_problem *p) { check_case(p, 1); }
 static void gradients_are_the_references(void) { for_each_case(check_overwritten); }
 static void gradients_accumulate(void) { for_each_case(check_accumulated); }
 
-/* All channels of a key in all heads. */
 static void set_key(const score_problem *p, int64_t b, int64_t j, float value) {
     const int64_t row = b * p->v.stride[0] + j * p->v.stride[1];
     for (int64_t c = 0; c < p->shape.heads * p->shape.head_dim; c++)
         store_float(p->v.data, p->v.dtype, row + c, value);
 }
 
-/* NaN in keys that have no gradient changes no bit. */
 static void check_unread(score_problem *p) {
     const fdma_score_backward_args want = run_device(p, 0);
     int spoilt = 0;
@@ -231,9 +227,9 @@ static void check_unread(score_problem *p) {
 
 static void unread_keys_do_not_show(void) { for_each_case(check_unread); }
 
-/* An infinite value of a key with a gradient of one head reaches that head's sums alone, also where
- * the gradient in front of dt_proj is 0; and an infinite gradient stays one, though it takes part
- * as two numbers. */
+/* An infinite value of a key that has a gradient in one head changes the sums of that head only,
+ * even if the gradient before dt_proj is 0. An infinite gradient stays infinite, although the
+ * kernel splits it into two numbers. */
 static void infinities_stay_with_their_heads(void) {
     static const float values[] = {0.5F, INFINITY, -INFINITY};
     for (int n = 0; n < 4 * TEST_COUNT(values); n++) {
@@ -252,7 +248,6 @@ static void infinities_stay_with_their_heads(void) {
     }
 }
 
-/* dv is optional: the other gradients are the same without it. */
 static void check_without_dv(score_problem *p) {
     const fdma_score_backward_args want = run_device(p, 0);
     p->dv = (fdma_tensor){0};
@@ -263,7 +258,6 @@ static void check_without_dv(score_problem *p) {
 
 static void gradients_of_values_are_optional(void) { for_each_case(check_without_dv); }
 
-/* The same numbers again and again. */
 static void runs_are_equal(void) {
     const score_problem p = make_problem(&cases[9]);
     const fdma_score_backward_args want = run_device(&p, 0);

@@ -1,12 +1,12 @@
-/* test_cuda_select.c - selection and lists on a CUDA device, bit for bit those of the CPU: mixed
+/* test_cuda_select.c - selection and lists on a CUDA device equal the CPU's bit for bit: mixed
  * kinds of scores, every length and window, recent keys and sinks, padding, both scopes, gaps
- * between rows, segments (a batch and a kv head each) of so many numbers and lengths that every
- * number of keys per thread and of blocks per segment is met, and heads further apart than an int32
- * counts. */
+ * between rows, and heads further apart than an int32 counts. The numbers and lengths of segments
+ * (a batch and a kv head each) vary so that every number of keys per thread and of blocks per
+ * segment occurs. */
 #include "device.h"
 #include "scores.h"
 
-/* With the strides of `like`, and guard bytes everywhere. */
+/* An output with the strides of `like`, full of guard bytes. */
 static fdma_tensor output_like(fdma_tensor like) {
     const size_t bytes = device_extent(like);
     like.data = test_alloc_guarded(bytes);
@@ -14,13 +14,13 @@ static fdma_tensor output_like(fdma_tensor like) {
     return like;
 }
 
-/* The gaps between rows, too, are as they were. */
+/* Checks that the gaps between rows are unchanged, too. */
 static void check_as_cpu_tensor(fdma_tensor actual, fdma_tensor want) {
     CHECK_BYTES(actual.data, want.data, device_extent(want));
 }
 
-/* Runs a call of the CPU on the device; NULL: by whichever kernel is picked there. Returns whether
- * the kernel takes it. */
+/* Runs a CPU call on the device. kernel: NULL lets the library choose. Returns true if the kernel
+ * takes the call. */
 static bool check_as_cpu(const fdma_select_args *on_cpu, const char *kernel, bool with_slots) {
     fdma_selection selection = *on_cpu->selection;
     fdma_select_args args = *on_cpu;
@@ -62,7 +62,7 @@ static void check_kernels(const fdma_select_args *on_cpu, const char *what) {
 
 /* ---- random cases, and their lists ---- */
 
-/* The lists of a selection on the CPU, for some tiles of some queries. */
+/* Compares the lists of a CPU selection, for some tiles of some queries. */
 static void check_lists(const fdma_selection *selection, uint64_t *state) {
     const kernel_list kernels = kernels_of("lists");
     const int64_t *shape = selection->expiry.shape, kv_len = shape[2];
@@ -93,7 +93,7 @@ static void check_lists(const fdma_selection *selection, uint64_t *state) {
     }
 }
 
-/* Any number of recent keys and sinks that a call may ask for, and any gap, 0 often. */
+/* Any number of recent keys and sinks that a call may ask for, and any gap, often 0. */
 static void add_rules(fdma_select_args *args, uint64_t *state) {
     const int64_t kv_len = args->score.shape[2], window = args->window;
     const int64_t recent[] = {
@@ -145,7 +145,7 @@ static void ten_thousand_random_cases(void) {
 
 static const struct {
     int64_t batch, kv_heads, kv_len, window;
-    int kinds; /* the first so many */
+    int kinds; /* the first so many kinds */
     int padded;
 } long_cases[] = {
     {1, 1, 8192, 1024, kind_count, 1},         {1, 1, 32768, 1024, kind_count, 0},
@@ -240,8 +240,8 @@ static void check_rules(int index, score_kind kind) {
     check_kernels(&args, kind_names[kind]);
 }
 
-/* Where scores fall, no key is kept by its score once the window is full, and all chains of slots
- * are as long as they can be. Infinite scores must not outrank sinks. */
+/* With falling scores no key is kept by its score once the window is full, and all chains of slots
+ * are as long as possible. Infinite scores must not outrank sinks. */
 static void recent_keys_and_sinks(void) {
     static const score_kind kinds[] = {kind_iid,          kind_few_values, kind_equal,
                                        kind_rising,       kind_falling,    kind_infinite,

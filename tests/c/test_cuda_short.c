@@ -1,6 +1,6 @@
-/* test_cuda_short.c - fused calls of short sequences on a CUDA device, whose selection also makes
- * the lists that forward works from: expiry and slot are those of the CPU, and out and lse have the
- * bits of fdma_forward() with that selection, which makes its lists itself. The same holds for the
+/* test_cuda_short.c - fused calls of short sequences on a CUDA device. Their selection also makes
+ * the lists for forward: expiry and slot equal the CPU's, and out and lse have the bits of
+ * fdma_forward() with that selection, which makes its lists itself. The same holds for the
  * selection of fused calls of any length with at least as many slots as keys. */
 #include "device.h"
 #include "scores.h"
@@ -19,8 +19,8 @@ static const char *name_of_select(call *x) {
 
 static bool is_taken(call *x) { return strcmp(name_of_select(x), kernel_name) == 0; }
 
-/* Scores in the order of numbers of a kind, or with kind_count of several ones: they follow from
- * one channel of v alone, whose weight is 1 or -1. bfloat16 makes many of them equal. */
+/* Scores in the order of the numbers of a kind; kind_count mixes kinds. The scores follow from one
+ * channel of v, whose weight is 1 or -1. With bfloat16 many of them are equal. */
 static void fill_scores(call *x, score_kind kind, uint64_t *state) {
     const fdma_attention_args *const args = &x->args.attention;
     const int64_t *const n = args->v.shape;
@@ -44,7 +44,6 @@ static void fill_scores(call *x, score_kind kind, uint64_t *state) {
     }
 }
 
-/* As fdma_select() on the CPU with the scores of the fused call. */
 static void check_selection(call *fused) {
     const fdma_attention_args *const args = &fused->args.attention;
     fdma_selection want = selection_for(args->score);
@@ -64,7 +63,7 @@ static void check_selection(call *fused) {
     CHECK(same_tensor(fused->selection.slot, want.slot));
 }
 
-/* As fdma_forward() with the selection of the fused call. */
+/* Compares with fdma_forward() on the selection of the fused call. */
 static void check_attention(call *fused) {
     const fdma_attention_args *const args = &fused->args.attention;
     const int64_t *const n = args->out.shape;
@@ -85,8 +84,8 @@ static void check_attention(call *fused) {
     CHECK(same_tensor(args->lse, forward.lse));
 }
 
-/* Also the call that asks for out alone, unless it has so few queries that another kernel selects
- * for them. */
+/* Also checks the call that asks for out alone, unless it has so few queries that another kernel
+ * selects for them. */
 static void check_bare(const call *fused) {
     call bare;
     call_copy(&bare, fused);
@@ -103,7 +102,8 @@ static void check_bare(const call *fused) {
 
 static int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* That the kernel takes: fewer than keys, and lists of at most 64 KB in shared memory. */
+/* The most slots that the kernel takes: fewer than keys, and lists of at most 64 KB in shared
+ * memory. */
 static int64_t most_slots(const call_sizes *n) {
     const int64_t lists = (n->q_len + query_block - 1) / query_block;
     return min_of(n->kv_len - 1, 32768 / lists);
@@ -168,7 +168,7 @@ static void random_calls(void) {
     }
 }
 
-/* The most keys of each size of a block, and one more; windows of one key and of as many as fit. */
+/* The most keys of each block size, and one more; windows of one key, and of as many as fit. */
 static void sizes_at_the_edge(void) {
     static const int64_t lengths[][2] = {{1024, 1}, {1024, 1023}, {1025, 700}, {2048, 2047},
                                          {2049, 3}, {4096, 1},    {4096, 1024}};
@@ -185,7 +185,7 @@ static void sizes_at_the_edge(void) {
     }
 }
 
-/* Of each kind alone, with windows that end near a partition of 32 keys. */
+/* Each kind alone, with windows that end near a partition of 32 keys. */
 static void each_kind(void) {
     static const int64_t windows[] = {1, 31, 32, 33};
     const call_sizes n = sizes_of(1, 200, 200, 1);

@@ -1,7 +1,7 @@
-/* test_cuda_top.c - selection for the last positions alone, on a CUDA device: exactly the keys that
- * the CPU keeps there are listed, in ascending order, with the expiry that it gives them and with
- * their bias, and nothing else is written; and a fused call of few queries gives the same out, lse,
- * score and bias whether it asks for its selection or not. */
+/* test_cuda_top.c - selection for the last positions alone, on a CUDA device. It lists exactly the
+ * keys that the CPU keeps there, in ascending order, with the CPU's expiry and with their bias, and
+ * writes nothing else. A fused call of few queries gives the same out, lse, score and bias whether
+ * it asks for its selection or not. */
 #include "device.h"
 #include "scores.h"
 
@@ -29,19 +29,19 @@ typedef struct record {
     float bias;
 } record;
 
-/* What forward makes of a bias: an exponent of 2. */
+/* Forward uses a bias as an exponent of 2. */
 static float exponent_of(float bias) { return 1.44269504088896340736f * bias; }
 
 static bool is_same(float a, float b) { return a == b || (isnan(a) && isnan(b)); }
 
-/* Guard bytes of a tensor on the device. */
+/* A tensor on the device, full of guard bytes. */
 static fdma_tensor new_on_device(int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
     fdma_tensor tensor = fdma_tensor_4d(NULL, FDMA_INT32, n0, n1, n2, n3);
     tensor.data = device_alloc(bytes_of(tensor));
     return tensor;
 }
 
-/* Runs the kernel on a selection for the last positions; returns whether it takes that. */
+/* Runs the kernel on a selection for the last positions. Returns true if the kernel takes it. */
 static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_t positions,
                         fdma_last_keys *found) {
     const fdma_kernel *const kernel = find_kernel();
@@ -57,7 +57,7 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     CHECK_OK(fdma_check_call(operation_select, &there.args, check_shapes, &call_problem));
     const int64_t most = call_problem.slots < n[2] ? call_problem.slots + positions - 1 : n[2];
     call_problem.fused.last_positions = positions;
-    call_problem.expiry = call_problem.slot = (fdma_tensor){0}; // last_keys take their place
+    call_problem.expiry = call_problem.slot = (fdma_tensor){0}; // last_keys replaces them
     call_problem.bias = device_tensor(bias);
     call_problem.fused.last_keys = (fdma_last_keys){
         .list = new_on_device(n[0], n[1], most, 1),
@@ -79,12 +79,12 @@ static bool select_last(const fdma_select_args *on_cpu, fdma_tensor bias, int64_
     return taken;
 }
 
-/* Whether some query from position `first` on keeps key j. */
+/* True if some query from position `first` on keeps key j. */
 static bool is_wanted(int32_t expiry, int32_t j, int32_t first) {
     return expiry > (j > first ? j : first);
 }
 
-/* What the kernel has written of one segment. */
+/* The output of the kernel for one segment. */
 typedef struct segment {
     const int32_t *list, *count;
     const record *records;
@@ -130,10 +130,10 @@ static void check_row(const fdma_select_args *want, const float *bias, const seg
     CHECK_INT(found->count[1], listed);
 }
 
-/* Selects on the CPU and on the device. Returns whether the kernel takes the call. */
+/* Selects on the CPU and on the device. Returns true if the kernel takes the call. */
 static bool check_last(fdma_select_args *args, int64_t positions) {
     const int64_t *const n = args->score.shape;
-    const bool has_bias = positions % 2 == 0; // the scores serve
+    const bool has_bias = positions % 2 == 0; // the scores serve as a bias
     fdma_last_keys found;
     test_context("batch %d, kv_heads %d, kv_len %d, window %d, recent %d, sinks %d%s%s, %d last",
                  (int)n[0], (int)n[1], (int)n[2], (int)args->window, (int)args->recent,
@@ -191,7 +191,7 @@ static void random_selections(void) {
     }
 }
 
-/* Of each kind alone, in so many blocks that a cluster has its fewest and its most. */
+/* Each kind alone, with so many blocks that a cluster has its fewest and its most. */
 static void kinds_in_clusters_of_every_size(void) {
     static const int64_t lengths[] = {4096, 4097, 32768, 70001, 131072};
     for (int n = 0; n < TEST_COUNT(lengths); n++) {
@@ -215,7 +215,7 @@ static void kinds_in_clusters_of_every_size(void) {
     }
 }
 
-/* ---- what it does not take ---- */
+/* ---- refused calls ---- */
 
 static void refuses_what_it_does_not_know(void) {
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, 1, 1, 500, -1);
@@ -247,8 +247,8 @@ static void refuses_what_it_does_not_know(void) {
 
 /* ---- fused calls ---- */
 
-/* Queries of 0 give all kept keys the same weight, and v has few bits: so every sum is exact, and
- * out and lse depend only on which keys are kept, not on their order. */
+/* With q = 0 all kept keys have the same weight, and v has few bits, so every sum is exact: out and
+ * lse depend only on the set of kept keys, not on their order. */
 static void fill_exact(call *x, uint64_t *state) {
     const fdma_attention_args *const args = &x->args.attention;
     memset(args->q.data, 0, bytes_of(args->q));
@@ -266,7 +266,7 @@ static const char *name_of_select(call *x) {
     return names.select != NULL ? names.select : "none";
 }
 
-/* Of a call that asks for its selection, with the options of `args`. */
+/* A call that asks for its selection, with the options of `args`. */
 static void make_whole(call *whole, const fdma_attention_args *args, fdma_dtype dtype,
                        uint64_t *state) {
     const int64_t q_len = 1 + random_below(state, most_positions);
@@ -297,7 +297,7 @@ static void make_whole(call *whole, const fdma_attention_args *args, fdma_dtype 
                  own->kv_used.rank > 0 ? ", kv_used" : "", (int)own->bias_form);
 }
 
-/* Runs both a call that asks for its selection and, to `bare`, one that does not. */
+/* Runs a call that asks for its selection and, in `bare`, one that does not. */
 static void run_both(call *whole, call *bare) {
     call_copy(bare, whole);
     call_drop_selection(bare);
@@ -331,7 +331,7 @@ static void check_near(fdma_tensor actual, fdma_tensor want, double tolerance) {
             return;
 }
 
-/* The two list their keys in different orders, so that sums differ by rounding. Dropout is left to
+/* The two calls list their keys in different orders, so sums differ by rounding. Dropout is left to
  * kernels that do not split the keys. */
 static void fused_calls_with_other_options(void) {
     static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};

@@ -1,5 +1,5 @@
 /* test_cuda_turns.c - deterministic gradients of random calls on 9.0, where thread blocks add to dq
- * in turns: right, the same twice, and without a deadlock. */
+ * in turns. They are right, equal in two runs, and there is no deadlock. */
 #include "device.h"
 #include "gradient_properties.h"
 

@@ -1,9 +1,9 @@
-/* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data is
- * enough wherever the data then lies: kernels that want 16 bytes' alignment leave the call to
- * others, or copy. And how much of it gradients need, with and without carried keys. */
+/* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data
+ * suffices for data at any address: kernels that need 16-byte alignment leave the call to others,
+ * or copy. Also the size of the workspace for gradients, with and without carried keys. */
 #include "device.h"
 
-/* A copy on the device that begins one element into its memory, if `shift`. */
+/* A copy on the device that begins one element into its memory if `shift` is set. */
 static fdma_tensor shifted(fdma_tensor host, int shift) {
     const size_t offset = shift ? dtype_size(host.dtype) : 0;
     fdma_tensor copy = host;
@@ -12,8 +12,8 @@ static fdma_tensor shifted(fdma_tensor host, int shift) {
     return copy;
 }
 
-/* Runs a call on the device, with workspace asked for when no tensor has data; bit n of `shifts`:
- * whether the tensor names[n] is shifted. The outputs are then in `here`. */
+/* Runs a call on the device, with workspace asked for before any tensor has data. Bit n of `shifts`
+ * shifts the tensor names[n]. Copies the outputs to `here`. */
 static void run_shifted(call *here, const char *const *names, int count, int shifts) {
     const tensor_table table = fdma_tensors[here->operation];
     const int kept = device_state.blocks;
@@ -36,7 +36,7 @@ static void run_shifted(call *here, const char *const *names, int count, int shi
 
 /* ---- score ---- */
 
-/* The same sums in the same order, whatever the way to them. */
+/* The kernels add the same numbers in the same order for every alignment. */
 static void scores_of_shifted_data(void) {
     static const call_sizes n = {.batch = 2, .kv_len = 300, .kv_heads = 3, .head_dim = 64};
     static const char *const names[] = {"v", "dt_proj"};
@@ -82,7 +82,7 @@ static void check_forward_shifted(const problem *x) {
     }
 }
 
-/* Few queries and many, few keys and many: each is another kernel's if the data is aligned. */
+/* Few queries and many, few keys and many: aligned data of each goes to another kernel. */
 static void forward_of_shifted_data(void) {
     static const int64_t lengths[][2] = {{1, 1000}, {16, 1024}, {16, 40}, {7, 3000}, {200, 300}};
     for (int i = 0; i < TEST_COUNT(lengths) * 4; i++) {
@@ -105,7 +105,8 @@ static void forward_of_shifted_data(void) {
 
 /* ---- gradients ---- */
 
-/* Beside inputs, outputs and gradients: four bytes for an element of dq, and 30 % of k and v. */
+/* The workspace beside inputs, outputs and gradients is four bytes for each element of dq, and 30 %
+ * of k and v. */
 static void gradients_want_little_memory(void) {
     static const call_sizes n = {.batch = 1,
                                  .q_len = 131072,
@@ -132,7 +133,7 @@ static void gradients_want_little_memory(void) {
 }
 
 /* Asks for the workspace of a call with so many carried keys. Returns the bytes of its k, v and
- * bias, and of their gradients. */
+ * bias, and of the gradients of these. */
 static double ask_for_gradients(int64_t carried, size_t *bytes) {
     const call_sizes n = {.batch = 2,
                           .q_len = 600,

@@ -1,11 +1,10 @@
-/* test_decode.c - few rows over many keys: threads work on one row together, its bits depend on
- * nothing but its own keys, long sums lose no small terms, and each kernel of forward can be
- * forced. */
+/* test_decode.c - few rows over many keys: several threads work on one row, its bits depend only on
+ * its own keys, long sums lose no small terms, and each kernel of forward can be forced. */
 #include "problem.h"
 
 enum { decode_len = 3001 };
 
-/* Long enough for several threads to be worth waking. */
+/* Long enough that several threads are worth waking. */
 static problem decode_problem(fdma_dtype dtype, int64_t q_len, int64_t window) {
     problem x = {
         .batch = 2,
@@ -27,7 +26,6 @@ static const struct {
     int64_t q_len, window;
 } forms[] = {{1, -1}, {1, 1600}, {4, -1}, {4, 1600}};
 
-/* Calls `test` for every kernel, dtype and form. */
 static void for_each_form(void (*test)(const problem *x, const char *kernel)) {
     const kernel_list kernels = kernels_of("forward");
     for (int form = 0; form < TEST_COUNT(forms); form++) {
@@ -73,7 +71,6 @@ static void check_layout(const problem *x, const char *kernel) {
 
 static void memory_order_does_not_matter(void) { for_each_form(check_layout); }
 
-/* NaN in every key that no query keeps. */
 static void check_unread(const problem *x, const char *kernel) {
     problem spoilt = *x;
     spoilt.k = copy_tensor(x->k);
@@ -85,7 +82,7 @@ static void check_unread(const problem *x, const char *kernel) {
 
 static void keys_that_are_not_kept_are_not_read(void) { for_each_form(check_unread); }
 
-/* One row is read in the order of memory only without a selection, and gives the same bits. */
+/* Only without a selection does one row read keys in the order of memory; the bits are the same. */
 static void a_selection_of_all_keys_is_dense(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int dtype = 0; dtype < test_dtype_count; dtype++) {
@@ -102,7 +99,7 @@ static void a_selection_of_all_keys_is_dense(void) {
     }
 }
 
-/* One query and `kv_len` keys of 8 channels, whose logits are their biases. */
+/* One query and `kv_len` keys of 8 channels. The logits are the biases. */
 static problem long_problem(int64_t kv_len) {
     problem x = {
         .batch = 1,
@@ -120,8 +117,8 @@ static problem long_problem(int64_t kv_len) {
     return x;
 }
 
-/* v is 2^24 for the first key and 1 for the others, with equal weights. Added one by one to 2^24,
- * ones would be lost, as are the keys of a long split to their own sum. */
+/* v is 2^24 for the first key and 1 for the others, with equal weights. Ones added one by one to
+ * 2^24 would be lost, like the keys of a long split in a single running sum. */
 static void small_values_count(void) {
     enum { keys = 481 };
     const kernel_list kernels = kernels_of("forward");
@@ -133,7 +130,7 @@ static void small_values_count(void) {
         test_context("%s", kernels.name[kernel]);
         const attended got = problem_attend(&x, kernels.name[kernel], 1);
         const double want = (0x1p24 + keys - 1) / keys;
-        CHECK_NEAR((double)*(float *)got.out.data, want, 120.0 / keys); /* of tiles: a key block */
+        CHECK_NEAR((double)*(float *)got.out.data, want, 120.0 / keys); /* for tiles: a key block */
         test_free_all();
     }
 }
@@ -153,8 +150,8 @@ static void small_weights_count(void) {
     }
 }
 
-/* The name of a point forces its decode for few rows and its tiles for more; each of the two can be
- * forced by its own name, but decode for few rows only. */
+/* The name of a point forces its decode kernel for few rows and its tile kernel for more. The name
+ * of each of the two forces it, but decode for few rows only. */
 static void each_kernel_can_be_forced(void) {
     const problem few = decode_problem(FDMA_FLOAT32, 1, -1);
     const problem many = decode_problem(FDMA_FLOAT32, 17, -1);

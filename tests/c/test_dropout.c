@@ -1,6 +1,6 @@
-/* test_dropout.c - which pairs of a query and a key every kernel of the CPU or of a device drops:
- * in probabilities, out and gradients, against core/dropout.h, pair by pair; and the statistics of
- * that function. That gradients are the derivatives of out is a matter of test_backward. */
+/* test_dropout.c - checks which pairs of a query and a key every kernel of the CPU or of a device
+ * drops, in probabilities, out and gradients, pair by pair against core/dropout.h; and the
+ * statistics of that function. test_backward.c checks that gradients are the derivatives of out. */
 #include "backend.h"
 #include "core/dropout.h"
 #include "gradient.h"
@@ -14,7 +14,7 @@ typedef struct shape {
     bool packed, cut;
 } shape;
 
-/* head_dim is at least q_len and kv_len, so that a channel can stand for one of these. */
+/* head_dim is at least q_len and kv_len, so that a channel can stand for a query or a key. */
 static const shape shapes[] = {
     {"dense", SIZES(2, 64, 64, 2, 2, 64, -1, 1), 0.5, 1, 0, {0}, false, false},
     {"later queries", SIZES(1, 37, 96, 4, 1, 96, -1, 1), 0.1, UINT64_MAX, 9, {0}, false, false},
@@ -48,7 +48,6 @@ static dropout_params params_of(const problem *x) {
                             .threshold = (uint32_t)lround(x->dropout * dropout_range)};
 }
 
-/* Whether the pair of query i and key j is dropped. */
 static bool drops(const problem *x, int64_t b, int64_t h, int64_t i, int64_t j) {
     const dropout_params params = params_of(x);
     const int64_t group = x->q_heads / x->kv_heads, g = h / group;
@@ -108,8 +107,7 @@ static void for_each_shape(const char *kernel, fdma_dtype dtype,
     }
 }
 
-/* The probabilities of the reference without dropout, in which a pair that is kept has more than
- * 0. */
+/* The probabilities of the reference without dropout. A kept pair has more than 0. */
 static fdma_tensor plain_probabilities(const problem *x) {
     const problem plain = without_dropout(x);
     return find_probabilities(&plain, problem_attend(&plain, "reference", 1).lse, "reference");
@@ -141,7 +139,7 @@ static void probabilities_are_dropped(void) {
     for_each_kernel("probabilities", probabilities_of_a_kernel);
 }
 
-/* Makes channel d of row d, of each head or of one in `group`, 1 and all others 0. */
+/* Sets channel d of row d to 1 and all others to 0, in each head or in one of each `group`. */
 static void make_unit_rows(fdma_tensor tensor, int64_t group) {
     for (int64_t at = 0; at < count_of(tensor); at++) {
         const int64_t d = at % tensor.shape[3], h = at / tensor.shape[3] % tensor.shape[2];
@@ -150,8 +148,8 @@ static void make_unit_rows(fdma_tensor tensor, int64_t group) {
     }
 }
 
-/* Where the values of keys are unit vectors, channel j of out is the probability of key j. lse is
- * without dropout. */
+/* If the values of keys are unit vectors, channel j of out is the probability of key j. Dropout
+ * does not change lse. */
 static void check_out(const problem *given, const char *kernel) {
     problem x = *given;
     if (!problem_is_taken(&x, kernel))
@@ -172,7 +170,7 @@ static void check_out(const problem *given, const char *kernel) {
         const double p = (double)((const float *)probability.data)[at];
         const int64_t in_out = ((n.b * x.q_len + n.i) * x.q_heads + n.h) * x.head_dim + n.j;
         const double out = load_double(found.out.data, x.dtype, in_out);
-        if (p < 1e-6) // float16 has no numbers much below
+        if (p < 1e-6) // float16 has no numbers much smaller
             continue;
         const bool drop = drops(&x, n.b, n.h, n.i, n.j);
         CHECK(drop == (out == 0));
@@ -186,8 +184,8 @@ static void out_of_a_kernel(const char *kernel, fdma_dtype dtype) {
 
 static void out_lacks_dropped_pairs(void) { for_each_kernel("forward", out_of_a_kernel); }
 
-/* Where dout of one head of each group are unit vectors, channel i of dv is the probability that
- * query i gives to the key. */
+/* If dout of one head of each group are unit vectors, channel i of dv is the probability that query
+ * i gives to the key. */
 static void check_dv(const problem *x, const char *kernel) {
     const int64_t group = x->q_heads / x->kv_heads;
     const gradient_problem p = gradient_of(x, 0);
@@ -219,7 +217,7 @@ static void gradients_lack_dropped_pairs(void) { for_each_kernel("backward", dv_
 
 /* ---- options ---- */
 
-/* Seed and offset in memory are as good as in the arguments, whose own are then not used. */
+/* Seed and offset in memory have the same effect as in the arguments, and replace those. */
 static void check_rng_state(const char *kernel, fdma_dtype dtype) {
     const problem x = problem_of(&shapes[3], dtype);
     problem stored = x;
@@ -252,7 +250,7 @@ static void state_replaces_seed_and_offset(void) {
     for_each_kernel("backward", check_rng_state_of_gradients);
 }
 
-/* Of dropout that rounds to 0 nothing is left. */
+/* Dropout that rounds to 0 has no effect. */
 static void check_small_dropout(const char *kernel, fdma_dtype dtype) {
     problem x = problem_of(&shapes[0], dtype);
     x.dropout = 0x1p-18;
@@ -264,7 +262,7 @@ static void check_small_dropout(const char *kernel, fdma_dtype dtype) {
 
 static void dropout_is_rounded(void) { for_each_kernel("forward", check_small_dropout); }
 
-/* The last queries by themselves, and any number of threads, drop the same pairs. */
+/* The last queries alone, and any number of threads, drop the same pairs. */
 static void check_last_queries(const char *kernel, fdma_dtype dtype) {
     const problem x = problem_of(&shapes[0], dtype);
     problem last = x;
@@ -322,8 +320,8 @@ static const drop_square *new_square(dropout_params params, int64_t head, int64_
     return made;
 }
 
-/* By how many standard deviations two squares are correlated, where the second is shifted by some
- * positions and keys. */
+/* The correlation of two squares, in standard deviations. The second is shifted by some positions
+ * and keys. */
 static double correlation(const drop_square *x, const drop_square *y, int positions, int keys,
                           double p) {
     double sum = 0;
@@ -334,8 +332,8 @@ static double correlation(const drop_square *x, const drop_square *y, int positi
     return sum / (p * (1 - p) * sqrt((double)count));
 }
 
-/* The same of the products of four corners of rectangles, which linear functions of rows and keys
- * would correlate. */
+/* As correlation(), for the products of the four corners of rectangles, which would be correlated
+ * if rows and keys entered linearly. */
 static double corner_correlation(const drop_square *x, int positions, int keys, double p) {
     double sum = 0;
     int64_t count = 0;
@@ -347,7 +345,7 @@ static double corner_correlation(const drop_square *x, int positions, int keys, 
 }
 
 static void check_square(double p, uint64_t seed) {
-    const double most = 5; // standard deviations, of about a hundred numbers
+    const double most = 5; // standard deviations, over about a hundred numbers
     const dropout_params params = {seed, 3, (uint32_t)lround(p * dropout_range)};
     dropout_params other_seed = params, other_offset = params;
     other_seed.seed++, other_offset.offset++;
@@ -380,7 +378,7 @@ static void pairs_are_independent(void) {
         }
 }
 
-/* Every bit of a pair is as often set as not, and any two as often equal as not. */
+/* Every bit of a pair is set half of the time, and any two bits are equal half of the time. */
 static void bits_are_fair(void) {
     enum { bits = 32 };
     const int pairs = test_repeats(square * square);

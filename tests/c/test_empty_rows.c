@@ -1,6 +1,6 @@
-/* test_empty_rows.c - a row that keeps no key passes no gradient on, whatever its q, dout and dlse
- * hold, with a sink logit or without: rows of padding, behind the last packed sequence, before the
- * first key that exists, and rows that a mask leaves nothing. */
+/* test_empty_rows.c - a row that keeps no key passes no gradient on, for any q, dout and dlse, with
+ * a sink logit or without: rows of padding, after the last packed sequence, before the first key
+ * that exists, and rows that a mask empties. */
 #include "backend.h"
 #include "gradient.h"
 
@@ -35,7 +35,6 @@ static fdma_tensor numbers_of(const int32_t *numbers, int64_t count) {
     return list;
 }
 
-/* The nth way in which rows are empty. */
 static empty_case new_case(int n, fdma_dtype dtype) {
     static const int32_t starts[] = {0, 30, 80}, used[] = {70, 90};
     static bool (*const rules[])(int64_t b, int64_t i) = {is_padding, is_behind, is_before,
@@ -78,7 +77,7 @@ static fdma_backward_args args_of(const empty_case *c, const char *kernel) {
     return args;
 }
 
-/* Writes a number to every empty row of a tensor shaped as q, and returns how many there are. */
+/* Writes a number to every empty row of a tensor shaped as q. Returns how many there are. */
 static int64_t spoil_rows(const empty_case *c, fdma_tensor tensor, float value) {
     const int64_t dim = tensor.shape[3], heads = tensor.shape[2];
     int64_t count = 0;
@@ -91,8 +90,8 @@ static int64_t spoil_rows(const empty_case *c, fdma_tensor tensor, float value) 
     return count;
 }
 
-/* The gradients of the keys, and of the sinks, have the bits that they have if the rows hold
- * ordinary numbers; dq of an empty row is 0. */
+/* The gradients of the keys, and of the sinks, have the same bits as with ordinary numbers in the
+ * empty rows. dq of an empty row is 0. */
 static void check_spoilt(const empty_case *c, const char *kernel) {
     static const float values[] = {NAN, INFINITY};
     fdma_backward_args want = args_of(c, kernel);

@@ -1,10 +1,10 @@
-/* test_errors.c - bad arguments of every operation other than single bad tensors, for which see
- * test_errors_tensors.c: sizes, options, selections, exec, workspace and the structs themselves. */
+/* test_errors.c - bad arguments of every operation: sizes, options, selections, exec, workspace and
+ * the structs themselves. test_errors_tensors.c makes single bad tensors. */
 #include "right_call.h"
 
 /* ---- sizes that all tensors agree on ---- */
 
-/* Returns whether any tensor of the call has such an axis. */
+/* Sets this axis in every tensor that has it. Returns false if there is none. */
 static bool set_size(call *x, char letter, int64_t size) {
     // no call has carried keys; an index has the axis e
     const char broadcast = strchr("bhij", letter) != NULL ? (char)(letter - 'a' + 'A') : letter;
@@ -48,7 +48,7 @@ static void sizes_are_checked(void) {
     for (int i = 0; i < operation_count * TEST_COUNT(cases); i++) {
         const int c = i % TEST_COUNT(cases), operation = i / TEST_COUNT(cases);
         call *const x = right_call((fdma_operation)operation, true);
-        if (operation == operation_decode) // without it a batch has a cache's size at most
+        if (operation == operation_decode) // without it a batch is at most as large as the cache
             x->args.decode.index = fdma_tensor_1d(right.memory, FDMA_INT32, right.sizes.batch);
         if (operation == operation_cache_store)
             x->args.cache_store.index = fdma_tensor_1d(right.memory, FDMA_INT32, right.sizes.batch);
@@ -63,7 +63,8 @@ static void sizes_are_checked(void) {
 
 /* ---- single fields ---- */
 
-/* One line a case: what is done to the arguments of an operation, the status, the words. */
+/* A line for each case: a change of an operation's arguments, the status, and words of the
+ * message. */
 #define REJECTS(name, statement, ...)                                                              \
     do {                                                                                           \
         call *const x = right_call(operation_##name, true);                                        \
@@ -237,8 +238,8 @@ static void exec_is_checked(void) {
 
 /* ---- workspace ---- */
 
-/* A byte less than the call asks for is too little; what it asks for is enough, wherever in memory
- * it lies, and nothing around it is touched. */
+/* A workspace with one byte less than the call asks for is refused. The exact size suffices at any
+ * address, and nothing around it is touched. */
 static void check_workspace(call *x) {
     fdma_exec *const exec = call_exec(x);
     size_t bytes = 0;
@@ -301,7 +302,7 @@ static void sizes_of_structs_are_checked(void) {
     }
 }
 
-/* A caller compiled before fields were appended is served without them. */
+/* Callers compiled before fields were appended are served without them. */
 static void structs_may_be_shorter(void) {
     for (int i = 0; i < operation_count; i++) {
         call *const x = right_call((fdma_operation)i, true);
@@ -314,7 +315,7 @@ static void structs_may_be_shorter(void) {
     }
 }
 
-/* A caller compiled with a later header is served while it leaves the new fields at zero. */
+/* Callers compiled with a later header are served if they leave the new fields at zero. */
 static void structs_may_be_longer(void) {
     for (int i = 0; i < operation_count; i++) {
         call *const x = right_call((fdma_operation)i, true);
@@ -354,9 +355,9 @@ static void null_arguments(void) {
     }
 }
 
-/* ---- what is no error ---- */
+/* ---- valid calls ---- */
 
-/* With FDMA_BIAS_NONE nothing looks at dt_proj, a and dt_bias, whatever they hold. */
+/* With FDMA_BIAS_NONE nothing reads dt_proj, a and dt_bias, so they may hold anything. */
 static void unread_weights_may_be_anything(void) {
     call *const x = right_call(operation_attention_backward, false);
     fdma_attention_backward_args *const args = &x->args.attention_backward;
@@ -372,7 +373,6 @@ static void unread_weights_may_be_anything(void) {
     CHECK_OK(fdma_attention_backward(args));
 }
 
-/* The message is that of the last call that failed, whatever has succeeded since. */
 static void success_keeps_the_message(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel <= kernels.count; kernel++) {

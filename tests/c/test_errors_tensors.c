@@ -1,13 +1,13 @@
-/* test_errors_tensors.c - every mistake that a tensor can have, made in every tensor of every
+/* test_errors_tensors.c - every possible mistake in a tensor, made in every tensor of every
  * operation, with all optional tensors and with none. See right_call.h. */
 #include "right_call.h"
 
 /* ---- the list of tensors ---- */
 
-/* What fdma.h says of each tensor: >output, optional?; its axes; and its dtype: s that of q, k and
- * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a; b
- * that of dt_bias. */
-/* The tensors of a table, those of the carried keys or of their gradients, those of a cache. */
+/* The entry of each tensor in fdma.h: > output, ? optional; its axes; and its dtype: s the dtype of
+ * q, k and v; w that dtype or float32; f float32; i int32; u uint8; d the dtype of dt_proj; a the
+ * dtype of a; b the dtype of dt_bias. */
+/* The tensors of a table, of the carried keys or of their gradients, of a cache. */
 #define TABLE(role, name, r, dtype)                                                                \
     " " role name ".score?:bg" r ":" dtype " " role name ".position?:bg" r ":i " role name         \
     ".seen?:b:i"
@@ -71,7 +71,7 @@ static const char *const documented[operation_count] = {
                     " >dsink_logit?:h:f" CARRIED(">", "d"),
 };
 
-/* Otherwise the cases below would follow a mistake in the list. */
+/* Without this check the cases below would follow a mistake in the list. */
 static void list_is_as_documented(void) {
     static const char dtypes[] = {
         [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f',
@@ -96,7 +96,7 @@ static void list_is_as_documented(void) {
 
 /* ---- mistakes that every tensor can have ---- */
 
-/* Checks that the right call is refused once `entry` is the tensor `wrong`. */
+/* Checks that the right call is refused after `entry` is replaced by the tensor `wrong`. */
 static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const char *how,
                          const expectation *want) {
     call x;
@@ -115,9 +115,9 @@ static bool has_axis(fdma_operation operation, char letter) {
     return false;
 }
 
-/* Whether the library takes a size of the call from this tensor, the first that has it. If it is
- * wrong, the message names another tensor, or the size itself. The tensor that gives head_dim gives
- * the dtype too. */
+/* True if the library takes a size of the call from this tensor, the first that has it. If its size
+ * is wrong, the message names another tensor, or the size itself. The tensor that gives head_dim
+ * gives the dtype too. */
 static bool settles(const tensor_entry *entry, char letter) {
     const tensor_entry *first = fdma_tensors[right.call.operation].entries;
     if (strchr("bijhgdnrp", letter) == NULL || strchr(entry->dims, letter) == NULL ||
@@ -128,7 +128,7 @@ static bool settles(const tensor_entry *entry, char letter) {
     return first == entry;
 }
 
-/* The answer if a tensor that settles a size has the size `wrong`. */
+/* The expected answer if a tensor that settles a size has the size `wrong`. */
 static expectation want_of_origin(char letter, int64_t wrong) {
     if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
@@ -136,7 +136,7 @@ static expectation want_of_origin(char letter, int64_t wrong) {
         FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right.sizes, letter)), number(wrong)}, 0};
 }
 
-/* Whether an axis may be broadcast with this length. The gradient has the shape of its tensor. */
+/* True if an axis may be broadcast with this length. A gradient has the shape of its tensor. */
 static bool may_have_length(const tensor_entry *entry, char letter, int64_t length) {
     return may_broadcast(letter) && !is_output(entry) &&
            (length == 1 || (letter == 'H' && length == right.sizes.kv_heads));
@@ -164,7 +164,7 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
     }
 }
 
-/* Decode needs no weights where it is given the score. */
+/* Decode needs no weights if it is given the score. */
 static bool may_be_absent(const tensor_entry *entry) {
     const bool scored =
         right.call.operation == operation_decode && right.call.args.decode.score.rank > 0;
@@ -298,7 +298,7 @@ static void tensors_are_checked(void) {
     }
 }
 
-/* Carried keys have no positions, on which dropout depends. */
+/* Dropout depends on positions, which carried keys do not have. */
 static void check_no_dropout(call *x) {
     const expectation want = {FDMA_INVALID_ARGUMENT, {"dropout", "k_carried"}, 0};
     double *const dropout =
@@ -315,7 +315,6 @@ static void check_no_dropout(call *x) {
     check_rejected(x, &want);
 }
 
-/* Calls of select and of the fused forward have tables, too. */
 static void tensors_of_streams_are_checked(void) {
     for (int operation = 0; operation < operation_count; operation++) {
         if (!has_axis((fdma_operation)operation, 'n'))
@@ -326,7 +325,7 @@ static void tensors_of_streams_are_checked(void) {
     }
 }
 
-/* With a page table k and v of a cache have other axes: test_cache_pages has their mistakes. */
+/* With a page table k and v of a cache have other axes; test_cache_pages.c tests their mistakes. */
 static void page_tables_are_checked(void) {
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
@@ -349,7 +348,7 @@ static void check_words(call *x, int32_t *words, size_t bytes, const char *name)
     }
 }
 
-/* The reserved words of a table count if it is there. */
+/* If there is a table, its reserved words must be valid. */
 static void check_table_words(call *x, fdma_table *table, const char *name) {
     check_words(x, table->reserved, sizeof table->reserved, name);
 }

@@ -1,11 +1,11 @@
-/* test_forward.c - what must hold of attention whatever the numbers: which keys a query depends on,
- * and that nothing else (threads, batch, time) shows in the result. (test_unread.c: keys that none
- * keeps are not read.) */
+/* test_forward.c - properties of attention that hold for all numbers: the keys that a query depends
+ * on, and that threads, batch and time do not change the result. (test_unread.c tests that keys
+ * which no query keeps are not read.) */
 #include "problem.h"
 
 typedef void (*property)(problem *x, const char *kernel);
 
-/* Long enough for several tiles of queries and blocks of keys, with heads that share keys. */
+/* Large enough for several tiles of queries and blocks of keys; some heads share keys. */
 static problem sizes_of(int64_t window) {
     return (problem){.batch = 2,
                      .q_len = 190,
@@ -22,7 +22,7 @@ static void check_on_all_kernels(property holds, int64_t window) {
     for_each_problem(&sizes, 7, holds);
 }
 
-/* ---- the number of threads, the neighbours in the batch and the time of day do not show ---- */
+/* ---- independence of threads, batch and time ---- */
 
 static void check_threads(problem *x, const char *kernel) {
     static const int32_t threads[] = {1, 2, 3, 7, 0};
@@ -34,12 +34,12 @@ static void check_threads(problem *x, const char *kernel) {
 static void threads_do_not_show(void) { check_on_all_kernels(check_threads, 50); }
 static void threads_do_not_show_dense(void) { check_on_all_kernels(check_threads, -1); }
 
-/* What 0 * inf spoils is the same rows for every number of threads and every size of the batch. */
+/* 0 * inf spoils the same rows for every number of threads and every batch size. */
 static void infinite_values_do_not_tell_threads(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         if (strcmp(kernels.name[kernel], "reference") == 0)
-            continue; /* slow; one path */
+            continue; /* the reference is slow and has one path */
         test_context("%s", kernels.name[kernel]);
         problem x = {.batch = 2,
                      .q_len = 1100,
@@ -102,7 +102,6 @@ static void check_wide_window(problem *x, const char *kernel) {
 
 static void a_wide_window_is_dense(void) { check_on_all_kernels(check_wide_window, 230); }
 
-/* Exchanges the rows of keys that left before the first query came. */
 static void check_evicted(problem *x, const char *kernel) {
     const attended before = problem_attend(x, kernel, 1);
     const int64_t row = x->head_dim, first = x->kv_len - x->q_len;
@@ -131,8 +130,8 @@ static void check_evicted(problem *x, const char *kernel) {
 
 static void evicted_keys_do_not_matter(void) { check_on_all_kernels(check_evicted, 20); }
 
-/* Each key is in the result of exactly the queries that keep it: with v = 1 for one key and 0 for
- * the others, out is that key's probability. */
+/* Each key contributes to exactly the queries that keep it: with v = 1 for one key and 0 for the
+ * others, out is that key's probability. */
 static void check_expiries(problem *x, const char *kernel) {
     const int64_t group = x->q_heads / x->kv_heads;
     static const int64_t watched[] = {0, 64, 100, 128, 229};
@@ -175,7 +174,7 @@ static void check_scale(problem *x, const char *kernel) {
 
 static void scale_multiplies_logits(void) { check_on_all_kernels(check_scale, 50); }
 
-/* Logits at most c: no two weights of one row differ by more than exp(2 c). */
+/* Logits are at most c, so two weights of one row differ at most by a factor of exp(2 c). */
 static void check_softcap(problem *x, const char *kernel) {
     x->bias = (fdma_tensor){0};
     x->scale = 100;
@@ -190,12 +189,12 @@ static void check_softcap(problem *x, const char *kernel) {
 
 static void softcap_bounds_logits(void) { check_on_all_kernels(check_softcap, 50); }
 
-/* A damaged selection gives wrong numbers; the guards and the sanitizers see to the rest. */
+/* A damaged selection gives wrong numbers. The guards and the sanitizers check the rest. */
 static void check_damaged(problem *x, const char *kernel) {
     const bool is_reference = strcmp(kernel, "reference") == 0; /* it is slow */
     const int step = is_reference ? corruption_count + 1
                      : test_divisor() > 1
-                         ? corruption_count - 1 /* each kind of both, not each pair */
+                         ? corruption_count - 1 /* every kind of both, not every pair */
                          : 1;
     uint64_t state = 11;
     for (int how = 0; how < corruption_count * corruption_count; how += step) {
@@ -205,7 +204,7 @@ static void check_damaged(problem *x, const char *kernel) {
     }
 }
 
-/* In every dtype even where others are left out: the sanitizers have most to see here. */
+/* Runs in every dtype even if other tests leave some out: the sanitizers find most here. */
 static void damaged_selections_do_no_harm(void) {
     const problem sizes = sizes_of(50);
     for (int type = first_dtype(); type < test_dtype_count; type++)

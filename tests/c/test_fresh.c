@@ -1,6 +1,6 @@
-/* test_fresh.c - what workspace and outputs hold before a call does not change its results, and
- * outputs are written to the last byte. One time in three they come from malloc() as they are, so
- * that valgrind sees whatever is used before it is written (tools/gates/run.sh). */
+/* test_fresh.c - the initial contents of workspace and outputs do not change the results, and
+ * outputs are written to the last byte. One time in three the memory comes from malloc() unchanged,
+ * so that valgrind sees reads of unwritten bytes (tools/gates/run.sh). */
 #include "operation_cases.h"
 
 enum { as_it_is = -1 };
@@ -17,13 +17,12 @@ static void *filled(size_t size, int fill) {
     return data;
 }
 
-/* Lists are not written beyond their count, and dv of score_backward is added to. */
+/* Lists are not written beyond their count, and score_backward adds to dv. */
 static bool keeps_content(const call *x, const tensor_entry *entry) {
     return (x->operation == operation_lists && strcmp(entry->name, "list") == 0) ||
            (x->operation == operation_score_backward && strcmp(entry->name, "dv") == 0);
 }
 
-/* Runs a copy of a call with outputs and workspace that hold `fill`. */
 static void run_filled(call *x, const call *original, int fill) {
     const tensor_table table = fdma_tensors[original->operation];
     fdma_exec *const exec = call_exec(x);
@@ -44,7 +43,6 @@ static void run_filled(call *x, const call *original, int fill) {
     free(exec->workspace);
 }
 
-/* The results of every fill are those of the first. */
 static void check_fills(const call *original) {
     const tensor_table table = fdma_tensors[original->operation];
     call runs[TEST_COUNT(fills)];
@@ -62,7 +60,7 @@ static void check_fills(const call *original) {
     }
 }
 
-enum { few = 7, many = 3 }; /* steps through the cases: under valgrind, all take too long */
+enum { few = 7, many = 3 }; /* steps through the cases: all of them take too long under valgrind */
 
 static void score_forgets(void) { check_cases(operation_score, few, check_fills); }
 static void select_forgets(void) { check_cases(operation_select, few, check_fills); }

@@ -1,6 +1,6 @@
 /* test_guard.c - every kernel accesses its tensors and its workspace, and no byte outside. Each of
- * them lies between guard pages of its own, and inputs may not be written either. Where they lie in
- * their pages must not change the results. */
+ * them lies between its own guard pages, and inputs are read-only. Their position in their pages
+ * must not change the results. */
 #define _GNU_SOURCE /* mmap */
 
 #include "operation_cases.h"
@@ -71,7 +71,7 @@ static void run_in_child(void *context) {
     _exit(fdma_forward(args) != FDMA_OK);
 }
 
-/* With k moved by one row in either direction, the fences stop every kernel. */
+/* With k moved by one row in either direction, the fences must stop every kernel. */
 static void forward_outside_is_seen(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int i = 0; i < kernels.count; i++) {

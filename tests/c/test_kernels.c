@@ -1,5 +1,5 @@
-/* test_kernels.c - the list of kernels, how one is forced by name, and what the library says of
- * itself and of its devices. */
+/* test_kernels.c - the list of kernels, how a name forces one, and what the library reports about
+ * itself and its devices. */
 #define _POSIX_C_SOURCE 200112L /* unsetenv */
 
 #include "right_call.h"
@@ -34,7 +34,7 @@ static void every_kernel_is_described(void) {
     }
 }
 
-/* These two run anywhere, and do everything. */
+/* These two kernels run anywhere and take every call. */
 static void plain_kernels_are_always_there(void) {
     static const char *const names[] = {"cpu/scalar", "reference"};
     for (int o = 0; o < operation_attention; o++) {
@@ -62,7 +62,7 @@ static void indices_out_of_range(void) {
     CHECK_WORD(fdma_last_error(), "size");
 }
 
-/* The kernel that would run: `forward_want` for few queries, `want` for the other operations. */
+/* Checks the kernel that would run: `forward_want` for few queries, `want` for other operations. */
 static void check_picked(const char *forced, const char *want, const char *forward_want) {
     static const fdma_operation asked[] = {operation_score, operation_select, operation_lists,
                                            operation_forward};
@@ -70,7 +70,7 @@ static void check_picked(const char *forced, const char *want, const char *forwa
         call *const x = right_call(asked[i], true);
         const char *name = NULL;
         call_exec(x)->kernel = forced;
-        if (asked[i] == operation_forward) // with a mask it would be one of tiles: see below
+        if (asked[i] == operation_forward) // with a mask it would be a tile kernel: see below
             x->args.forward.attn_mask = x->args.forward.attn_bias = (fdma_tensor){0};
         CHECK_OK(operations[asked[i]].kernel(&x->args, &name));
         CHECK(name != NULL &&
@@ -78,8 +78,8 @@ static void check_picked(const char *forced, const char *want, const char *forwa
     }
 }
 
-/* The name of a point forces decode for few rows; each name of a kernel of forward forces that
- * kernel, and its point for the other operations. */
+/* The name of a point forces decode for few rows. Each name of a forward kernel forces that kernel,
+ * and its point for the other operations. */
 static void names_force_kernels(void) {
     const kernel_list kernels = kernels_of("score");
     for (int i = 0; i < kernels.count; i++) {
@@ -100,7 +100,7 @@ static void names_force_kernels(void) {
     }
 }
 
-/* A mask or a bias of pairs takes a call with few rows to the kernel of tiles. */
+/* A mask or a bias of pairs sends a call with few rows to the tile kernel. */
 static void decode_leaves_masks_to_tiles(void) {
     static const expectation want = {FDMA_UNSUPPORTED, {"attn_mask and attn_bias"}, 0};
     const kernel_list kernels = kernels_of("score");
@@ -123,8 +123,8 @@ static void decode_leaves_masks_to_tiles(void) {
     }
 }
 
-/* The beginning of a name picks the first kernel that applies; so does no name at all. The plain
- * evaluation "reference/float32" is thus chosen only by its whole name. */
+/* The beginning of a name picks the first kernel that applies, and so does no name at all. So only
+ * its whole name picks the plain evaluation "reference/float32". */
 static void prefixes_force_backends(void) {
     const kernel_list kernels = kernels_of("score");
     char decode[64];
@@ -142,7 +142,7 @@ static void check_refused(const char *kernel) {
     check_rejected(x, &want);
 }
 
-/* A part of a name is a name only up to a '/'; the message lists what there is. */
+/* The beginning of a name counts only up to a '/'. The message lists the names that exist. */
 static void unknown_names_are_refused(void) {
     static const char *const names[] = {"cp",  "cpu/scala", "cpu/scalar/x", "cpu/",
                                         "CPU", "",          "gpu"};
@@ -164,7 +164,6 @@ static void foreign_kernels_are_refused(void) {
     CHECK_WORD(fdma_last_error(), foreign_kernel);
 }
 
-/* A kernel that this machine lacks is refused by the feature that is missing. */
 static void missing_features_are_named(void) {
     int lacking = 0;
     for (int32_t i = 0; i < fdma_kernel_count(); i++) {
@@ -181,7 +180,7 @@ static void missing_features_are_named(void) {
     printf("%d kernels that this machine lacks\n", lacking);
 }
 
-/* ---- what backends say of their kernels ---- */
+/* ---- traits of kernels ---- */
 
 static bool writes_last_keys(const kernel_backend *backend) {
     const kernel_backend *const alone[] = {backend, NULL};
@@ -201,7 +200,7 @@ static void backends_know_their_kernels(void) {
     CHECK_INT(writes_last_keys(&fdma_reference_backend), fdma_reference_backend.writes_last_keys);
 }
 
-/* ---- the choice among rows, on machines that are made up ---- */
+/* ---- the choice among rows, on made-up machines ---- */
 
 static const char *lacks_nothing(void) { return NULL; }
 static const char *lacks_avx9(void) { return "avx9"; }
@@ -238,7 +237,7 @@ static const struct {
     fdma_operation operation;
     int64_t q_len;
     const char *picked;  /* NULL: FDMA_UNSUPPORTED */
-    const char *message; /* then the whole of it */
+    const char *message; /* then the whole message */
 } choices[] = {
     {NULL, operation_forward, 1, "cpu/any/one", NULL},
     {NULL, operation_forward, 2, "cpu/any", NULL},
@@ -296,7 +295,7 @@ static void kernels_are_chosen_by_what_runs_here(void) {
     }
 }
 
-/* What a kernel lacks is not among the features that the device is said to have. */
+/* The device does not report a feature that a kernel says it lacks. */
 static void features_and_kernels_agree(void) {
     fdma_device_info device = {.size = sizeof device};
     CHECK_OK(fdma_describe_device(0, &device));
@@ -307,7 +306,7 @@ static void features_and_kernels_agree(void) {
     }
 }
 
-/* float64 is the reference's alone, and is found there without being asked for by name. */
+/* Only the reference takes float64, and it is picked without being named. */
 static void only_the_reference_takes_float64(void) {
     fdma_forward_args args = {.size = sizeof args,
                               .q = new_tensor(FDMA_FLOAT64, 1, 3, 1, 8),
@@ -353,7 +352,7 @@ static void devices_are_described(void) {
     CHECK_INT(fdma_describe_device(0, &info), FDMA_INVALID_ARGUMENT);
 }
 
-/* One device more than there are: who is asked depends on the build and the machine; the CPU works
+/* One device more than there are. The build and the machine decide who is asked; the CPU works
  * on. */
 static void absent_devices_are_refused(void) {
     const int32_t absent = fdma_device_count();
@@ -392,7 +391,7 @@ static void fused_gradients_name_their_kernels(void) {
     args->exec.kernel = "reference";
     CHECK_OK(fdma_attention_backward_kernel(args, &names));
     CHECK(names.score == NULL && names.score_backward != NULL);
-    args->bias = (fdma_tensor){0}; /* is computed again, then */
+    args->bias = (fdma_tensor){0}; /* the call then computes it again */
     CHECK_OK(fdma_attention_backward_kernel(args, &names));
     CHECK(strcmp(names.score, "reference") == 0);
     CHECK(strcmp(names.backward, "reference") == 0);
@@ -431,7 +430,7 @@ static void dense_tensors_are_dense(void) {
     CHECK_INT(tensor.stride[2], 1);
 }
 
-/* Runs first. */
+/* Runs first, before any call fails. */
 static void no_message_before_a_failure(void) { CHECK_BYTES(fdma_last_error(), "", 1); }
 
 static const test_entry tests[] = {
@@ -459,6 +458,6 @@ static const test_entry tests[] = {
 };
 
 int main(void) {
-    unsetenv("FDMA_TEST_KERNELS"); /* the list of all kernels is tested */
+    unsetenv("FDMA_TEST_KERNELS"); /* the test covers the list of all kernels */
     return test_run(tests, TEST_COUNT(tests));
 }

@@ -1,6 +1,6 @@
-/* test_kv_used.c - sequences of which only the first kv_used keys exist, by every kernel of the CPU
- * or of a device, against calls of the kernel "reference" on each sequence cut to those keys. What
- * lies behind them is poisoned. */
+/* test_kv_used.c - sequences in which only the first kv_used keys exist. Compares every kernel of
+ * the CPU or of a device with calls of the kernel "reference" on each sequence cut to those keys.
+ * The memory behind them is poisoned. */
 #include "used_problem.h"
 
 static const used_shape used_shapes[] = {
@@ -131,8 +131,8 @@ static void check_gradients(const problem *x) {
     CHECK(taken > 0);
 }
 
-/* If gradients are added to what their tensors hold, those of keys that do not exist stay as they
- * are, but for dbias, which is written. */
+/* A call that adds gradients leaves those of keys that do not exist unchanged, except for dbias,
+ * which it overwrites. */
 static void check_added_gradients(const problem *x, const char *kernel) {
     const gradient_problem p = gradient_of(x, 0);
     fdma_backward_args args = gradient_args(&p, kernel);
@@ -167,7 +167,7 @@ static void sequences_are_cut(void) {
         x.selection.slot = copy_tensor(x.selection.slot);
         poison_rest(&x);
         if (x.window >= 0) {
-            check_selection(&sound); // its score has poison too
+            check_selection(&sound); // its score is poisoned, too
             check_lists(&x, 1 + n * 7 % 64);
         }
         check_attention(&x);
@@ -180,7 +180,7 @@ static void sequences_are_cut(void) {
     }
 }
 
-/* The calls on x give the same bits as those on `sound`, whose selection is another one. */
+/* The calls on x give the same bits as those on `sound`, although x has another selection. */
 static void check_same_calls(const problem *x, const problem *sound) {
     const kernel_list forward = kernels_for("forward", x->dtype), lists = kernels_of("lists");
     const kernel_list backward = kernels_for("backward", x->dtype);
@@ -210,7 +210,7 @@ static void check_same_calls(const problem *x, const problem *sound) {
 }
 
 /* A selection may hold anything behind the keys that exist: no call refuses it, and none uses it.
- * Some of its slots would be those of keys that exist, others would be outside of every table. */
+ * Some of its slots are slots of keys that exist, others are outside of every table. */
 static void selections_are_read_as_far_as_keys_exist(void) {
     for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
         const int types = test_dtype_count - first_dtype();
@@ -274,7 +274,7 @@ static fdma_tensor mask_of(const problem *x) {
     return mask;
 }
 
-/* To scores and their gradients, keys that do not exist are the same as padding. */
+/* Scores and their gradients treat keys that do not exist like padding. */
 static void check_score(const scored_problem *p, const char *kernel) {
     const problem *const x = &p->x;
     fdma_tensor score[2], bias[2], dv[2], ddt_proj[2], da[2], dbias = copy_tensor(x->bias);
@@ -305,7 +305,6 @@ static void check_score(const scored_problem *p, const char *kernel) {
     CHECK(same_tensor(da[0], da[1]));
 }
 
-/* A fused call gives what its steps give, one after the other. */
 static void check_fused(const scored_problem *p, const char *kernel) {
     problem x = p->x;
     fdma_selection selection = selection_for(x.score);
@@ -356,7 +355,7 @@ static void scores_and_fused_calls_are_cut(void) {
             check_score(&p, kernels.name[kernel]);
         }
         kernel_list attending = kernels_for("backward", backend_dtype());
-        if (test_backend.run != NULL) // the steps of a fused call have no name in common there
+        if (test_backend.run != NULL) // there the steps of a fused call have no common name
             attending = (kernel_list){.name = {"cuda"}, .count = 1};
         for (int kernel = 0; kernel < attending.count && p.x.window > 0; kernel++) {
             test_context("%s, shape %d", attending.name[kernel], n);
@@ -368,7 +367,6 @@ static void scores_and_fused_calls_are_cut(void) {
 
 /* ---- all keys, and wrong numbers ---- */
 
-/* Both problems have the same bits of everything, by every kernel. */
 static void check_equal_calls(const problem *x, const problem *y) {
     const kernel_list forward = kernels_for("forward", x->dtype), select = kernels_of("select");
     const kernel_list backward = kernels_for("backward", x->dtype), lists = kernels_of("lists");
@@ -412,7 +410,7 @@ static void all_keys_are_those_without_kv_used(void) {
     }
 }
 
-/* Numbers that the CPU refuses, and in x->kv_used what a device takes them for. */
+/* Numbers that the CPU refuses. x->kv_used gets the numbers that a device replaces them by. */
 static fdma_tensor wrong_used(problem *x, uint64_t *state) {
     const fdma_tensor wrong = copy_tensor(x->kv_used);
     for (int64_t b = 0; b < x->batch; b++) {
@@ -442,7 +440,7 @@ static void wrong_numbers_are_clamped(void) {
     }
 }
 
-/* With a selection that makes no sense, or was made with other numbers, calls stay inside their
+/* With a selection that is corrupt, or was made with other numbers, calls stay inside their
  * tensors. */
 static void corrupt_selections_stay_inside(void) {
     for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
@@ -481,7 +479,7 @@ static const test_entry tests[] = {
     TEST(all_keys_are_those_without_kv_used),
 };
 
-/* On the CPU wrong numbers are refused. */
+/* The CPU refuses wrong numbers. */
 static const test_entry device_tests[] = {
     TEST(sequences_are_cut),
     TEST(long_sequences_are_cut),

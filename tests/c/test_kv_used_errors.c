@@ -1,4 +1,4 @@
-/* test_kv_used_errors.c - what calls with kv_used refuse. */
+/* test_kv_used_errors.c - calls with kv_used that are refused. */
 #include "errors.h"
 #include "used_problem.h"
 
@@ -38,7 +38,7 @@ static void wrong_numbers_are_refused(void) {
                   &(expectation){FDMA_INVALID_ARGUMENT, {"kv_used", "NULL"}, 1});
 }
 
-/* Not with packed sequences, carried keys or tables. */
+/* kv_used excludes packed sequences, carried keys and tables. */
 static void other_options_are_refused(void) {
     const used_shape shape = {1, 9, 9, 1, 1, 8, 4, 0, 0, FDMA_SCOPE_CAUSAL, 1, 0, 0, 0};
     problem x = used_problem(&shape, FDMA_FLOAT32, 1);

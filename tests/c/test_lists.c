@@ -1,8 +1,8 @@
-/* test_lists.c - the tile lists of every kernel against lists made from the meaning of expiry,
- * entry by entry; and that they list keys of the sequence only, whatever a selection says. */
+/* test_lists.c - compares the tile lists of every kernel, entry by entry, with lists made from the
+ * definition of expiry; and checks that they list only keys of the sequence, for any selection. */
 #include "scores.h"
 
-/* How queries see keys: the scope of the selection and causal masking. */
+/* Which keys queries see: the scope of the selection and causal masking. */
 typedef struct sight {
     const char *name;
     fdma_scope scope;
@@ -60,7 +60,7 @@ static int64_t tiles_of(const lists_case *test) {
     return test->q_len / test->tile_len + (test->q_len % test->tile_len != 0);
 }
 
-/* What the header asks for. */
+/* The width that the header asks for. */
 static int64_t width_of(const lists_case *test) {
     const int64_t slots = lesser(test->window, test->kv_len) + test->recent;
     return lesser(slots + lesser(test->tile_len - 1, test->kv_len), test->kv_len);
@@ -75,8 +75,8 @@ static int compare_ints(const void *left, const void *right) {
     return x < y ? -1 : x > y;
 }
 
-/* The keys alive at p, by their slots, which are 0, 1, ...; with a gap -1 stands for those that no
- * key has. Returns how many entries that makes. */
+/* Lists the keys alive at p by their slots, which are 0, 1, ...; with a gap, -1 stands for slots
+ * without a key. Returns the number of entries. */
 static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_t *list) {
     const int32_t *const expiry = (const int32_t *)test->selection.expiry.data + at;
     const int32_t *const slot = (const int32_t *)test->selection.slot.data + at;
@@ -97,7 +97,8 @@ static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_
     return used;
 }
 
-/* The list of the tile whose positions are p0 to p1: what p0 keeps, then what others keep too. */
+/* The list of the tile with positions p0 to p1: the keys that p0 keeps, then the keys that later
+ * positions keep. */
 static void brute_tile(const lists_case *test, int64_t at, int64_t p0, int64_t p1, int32_t *list,
                        int32_t *count) {
     const int32_t *const expiry = (const int32_t *)test->selection.expiry.data + at;
@@ -161,7 +162,7 @@ static tile_lists list_with(const lists_case *test, const char *kernel, int32_t 
     return lists;
 }
 
-/* What no entry stands in holds guard bytes in both. */
+/* Compares all bytes: memory without entries holds guard bytes in both. */
 static void check_same(const tile_lists *actual, const tile_lists *want) {
     CHECK_BYTES(actual->count.data, want->count.data, bytes_of(want->count));
     CHECK_BYTES(actual->list.data, want->list.data, bytes_of(want->list));
@@ -175,7 +176,7 @@ static void check_case(const lists_case *test, const kernel_list *kernels) {
     }
 }
 
-/* Replaces slots beyond those that the selection says it uses. */
+/* Replaces slots beyond the number of slots that the selection declares. */
 static void fold_slots(const lists_case *test) {
     int32_t *const slot = test->selection.slot.data;
     for (int64_t i = 0; i < count_of(test->selection.slot); i++)
@@ -185,7 +186,8 @@ static void fold_slots(const lists_case *test) {
 
 /* ---- tests ---- */
 
-/* One length with every window, number of queries and tile, and the kinds of scores in turn. */
+/* Checks one length with every window, number of queries and tile, with the kinds of scores in
+ * turn. */
 static void check_length(const kernel_list *kernels, const sight *how, int64_t n, int padded,
                          uint64_t *state) {
     const int64_t windows[] = {1, 2, n / 3 + 1, n > 1 ? n - 1 : 1, n, n + 5, FDMA_WINDOW_ALL};
@@ -224,8 +226,8 @@ static void causal_scope(void) { check_lengths(&sights[0]); }
 static void global_scope_with_causal_masking(void) { check_lengths(&sights[1]); }
 static void global_scope(void) { check_lengths(&sights[2]); }
 
-/* Large enough that eight threads have a share each, of one (b, g) or of two. What a selection
- * says does not matter to that. */
+/* Large enough that each of eight threads works on one (b, g) or on two. The contents of a
+ * selection do not change that. */
 static void threads_change_nothing(void) {
     static const int32_t threads[] = {2, 3, 8};
     const kernel_list kernels = kernels_of("lists");
@@ -254,7 +256,7 @@ static void threads_change_nothing(void) {
     }
 }
 
-/* Lists may be wider than needed and lie apart; what is between them stays as it was. */
+/* Lists may be wider than needed and lie apart. The memory between them does not change. */
 static void strided_tensors(void) {
     enum { wider = 5, apart = 7 };
     const kernel_list kernels = kernels_of("lists");
@@ -281,8 +283,8 @@ static void strided_tensors(void) {
     }
 }
 
-/* Entries are keys, or with a gap -1, as many as fit; the guard bytes around say whether there was
- * more. */
+/* Entries are keys, or -1 with a gap, and at most as many as fit; the guard bytes around show
+ * writes beyond. */
 static void check_keys(const lists_case *test, const tile_lists *lists) {
     const int64_t width = lists->list.shape[3];
     for (int64_t n = 0; n < count_of(lists->count) / 2; n++) {
@@ -329,7 +331,8 @@ static void corrupt_selections_list_keys(void) {
     }
 }
 
-/* No queries, no sequences: nothing to write. No keys, or none kept: counts of 0. */
+/* Without queries or sequences nothing is written. Without keys, or if none is kept, counts are
+ * 0. */
 static void nothing_to_list(void) {
     static const int64_t sizes[][4] = {/* batch, q_len, kv_len, window */
                                        {1, 0, 9, 4},

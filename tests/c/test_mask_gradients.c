@@ -1,5 +1,5 @@
-/* test_mask_gradients.c - backward with attn_mask and attn_bias: against the reference, against
- * selections and bias, broadcast against expanded, and on any number of threads. */
+/* test_mask_gradients.c - backward with attn_mask and attn_bias: compared with the reference, with
+ * selections and bias, and with expanded tensors, and on any number of threads. */
 #include "masks.h"
 
 static const problem sizes[] = {
@@ -9,7 +9,6 @@ static const problem sizes[] = {
     SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
 };
 
-/* Calls `check` for each of these sizes. */
 static void for_each_size(const char *kernel, fdma_dtype dtype,
                           void (*check)(problem *x, const char *kernel)) {
     for (int n = 0; n < TEST_COUNT(sizes); n++) {
@@ -24,15 +23,16 @@ static void for_each_size(const char *kernel, fdma_dtype dtype,
     }
 }
 
-/* What the kernel takes of a mask and a bias: a kernel of forward and that of backward by the same
- * name take the same. */
+/* A mask and a bias if the kernel takes them: the kernels of forward and backward of one name take
+ * the same. */
 static pairs random_pairs(const problem *x, const char *kernel, int mask_axes, int bias_axes) {
     return pairs_taken(
         x, kernel,
         (pairs){new_mask(x, mask_axes, 24, 6), new_pair_bias(x, x->dtype, bias_axes, 7)});
 }
 
-/* dattn_bias is a sum of terms of both signs: its error is at most that of all terms in a row. */
+/* dattn_bias is a sum of terms of both signs. Its error is at most the error of all terms in a
+ * row. */
 static void check_sums(const problem *x, fdma_tensor found, fdma_tensor full) {
     if (found.rank == 0)
         return;
@@ -78,7 +78,7 @@ static void check_reference(problem *x, const char *kernel) {
     check_against_reference(x, kernel, random_pairs(x, kernel, all_axes, axis_h | axis_i | axis_j));
 }
 
-/* Logits so low that a weight which a mask has not cleared is infinite. No query keeps every third
+/* Logits are so low that a weight is infinite unless a mask clears it. No query keeps every third
  * key, so that a list is shorter than the keys. */
 static void check_low_logits(const char *kernel, fdma_dtype dtype) {
     problem x = sizes[1];
@@ -105,9 +105,9 @@ static void check_reference_of(const char *kernel, fdma_dtype dtype) {
 
 static void are_those_of_the_reference(void) { for_each_kernel("backward", check_reference_of); }
 
-/* ---- what other arguments say ---- */
+/* ---- masks that repeat other arguments ---- */
 
-/* A mask of the pairs that a selection keeps, and a bias for each key. */
+/* Compares with a mask of the pairs that a selection keeps, and with a bias for each key. */
 static void check_selection(problem *x, const char *kernel) {
     if (!biases_are_taken(x, kernel))
         return;
@@ -138,7 +138,7 @@ static void are_those_of_a_selection(void) { for_each_kernel("backward", check_s
 
 /* ---- axes ---- */
 
-/* Broadcast tensors give the bits of expanded ones, but for dattn_bias, which is their sum. */
+/* Broadcast tensors give the bits of expanded ones, except for dattn_bias, which is their sum. */
 static void check_axes(const char *kernel, fdma_dtype dtype) {
     problem x = SIZES(2, 37, 53, 6, 2, 16, 20, 1);
     x.dtype = dtype;
@@ -192,9 +192,9 @@ static void check_threads(const char *kernel, fdma_dtype dtype) {
 
 static void do_not_depend_on_threads(void) { for_each_kernel("backward", check_threads); }
 
-/* ---- what is not kept ---- */
+/* ---- pairs and keys that are not kept ---- */
 
-/* Gradients of pairs and keys that are not kept are 0, and NaN in these is not seen. */
+/* Gradients of pairs and keys that are not kept are 0, and NaN in these has no effect. */
 static void check_poison(problem *x, const char *kernel) {
     const pairs given = random_pairs(x, kernel, all_axes, all_axes);
     for (int64_t n = 0; n < count_of(given.mask); n++)
@@ -229,9 +229,9 @@ static void check_poison_of(const char *kernel, fdma_dtype dtype) {
 
 static void ignore_what_is_not_kept(void) { for_each_kernel("backward", check_poison_of); }
 
-/* ---- packed sequences, sequences of which only some keys exist, and no rows ---- */
+/* ---- packed sequences, sequences with only some keys, and no rows ---- */
 
-/* dattn_bias of the whole is the sum of those of its pieces: a bias that all sequences share. */
+/* All sequences share a bias: dattn_bias of the whole is the sum over its pieces. */
 static void check_pieces(const char *kernel, fdma_dtype dtype) {
     static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
     problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);

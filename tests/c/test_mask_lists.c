@@ -1,11 +1,11 @@
-/* test_mask_lists.c - fdma_mask_lists(): calls with lists against calls that read the mask, with
- * every rule that they depend on; what is refused; and lists that were changed by hand. */
+/* test_mask_lists.c - fdma_mask_lists(): compares calls with lists with calls that read the mask,
+ * for every rule that the lists depend on; refused calls; and lists that were changed by hand. */
 #include "masks.h"
 
 /* ---- lists of a call whose tensors are on the host ---- */
 
 #if defined(FDMA_HAVE_CUDA)
-/* On the device, and copied to the host. The call's outputs stay as they are. */
+/* Makes lists on the device and copies them to the host. The call's outputs do not change. */
 static fdma_tensor lists_on_device(fdma_forward_args *args) {
     const int kept = device_state.blocks;
     call here, there;
@@ -26,7 +26,7 @@ static fdma_tensor lists_on_device(fdma_forward_args *args) {
 }
 #endif
 
-/* The CPU has lists of 0 bytes. */
+/* Lists on the CPU have 0 bytes. */
 static fdma_tensor lists_of(fdma_forward_args *args) {
     size_t bytes = 1, workspace = 0;
 #if defined(FDMA_HAVE_CUDA)
@@ -54,7 +54,8 @@ static bool is_on_device(void) { return test_backend.run != NULL; }
 
 /* ---- the same results ---- */
 
-/* Forward with lists does not read the mask on a device: there it keeps no pair any more. */
+/* On a device forward with lists does not read the mask: the mask there no longer keeps any
+ * pair. */
 static void check_forward(const problem *x, const char *kernel, fdma_tensor mask) {
     const attended want = attend_masked(x, kernel, (pairs){.mask = mask}, 1);
     fdma_forward_args args = masked_args(x, kernel, mask);
@@ -132,7 +133,6 @@ static void know_sequences_and_the_keys_that_exist(void) {
 
 /* ---- bad input ---- */
 
-/* The problem, and a mask of it. */
 static fdma_forward_args described(problem *x, const char *kernel, fdma_dtype dtype) {
     *x = sizes[0];
     x->dtype = dtype;
@@ -173,7 +173,7 @@ static void refuse_too_few_bytes(void) {
 }
 
 #if defined(FDMA_HAVE_CUDA)
-/* The lists in the memory of the mask. */
+/* The lists may not lie in the memory of the mask. */
 static void are_apart_from_what_they_are_made_of(void) {
     problem x;
     fdma_forward_args args = described(&x, "cuda", backend_dtype());
@@ -193,7 +193,7 @@ static void are_apart_from_what_they_are_made_of(void) {
     device_free_all();
 }
 
-/* Calls with lists, and probabilities, have none of their own in the workspace. */
+/* Calls with lists, and probabilities, need no lists of their own in the workspace. */
 static void save_workspace(void) {
     problem x;
     fdma_forward_args args = described(&x, NULL, backend_dtype());
@@ -223,7 +223,7 @@ static void save_workspace(void) {
 }
 #endif
 
-/* Any bytes give some results, and what lies around the tensors stays as it is. */
+/* Any bytes give some results, and the memory around the tensors does not change. */
 static void check_corrupt(const char *kernel, fdma_dtype dtype) {
     problem x;
     fdma_forward_args args = described(&x, kernel, dtype);

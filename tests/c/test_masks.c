@@ -1,5 +1,5 @@
-/* test_masks.c - attn_mask and attn_bias: against selections, against calls without them, broadcast
- * against expanded, and what they must not read. */
+/* test_masks.c - attn_mask and attn_bias: compared with selections, with calls without them, and
+ * with expanded tensors; and memory that they must not read. */
 #include "masks.h"
 
 static const problem sizes[] = {
@@ -9,16 +9,14 @@ static const problem sizes[] = {
     SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
 };
 
-/* The problem without its selection. */
 static problem dense_of(const problem *x) {
     problem dense = *x;
     dense.window = -1;
     return dense;
 }
 
-/* ---- masks that say what other arguments say, too ---- */
+/* ---- masks that repeat other arguments ---- */
 
-/* The kept pairs of a selection, for each kv head. */
 static fdma_tensor mask_of_selection(const problem *x) {
     const fdma_tensor mask = new_pairs(x, FDMA_UINT8, all_axes | per_kv_head);
     for (int64_t n = 0; n < count_of(mask); n++) {
@@ -44,7 +42,8 @@ static void are_what_a_selection_keeps(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_selection);
 }
 
-/* A mask of ones, a bias of zeros; a bias of -inf for a mask; one for each key in place of bias. */
+/* A mask of ones, a bias of zeros, a bias of -inf in place of a mask, and a bias for each key in
+ * place of `bias`. */
 static void check_trivial(problem *x, const char *kernel) {
     const fdma_tensor none = {0};
     if (!masks_are_taken(x, kernel))
@@ -99,8 +98,7 @@ static void may_be_broadcast(void) {
     for_each_size_of(some, TEST_COUNT(some), check_axes);
 }
 
-/* Strides may be anything: the rows of the heads and of the queries change places, and rows lie
- * apart. */
+/* Strides may be anything: heads and queries are transposed, and rows lie apart. */
 static void check_strides(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
@@ -132,9 +130,8 @@ static void may_have_any_strides(void) {
     for_each_problem(&one, 5, check_strides);
 }
 
-/* ---- what is not kept is not read ---- */
+/* ---- pairs that are not kept are not read ---- */
 
-/* The keys that no query keeps. */
 static void poison_keys(problem *x, fdma_tensor mask) {
     uint8_t *const read = test_alloc((size_t)(x->batch * x->kv_heads * x->kv_len));
     memset(read, 0, (size_t)(x->batch * x->kv_heads * x->kv_len));
@@ -161,7 +158,7 @@ static void poison_pairs(const problem *x, pairs given) {
             store_float(given.bias.data, given.bias.dtype, n, NAN);
 }
 
-/* Some columns of the mask are empty, so that there are such keys. */
+/* Some columns of the mask are empty, so that no query keeps those keys. */
 static pairs sparse_pairs(const problem *x) {
     const pairs given = {new_mask(x, all_axes, 9, 6), new_pair_bias(x, x->dtype, all_axes, 7)};
     for (int64_t n = 0; n < count_of(given.mask); n++)
@@ -186,7 +183,6 @@ static void read_nothing_that_is_not_kept(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_poison);
 }
 
-/* A NaN of a kept pair makes its row NaN, and no other. */
 static void check_nan(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
@@ -204,7 +200,6 @@ static void check_nan(problem *x, const char *kernel) {
 
 static void nan_of_a_kept_pair_is_seen(void) { for_each_problem(&sizes[0], 2, check_nan); }
 
-/* Rows whose mask is empty, and tiles that have only such rows. */
 static void check_empty_rows(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
@@ -238,9 +233,9 @@ static void may_leave_rows_empty(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_empty_rows);
 }
 
-/* ---- packed sequences, and sequences of which only some keys exist ---- */
+/* ---- packed sequences, and sequences with only some keys ---- */
 
-/* A rectangle of a tensor that is not broadcast; an absent one stays so. */
+/* A rectangle of a tensor with all its axes; an absent tensor stays absent. */
 static fdma_tensor rectangle_of(fdma_tensor tensor, int64_t b, int64_t first, int64_t queries,
                                 int64_t keys) {
     const int64_t at = b * tensor.stride[0] + first * tensor.stride[2] + (queries > 0 ? first : 0);

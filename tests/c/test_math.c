@@ -1,5 +1,5 @@
-/* test_math.c - the elementary functions of src/cpu/common/math.h, in every vocabulary that this
- * machine can run, against double precision. */
+/* test_math.c - compares the elementary functions of src/cpu/common/math.h, in every vocabulary
+ * that this machine can run, with double precision. */
 #include "vocabulary/each.h"
 
 typedef struct function_case {

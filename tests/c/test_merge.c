@@ -1,10 +1,10 @@
-/* test_merge.c - attention over two sets of keys, merged, is attention over all of them, and so are
- * its gradients; partial results that are empty, that are NaN, that are far apart. */
+/* test_merge.c - attention over two sets of keys, merged, equals attention over all keys, and so do
+ * its gradients. Partial results may be empty, NaN, or far apart. */
 #include "differences.h"
 #include "gradient.h"
 
-/* The keys before `cut`, all of them visible, and those from there on, which are masked as in the
- * whole: their last key stands where the last query does. */
+/* The keys before `cut`, all of them visible, and the keys from `cut` on. Those are masked as in
+ * the whole: their last key is at the last query's position. */
 typedef struct split {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim, cut;
     int causal;
@@ -30,7 +30,7 @@ static problem whole_of(const split *n, fdma_dtype dtype) {
     return x;
 }
 
-/* Keys first to end of a [batch, kv_len, ...] or [batch, kv_heads, kv_len] tensor. */
+/* Keys `first` to `end` - 1 of a [batch, kv_len, ...] or [batch, kv_heads, kv_len] tensor. */
 static fdma_tensor cut_tensor(fdma_tensor tensor, int64_t first, int64_t end) {
     const int axis = tensor.rank == 4 ? 1 : 2;
     tensor.data =
@@ -88,7 +88,7 @@ static attended merge(attended a, attended b, const char *kernel) {
     return (attended){args.out, args.lse};
 }
 
-/* Both partial results are rounded, and what they make together. */
+/* The tolerance covers the rounding of both partial results and of the merged one. */
 static void check_merged(const problem *x, attended actual, attended want) {
     for (int64_t i = 0; i < count_of(want.out); i++) {
         CHECK_NEAR(load_double(actual.out.data, x->dtype, i),
@@ -128,7 +128,7 @@ static loss loss_of_merge(const void *context) {
     return loss_sum(weighted_sum(m->dout, m->args.out), weighted_sum(m->dlse, m->args.lse));
 }
 
-/* Random partial results; each of them is empty in some rows, and NaN there. */
+/* Random partial results; some rows of each are empty, with NaN in out. */
 static attended random_partial(uint64_t seed, int64_t empty) {
     const attended partial = {new_tensor(FDMA_FLOAT64, 2, 5, 3, 8),
                               new_tensor(FDMA_FLOAT64, 2, 3, 5, -1)};
@@ -144,7 +144,7 @@ static attended random_partial(uint64_t seed, int64_t empty) {
 }
 
 static void merge_backward_is_the_derivative_of_merge(void) {
-    for (int both = 0; both < 2; both++) { /* rows in which both are empty, too */
+    for (int both = 0; both < 2; both++) { /* 1: rows in which both are empty, too */
         test_context("both partials empty: %d", both);
         const attended a = random_partial(3, 1), b = random_partial(4, both ? 1 : 2);
         uint64_t state = 8;
@@ -164,7 +164,7 @@ static void merge_backward_is_the_derivative_of_merge(void) {
     }
 }
 
-/* The gradients of one range of keys, into its rows of the whole's; dq is added up. */
+/* Writes the gradients of a range of keys into its rows of the whole's gradients, and adds dq. */
 static void add_partial(const gradient_problem *p, const problem *partial, attended done,
                         fdma_tensor dout, fdma_tensor dlse, gradients to, int64_t first) {
     const gradient_problem own = {
@@ -210,7 +210,7 @@ static void gradients_of_partials_are_the_wholes(void) {
 
 enum { edge_heads = 8, edge_dim = 24 };
 
-/* One query of 8 heads; NaN in empty ones. */
+/* One query of 8 heads. The out of empty heads is NaN. */
 static attended edge_partial(fdma_dtype dtype, uint64_t seed, const float lse[edge_heads]) {
     const attended partial = {new_tensor(dtype, 1, 1, edge_heads, edge_dim),
                               new_tensor(FDMA_FLOAT32, 1, edge_heads, 1, -1)};
@@ -228,7 +228,7 @@ static const float edge_lse[2][edge_heads] = {
     {-INFINITY, -INFINITY, -700, 1, -1000, 2, NAN, -INFINITY},
 };
 static const float edge_merged[edge_heads] = {-INFINITY, 3, -700, NAN, 1000, 2.6931472F, NAN, NAN};
-/* The partial result that a head's out is; -1: none, 2: half of each. */
+/* The partial result that a head's out comes from; -1: none, 2: half of each, 3: NaN. */
 static const int edge_from[edge_heads] = {-1, 0, 1, 3, 0, 2, 3, 3};
 
 static double edge_out(const attended partials[2], int h, int64_t d) {

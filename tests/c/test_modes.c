@@ -1,5 +1,5 @@
-/* test_modes.c - the caller's floating-point modes do not show in the results of a CPU kernel:
- * neither its rounding direction nor its traps, on any number of threads. */
+/* test_modes.c - the caller's floating-point modes (rounding direction, traps) do not change the
+ * results of a CPU kernel, on any number of threads. */
 #define _GNU_SOURCE /* feenableexcept */
 
 #include "calls.h"

@@ -1,12 +1,12 @@
-/* test_order.c - the order of keys on a device (cuda/device/order.cuh) against that of the CPU
- * (cpu/common/order.h). */
+/* test_order.c - compares the order of keys on a device (cuda/device/order.cuh) with the CPU's
+ * order (cpu/common/order.h). */
 #include "cpu/common/order.h"
 #include "cuda/device/order.cuh"
 #include "test.h"
 
 enum { position_bits = 28, random_scores = 200 };
 
-/* Bits of scores whose order is a special case, or next to one. */
+/* Bits of scores whose order is a special case, and of their neighbours. */
 static const uint32_t special[] = {
     0x00000000, 0x80000000, /* both zeros */
     0x00000001, 0x80000001, /* the least subnormal numbers */
@@ -75,7 +75,7 @@ static void check_keys(uint32_t a, int32_t i, uint32_t b, int32_t j) {
         want);
 }
 
-/* Of each score with itself, where the positions decide, and with the next one. */
+/* Compares each score with itself, where the positions decide, and with the next one. */
 static void keys_are_in_the_order_of_the_cpu(void) {
     const int32_t positions[] = {0, 1, (1 << position_bits) - 1};
     uint32_t scores[all_scores];
@@ -103,7 +103,7 @@ static void sinks_outrank_all_scores_and_all_outrank_none(void) {
     }
 }
 
-/* The bits of both zeros are those of +0, and those of NaN, as of no key, are those of -inf. */
+/* Both zeros have the bits of +0. NaN, like the absence of a key, has the bits of -inf. */
 static void orders_have_the_bits_of_their_scores(void) {
     uint32_t bits[all_scores];
     fill_scores(&bits);

@@ -1,13 +1,13 @@
-/* test_overlap.c - an output that shares elements with another tensor is refused; slices that lie
- * interleaved in one packed buffer and share none are not. That every output of every operation is
- * compared with every other tensor, and may have no stride of 0, test_errors_tensors.c shows. */
+/* test_overlap.c - an output that shares elements with another tensor is refused; interleaved
+ * slices of one packed buffer that share none are not. test_errors_tensors.c checks that every
+ * output of every operation is compared with every other tensor, and may have no stride of 0. */
 #include "calls.h"
 
 enum { batch = 2, length = 6, heads = 2, head_dim = 8, row = heads * head_dim };
 enum { count = batch * length * row };
 static const int64_t shape[4] = {batch, length, heads, head_dim};
 
-/* Room for `floats` more than `slices` tensors. */
+/* A buffer with room for `slices` tensors and `floats` more elements. */
 static float *new_packed(int64_t slices, int64_t floats) {
     return test_alloc((size_t)(slices * count + floats) * sizeof(float));
 }
@@ -63,7 +63,8 @@ static void outputs_on_inputs_are_refused(void) {
         check_refused(packed_args(new_packed(4, 0), 4, slice), "out", names[slice]);
 }
 
-/* One element is enough: the last of out is the first of k, or the first of out the last of k. */
+/* One shared element suffices: the last of out is the first of k, or the first of out the last of
+ * k. */
 static void one_shared_element_is_refused(void) {
     float *const data = new_packed(3, 0);
     fdma_forward_args args = packed_args(new_packed(4, 0), 4, 3);
@@ -78,7 +79,7 @@ static void one_shared_element_is_refused(void) {
     check_accepted(args);
 }
 
-/* Slices of the same rows that do share channels. */
+/* Slices of the same rows that share channels. */
 static void shifted_slices_are_refused(void) {
     fdma_forward_args args = packed_args(new_packed(5, 0), 5, 3);
     void *const out = args.out.data;
@@ -88,7 +89,7 @@ static void shifted_slices_are_refused(void) {
     check_accepted(args);
 }
 
-/* The last slice's channels run on into the first slice of the next row. */
+/* The last slice's channels continue in the first slice of the next row. */
 static void slices_past_the_row_are_refused(void) {
     float *const data = new_packed(4, 5 * row);
     for (int64_t first = 0; first < 4 * row; first += 7) {
@@ -102,14 +103,13 @@ static void slices_past_the_row_are_refused(void) {
     }
 }
 
-/* An output's own elements must be distinct. */
 static void outputs_on_themselves_are_refused(void) {
     fdma_forward_args args = packed_args(new_packed(4, 0), 4, 3);
     args.out.stride[2] = head_dim - 1; /* a head's last channel is the next head's first */
     check_refused(args, "out", "distinct");
 }
 
-/* Strides of which two are beyond int64. Nothing is read: there is no workspace. */
+/* Twice such a stride, in bytes, exceeds int64. Nothing is read: there is no workspace. */
 static void far_apart_is_apart(void) {
     float *const data = test_alloc(1024 * sizeof *data);
     fdma_forward_args args = packed_args(new_packed(4, 0), 4, 3);

@@ -1,5 +1,5 @@
-/* test_packed.c - packed sequences: every kernel gives each sequence the bits that it has by
- * itself, whatever stands beside it; positions after the last sequence have no keys; wrong starts
+/* test_packed.c - packed sequences: every kernel gives each sequence the bits that it has alone,
+ * whatever the other sequences are; positions after the last sequence have no keys; wrong starts
  * are refused. */
 #include "errors.h"
 #include "gradient.h"
@@ -50,7 +50,7 @@ static problem packed_problem(const packed_case *test, fdma_dtype dtype) {
     return x;
 }
 
-/* A view has other strides than its copy: outputs are compared as contiguous tensors. */
+/* A contiguous copy of a view: outputs are compared as contiguous tensors. */
 static fdma_tensor contiguous(fdma_tensor view) {
     int64_t n[4] = {1, 1, 1, 1};
     for (int axis = 0; axis < view.rank; axis++)
@@ -79,7 +79,7 @@ static void check_same(fdma_tensor packed, int axis, int64_t first, fdma_tensor 
     CHECK_BYTES(own.data, alone.data, bytes_of(alone));
 }
 
-/* A sequence of a packed problem by itself; its selection is still to be made. */
+/* A sequence of a packed problem, alone. The caller makes its selection. */
 static problem sequence_alone(const problem *x, int64_t first, int64_t end) {
     problem alone = *x;
     alone.q_len = alone.kv_len = end - first;
@@ -119,7 +119,7 @@ static int32_t int_of(fdma_tensor tensor, int64_t g, int64_t j) {
     return ((const int32_t *)tensor.data)[g * packed_len + j];
 }
 
-/* Expiry is a position of the packed sequences, slots begin anew in each. */
+/* Expiry is a position in the packed sequences; slots begin anew in each sequence. */
 static void check_selection(const problem *x, const fdma_selection *packed, int64_t first,
                             int64_t end) {
     problem alone = sequence_alone(x, first, end);
@@ -156,7 +156,6 @@ static void selections_are_those_of_each_sequence(void) {
 
 /* ---- forward and backward ---- */
 
-/* Rows after the last sequence keep no key. */
 static void check_unused_positions(const gradient_problem *packed, const gradients *found) {
     const int64_t first = starts[sequence_count];
     const fdma_tensor results[] = {packed->out, found->dq, found->dk, found->dv};
@@ -214,8 +213,9 @@ static void check_attention(const packed_case *test, const char *kernel, fdma_dt
     check_unused_positions(&packed, &found);
 }
 
-/* By tile kernels, and by the reference. By the name of a point alone the sequence of one position
- * would be decoded, which adds in another order, while the packed problem has too many rows. */
+/* Runs tile kernels and the reference. The name of a point alone would let the sequence of one
+ * position be decoded, which adds in another order; the packed problem has too many rows for
+ * that. */
 static void attention_is_that_of_each_sequence(const char *kernel, fdma_dtype dtype) {
     if (strstr(kernel, "/tile") == NULL && strcmp(kernel, "reference") != 0)
         return;
@@ -236,7 +236,7 @@ static bool is_live(const problem *x, int64_t g, int64_t j, int64_t p) {
     return j <= p && p < int_of(x->selection.expiry, g, j);
 }
 
-/* Entry s of a list is the key of slot s; the keys that arrive later follow in order. */
+/* Entry s of a list is the key of slot s; keys that arrive later follow in order. */
 static void check_list(const problem *x, const fdma_lists_args *args, int64_t g, int64_t t) {
     const int64_t tiles = args->list.shape[2], width = args->list.shape[3];
     const int32_t *const list = (const int32_t *)args->list.data + (g * tiles + t) * width;
@@ -344,7 +344,8 @@ static void packed_sequences_have_one_batch_entry(void) {
 
 /* ---- workspace ---- */
 
-/* A call whose tensors have no data; packed: what any sequence of at most kv_len may need. */
+/* The workspace of a call whose tensors have no data. packed: for packed sequences that
+ * divide kv_len positions in any way. */
 static size_t workspace_of(fdma_operation operation, const problem *sizes, int64_t kv_len,
                            int32_t threads, bool packed) {
     const call_sizes n = {.batch = 1,
@@ -378,8 +379,8 @@ static void check_workspace_for_all(fdma_operation operation, const problem *siz
     }
 }
 
-/* What a query answers serves every way to divide the positions, although a shorter sequence may
- * need more than a longer one. */
+/* The workspace query of packed sequences serves every way to divide the positions, although a
+ * shorter sequence may need more than a longer one. */
 static void workspace_serves_all_sequences(void) {
     static const fdma_operation asked[] = {operation_select, operation_forward, operation_backward};
     static const int64_t windows[] = {-1, 1, 100, 3000};

@@ -1,7 +1,7 @@
 /* test_packed_shapes.c - packed sequences of many lengths by every kernel, against the kernel
- * "reference": empty ones, of one key, shorter and longer than the window, beginning anywhere in a
- * tile, and positions that belong to none. On a device also starts that make no sense, which are
- * not read by the host. */
+ * "reference": empty ones, sequences of one key, shorter and longer than the window, beginning
+ * anywhere in a tile, and positions that belong to none. On a device also invalid starts, which the
+ * host does not read. */
 #include "backend.h"
 #include "gradient.h"
 #include "scores.h"
@@ -30,8 +30,7 @@ static int64_t length_of(cut_kind kind, int64_t kv_len, int64_t count, uint64_t 
     }
 }
 
-/* `count` sequences; the last ends where all positions end, or there are some that belong to
- * none. */
+/* `count` sequences. The last one ends at the last position, or some positions belong to none. */
 static fdma_tensor new_starts(cut_kind kind, int64_t kv_len, int64_t count, uint64_t *state) {
     const fdma_tensor tensor = new_tensor(FDMA_INT32, count + 1, -1, -1, -1);
     int32_t *const starts = tensor.data;
@@ -66,8 +65,8 @@ static fdma_selection select_by(const problem *x, fdma_tensor starts, const char
     return selection;
 }
 
-/* By every kernel, given `starts`, which mean what those of the problem say. Returns how many
- * kernels take it. */
+/* Runs every kernel with `starts`, which are equivalent to the starts of the problem. Returns how
+ * many kernels take it. */
 static int check_selection(const problem *x, fdma_tensor starts) {
     const kernel_list kernels = kernels_of("select");
     int taken = 0;
@@ -114,7 +113,7 @@ static void check_lists(const problem *x, int64_t tile_len) {
     }
 }
 
-/* Any rules, often a window above the length of the sequences. The selection is the reference's. */
+/* Random rules, often with a window longer than the sequences. The reference selects. */
 static problem random_selection(int64_t most, cut_kind kind, uint64_t *state) {
     const int64_t kv_len = 1 + random_below(state, most), kv_heads = 1 + random_below(state, 3);
     const int64_t count = random_below(state, kind == cut_ones ? kv_len + 1 : kv_len / 8 + 3);
@@ -149,7 +148,7 @@ static void selections_are_those_of_the_reference(void) {
 }
 
 /* So many sequences that their numbers have two digits, and so many keys that every way to divide
- * them among thread blocks is met. */
+ * them among thread blocks occurs. */
 static void long_selections_are_those_of_the_reference(void) {
     static const int64_t lens[] = {1500, 2600, 9000, 20000, 40000, 70000};
     uint64_t state = 9;
@@ -240,8 +239,8 @@ static void check_attention(problem *x) {
     CHECK(taken > 0);
 }
 
-/* Also that deterministic gradients are bit-equal from run to run. The reference is slow, and has
- * one way to compute them. */
+/* Also checks that deterministic gradients are bit-equal from run to run. The reference is slow,
+ * and has one way to compute them. */
 static void check_gradients(const problem *x) {
     gradient_problem p = gradient_of(x, 1);
     const kernel_list kernels = kernels_for("backward", x->dtype);
@@ -282,7 +281,6 @@ static void check_shape(fdma_dtype dtype, const packed_shape *shape, int n) {
 
 static void attention_is_that_of_the_reference(void) { for_each_shape(check_shape); }
 
-/* Keys after the last sequence are never read. */
 static void check_unused_keys(fdma_dtype dtype, const packed_shape *shape, int n) {
     problem x = packed_problem(shape, dtype, (uint64_t)n + 50);
     const int32_t end = ((int32_t *)x.starts.data)[shape->sequences];
@@ -308,9 +306,9 @@ static void check_unused_keys(fdma_dtype dtype, const packed_shape *shape, int n
 
 static void unused_keys_are_not_read(void) { for_each_shape(check_unused_keys); }
 
-/* ---- starts that make no sense ---- */
+/* ---- invalid starts ---- */
 
-/* Wrong starts, and in `clamped` what a device takes them for. */
+/* Wrong starts. `clamped` gets the starts that a device replaces them by. */
 static fdma_tensor wrong_starts(int64_t kv_len, uint64_t *state, fdma_tensor *clamped) {
     const int64_t count = random_below(state, 60);
     const fdma_tensor wrong = new_tensor(FDMA_INT32, count + 1, -1, -1, -1);
@@ -356,7 +354,7 @@ static void check_wrong_starts(fdma_dtype dtype, const packed_shape *shape, int 
 
 static void wrong_starts_are_clamped(void) { for_each_shape(check_wrong_starts); }
 
-/* With a selection that makes no sense, calls stay inside their tensors, whatever starts hold. */
+/* With a corrupt selection calls stay inside their tensors, for any contents of starts. */
 static void check_corrupt_selection(fdma_dtype dtype, const packed_shape *shape, int n) {
     uint64_t state = (uint64_t)n + 90;
     problem x = packed_problem(shape, dtype, state);
@@ -392,7 +390,7 @@ static const test_entry tests[] = {
     TEST(unused_keys_are_not_read),
 };
 
-/* Starts that make no sense are refused on the CPU. */
+/* The CPU refuses invalid starts. */
 static const test_entry device_tests[] = {
     TEST(selections_are_those_of_the_reference),
     TEST(long_selections_are_those_of_the_reference),

@@ -1,5 +1,5 @@
 /* test_pair_gradients.c - dattn_bias in 16 bits: each element is the float32 sum of its terms,
- * rounded once, whichever heads, rows, keys and sequences share it. */
+ * rounded once, for any heads, rows, keys and sequences that share it. */
 #include "masks.h"
 
 /* Groups of 1, 2, 3, 4 and 8 heads; rows of whole vectors and others; lists of several blocks. */
@@ -11,16 +11,16 @@ static const problem sizes[] = {
 
 static bool is_short(fdma_dtype dtype) { return dtype_size(dtype) == 2; }
 
-/* A neighbour of a number of 16 bits: `by` is 1, away from 0, or -1. */
+/* A neighbour of a 16-bit number: `by` = 1 moves away from 0, -1 towards 0 and past it. */
 static double neighbour(fdma_tensor tensor, int64_t n, int by) {
     const uint16_t bits = ((const uint16_t *)tensor.data)[n];
     const bool is_zero = (bits & 0x7fff) == 0;
-    // of 8 bytes, as compilers warn of load_double() where other dtypes would not fit
+    // 8 bytes, because compilers warn of load_double() where other dtypes would not fit
     const uint16_t next[4] = {is_zero && by < 0 ? 0x8001 : (uint16_t)(bits + by)};
     return load_double(next, tensor.dtype, 0);
 }
 
-/* Whether element n is the number of its dtype that is nearest to `want`; of two, the even one. */
+/* True if element n is the number of its dtype nearest to `want`; of two, the even one. */
 static bool is_nearest(fdma_tensor tensor, int64_t n, double want) {
     const double found = load_double(tensor.data, tensor.dtype, n);
     const double most = tensor.dtype == FDMA_FLOAT16 ? 65520 : (double)FLT_MAX;
@@ -42,13 +42,13 @@ static void check_rounded(fdma_tensor found, fdma_tensor want) {
     CHECK_INT(wrong, 0);
 }
 
-/* Whether two calls of a kernel add to an element in the same order: not where pairs that share it
- * belong to several lanes of a device. */
+/* True if two calls of a kernel add to an element in the same order. On a device that fails where
+ * several lanes hold pairs that share it. */
 static bool has_one_order(const problem *x, const char *kernel, fdma_tensor dpairs) {
     return strncmp(kernel, "cuda", 4) != 0 || count_of(dpairs) == pair_total(x);
 }
 
-/* dattn_bias in 16 bits, against that in float32 and the terms of its sums. */
+/* Checks dattn_bias in 16 bits against dattn_bias in float32 and the terms of its sums. */
 static void check_short(const problem *x, const char *kernel, const gradient_problem *p,
                         pairs given) {
     const masked_gradients wide = run_masked(p, kernel, given, 3);
@@ -100,7 +100,8 @@ static void are_rounded_once(void) { for_each_kernel("backward", check_axes); }
 
 /* ---- numbers of any size ---- */
 
-/* dS = -P delta is of any size, as delta is -dlse: too small for 16 bits, subnormal, too large. */
+/* dS = -P delta can have any size, because delta is -dlse: too small for 16 bits, subnormal, too
+ * large. */
 static void check_magnitudes(const char *kernel, fdma_dtype dtype) {
     problem x = sizes[4];
     x.dtype = dtype;
@@ -126,7 +127,7 @@ static void may_have_any_size(void) { for_each_kernel("backward", check_magnitud
 
 /* ---- other forms of calls ---- */
 
-/* Where a device may not add in any order. */
+/* Runs where a device may not add in any order. */
 static void check_deterministic(const char *kernel, fdma_dtype dtype) {
     problem x = sizes[2];
     x.dtype = dtype;
@@ -143,8 +144,8 @@ static void check_deterministic(const char *kernel, fdma_dtype dtype) {
 
 static void are_made_deterministically(void) { for_each_kernel("backward", check_deterministic); }
 
-/* Packed sequences, and sequences of which only some keys exist: a bias that all of them share is
- * rounded once, not once for each. Another has zeros where no query sees a key. */
+/* Packed sequences, and sequences with only some keys: a bias that all of them share is rounded
+ * once, not once per sequence. Another bias gets zeros where no query sees a key. */
 static void check_pieces(const char *kernel, fdma_dtype dtype) {
     static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
     problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);

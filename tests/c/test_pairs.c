@@ -1,7 +1,7 @@
 /* test_pairs.c - the words of bfloat16 pairs against plain C. */
 #include "vocabulary/each.h"
 
-/* Those of this build's architecture. */
+/* The pair vocabularies of this build's architecture. */
 #if defined(FDMA_HAVE_AVX512BF16)
 static const pair_vocabulary *const pairs = &vocabulary_avx512bf16;
 static const char *missing_pairs(void) { return fdma_missing_avx512bf16(); }
@@ -13,7 +13,7 @@ static const pair_vocabulary *const pairs = NULL;
 static const char *missing_pairs(void) { return "a build with kernels of bfloat16 pairs"; }
 #endif
 
-/* To the nearest even; subnormal numbers, before or after, are 0. */
+/* Rounds to the nearest even; subnormal numbers, before or after, become 0. */
 static uint32_t rounded(float x) {
     const uint32_t bits = float_to_bits(x), sign = bits & 0x80000000;
     if (isnan(x))
@@ -46,7 +46,7 @@ static void halves_are_rounded_and_told_apart(void) {
     }
 }
 
-/* Side by side, and nothing beyond them. */
+/* The words convert adjacent numbers, and write nothing beyond them. */
 static void terms_are_rounded(void) {
     const pair_vocabulary *x = pairs;
     uint64_t state = 8;
@@ -64,7 +64,7 @@ static void terms_are_rounded(void) {
     }
 }
 
-/* Rows are multiples of 8 channels: vectors of more may end with fewer, or be past the end. */
+/* Rows are multiples of 8 channels: a longer vector may end with fewer, or lie past the end. */
 static void rows_are_paired(void) {
     const pair_vocabulary *x = pairs;
     uint64_t state = 6;
@@ -102,8 +102,8 @@ static void channels_of_two_rows_are_paired(void) {
     }
 }
 
-/* Products of bfloat16 are exact in double precision; each of the two additions is off by less than
- * a unit in the last place of what it adds up to, in whatever direction it rounds. */
+/* Products of bfloat16 are exact in double precision. Each of the two additions is off by less than
+ * a unit in the last place of its sum, with any rounding direction. */
 static void dots_are_sums_of_products(void) {
     const pair_vocabulary *x = pairs;
     uint64_t state = 7;
@@ -148,8 +148,8 @@ static void dots_of_special_numbers(void) {
         {INFINITY, 1, -INFINITY, NAN},
         {1, NAN, 1, NAN},
         {1, 1, NAN, NAN},
-        {0, 0x1p127F, 0, INFINITY},        /* a product beyond all numbers */
-        {0x1p127F, 0, 0x1p127F, INFINITY}, /* a sum */
+        {0, 0x1p127F, 0, INFINITY},        /* an infinite product */
+        {0x1p127F, 0, 0x1p127F, INFINITY}, /* an infinite sum */
     };
     const pair_vocabulary *x = pairs;
     float one[lanes], factor[lanes], b[lanes];

@@ -1,4 +1,4 @@
-/* test_parallel.c - the threads that calls on the CPU run on. */
+/* test_parallel.c - the threads of CPU calls. */
 #define _GNU_SOURCE /* sched_setaffinity */
 
 #include "test.h"
@@ -17,9 +17,9 @@
 enum { most_tasks = 1000, most_workers = 8 };
 
 typedef struct tally {
-    _Atomic int done[most_tasks];     /* how often each task was done */
-    _Atomic int busy[most_workers];   /* whether a thread number is in use */
-    _Atomic int clashes, wrong_modes; /* tasks that found something wrong */
+    _Atomic int done[most_tasks];     /* how often each task ran */
+    _Atomic int busy[most_workers];   /* 1 while a thread number is in use */
+    _Atomic int clashes, wrong_modes; /* tasks that found an error */
     int64_t work;                     /* of a task, in rounds of a loop */
 } tally;
 
@@ -29,7 +29,7 @@ static void work_for(int64_t rounds) {
         sink = sink + n;
 }
 
-/* Rounds to nearest and keeps subnormal numbers; the division traps where traps are on. */
+/* True if it rounds to nearest and keeps subnormal numbers; the division traps if traps are on. */
 static int has_default_modes(void) {
     const volatile float one = 1, little = 0x1p-30F, least = FLT_MIN, zero = 0;
     return one + little == 1 && one - little == 1 && least / 2 > 0 && one / zero == INFINITY;
@@ -44,7 +44,7 @@ static void count_task(const void *context, int64_t index, int32_t thread) {
     atomic_store(&t->busy[thread], 0);
 }
 
-/* Whether each of `count` tasks was done once, no two at a time with one thread number. */
+/* True if each of `count` tasks ran once, and no two at a time with one thread number. */
 static int is_done_once(int32_t threads, int64_t count, int64_t work) {
     tally t = {.work = work};
     fdma_parallel_for(threads, count, count_task, &t);
@@ -65,7 +65,7 @@ static void tasks_are_done_once(void) {
     }
 }
 
-/* Some threads leave while others join; the pool is asleep at some of the calls. */
+/* Some threads leave while others join; at some of the calls the pool is asleep. */
 static void *call_again_and_again(void *unused) {
     const struct timespec pause = {.tv_nsec = 200000};
     intptr_t right = 1;
@@ -95,7 +95,7 @@ typedef struct cancelled_call {
     _Atomic int begun, done; /* tasks */
 } cancelled_call;
 
-/* The caller's own task ends at once, that of the worker after the caller has begun to wait. */
+/* The caller's own task ends at once. The worker's task ends after the caller has begun to wait. */
 static void cancel_task(const void *context, int64_t index, int32_t thread) {
     const struct timespec pause = {.tv_nsec = 20000000};
     cancelled_call *const c = (cancelled_call *)(uintptr_t)context;
@@ -117,14 +117,15 @@ static void *call_and_be_cancelled(void *context) {
     return NULL;
 }
 
-/* The address sanitizer takes frames that a cancelled thread has not left for use after scope. */
+/* The address sanitizer mistakes frames that a cancelled thread has not left for use after
+ * scope. */
 #if defined(__SANITIZE_ADDRESS__)
 enum { may_cancel = 0 };
 #else
 enum { may_cancel = 1 };
 #endif
 
-/* A cancelled thread ends, but not while a worker has its job, and not with the pool locked. */
+/* A cancelled thread ends, but not while a worker has its job or while it holds the pool's lock. */
 static void cancellation_waits_for_workers(void) {
     const pid_t child = fork();
     if (child == 0) {
@@ -145,7 +146,7 @@ static void cancellation_waits_for_workers(void) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-/* Threads of the parent do not exist in the child; its first call finds new ones. */
+/* Threads of the parent do not exist in the child; its first call starts new ones. */
 static void children_have_threads(void) {
     CHECK(is_done_once(most_workers, 100, 1000));
     const pid_t child = fork();
@@ -164,11 +165,11 @@ static void modes_are_the_tasks_own(void) {
         fesetround(FE_UPWARD);
 #if defined(__GLIBC__)
         feenableexcept(FE_DIVBYZERO | FE_INVALID);
-        const int traps = fegetexcept(); /* none where the CPU has no traps */
+        const int traps = fegetexcept(); /* 0 if the CPU has no traps */
 #endif
         const int right = is_done_once(threads, 64, 1000), rounding = fegetround();
         const volatile float one = 1, little = 0x1p-30F;
-        const volatile float sum = one + little; /* computed here and not later */
+        const volatile float sum = one + little; /* volatile: computed here and not later */
 #if defined(__GLIBC__)
         CHECK_INT(fedisableexcept(FE_ALL_EXCEPT), traps);
 #endif
@@ -201,15 +202,15 @@ static double median_of_calls(int32_t threads) {
     return seconds[calls / 2];
 }
 
-/* Threads that cannot run cost next to nothing: several on one CPU are hardly slower than one.
- * Threads that wait for each other by spinning, as OpenMP's do, take 20 times as long. */
+/* Threads that cannot run cost almost nothing: several threads on one CPU take hardly longer than
+ * one. Threads that spin while they wait, as OpenMP's do, take 20 times as long. */
 static void waiting_leaves_the_cpu_alone(void) {
     cpu_set_t before, one;
     CPU_ZERO(&one);
     CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
     CPU_SET((size_t)sched_getcpu(), &one);
     CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
-    const pid_t child = fork(); /* whose threads are created on that CPU */
+    const pid_t child = fork(); /* its threads are created on that CPU */
     if (child == 0) {
         const double alone = median_of_calls(1), together = median_of_calls(4);
         printf("    one thread %.0f us, four %.0f us\n", 1e6 * alone, 1e6 * together);
@@ -225,7 +226,7 @@ static void waiting_leaves_the_cpu_alone(void) {
 static void waiting_leaves_the_cpu_alone(void) { puts("skipped: no sched_setaffinity()"); }
 #endif
 
-/* In a new process, because the default is found once. */
+/* In a new process, because the default is determined once. */
 static int32_t default_of_child(const char *variable) {
     const pid_t child = fork();
     if (child == 0) {
@@ -240,7 +241,7 @@ static int32_t default_of_child(const char *variable) {
     return WEXITSTATUS(status);
 }
 
-/* Comes first: this process must not have found its default yet. */
+/* Runs first, before this process determines its default. */
 static void default_follows_the_environment(void) {
     const int32_t cpus = fdma_usable_cpus() < 100 ? fdma_usable_cpus() : 100;
     const int has_threads = default_of_child("2") == 2;

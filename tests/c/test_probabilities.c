@@ -1,6 +1,6 @@
-/* test_probabilities.c - fdma_probabilities() by every kernel of the CPU or of a device: its rows
- * against fdma_forward()'s out and lse, and its zeros against the rules of docs/algorithm.md, which
- * are applied here to each query and key by counting. */
+/* test_probabilities.c - fdma_probabilities() by every kernel of the CPU or of a device: compares
+ * its rows with fdma_forward()'s out and lse, and its zeros with the rules of docs/algorithm.md,
+ * applied here to each query and key by counting. */
 #include "backend.h"
 #include "problem.h"
 
@@ -45,8 +45,8 @@ static const shape probability_shapes[] = {
     {"kv_used, full", .sizes = {SIZES(5, 19, 43, 2, 1, 56), DENSE}, .cut = true, .padded = true},
 };
 
-/* A problem whose selection is still to be made. The last packed sequence ends before the keys do.
- * Of the sequences that are cut, one has no key, one fewer keys than queries, one all. */
+/* A problem; the caller makes its selection. The last packed sequence ends before the keys do.
+ * Among the sequences that are cut, one has no key, one fewer keys than queries, one all keys. */
 static problem make_problem(const shape *n, fdma_dtype dtype) {
     const int64_t len = n->sizes.kv_len;
     problem x = n->sizes;
@@ -96,13 +96,13 @@ static fdma_tensor find_probabilities(const problem *x, fdma_tensor lse, const c
     return args.probability;
 }
 
-/* ---- which keys a query keeps, by counting ---- */
+/* ---- kept keys, by counting ---- */
 
 typedef struct key_range {
     int64_t first, end;
 } key_range;
 
-/* The keys of the sequence of position p; none if it belongs to no sequence. */
+/* The keys of the sequence of position p; none if p belongs to no sequence. */
 static key_range keys_around(const problem *x, int64_t b, int64_t p) {
     const int32_t *const starts = x->starts.data, *const used = x->kv_used.data;
     key_range found = {0, 0};
@@ -127,7 +127,7 @@ static int64_t count_valid(const problem *x, int64_t b, int64_t first, int64_t e
     return count;
 }
 
-/* Whether key j is better than key r: a sink, of a higher score, or as good and more recent. */
+/* True if key j ranks before key r: a sink, a higher score, or an equal score and more recent. */
 static bool outranks(const problem *x, int64_t b, int64_t g, key_range own, int64_t j, int64_t r) {
     const float *const score = (const float *)x->score.data + (b * x->kv_heads + g) * x->kv_len;
     const bool sink = count_valid(x, b, own.first, j) < x->sinks;
@@ -192,8 +192,8 @@ static void check_rows(const problem *x, const attended *forward, fdma_tensor pr
                 check_row(x, forward, row, b, h, i);
 }
 
-/* Calls `holds` for a problem of a shape by every kernel in every dtype, with what forward makes of
- * it on the CPU. */
+/* Calls `holds` for a problem of this shape with every kernel in every dtype, and with forward's
+ * results on the CPU. */
 static void for_each_kernel_of(const shape *n, void (*holds)(const problem *x, const attended *a,
                                                              const char *kernel)) {
     for (int type = first_dtype(); type < test_dtype_count; type++) {
@@ -232,7 +232,7 @@ static void every_head_dim_is_computed(void) {
 static const shape usual_shape = {
     "usual shape", .sizes = {SIZES(2, 33, 71, 4, 2, 40), .window = 9, .recent = 3, CAUSAL_SCOPE}};
 
-/* Of 30 carried keys and the others as of all keys. */
+/* 30 carried keys and the others give the probabilities of all keys in one tensor. */
 static void check_carried(const problem *x, const attended *forward, const char *kernel) {
     const fdma_tensor whole = find_probabilities(x, forward->lse, kernel);
     fdma_probabilities_args args = probabilities_args(x, forward->lse, kernel);
@@ -274,7 +274,7 @@ static void check_refused(const fdma_probabilities_args *args, const char *messa
 
 static void check_carried_mistakes(const problem *x, const attended *forward, const char *kernel) {
     fdma_probabilities_args args = probabilities_args(x, forward->lse, kernel);
-    args.exec.kernel = NULL; // the checks come before the choice of a kernel and a device
+    args.exec.kernel = NULL; // these checks run before a kernel and a device are chosen
     args.k_carried = positions_of(x->k, 1, 0, 30);
     check_refused(&args, "expiry: axis 2 has 71 elements, want 101");
     args.k = positions_of(x->k, 1, 30, x->kv_len);
@@ -296,7 +296,6 @@ static void carried_keys_are_checked(void) {
 
 /* ---- special values ---- */
 
-/* Row 0 of each head gets the lse NaN, row 1 -inf. */
 static void check_special_lse(const problem *x, const attended *forward, const char *kernel) {
     const fdma_tensor lse = copy_tensor(forward->lse);
     const fdma_tensor plain = find_probabilities(x, lse, kernel);

@@ -1,4 +1,4 @@
-/* test_quota.c - how many CPUs the quota of a cgroup allows, by files that the test writes. */
+/* test_quota.c - the number of CPUs that a cgroup's quota allows, by files that the test writes. */
 #define _POSIX_C_SOURCE 200809L /* mkdtemp(), nftw() */
 #define _XOPEN_SOURCE 700
 
@@ -9,7 +9,7 @@
 #include <ftw.h>
 #include <sys/stat.h>
 
-static char root[64]; /* stands for the folder with /proc/self/cgroup and /sys/fs/cgroup */
+static char root[64]; /* replaces the root folder of /proc/self/cgroup and /sys/fs/cgroup */
 
 static void write_file(const char *name, const char *text) {
     char path[256];
@@ -75,7 +75,7 @@ static void version_2(void) {
     end();
 }
 
-/* A quota holds for all cgroups below its own. */
+/* The smallest quota of a cgroup and its parents counts. */
 static void the_least_of_a_path_counts(void) {
     begin();
     write_file("membership", "0::/a/b/c\n");
@@ -94,7 +94,7 @@ static void the_least_of_a_path_counts(void) {
     end();
 }
 
-/* Of version 1 the hierarchy that has the controller cpu counts; -1 is no quota. */
+/* In version 1 the hierarchy with the controller cpu counts; -1 means no quota. */
 static void version_1(void) {
     begin();
     write_file("membership", "9:cpuset:/set\n4:cpuacct,cpu:/box\n1:name=systemd:/\n0::/\n");

@@ -1,6 +1,6 @@
-/* test_reference.c - the kernels "reference" in float64 and "reference/float32" in float32 against
- * golden vectors, and the selections of every kernel against the same vectors.
- * tests/golden/make_golden.py computes them from the definitions, without the library. */
+/* test_reference.c - compares the kernels "reference" in float64 and "reference/float32" in float32
+ * with golden vectors, and the selections of every kernel with the same vectors.
+ * tests/golden/make_golden.py computes these from the definitions, without the library. */
 #include "calls.h"
 
 #include <float.h>
@@ -14,7 +14,7 @@ typedef struct golden_case {
     fdma_bias_form bias_form;
     double softcap, scale;
     const double *q, *k, *v, *dt_proj;
-    const double *a, *score, *bias, *z; /* bias is that of `score`; z is what fdma_score() gives */
+    const double *a, *score, *bias, *z; /* bias belongs to `score`; z is fdma_score()'s */
     const double *out, *lse;
     const int32_t *valid; /* [batch, kv_len] */
     const int32_t *expiry, *slot;
@@ -26,7 +26,7 @@ typedef struct precision {
     const char *kernel;
     fdma_dtype dtype;
     double
-        rounding; /* error of two evaluations for each term of a sum, relative to a number's size */
+        rounding; /* error of two evaluations for each term of a sum, relative to the magnitude */
 } precision;
 
 static const precision precisions[] = {
@@ -35,7 +35,7 @@ static const precision precisions[] = {
 };
 
 /* The difference between two evaluations: a few roundings for each term of the sums, at the
- * magnitudes that the numbers have (|q|, |k|, |v|, |logit| < 64). */
+ * magnitudes of the inputs (|q|, |k|, |v|, |logit| < 64). */
 static double rounding_of(const precision *real, int64_t terms) {
     return 64 * (double)(terms + 8) * real->rounding;
 }
@@ -88,7 +88,7 @@ static void check_values(fdma_tensor actual, const double *want, double toleranc
     }
 }
 
-/* bias = exp(z) or z, relative to its size: exp(z) may be large. */
+/* bias = exp(z) or z. The tolerance is relative to it: exp(z) may be large. */
 static void check_bias(const golden_case *golden, fdma_tensor bias, double tolerance) {
     for (int64_t i = 0; i < count_of(bias); i++) {
         const double z = golden->z[i];
@@ -174,7 +174,7 @@ static void forward_is_golden(void) {
     }
 }
 
-/* One query, one key: the softmax is 1, whatever the logit. */
+/* One query, one key: the softmax is 1 for any logit. */
 static void one_key_is_its_value(void) {
     uint64_t state = 1;
     fdma_forward_args args = {

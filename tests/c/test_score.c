@@ -1,5 +1,5 @@
 /* test_score.c - dt_bias in the score and in its gradients, by every kernel, against float64
- * arithmetic that stands here: neither the reference nor any other kernel has a part in it. */
+ * arithmetic in this file, which uses neither the reference nor any other kernel. */
 #include "operation_cases.h"
 
 /* The sum of a key's products for one head and its dt_bias, and the sum of their magnitudes. */
@@ -25,7 +25,6 @@ static exact_sum sum_of(const fdma_tensor *v, fdma_tensor dt_proj, fdma_tensor d
 
 static double softplus(double x) { return fmax(x, 0) + log1p(exp(-fabs(x))); }
 
-/* What roundings to float32 can make of dt. */
 static double rounding_of(exact_sum dt, int64_t width) {
     return (double)(width + 8) * (double)FLT_EPSILON * dt.size;
 }
@@ -51,7 +50,6 @@ static void check_score(const call *original) {
 
 static void dt_bias_is_added(void) { check_cases(operation_score, 1, check_score); }
 
-/* A dt_bias of zeros changes no bit of what a call without one gives. */
 static void check_zeros(const call *original) {
     call zeros, none;
     call_copy(&zeros, original);
@@ -100,7 +98,7 @@ static void special_dt_bias(void) { check_cases(operation_score, 4, check_specia
 
 /* ---- its gradients ---- */
 
-enum { unread = 5 }; /* each such key has no gradient, and its v is NaN */
+enum { unread = 5 }; /* these keys have no gradient, and their v is NaN */
 
 static void spoil_keys(const fdma_score_backward_args *args) {
     const int64_t heads = args->v.shape[2], width = heads * args->v.shape[3];
@@ -134,7 +132,7 @@ static void check_head(const fdma_score_backward_args *args, int64_t g) {
     CHECK_NEAR(element_of(args->ddt_bias, g), want, tolerance);
 }
 
-/* Without the gradient in dt_bias the others are the same. */
+/* The other gradients are the same with and without the gradient of dt_bias. */
 static void check_gradient(const call *original) {
     call x, without;
     call_copy(&x, original);

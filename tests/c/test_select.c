@@ -53,7 +53,7 @@ static fdma_selection brute_force(const select_case *test) {
     return want;
 }
 
-/* Where the first difference is says more than that there is one. */
+/* Reports the position of the first difference, not only that there is one. */
 static void check_keys(const char *what, const select_case *test, const char *kernel,
                        fdma_tensor actual, fdma_tensor want) {
     const int32_t *a = actual.data, *w = want.data;
@@ -127,7 +127,6 @@ static void causal_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_CAUSAL,
 static void global_scope(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 0); }
 static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 1); }
 
-/* recent and sinks, below, at and above the length, together and alone. */
 static void newest_keys_and_sinks(void) {
     const int cases = test_repeats(900);
     const kernel_list kernels = kernels_of("select");
@@ -153,7 +152,6 @@ static void newest_keys_and_sinks(void) {
     }
 }
 
-/* How many keys the gap takes out before the window does. */
 static int64_t count_earlier(const select_case *test, const fdma_selection *with_gap) {
     select_case without = *test;
     without.rules.gap = 0;
@@ -165,7 +163,7 @@ static int64_t count_earlier(const select_case *test, const fdma_selection *with
     return count;
 }
 
-/* Gaps of every size against every kind of scores, with the other rules and without. */
+/* Gaps of every size with every kind of scores, with and without the other rules. */
 static void keys_too_far_below_the_best(void) {
     static const double gaps[] = {1e-45, 0.1, 0.5, 1, 2, 6, 3e38};
     const int cases = test_repeats(900);
@@ -196,7 +194,7 @@ static void keys_too_far_below_the_best(void) {
     CHECK(earlier > cases);
 }
 
-/* A caller whose version of the selection has no gap can be told of none. */
+/* A caller whose version of the selection has no gap gets one without a gap. */
 static void selections_of_callers_without_gap(void) {
     select_case test = {.batch = 1, .kv_heads = 1, .kv_len = 9, .rules = {.window = 4}};
     uint64_t state = 10;
@@ -207,7 +205,7 @@ static void selections_of_callers_without_gap(void) {
     selection.size = offsetof(fdma_selection, gap);
     selection.gap = 77;
     CHECK_OK(run_select(&args));
-    CHECK(selection.gap == 77); // is not theirs
+    CHECK(selection.gap == 77); // not a field of their version
     args.gap = 1;
     CHECK_INT(fdma_select(&args), FDMA_INVALID_ARGUMENT);
     CHECK(strstr(fdma_last_error(), "want sizeof the struct") != NULL);
@@ -219,7 +217,7 @@ static void selections_of_callers_without_gap(void) {
     CHECK(selection.gap == 0);
 }
 
-/* A window, or recent, that leaves no key out keeps every key to the end. */
+/* A window, or recent, that is at least the length keeps every key to the end. */
 static void rules_that_keep_all(void) {
     const select_rules rules[] = {
         {FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL, 0},
@@ -258,7 +256,7 @@ static void longer_sequences(void) {
     }
 }
 
-/* A slot is a place: at every position the live keys are in different ones, all below `window`. */
+/* At every position the live keys are in different slots, all below `window`. */
 static void slots_hold_one_key_at_a_time(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 3;
@@ -284,7 +282,6 @@ static void slots_hold_one_key_at_a_time(void) {
     }
 }
 
-/* Rows of scores, expiry and slot may lie apart. */
 static void strided_tensors(void) {
     enum { gap = 13 };
     const kernel_list kernels = kernels_of("select");
@@ -334,7 +331,6 @@ static void without_slots(void) {
     }
 }
 
-/* The scores of keys that are not valid are not read: what stands there changes nothing. */
 static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;

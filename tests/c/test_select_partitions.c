@@ -1,5 +1,5 @@
-/* test_select_partitions.c - selection with its keys cut into partitions of any size, far below
- * what a call cuts: bit for bit what the reference selects, and what one partition does. Then
+/* test_select_partitions.c - selection with its keys cut into partitions of any size, far smaller
+ * than a call cuts: compares it bit for bit with the reference, and with one partition. Then tests
  * calls that cut. */
 #include "cpu/select/partitions.h"
 #include "reference/reference.h"
@@ -34,7 +34,7 @@ static void select_reference(fdma_problem *problem) {
     }
 }
 
-/* As a call does it, but for the number of partitions. */
+/* As a call does it, except for the number of partitions. */
 static void select_cut(fdma_problem *problem, int64_t partitions, int32_t threads) {
     problem->exec = (fdma_exec){.threads = threads};
     select_context select = cut_partitions(problem, partitions);
@@ -92,7 +92,7 @@ static void partitions_select_what_the_reference_does(void) {
     }
 }
 
-/* Partitions that begin and end at every key. */
+/* Partitions begin and end at every key. */
 static void every_boundary(void) {
     uint64_t state = 2;
     for (int kind = 0; kind < kind_count; kind++) {
@@ -117,9 +117,9 @@ static void threads_change_nothing(void) {
     }
 }
 
-/* What a long partition's best must reach is guessed from a sample of every third key here:
- * partitions of 2048 in which only these are good, so that the guess is too high, or only these
- * are bad. */
+/* The threshold for the best keys of a long partition is guessed from a sample, here of every third
+ * key. In partitions of 2048 only the sampled keys are good, so that the guess is too high, or only
+ * they are bad. */
 static void guesses_that_fail(void) {
     enum { partition = 2048, partitions = 4 };
     static const int64_t windows[] = {1, 60, 300, 1000};
@@ -175,7 +175,7 @@ static fdma_selection select_with(const fdma_problem *problem, const char *kerne
     return selection;
 }
 
-/* Every kernel but the reference, which takes too long. Where the number of cases is divided,
+/* Runs every kernel but the reference, which takes too long. With a divided number of cases,
  * `first` chooses one number of threads. */
 static void check_calls(const fdma_problem *problem, const kernel_list *kernels, int first) {
     static const int32_t threads[] = {1, 2, 3, 8};
@@ -217,8 +217,8 @@ static void calls_on_any_number_of_threads(void) {
     }
 }
 
-/* One long sequence is cut when there are threads to spare; short ones, large windows, and as many
- * sequences as threads are not. */
+/* A long sequence is cut if there are threads to spare. Short sequences, large windows, and as many
+ * sequences as threads are not cut. */
 static void cuts_where_it_pays(void) {
     static const struct {
         int64_t kv_heads, kv_len, window;

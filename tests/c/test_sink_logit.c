@@ -1,5 +1,6 @@
-/* test_sink_logit.c - one more term in the sum of each row, which has no value: against the results
- * without it, and against a key whose value is zero and whose bias is the sink logit. */
+/* test_sink_logit.c - a sink logit adds one term without a value to the sum of each row. Compares
+ * with the results without it, and with a key whose value is zero and whose bias is the sink
+ * logit. */
 #include "backend.h"
 #include "gradient.h"
 
@@ -10,8 +11,7 @@ static const problem sizes[] = {
     SIZES(1, 64, 90, 2, 1, 256, 30, 0),
 };
 
-/* The sink logits of all query heads. That of head 0 is -inf, and that of the last head outweighs
- * all keys. */
+/* The sink logits of all query heads: -inf for head 0; the last head's outweighs all keys. */
 static fdma_tensor new_sinks(int64_t q_heads) {
     const fdma_tensor sinks = new_tensor(FDMA_FLOAT32, q_heads, -1, -1, -1);
     uint64_t state = 5;
@@ -31,7 +31,6 @@ static attended attend_with(const problem *x, const char *kernel, fdma_tensor si
     return (attended){args.out, args.lse};
 }
 
-/* log(exp(x) + exp(y)) */
 static double log_of_sum(double x, double y) {
     const double top = fmax(x, y);
     return top == -(double)INFINITY ? top : top + log(exp(x - top) + exp(y - top));
@@ -68,7 +67,7 @@ static void adds_a_term_to_each_row(void) {
     for_each_size_of(sizes, TEST_COUNT(sizes), check_forward);
 }
 
-/* Sinks that no float32 sum of exponentials holds, and those that are no numbers. */
+/* Sinks whose exponentials no float32 sum holds, and infinities and NaN. */
 static void check_extremes(problem *x, const char *kernel) {
     static const float extremes[] = {1e30F, -1e30F, 2e38F, -2e38F, INFINITY, NAN};
     if (!problem_is_taken(x, kernel))
@@ -105,7 +104,6 @@ static void check_extremes(problem *x, const char *kernel) {
 
 static void takes_any_number(void) { for_each_size_of(sizes, TEST_COUNT(sizes), check_extremes); }
 
-/* Of two halves of the keys one is given the sink logits. */
 static void check_halves(problem *x, const char *kernel) {
     problem half = *x;
     if (!problem_is_taken(x, kernel))
@@ -154,7 +152,7 @@ static void copy_keys(fdma_tensor to, fdma_tensor from, int axis) {
     }
 }
 
-/* The problem with one more key, before the others, which every query keeps. */
+/* The problem with one more key before the others, which every query keeps. */
 static problem with_key(const problem *x, fdma_tensor sinks) {
     problem more = *x;
     more.kv_len++;
@@ -183,8 +181,8 @@ static gradient_problem gradient_with(const problem *x, fdma_tensor sinks) {
     return p;
 }
 
-/* Returns dsink_logit. With `accumulate` the gradients are added to 100, and those of q, k and v to
- * 0. */
+/* Returns dsink_logit. With `accumulate` gradients are added: to 0 for q, k and v, to 100 for the
+ * others. */
 static fdma_tensor run_with_sinks(const gradient_problem *p, const char *kernel, fdma_tensor sinks,
                                   int32_t threads, int accumulate, gradients *found) {
     const problem *const x = &p->x;
@@ -210,7 +208,7 @@ static bool takes_gradients(const problem *x, const char *kernel) {
     return call_takes(operation_backward, &args);
 }
 
-/* With one query head for each kv head, the gradient of the key's bias is that of the sink. */
+/* With one query head for each kv head, the gradient of the key's bias equals the sink's. */
 static void check_gradients(const char *kernel, fdma_dtype dtype) {
     static const problem one_head[] = {
         SIZES(2, 70, 70, 2, 2, 64, 20, 1),
@@ -255,7 +253,6 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
 
 static void has_the_gradient_of_a_bias(void) { for_each_kernel("backward", check_gradients); }
 
-/* The first `used` keys of sequence b, by themselves. */
 static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t used) {
     gradient_problem one = *p;
     one.x = problem_sequence(&p->x, b);
@@ -273,7 +270,7 @@ static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t end) 
     tensor->shape[axis] = end - first;
 }
 
-/* Positions `first` to `end` - 1 of packed sequences, by themselves. */
+/* Positions `first` to `end` - 1 of packed sequences, alone. */
 static gradient_problem piece_of(const gradient_problem *p, int64_t first, int64_t end) {
     gradient_problem one = *p;
     problem *const x = &one.x;
@@ -302,9 +299,9 @@ static void check_sum(const gradient_problem *whole, const gradient_problem *pie
     check_near(found, sums, 8 * step_of(whole->x.dtype));
 }
 
-/* The gradient of the whole is the sum of those of its pieces: packed sequences, one of which
- * is empty, and sequences of a batch in which different numbers of keys exist, fewer than queries
- * or none. */
+/* The gradient of the whole is the sum of the gradients of its pieces: packed sequences, one of
+ * them empty, and sequences of a batch with different numbers of existing keys, some with fewer
+ * keys than queries or none. */
 static void check_pieces(const char *kernel, fdma_dtype dtype) {
     static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
     problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
@@ -326,7 +323,6 @@ static void check_pieces(const char *kernel, fdma_dtype dtype) {
 
 static void adds_up_over_pieces(void) { for_each_kernel("backward", check_pieces); }
 
-/* Without rows there is nothing to add. */
 static void check_empty(const char *kernel, fdma_dtype dtype) {
     const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 0, 0, 4, 2, 64, -1, 0),
                              SIZES(0, 5, 9, 4, 2, 64, -1, 0)};
@@ -348,7 +344,7 @@ static void no_rows_give_zero(void) { for_each_kernel("backward", check_empty); 
 
 /* ---- the fused calls and decode ---- */
 
-/* The steps of a fused call are run by themselves, with the selection that it made. */
+/* Runs the steps of a fused call separately, with the selection that it made. */
 static void fused_calls_are_their_steps(void) {
     problem x = sizes[0];
     uint64_t state = 8;

@@ -1,6 +1,5 @@
-/* test_small_window.c - selections that say that they keep fewer keys than they do. A call refuses
- * them and writes nothing, or its numbers are right; on a device those that are not are NaN, in
- * lists -1. */
+/* test_small_window.c - selections that declare fewer keys than they keep. A call refuses them and
+ * writes nothing, or its numbers are right; on a device wrong numbers are NaN, and -1 in lists. */
 #include "backend.h"
 #include "cases.h"
 #include "gradient.h"
@@ -20,12 +19,13 @@ static const shape_case small_cases[] = {
 };
 static const int64_t said_windows[] = {32, 1, 63};
 
-/* The window that the selection of case c says it has; it differs between dtypes. */
+/* The window that the selection of case c declares; it differs between dtypes. */
 static int64_t said_window(int c, fdma_dtype dtype) {
     return said_windows[(c + (int)dtype) % TEST_COUNT(said_windows)];
 }
 
-/* Its selection keeps as many keys as it says; its sequences are packed if those of `n` are. */
+/* A problem whose selection declares the right number of keys. Its sequences are packed if those of
+ * the case are. */
 static problem right_problem(const shape_case *n, fdma_dtype dtype) {
     static int32_t starts[] = {0, 20, 320, 330, 690};
     problem x = shape_problem(n, 7, dtype);
@@ -44,13 +44,12 @@ static problem with_window(const problem *x, int64_t window) {
     return small;
 }
 
-/* Has key j a slot that the selection says it does not use? */
+/* True if key j has a slot that the selection says it does not use. */
 static bool lacks_slot(const problem *x, int64_t b, int64_t g, int64_t j) {
     const int32_t *const slot = x->selection.slot.data;
     return slot[(b * x->kv_heads + g) * x->kv_len + j] >= x->selection.window;
 }
 
-/* Does query i keep such a key? */
 static bool loses_key(const problem *x, int64_t b, int64_t g, int64_t i) {
     for (int64_t j = 0; j < x->kv_len; j++)
         if (problem_keeps(x, b, g, i, j) && lacks_slot(x, b, g, j))
@@ -58,8 +57,8 @@ static bool loses_key(const problem *x, int64_t b, int64_t g, int64_t i) {
     return false;
 }
 
-/* Rows [batch, q_len, q_heads, head_dim] are within a tolerance of those wanted; on a device they
- * may be NaN instead, and are if they lose a key. Returns how many are. */
+/* Rows [batch, q_len, q_heads, head_dim] are within a tolerance of `want`. On a device rows may be
+ * NaN instead, and must be if they lose a key. Returns the number of such rows. */
 static int64_t check_rows(const problem *x, fdma_tensor actual, fdma_tensor want,
                           double tolerance) {
     int64_t lost = 0;
@@ -81,7 +80,7 @@ static int64_t check_rows(const problem *x, fdma_tensor actual, fdma_tensor want
     return lost;
 }
 
-/* Calls `check` for each case in each dtype; all kernels share what is wanted of them. */
+/* Calls `check` for each case in each dtype. All kernels share the expected results. */
 static void for_each_case(void (*check)(const problem *right, int64_t window, const char *name)) {
     for (int type = first_dtype(); type < test_dtype_count; type++) {
         const fdma_dtype dtype = test_dtypes[type];
@@ -118,14 +117,13 @@ static void check_forward(const problem *right, int64_t window, const char *name
 
 static void forward_is_right(void) { for_each_case(check_forward); }
 
-/* No byte of an output has been written. */
 static void check_unwritten(fdma_tensor output) {
     for (size_t i = 0; i < bytes_of(output); i++)
         if (!CHECK(((const unsigned char *)output.data)[i] == test_guard_byte))
             return;
 }
 
-/* Backward of the CPU has no room for more keys than the selection says. */
+/* Backward on the CPU has no room for more keys than the selection declares. */
 static void check_gradients(const gradient_problem *p, const char *kernel) {
     fdma_backward_args args = gradient_args(p, kernel);
     args.exec.threads = 2;
@@ -166,7 +164,7 @@ static void check_backward(const problem *right, int64_t window, const char *nam
 
 static void backward_is_right_or_refused(void) { for_each_case(check_backward); }
 
-/* The same where only some keys of each sequence exist. */
+/* As above, with only some keys of each sequence. */
 static void used_keys_are_right_or_refused(void) {
     static const shape_case n =
         SHAPE("used", 2, 300, 720, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
@@ -222,7 +220,6 @@ static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *
     };
 }
 
-/* Is there a key without a slot in the list of tile t? */
 static bool list_lacks_slot(const problem *x, const fdma_lists_args *want, int64_t n, int64_t t) {
     const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
     const int32_t *const list = (const int32_t *)want->list.data + (n * tiles + t) * width;

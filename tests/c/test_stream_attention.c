@@ -1,13 +1,13 @@
-/* test_stream_attention.c - a stream whose pieces are fused calls, with the rows of k, v and bias
- * moved as fdma.h says, gives the scores, the out and the lse of one call on the whole sequence;
- * gradients that are passed on through carried keys add up to those of the whole sequence; calls
- * whose tensors of a stream contradict each other are refused. */
+/* test_stream_attention.c - a stream in pieces, each a fused call, with the rows of k, v and bias
+ * moved as fdma.h says. Scores, out and lse equal those of one call on the whole sequence;
+ * gradients passed on through carried keys add up to those of the whole sequence; calls whose
+ * tensors of a stream contradict each other are refused. */
 #include "whole_stream.h"
 
 enum { head_dim = 32, stream_len = 190, most_pieces = 64 };
 enum { window = 20, recent = 6, sinks = 2, rows = window + recent };
 
-/* A call on the positions `first` to `end` - 1, with what it was given and what it has left. */
+/* A call on positions `first` to `end` - 1, with its inputs and the tensors it leaves. */
 typedef struct piece {
     int64_t first, end, carried;
     fdma_tensor q, k, v, key_valid, out, lse, score, bias, dout;
@@ -69,7 +69,8 @@ static void attend_all(whole_call *x, const char *kernel) {
     CHECK_OK(run_attention(&args));
 }
 
-/* A copy of a tensor of carried keys; of none, a new one full of NaN, because no row is filled. */
+/* A copy of a tensor of carried keys. If there is none, a new one full of NaN, because no row is
+ * filled. */
 static fdma_tensor carried_copy(fdma_tensor before, fdma_tensor own, int axis) {
     fdma_tensor carried = own;
     if (before.rank > 0 || own.rank == 0)
@@ -81,7 +82,7 @@ static fdma_tensor carried_copy(fdma_tensor before, fdma_tensor own, int axis) {
     return carried;
 }
 
-/* What the next piece of the stream is given: the keys that are still kept move to their rows, as
+/* The inputs of the next piece of the stream: keys that are still kept move to their rows, as
  * fdma.h shows. */
 static piece next_piece(const piece *done) {
     piece next = {.first = done->end, .carried = rows, .table_in = done->table_out};
@@ -127,7 +128,6 @@ static void attend_piece(const whole_call *x, piece *one, int64_t end, const cha
     CHECK_OK(run_attention(&args));
 }
 
-/* Attends to the stream in pieces of random lengths. Returns how many there are. */
 static int attend_stream(const whole_call *x, int64_t most, const char *kernel, piece *pieces) {
     uint64_t state = (uint64_t)most;
     int count = 0;
@@ -163,7 +163,7 @@ static void pieces_are_the_whole(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-/* On a device the steps of a fused call have no name in common, and choose their kernels. */
+/* On a device the steps of a fused call have no common name, and choose their kernels. */
 static void pieces_by_every_kernel(void) {
     if (test_backend.run == NULL)
         for_each_kernel("forward", pieces_are_the_whole);
@@ -202,7 +202,6 @@ static fdma_backward_args backward_args(const whole_call *x, const piece *one, c
     return args;
 }
 
-/* In float64. */
 static gradients new_sums(void) {
     return (gradients){.dq = new_tensor(FDMA_FLOAT64, streams, stream_len, q_heads, head_dim),
                        .dk = new_tensor(FDMA_FLOAT64, streams, stream_len, kv_heads, head_dim),
@@ -210,8 +209,8 @@ static gradients new_sums(void) {
                        .dbias = new_tensor(FDMA_FLOAT64, streams, kv_heads, stream_len, -1)};
 }
 
-/* Adds row `from_row` of a head, or that number of a tensor shaped as bias, to row `to_row` of the
- * sums; of an empty row (`to_row` < 0) checks that it is 0. */
+/* Adds row `from_row` of a head, or element `from_row` of a tensor shaped as bias, to row `to_row`
+ * of the sums. If the row is empty (`to_row` < 0), checks that it is 0. */
 static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
                     int64_t g) {
     for (int64_t d = 0; d < (to.rank == 4 ? head_dim : 1); d++) {
@@ -225,7 +224,7 @@ static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t fr
 }
 
 /* Adds the gradients of one piece to those of the whole sequence: of its own keys, and of carried
- * ones at the positions that they have in the stream. */
+ * keys at their positions in the stream. */
 static void add_piece(const piece *one, const fdma_backward_args *args, const gradients *sum) {
     const int64_t count = one->end - one->first, kv_len = one->carried + count;
     for (int64_t n = 0; n < streams * q_heads * count; n++) {
@@ -248,7 +247,7 @@ static gradients sum_pieces(const whole_call *x, const piece *pieces, int count,
     const gradients sum = new_sums();
     for (int n = 0; n < count; n++) {
         fdma_backward_args args = backward_args(x, &pieces[n], kernel);
-        if (!call_takes(operation_backward, &args)) // a piece that evicts no key
+        if (!call_takes(operation_backward, &args)) // the piece evicts no key
             args.exec.kernel = NULL;
         CHECK_OK(run_backward(&args));
         add_piece(&pieces[n], &args, &sum);
@@ -256,7 +255,6 @@ static gradients sum_pieces(const whole_call *x, const piece *pieces, int count,
     return sum;
 }
 
-/* Those of the whole sequence, in float64. */
 static gradients whole_gradients(const whole_call *x) {
     const gradient_problem p = {.x = {.batch = streams,
                                       .q_len = stream_len,
@@ -330,7 +328,7 @@ static fdma_attention_backward_args fused_backward_args(const whole_call *x, con
     };
 }
 
-/* The fused call gives what fdma_backward() and then fdma_score_backward() give. */
+/* The fused call equals fdma_backward() and then fdma_score_backward(). */
 static void fused_gradients_are_those_of_the_steps(void) {
     static piece pieces[most_pieces];
     const char *const kernel = test_backend.run != NULL ? "cuda" : NULL;
@@ -368,8 +366,8 @@ static void fused_gradients_are_those_of_the_steps(void) {
         CHECK_BYTES(pairs[n][0].data, pairs[n][1].data, bytes_of(pairs[n][1]));
 }
 
-/* With `accumulate` the gradient of bias_carried is added to what its tensor holds, as all others
- * are; fdma_backward() overwrites it, as it does dbias. */
+/* With `accumulate` the gradient of bias_carried is added to the contents of its tensor, like all
+ * others. fdma_backward() overwrites it, like dbias. */
 static void check_added(const char *kernel, fdma_dtype dtype) {
     static piece pieces[most_pieces];
     const whole_call x = new_stream(dtype, FDMA_BIAS_EXP, true);
@@ -395,7 +393,7 @@ static void check_added(const char *kernel, fdma_dtype dtype) {
                        sum == 0 ? 0 : terms * step_of(FDMA_FLOAT32));
             zeros += sum == 0;
         }
-    CHECK(zeros > 0 && zeros < count_of(held[0])); // of keys that no query keeps any more
+    CHECK(zeros > 0 && zeros < count_of(held[0])); // keys that no query keeps any more
 }
 
 static void fused_gradients_are_added(void) { for_each_kernel("backward", check_added); }
@@ -455,7 +453,7 @@ static void contradictions_are_refused(void) {
     CHECK_WORD(fdma_last_error(), "table_in.score: is given, want none with global scope");
 }
 
-/* Queries stand beside keys of the call; a selection leaves out the keys that are not valid. */
+/* Queries are aligned with keys of the call. A selection leaves out the keys that are not valid. */
 static void forward_with_carried_keys_is_causal(void) {
     static piece pieces[most_pieces];
     const whole_call x = new_stream(FDMA_FLOAT32, FDMA_BIAS_NONE, true);

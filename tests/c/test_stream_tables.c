@@ -1,9 +1,8 @@
-/* test_stream_tables.c - select with a table of what several pieces of a stream leave, each of them
- * selected alone: the own queries keep what they keep in the whole stream. */
+/* test_stream_tables.c - select with a table of the keys that several pieces of a stream, each
+ * selected alone, leave: the own queries keep what they keep in the whole stream. */
 #include "errors.h"
 #include "stream_pieces.h"
 
-/* A table of any number of rows, of the batch and heads of a problem. */
 static fdma_table table_of_rows(const problem *x, int64_t rows) {
     const fdma_table table = {
         .score = new_tensor(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
@@ -23,15 +22,15 @@ static void set_row(const fdma_table *table, int64_t b, int64_t g, int64_t row, 
          .data)[b * table->position.stride[0] + g * table->position.stride[1] + row] = position;
 }
 
-/* Which row of a table a kept key is written to: that of its slot; rows - 1 - slot; or the number
- * of kept keys before it, so that keys are in the order of positions and empty rows come last. */
+/* The row of a table for a kept key: its slot; rows - 1 - slot; or the number of kept keys before
+ * it, so that keys are in the order of positions and empty rows come last. */
 typedef enum row_order { order_slot, order_reversed, order_position } row_order;
 
 static int64_t row_of(row_order order, int64_t slot, int64_t rows, int64_t kept_before) {
     return order == order_slot ? slot : order == order_reversed ? rows - 1 - slot : kept_before;
 }
 
-/* Selects the keys `first` to `end` - 1 alone, and writes those that its last query keeps to rows
+/* Selects keys `first` to `end` - 1 alone, and writes the keys that its last query keeps to rows
  * from `row` on. */
 static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row, row_order order,
                        const fdma_table *table) {
@@ -42,7 +41,7 @@ static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row
     args.key_valid = keys_of(x->key_valid, 1, first, end);
     args.selection = &alone;
     CHECK_OK(run_select(&args));
-    int64_t kept = 0; // of this (b, g), so far
+    int64_t kept = 0; // for this (b, g), so far
     for (int64_t n = 0; n < count_of(alone.expiry); n++) {
         const int64_t b = n / (end - first) / x->kv_heads, g = n / (end - first) % x->kv_heads;
         const int64_t j = n % (end - first), slot = int_at(alone.slot, b, g, j);
@@ -56,7 +55,7 @@ static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row
     }
 }
 
-/* Each kept key has a slot that no other one has while it is kept. */
+/* While a key is kept, no other key has its slot. */
 static void check_slots(const problem *x, const piece *one, int64_t b, int64_t g) {
     const int64_t slots = x->window + x->recent, kv_len = one->rows + one->end - one->first;
     int32_t *const end_of_slot = test_alloc((size_t)slots * sizeof *end_of_slot);
@@ -73,8 +72,8 @@ static void check_slots(const problem *x, const piece *one, int64_t b, int64_t g
     }
 }
 
-/* The own keys, and of the carried ones those that some own query keeps, expire as in the whole
- * sequence. Others are kept by no query. */
+/* The own keys, and the carried keys that some own query keeps, expire as in the whole sequence. No
+ * query keeps any other key. */
 static void check_expiries(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
     int64_t carried = 0, wanted = 0;
     for (int64_t row = 0; row < one->rows; row++) {
@@ -89,13 +88,14 @@ static void check_expiries(const fdma_selection *whole, const piece *one, int64_
     }
     for (int64_t p = 0; p < one->first; p++)
         wanted += int_at(whole->expiry, b, g, p) > one->first;
-    CHECK_INT(carried, wanted); // and so none of them is missing in the table
+    CHECK_INT(carried, wanted); // so none of them is missing in the table
     for (int64_t p = one->first; p < one->end; p++)
         CHECK_INT(int_at(one->selection.expiry, b, g, index_of(one, p)),
                   index_of(one, int_at(whole->expiry, b, g, p)));
 }
 
-/* Selects the last of `pieces` pieces with a table of what each earlier one, alone, leaves. */
+/* Selects the last of `pieces` pieces with a table of the keys that each earlier piece, alone,
+ * leaves. */
 static void check_several(const stream_case *test, int64_t pieces, uint64_t seed,
                           const char *kernel) {
     const problem x = stream_problem(test, seed);
@@ -104,7 +104,7 @@ static void check_several(const stream_case *test, int64_t pieces, uint64_t seed
     piece one = {.first = (pieces - 1) * length, .end = x.kv_len, .rows = (pieces - 1) * slots};
     fdma_select_args args = select_args(&x, kernel);
     one.in = args.table_in = table_of_rows(&x, one.rows);
-    for (int64_t n = 0; n < pieces - 1; n++) { // pieces in some other order if the seed is odd
+    for (int64_t n = 0; n < pieces - 1; n++) { // in some other order if the seed is odd
         const row_order order = seed % 4 >= 2 ? order_position
                                 : n % 2 == 1  ? order_reversed
                                               : order_slot;
@@ -132,7 +132,7 @@ static void tables_hold_what_several_pieces_leave(void) {
         int64_t pieces;
     } many[] = {
         {{1, 2, 6000, 900, 60, 3, 1000000, 0}, 8},  // 7 tables of 960 rows, each with 750 keys
-        {{1, 2, 16000, 901, 60, 3, 1000000, 0}, 8}, // 7 tables of 961 rows without an empty one
+        {{1, 2, 16000, 901, 60, 3, 1000000, 0}, 8}, // 7 tables of 961 rows, none of them empty
         {{1, 2, 2400, 4900, 60, 3, 1000000, 0}, 3}, // 2 tables of 4960 rows, each with 800 keys
     };
     const kernel_list kernels = kernels_of("select");
@@ -153,7 +153,7 @@ static void tables_hold_what_several_pieces_leave(void) {
 }
 
 static void tables_of_other_rows_leave_no_table(void) {
-    const problem x = stream_problem(&stream_cases[1], 3); // of 7 slots
+    const problem x = stream_problem(&stream_cases[1], 3); // 7 slots
     fdma_select_args args = select_args(&x, NULL);
     fdma_selection selection = new_selection(&x, 9 + x.kv_len);
     args.table_in = table_of_rows(&x, 9);

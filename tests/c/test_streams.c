@@ -1,6 +1,6 @@
-/* test_streams.c - a stream in pieces is the whole sequence: selected with a table, wherever it is
- * cut, it has the same expiries and slots, bit for bit; carried keys count as keys that stand
- * before those of the call, in forward and backward; empty rows are never read. */
+/* test_streams.c - a stream in pieces equals the whole sequence. Selected with a table, it has the
+ * same expiries and slots, bit for bit, for any cut. In forward and backward, carried keys count as
+ * keys before the call's own. Empty rows are never read. */
 #include "errors.h"
 #include "gradient.h"
 #include "stream_pieces.h"
@@ -71,7 +71,6 @@ static void check_piece(const problem *x, const fdma_selection *whole, const pie
         }
 }
 
-/* Pieces of 0 to `most` keys. */
 static void check_stream(const stream_case *test, int64_t most, uint64_t seed, const char *kernel) {
     const problem x = stream_problem(test, seed);
     const fdma_selection whole = select_whole(&x);
@@ -97,7 +96,7 @@ static void selection_does_not_depend_on_cuts(void) {
         }
 }
 
-/* A stream may be as long as positions are int32, and no longer. */
+/* A stream may be as long as int32 positions allow, and no longer. */
 static void streams_end_at_the_last_position(void) {
     const stream_case test = {1, 1, 6, 3, 0, 0, 3, 0};
     const problem x = stream_problem(&test, 3);
@@ -115,7 +114,7 @@ static void streams_end_at_the_last_position(void) {
     CHECK_WORD(fdma_last_error(), "table_in.seen: element 0 is 2147483647, want 0 to 2147483641");
 }
 
-/* Whatever a table holds, the selection is one that forward can use. */
+/* With any contents of a table, the selection is one that forward can use. */
 static void corrupt_tables_do_no_harm(void) {
     static const int32_t strange[] = {INT32_MIN, -1, 0, 7, 7, INT32_MAX};
     const kernel_list kernels = kernels_of("select");
@@ -162,7 +161,7 @@ static const carried_case carried_cases[] = {
     {50, 50, 2, 160, rows_of_table, 1, 0},
 };
 
-/* Carried keys and those of the call, side by side: a call without carried keys takes this. Rows 20
+/* Carried keys and the call's keys side by side, as a call without carried keys takes them. Rows 20
  * and above are empty: they hold NaN. */
 static problem joined_problem(const carried_case *test, fdma_dtype dtype) {
     problem x = {.batch = 2,
@@ -195,7 +194,8 @@ static problem joined_problem(const carried_case *test, fdma_dtype dtype) {
     return x;
 }
 
-/* Both pieces of a tensor shaped as k, by axis 1, or as bias, by axis 2, in memory of their own. */
+/* Both pieces of a tensor, each in its own memory: shaped as k, cut along axis 1, or as bias, along
+ * axis 2. */
 static fdma_tensor carried_of(fdma_tensor tensor, int axis) {
     return tensor.rank > 0 ? gathered(keys_of(tensor, axis, 0, rows_of_table)) : tensor;
 }
@@ -234,7 +234,7 @@ static void forward_by_every_kernel(void) {
     for_each_kernel("forward", forward_counts_carried_keys);
 }
 
-/* How gradients are asked for. Gaps are elements after each row; 24 leave rows aligned. */
+/* A request for gradients. Gaps are elements after each row; 24 leave rows aligned. */
 typedef struct gradient_request {
     int accumulate, has_dbias;
     int64_t own_gap, carried_gap;
@@ -242,7 +242,7 @@ typedef struct gradient_request {
 
 static const gradient_request requests[] = {{0, 1, 0, 0}, {1, 0, 0, 0}, {1, 1, 24, 5}};
 
-/* Replaces the tensors of a call's keys by those of the two pieces, with what they hold. */
+/* Replaces the tensors of a call's keys by the two pieces, with their contents. */
 static void split_keys(fdma_backward_args *args, const gradient_request *request) {
     const struct {
         fdma_tensor *own, *carried;
@@ -257,7 +257,7 @@ static void split_keys(fdma_backward_args *args, const gradient_request *request
     }
 }
 
-/* The same gradients, bit for bit, as of the same keys without carried ones. */
+/* The gradients have the bits of a call on the same keys without carried ones. */
 static void check_backward(const gradient_problem *joined, const char *kernel,
                            const gradient_request *request) {
     uint64_t state = 6;
@@ -310,7 +310,7 @@ static void backward_by_every_kernel(void) {
     for_each_kernel("backward", backward_counts_carried_keys);
 }
 
-/* Tensors without elements have no memory. A piece without keys leaves a stream as it is. */
+/* Tensors without elements have no memory. A piece without keys does not change a stream. */
 static void a_piece_may_have_no_keys(void) {
     static int32_t seen[] = {3}, position[] = {2, 0, -1}, expiry[3], slot[3];
     static float score[] = {1, 2, 0};

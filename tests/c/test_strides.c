@@ -1,5 +1,5 @@
-/* test_strides.c - the same numbers in other places of memory give the same bits: views, slices of
- * packed buffers, bases aligned to one element only, repeated axes, offsets beyond 2^31. */
+/* test_strides.c - the same numbers at other addresses give the same bits: views, slices of packed
+ * buffers, bases aligned to one element only, repeated axes, offsets beyond 2^31. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* MAP_NORESERVE */
 #include <sys/mman.h>
@@ -76,7 +76,7 @@ static void check_unaligned(problem *x, const char *kernel) {
 
 static void aligned_to_one_element(void) { check_on_all_kernels(check_unaligned); }
 
-/* ---- out is one of the slices of a packed buffer: the others stay as they are ---- */
+/* ---- out is a slice of a packed buffer, and the other slices do not change ---- */
 
 static void check_packed_out(problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
@@ -105,7 +105,7 @@ static void out_within_a_packed_buffer(void) { check_on_all_kernels(check_packed
 static void check_repeated(problem *x, const char *kernel) {
     problem repeated = *x;
     repeated.k.stride[0] = repeated.v.stride[0] = 0; /* the batch shares its keys */
-    repeated.q.stride[2] = 0;                        /* all heads ask the same */
+    repeated.q.stride[2] = 0;                        /* all heads have the same query */
     repeated.bias.stride[0] = repeated.bias.stride[1] = 0;
     problem copied = repeated;
     copied.q = gathered(repeated.q);
@@ -117,7 +117,7 @@ static void check_repeated(problem *x, const char *kernel) {
 
 static void repeated_axes(void) { check_on_all_kernels(check_repeated); }
 
-/* ---- strides of axes of length 1 mean nothing ---- */
+/* ---- strides of axes of length 1 are ignored ---- */
 
 static void check_single(problem *x, const char *kernel) {
     problem single = problem_sequence(x, 0);
@@ -136,10 +136,10 @@ static void check_single(problem *x, const char *kernel) {
 
 static void axes_of_length_one(void) { check_on_all_kernels(check_single); }
 
-/* ---- offsets that 32 bits do not hold ---- */
+/* ---- offsets beyond 32 bits ---- */
 
 #if defined(__linux__)
-/* Two sequences, more than 2^31 elements apart, in pages that exist only where they are touched. */
+/* Two sequences, more than 2^31 elements apart. Only pages that are touched exist. */
 static void check_far(problem *x, const char *kernel) {
     const int64_t apart = (INT64_C(1) << 32) + 64;
     const size_t size = dtype_size(x->dtype), bytes = (size_t)(apart + (1 << 20)) * size;

@@ -1,5 +1,5 @@
-/* test_tuning.c - calls that follow a tuning: they make its choices, their results are those of the
- * reference within the usual tolerance, and their workspace suffices when the tuning changes. */
+/* test_tuning.c - calls that follow a tuning make its choices, their results are within the usual
+ * tolerance of the reference, and their workspace suffices when the tuning changes. */
 #include "scores.h"
 #include "tunings.h"
 
@@ -33,12 +33,12 @@ static tuning_class class_of(const problem *x) {
     return class_of_call(operation_forward, &args);
 }
 
-/* Another kernel of the CPU that runs the call, if there is one: scalar ones run everywhere. */
+/* Another CPU kernel that runs the call, if there is one: scalar kernels run everywhere. */
 static void choose_other_kernel(tuning_choice *choice) {
     snprintf(choice->kernel, sizeof choice->kernel, "%s", "cpu/scalar/tile");
 }
 
-/* ---- choices are made ---- */
+/* ---- choices take effect ---- */
 
 static void entries_name_the_kernel(void) {
     const problem x = new_problem(&few_rows, FDMA_FLOAT32);
@@ -53,7 +53,7 @@ static void entries_name_the_kernel(void) {
     CHECK(strcmp(kernel_of(&args), rules) == 0);
 }
 
-/* Classes that differ in anything are others. */
+/* A class that differs in any field has no entry, so its calls follow the rules. */
 static void other_classes_follow_the_rules(void) {
     const problem x = new_problem(&few_rows, FDMA_FLOAT32);
     const fdma_forward_args args = problem_args(&x, NULL);
@@ -81,7 +81,7 @@ static void other_classes_follow_the_rules(void) {
     CHECK_OK(fdma_tuning_load(NULL));
 }
 
-/* A kernel that does not take a call, for more rows than decode has, leaves it to the rules. */
+/* If a kernel does not take a call with more rows than decode takes, the rules choose one. */
 static void kernels_may_refuse(void) {
     const problem x = new_problem(&long_one, FDMA_FLOAT32);
     const fdma_forward_args args = problem_args(&x, NULL);
@@ -91,7 +91,8 @@ static void kernels_may_refuse(void) {
     CHECK_OK(fdma_tuning_load(NULL));
 }
 
-/* Workspace tells: it holds a tile for each thread, and a partial result for each split. */
+/* The size of the workspace shows the plan: it holds a tile for each thread, and a partial result
+ * for each split. */
 static void entries_change_the_plan(void) {
     const problem tiles = new_problem(&long_one, FDMA_FLOAT32);
     const problem splits = new_problem(&few_rows, FDMA_FLOAT32);
@@ -111,7 +112,7 @@ static void entries_change_the_plan(void) {
     CHECK_OK(fdma_tuning_load(NULL));
 }
 
-/* Calls that force a kernel, have a mask or drop pairs were not measured. */
+/* Calls that force a kernel, have a mask or use dropout were not measured. */
 static void other_calls_follow_the_rules(void) {
     const problem x = new_problem(&few_rows, FDMA_FLOAT32);
     fdma_forward_args args = problem_args(&x, "cpu"), drops = problem_args(&x, NULL);
@@ -129,7 +130,7 @@ static void other_calls_follow_the_rules(void) {
     CHECK_OK(fdma_tuning_load(NULL));
 }
 
-/* The step of a fused call has the class of the single call. */
+/* The attention step of a fused call has the same class as the call alone. */
 static void fused_calls_follow(void) {
     problem x = new_problem(&few_rows, FDMA_FLOAT32);
     fdma_selection made = selection_for(x.score);
@@ -151,7 +152,8 @@ static void fused_calls_follow(void) {
 
 /* ---- results ---- */
 
-/* Results of a choice: near those of the reference, and the same for any threads and batch. */
+/* The results of a choice are near the reference's, and the same for any number of threads and
+ * batch. */
 static void check_forward(const problem *x, tuning_choice choice, attended want) {
     tune_class(class_of(x), choice);
     test_context("%s", fdma_tuning_line(0));
@@ -220,8 +222,8 @@ static void backward_agrees_with_the_reference(void) {
 
 /* ---- workspace ---- */
 
-/* A tuning of this thread's calls: all classes of fewer keys than a call has, and of at most as
- * many rows. The call as a whole follows the rules. */
+/* Puts the choice into a tuning of this thread's calls, for all classes of fewer keys than the call
+ * has and of at most as many rows. The call as a whole follows the rules. */
 static fdma_tuning *try_smaller_classes(fdma_operation operation, const void *args,
                                         tuning_choice choice) {
     enum { room = 4096 };
@@ -245,8 +247,8 @@ static void end_tuning(fdma_tuning *tuning) {
     free(tuning);
 }
 
-/* Sequences of many lengths, of which the size of the workspace is asked for without data: the
- * calls follow the tuning in it, and do what they do in one that is far larger. */
+/* Sequences of many lengths, in a workspace whose size was asked for without data. The calls follow
+ * the tuning in it, and give the results of a far larger workspace. */
 static void check_lengths(const problem *x, tuning_choice choice) {
     fdma_forward_args args = problem_args(x, NULL), large = problem_args(x, NULL);
     fdma_forward_args asked = args;
@@ -316,7 +318,7 @@ static void backward_workspace_suffices(void) {
     }
 }
 
-/* A workspace of before a change of the tuning suffices; where it is too small for the choices, the
+/* A workspace sized before a change of the tuning suffices. If it is too small for the choices, the
  * call follows the rules. */
 static void check_change(const problem *x, tuning_choice choice, attended rules) {
     fdma_forward_args before = problem_args(x, NULL), after = problem_args(x, NULL);
@@ -324,7 +326,7 @@ static void check_change(const problem *x, tuning_choice choice, attended rules)
     exec_alloc(&before.exec, bytes);
     tune_class(class_of(x), choice);
     const attended tuned = problem_attend(x, NULL, 1);
-    CHECK(!same_tensor(tuned.out, rules.out)); /* else nothing is shown */
+    CHECK(!same_tensor(tuned.out, rules.out)); /* else the test shows nothing */
     CHECK_OK(fdma_forward(&before));
     const attended got = {before.out, before.lse};
     check_same_results(got, choice.split_keys < 512 ? rules : tuned);

@@ -1,5 +1,5 @@
-/* test_tuning_file.c - the file of a tuning: what is saved is loaded; what is not as it was saved
- * is refused, with the line that is wrong, and changes nothing. */
+/* test_tuning_file.c - the file of a tuning: a saved tuning can be loaded; a changed file is
+ * refused, with the number of the wrong line, and changes nothing. */
 #include "errors.h"
 #include "tunings.h"
 
@@ -14,7 +14,7 @@ static const char *const lines[] = {
 
 enum { line_count = sizeof lines / sizeof *lines };
 
-/* A file of this machine, in text[longest_text], with these lines behind the heading. */
+/* Writes a file of this machine to text[longest_text], with these lines after the heading. */
 static void make_file(char *text, const char *const *of, int count) {
     const file_name name = test_file(0);
     CHECK_OK(fdma_tuning_load(NULL));
@@ -64,7 +64,7 @@ static void files_come_back(void) {
     remove(name.text);
 }
 
-/* Memory grows by different tunings only: a tuning that returns is the one of before. */
+/* Only different tunings take more memory: a tuning that returns is the one from before. */
 static void tunings_are_kept_once(void) {
     load_lines();
     const char *const first = fdma_tuning_line(0);
@@ -84,12 +84,12 @@ static void entries_replace_their_class(void) {
     CHECK(strcmp(fdma_tuning_line(2), entry.line) == 0);
     CHECK(fdma_tuning_line(3) == NULL);
     entry.choice = (tuning_choice){.kernel = ""};
-    CHECK_OK(fdma_put_entry(&entry)); /* without a choice it removes the one that is there */
+    CHECK_OK(fdma_put_entry(&entry)); /* an entry without a choice removes the existing one */
     CHECK(strcmp(fdma_tuning_line(1), lines[2]) == 0);
     CHECK(fdma_tuning_line(2) == NULL);
 }
 
-/* ---- what is refused ---- */
+/* ---- refused calls ---- */
 
 static void check_refused(const char *text, size_t count, const char *line, const char *word) {
     const expectation want = {FDMA_INVALID_ARGUMENT, {"tuning-of-test", line, word}, 0};
@@ -98,7 +98,6 @@ static void check_refused(const char *text, size_t count, const char *line, cons
     check_lines();
 }
 
-/* The text with the first `old` replaced. */
 static void replace(char *to, const char *text, const char *old, const char *new) {
     const char *const at = strstr(text, old);
     if (CHECK(at != NULL))
@@ -211,7 +210,8 @@ static void files_that_are_none_are_refused(void) {
     check_lines();
 }
 
-/* A file with some bytes changed is taken if it is still one, and otherwise refused by one line. */
+/* A file with some bytes changed is loaded if it is still valid, and otherwise refused with one
+ * line. */
 static void damage_does_no_harm(void) {
     char right[longest_text], text[longest_text], again[longest_text];
     uint64_t state = 1;

@@ -1,4 +1,4 @@
-/* test_tuning_process.c - the tuning as a part of the process: FDMA_TUNING, threads that call while
+/* test_tuning_process.c - the tuning as state of the process: FDMA_TUNING, threads that call while
  * it changes, children after fork(), and fdma_tune(), which measures it. */
 #define _GNU_SOURCE /* setenv */
 
@@ -19,7 +19,8 @@ static problem new_problem(void) {
     return x;
 }
 
-/* A file with one entry, for the class of the problem; the process has no tuning afterwards. */
+/* Writes a file with one entry, for the class of the problem. Afterwards the process has no
+ * tuning. */
 static void write_tuning(const char *path, const problem *x, int64_t split_keys) {
     const fdma_forward_args args = problem_args(x, NULL);
     tune_class(class_of_call(operation_forward, &args), (tuning_choice){.split_keys = split_keys});
@@ -29,8 +30,7 @@ static void write_tuning(const char *path, const problem *x, int64_t split_keys)
 
 /* ---- the environment ---- */
 
-/* Runs `check` in a child, whose process has not looked at FDMA_TUNING yet, and returns what it
- * wrote to stderr. */
+/* Runs `check` in a child, whose process has not read FDMA_TUNING yet. `said` gets its stderr. */
 static void run_child(const char *variable, bool (*check)(void), char *said) {
     const file_name errors = test_file(9);
     fflush(stdout);
@@ -50,11 +50,11 @@ static void run_child(const char *variable, bool (*check)(void), char *said) {
 
 static bool calls_work(void) {
     const problem x = new_problem();
-    CHECK_INT(fdma_score(NULL), FDMA_INVALID_ARGUMENT); /* which follows no tuning */
+    CHECK_INT(fdma_score(NULL), FDMA_INVALID_ARGUMENT); /* score follows no tuning */
     char before[512];
     snprintf(before, sizeof before, "%s", fdma_last_error());
     problem_attend(&x, NULL, 1);
-    return strcmp(fdma_last_error(), before) == 0; /* a call that succeeds leaves it */
+    return strcmp(fdma_last_error(), before) == 0; /* a call that succeeds leaves the message */
 }
 
 static file_name environment_file;
@@ -72,11 +72,11 @@ static bool has_an_entry(void) {
 }
 
 static bool loads_none(void) {
-    CHECK_OK(fdma_tuning_load(NULL)); /* FDMA_TUNING is not looked at any more */
+    CHECK_OK(fdma_tuning_load(NULL)); /* FDMA_TUNING is not read any more */
     return has_no_entry();
 }
 
-/* Comes first: this process must not have looked at FDMA_TUNING yet. */
+/* Runs first, before this process reads FDMA_TUNING. */
 static void the_environment_names_a_file(void) {
     char said[longest_text];
     environment_file = test_file(0);
@@ -100,7 +100,7 @@ enum { callers = 3, changes = 300 };
 
 typedef struct concurrent_calls {
     const problem *x;
-    attended want[3]; /* by the rules, and under either tuning */
+    attended want[3]; /* by either tuning, and by the rules */
     _Atomic int wrong, done;
     _Atomic bool stop;
     fdma_forward_args args[callers];
@@ -136,7 +136,7 @@ static void calls_go_on_while_the_tuning_changes(void) {
     write_tuning(names[0].text, &x, 64);
     write_tuning(names[1].text, &x, 300);
     all.want[2] = problem_attend(&x, NULL, 1);
-    for (int n = 0; n < callers; n++) { /* in a workspace that serves some of the choices only */
+    for (int n = 0; n < callers; n++) { /* each workspace serves some of the choices only */
         size_t bytes = 0;
         all.args[n] = problem_args(&x, NULL);
         CHECK_OK(fdma_tuning_load(n > 0 ? names[n - 1].text : NULL));
@@ -211,15 +211,15 @@ static void note_trial(void *context, const fdma_tune_trial *trial) {
     CHECK(trial->size == sizeof *trial && trial->seconds > 0 && trial->ratio > 0);
     CHECK(strncmp(trial->kernel, "cpu/", 4) == 0);
     seen->count[backward]++;
-    CHECK_INT(seen->final[backward], 0); /* nothing comes behind the final one */
+    CHECK_INT(seen->final[backward], 0); /* nothing follows the final one */
     if (trial->final) {
         seen->final[backward]++;
         snprintf(seen->kept[backward], tuning_line, "%s", trial->choice);
     }
 }
 
-/* What is kept is in the tuning, and what is not is not. What is fastest here is not for a test to
- * say. */
+/* Choices that are kept are in the tuning, and others are not. The test does not check which choice
+ * is fastest here. */
 static void tuning_reports_what_it_keeps(void) {
     reports seen = {.count = {0}};
     fdma_tune_args args = small_shape();
@@ -243,7 +243,8 @@ static void tuning_reports_what_it_keeps(void) {
     CHECK_OK(fdma_tuning_load(NULL));
 }
 
-/* Calls of this thread follow the tuning of the process again. Dense and single queries, too. */
+/* Calls of this thread follow the tuning of the process again. Covers dense and single queries,
+ * too. */
 static void tuning_leaves_calls_alone(void) {
     const problem x = new_problem();
     const file_name name = test_file(1);

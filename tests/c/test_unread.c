@@ -1,10 +1,9 @@
-/* test_unread.c - what no query of a call keeps is not read: NaN and infinities in k, v and bias of
- * every key that is never kept, has expired before the first query, or is not valid, do not show in
- * one bit of the results. */
+/* test_unread.c - keys that no query of a call keeps are not read: NaN and infinities in k, v and
+ * bias of every key that is never kept, has expired before the first query, or is not valid, do not
+ * change a bit of the results. */
 #include "backend.h"
 #include "cases.h"
 
-/* The poison has to be there in every type. */
 static void every_type_has_poison(void) {
     for (int type = 0; type < test_dtype_count; type++) {
         const fdma_dtype dtype = test_dtypes[type];
@@ -25,7 +24,7 @@ static void check_unread(problem *x, const char *kernel) {
     for (int64_t i = 0; i < count_of(clean.lse); i++)
         CHECK(!isnan(((const float *)clean.lse.data)[i]));
     for (int p = 0; p < TEST_COUNT(poisons); p++) {
-        CHECK(poison_unread(x, poisons[p]) > 0); /* else nothing is shown */
+        CHECK(poison_unread(x, poisons[p]) > 0); /* else the test shows nothing */
         check_same_results(problem_attend(x, kernel, 1), clean);
     }
 }

@@ -1,5 +1,5 @@
-/* test_values.c - attention where the numbers are not ordinary: infinities and NaN in the logits,
- * rows that keep nothing, logits far apart. */
+/* test_values.c - attention on unusual numbers: infinities and NaN in the logits, rows that keep
+ * nothing, logits far apart. */
 #include "problem.h"
 
 typedef void (*property)(problem *x, const char *kernel);
@@ -38,7 +38,6 @@ static void check_empty_row(const problem *x, attended got, int64_t h, int64_t i
         CHECK_NEAR(out_of(x, got, h, i, d), 0, 0);
 }
 
-/* The row's bits are those of another run. */
 static void check_same_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
     const size_t size = dtype_size(x->dtype), row = (size_t)x->head_dim * size;
     const size_t at = (size_t)(i * x->q_heads + h) * row;
@@ -46,7 +45,7 @@ static void check_same_row(const problem *x, attended got, attended want, int64_
     CHECK_NEAR(lse_of(x, got, h, i), lse_of(x, want, h, i), 0);
 }
 
-/* What a row's neighbours in a tile keep may show in its last bits, and no further. */
+/* The keys of other rows in a tile may change the row's last bits, and no more. */
 static void check_close_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
     const double lse = lse_of(x, want, h, i);
     CHECK_NEAR(lse_of(x, got, h, i), lse, problem_lse_tolerance(x, lse));
@@ -54,7 +53,7 @@ static void check_close_row(const problem *x, attended got, attended want, int64
         CHECK_NEAR(out_of(x, got, h, i, d), out_of(x, want, h, i, d), problem_out_tolerance(x));
 }
 
-/* A NaN or +inf logit makes NaN of the rows that keep its key, and of no other. */
+/* A NaN or +inf logit makes the rows that keep its key NaN, and no other row. */
 static void check_poisoned(problem *x, attended got, attended clean, int64_t poisoned) {
     int touched = 0, untouched = 0;
     for (int64_t h = 0; h < x->q_heads; h++) {
@@ -71,7 +70,7 @@ static void check_poisoned(problem *x, attended got, attended clean, int64_t poi
     CHECK(touched > 0 && untouched > 0);
 }
 
-/* A key that is kept for a while and then evicted, where the window evicts; else the 70th. */
+/* If the window evicts, a key that is kept for a while and then evicted; else the 70th. */
 static int64_t passing_key(const problem *x) {
     for (int64_t j = 60; x->window >= 0 && j < x->kv_len; j++) {
         const int32_t expiry = ((const int32_t *)x->selection.expiry.data)[j];
@@ -122,7 +121,7 @@ static void check_poisonous_query(problem *x, const char *kernel) {
 
 static void nan_queries_stay_alone(void) { check_on_all_kernels(check_poisonous_query, 20); }
 
-/* Logits of -inf weigh nothing: first as many as a tile has, then among others. */
+/* Logits of -inf have no weight: first a whole tile of them, then some among others. */
 static void check_weightless(problem *x, const char *kernel) {
     problem without = *x;
     without.bias = copy_tensor(x->bias);
@@ -183,7 +182,6 @@ static void check_all_invalid(problem *x, const char *kernel) {
 static void padding_alone_keeps_nothing(void) { check_on_all_kernels(check_all_invalid, 20); }
 static void padding_alone_keeps_nothing_dense(void) { check_on_all_kernels(check_all_invalid, -1); }
 
-/* More queries than keys: those before the first key see nothing. */
 static void check_early_queries(problem *x, const char *kernel) {
     problem shorter = *x;
     shorter.kv_len = 40;
@@ -224,8 +222,8 @@ static void check_dominated(problem *x, const char *kernel) {
 
 static void logits_far_apart(void) { check_on_all_kernels(check_dominated, -1); }
 
-/* A softcap far above all logits is none, one far below them makes them all 0: the lse of n keys is
- * log n, for bias is 0 here. */
+/* A softcap far above all logits has no effect. One far below them makes them all 0; then the lse
+ * of n keys is log n, because bias is 0 here. */
 static void check_softcaps(problem *x, const char *kernel) {
     static const double caps[] = {1e12, 1e30, 1e38, 1e39, 1e300};
     static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300};

@@ -1,16 +1,16 @@
-/* test_vast.c - sizes without bounds: axes that may have any length where another has none, windows
- * beyond every key. */
+/* test_vast.c - huge sizes: axes that may have any length because another axis has length 0, and
+ * windows longer than all keys. */
 #include "calls.h"
 
 static const int64_t vast = INT64_C(1) << 40;
 
-/* Of inputs zeros; of outputs ones, which a gradient of nothing overwrites. Optional tensors that
- * no memory holds are left out. */
+/* Gives inputs zeros, and outputs ones, which a gradient of nothing must overwrite. Leaves out
+ * optional tensors that do not fit in memory. */
 static void give_elements(call *x) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         fdma_tensor *const tensor = call_tensor(x, entry);
-        if (count_of(*tensor) > INT32_MAX) // the sink logits of so many heads
+        if (count_of(*tensor) > INT32_MAX) // sink logits of so many heads
             *tensor = (fdma_tensor){0};
         tensor->data = count_of(*tensor) > 0 ? test_alloc(bytes_of(*tensor)) : NULL;
         for (int64_t i = 0; i < count_of(*tensor) && is_output(entry); i++)
@@ -27,7 +27,7 @@ static void check_zeros(call *x) {
     }
 }
 
-/* A loop over 2^40 heads or sequences of nothing would not end. */
+/* A loop over 2^40 empty heads or sequences would not end. */
 static void nothing_takes_no_time(void) {
     const struct {
         fdma_operation operation;
@@ -80,7 +80,7 @@ static void windows_beyond_every_key_are_one(void) {
     }
 }
 
-/* Elements that no memory holds, although their bytes can be counted; nothing is allocated. */
+/* The bytes of these elements can be counted, but fit in no memory. Nothing is allocated. */
 static void more_than_memory_is_refused(void) {
     for (int64_t batch = INT64_C(1) << 30; batch <= INT64_C(1) << 40; batch <<= 10) {
         const call_sizes n = {.batch = batch,

@@ -1,6 +1,6 @@
 /* test_vocabulary.c - every word of src/cpu/simd, in every vocabulary that this machine can run, on
- * ordinary and on special numbers: bit by bit what plain C says, and near what double precision
- * says where the word is free to round. What each word means is in src/cpu/simd/scalar.h. */
+ * ordinary and special numbers. It equals plain C bit by bit, or is near double precision if the
+ * word is free to round. src/cpu/simd/scalar.h defines each word. */
 #define _GNU_SOURCE /* mmap */
 
 #include "fence.h"
@@ -23,7 +23,7 @@ static void vocabularies_are_named(void) {
 
 /* ---- at the edges of memory ---- */
 
-/* Loads and stores are at home with memory aligned to one element, and touch nothing around. */
+/* Loads and stores work with memory aligned to one element, and touch nothing around it. */
 static void check_copies(const vocabulary *x) {
     uint64_t state = 1;
     float values[lanes];
@@ -45,7 +45,7 @@ static void check_copies(const vocabulary *x) {
 
 static void loads_and_stores(void) { on_each(check_copies); }
 
-/* `count` elements of a type, from and to memory that has no more. */
+/* Loads and stores `count` elements of a dtype in memory of exactly that size. */
 static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fence_edge edge) {
     uint64_t state = (uint64_t)count;
     float values[lanes];
@@ -74,7 +74,7 @@ static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fe
     fence_free_all();
 }
 
-/* Rows are multiples of 8 channels, which is what vocabularies of up to 8 lanes build on. */
+/* Rows are multiples of 8 channels; vocabularies of up to 8 lanes rely on that. */
 static void check_firsts(const vocabulary *x) {
     static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
     for (int type = 0; type < TEST_COUNT(dtypes); type++) {
@@ -106,7 +106,7 @@ static uint16_t nearest16(float x, int fraction_bits, int least_exponent) {
     return (uint16_t)(sign | (bits < infinite ? bits : infinite));
 }
 
-/* Stores `width` numbers, with and without subnormals: only float32's own may then be lost. */
+/* Stores `width` numbers, with and without subnormals: only float32's subnormals may be lost. */
 static void check_stores(const vocabulary *x, fdma_dtype dtype, const float *from) {
     const int half = dtype == FDMA_FLOAT16;
     for (int flush = 0; flush < 2; flush++) {
@@ -127,7 +127,7 @@ static void check_stores(const vocabulary *x, fdma_dtype dtype, const float *fro
     }
 }
 
-/* Every number of the type, the middle between it and the next, and the floats beside that. */
+/* Every number of the type, the midpoint between it and the next, and the floats beside that. */
 static void check_all_stores(const vocabulary *x, fdma_dtype dtype) {
     float from[lanes];
     int count = 0;
@@ -218,7 +218,7 @@ static void check_pairs(const vocabulary *x) {
 
 static void operations_are_exact(void) { on_each(check_pairs); }
 
-/* Rounded once, or the product first. */
+/* A fused result is rounded once; otherwise the product is rounded first. */
 static void check_fused(const vocabulary *x) {
     uint64_t state = 7;
     for (int round = 0; round < rounds; round++) {
@@ -228,7 +228,7 @@ static void check_fused(const vocabulary *x) {
         fill_any(c, &state);
         x->fma(to, a, b, c);
         for (int i = 0; i < x->width; i++) {
-            const volatile float product = a[i] * b[i]; /* no compiler may fuse it */
+            const volatile float product = a[i] * b[i]; /* volatile: no compiler may fuse it */
             if (!is_same(to[i], product + c[i]))
                 check_lane("vf_fma", i, to[i], fmaf(a[i], b[i], c[i]));
         }
@@ -236,7 +236,7 @@ static void check_fused(const vocabulary *x) {
     CHECK(1);
 }
 
-/* Of products that are far from subnormal numbers, whose rounding errors are numbers too. */
+/* The products are far from subnormal numbers, so that their rounding errors are numbers too. */
 static void check_rounding_errors(const vocabulary *x) {
     uint64_t state = 9;
     for (int round = 0; round < rounds; round++) {
@@ -294,7 +294,7 @@ static void check_greater(const vocabulary *x) {
         fill_any(no, &state);
         int any = 0;
         for (int i = 0; i < x->width; i++) {
-            a[i] = round % 3 == 0 && !isnan(b[i]) ? b[i] : a[i]; /* nowhere greater */
+            a[i] = round % 3 == 0 && !isnan(b[i]) ? b[i] : a[i]; /* b is nowhere greater */
             any |= a[i] > b[i];
         }
         CHECK_INT(x->any_greater(a, b), any);
@@ -302,7 +302,7 @@ static void check_greater(const vocabulary *x) {
         for (int i = 0; i < x->width; i++)
             check_lane("vf_pick_greater", i, to[i], a[i] > b[i] ? yes[i] : no[i]);
     }
-    for (int lane = 0; lane < x->width; lane++) { /* one alone counts */
+    for (int lane = 0; lane < x->width; lane++) { /* one lane alone counts */
         float a[lanes] = {0};
         const float b[lanes] = {0};
         CHECK(!x->any_greater(a, b));
@@ -356,7 +356,7 @@ static void rows_become_columns(void) { on_each(check_transposed); }
 
 /* ---- powers of 2 ---- */
 
-/* 2^x as the kernels make it, with the library's own 2^f in place of their polynomial. */
+/* 2^x as the kernels compute it, with the C library's 2^f in place of their polynomial. */
 static void powers_of(const vocabulary *x, float *to, const float *from) {
     float fraction[lanes], power[lanes];
     x->fraction(fraction, from);
@@ -367,8 +367,8 @@ static void powers_of(const vocabulary *x, float *to, const float *from) {
     x->scale2(to, power, from);
 }
 
-/* 2^f is rounded once, by half of FLT_EPSILON at most; so is the fraction of a number just below a
- * whole one, by 2^-25. Scaling is exact. */
+/* 2^f is rounded once, by half of FLT_EPSILON at most. The fraction of a number just below a whole
+ * one is rounded by up to 2^-25. Scaling is exact. */
 static void check_power(float actual, float x) {
     const double want = exp2((double)x);
     if (isnan(x))
@@ -392,7 +392,7 @@ static void check_powers(const vocabulary *x) {
         for (int i = 0; i < x->width; i++)
             check_power(to[i], from[i]);
     }
-    for (int n = -126; n < 128; n++) { /* whole powers, and the same with a rest: exact */
+    for (int n = -126; n < 128; n++) { /* whole powers, and the same with an exact remainder */
         float whole[lanes], rest[lanes], to[lanes], sized[lanes];
         for (int i = 0; i < lanes; i++) {
             whole[i] = (float)n;
@@ -410,7 +410,7 @@ static void powers_of_two(void) { on_each(check_powers); }
 
 /* ---- subnormal numbers ---- */
 
-/* While flushed they may count as 0; afterwards all is as before. */
+/* While subnormals are flushed they may count as 0; afterwards they are kept as before. */
 static void check_flushed(const vocabulary *x) {
     float small[lanes], factor[lanes], tiny[lanes], up[lanes], to[lanes];
     for (int i = 0; i < lanes; i++) {
@@ -437,7 +437,8 @@ static void check_flushed(const vocabulary *x) {
     }
 }
 
-/* Whatever the caller's rounding, both words round to the nearest, and one keeps subnormals. */
+/* With any rounding direction of the caller, both words round to nearest, and one keeps
+ * subnormals. */
 static void check_modes(const vocabulary *x) {
     float one[lanes], third[lanes], small[lanes], factor[lanes], to[lanes];
     for (int i = 0; i < lanes; i++) {

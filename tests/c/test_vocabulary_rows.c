@@ -1,8 +1,7 @@
-/* test_vocabulary_rows.c - the words that work on whole rows, and those of masks: pairs of channels
- * are loaded, the lanes of several vectors added up, bytes become bits, and bits choose lanes. */
+/* test_vocabulary_rows.c - the words for whole rows and for masks: pairs of channels are loaded,
+ * the lanes of several vectors added up, bytes become bits, and bits choose lanes. */
 #include "vocabulary/each.h"
 
-/* Every number of bfloat16, at even and at odd indices. */
 static void check_even_odd(const vocabulary *x) {
     for (uint32_t first = 0; first < 0x10000; first += (uint32_t)x->width) {
         uint16_t from[2 * lanes];
@@ -21,7 +20,7 @@ static void check_even_odd(const vocabulary *x) {
 
 static void even_and_odd_channels_are_told_apart(void) { on_each(check_even_odd); }
 
-/* Each row's sum is in the lane of its own, and near that of double precision. */
+/* The sum of each row is in its own lane, and near the sum in double precision. */
 static void check_each_sum(const vocabulary *x) {
     static float rows[lanes * lanes];
     uint64_t state = 12;
@@ -43,7 +42,6 @@ static void check_each_sum(const vocabulary *x) {
 
 static void rows_are_summed(void) { on_each(check_each_sum); }
 
-/* Bits beyond the last lane do not count. */
 static void check_bits(const vocabulary *x) {
     uint64_t state = 19;
     float from[lanes], to[lanes];
@@ -58,7 +56,7 @@ static void check_bits(const vocabulary *x) {
 
 static void keep_bits_keeps_lanes(void) { on_each(check_bits); }
 
-/* One byte that is not 0, bytes at random, and an address of any alignment. */
+/* One nonzero byte, random bytes, and an address of any alignment. */
 static void check_bytes(const vocabulary *x) {
     uint64_t state = 21;
     uint8_t bytes[80] = {0};

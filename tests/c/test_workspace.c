@@ -1,12 +1,12 @@
-/* test_workspace.c - what the workspace queries answer: without data, and little. (That a call
- * needs exactly that much, test_errors.c shows.) */
+/* test_workspace.c - workspace queries need no data and answer small sizes. (test_errors.c tests
+ * that a call needs exactly that much.) */
 #include "calls.h"
 #include "core/kernel.h"
 #include "cpu/parallel.h"
 
 enum { long_length = 1 << 20 };
 
-/* A call on a long sequence, whose tensors have no data. */
+/* A call on a long sequence. Its tensors have no data. */
 static void make_long(call *x, fdma_operation operation, int64_t kv_heads) {
     const call_sizes n = {.batch = 1,
                           .q_len = long_length,
@@ -32,8 +32,8 @@ static void make_long(call *x, fdma_operation operation, int64_t kv_heads) {
 }
 
 /* O(threads * tile + batch * kv_heads * kv_len). A thread has q, out, logits and lists of a tile of
- * at most 256 rows, a block of at most 256 keys, head_dim 256 and 2048 slots, some times over. A
- * key has a score, a bias, an expiry and a slot if the caller gives none, and scratch of the
+ * at most 256 rows, a block of at most 256 keys, head_dim 256 and 2048 slots, several times. A key
+ * has a score, a bias, an expiry and a slot if the caller gives none, and scratch of the
  * selection. */
 enum { bytes_per_thread = 1 << 21, bytes_per_key = 16, bytes_per_key_of_attention = 32 };
 
@@ -65,7 +65,7 @@ static void memory_is_linear(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         if (strcmp(kernels.name[kernel], "reference") == 0)
-            continue; /* made to be read, not for long sequences */
+            continue; /* written for clarity, not for long sequences */
         for (int32_t threads = 1; threads <= 16; threads++) {
             check_small(1, threads, kernels.name[kernel]);
             check_small(8, threads, kernels.name[kernel]);
@@ -73,7 +73,7 @@ static void memory_is_linear(void) {
     }
 }
 
-/* Every piece of a workspace begins at a cache line, whatever was taken before it. */
+/* Every piece of a workspace begins at a cache line, after pieces of any size. */
 static void pieces_are_aligned(void) {
     for (size_t bytes = 1; bytes < 200; bytes++) {
         fdma_problem problem = {.exec = {.workspace = test_alloc(2048)}};
@@ -96,7 +96,7 @@ static void queries_need_no_data(void) {
     }
 }
 
-/* A call on more threads than its workspace was asked for says how many. */
+/* If a call has more threads than its workspace was asked for, the message names their number. */
 static void messages_name_the_threads(void) {
     enum { len = 512, heads = 4, dim = 64 };
     float *const data = test_alloc(2 * len * heads * dim * sizeof(float));

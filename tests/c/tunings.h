@@ -8,7 +8,6 @@
 
 #include <unistd.h>
 
-/* The class of a call that has its arguments. */
 static inline tuning_class class_of_call(fdma_operation operation, const void *args) {
     fdma_problem checked;
     CHECK_OK(fdma_check_call(operation, args, check_shapes, &checked));
@@ -21,14 +20,14 @@ static inline tuning_entry entry_of(tuning_class calls, tuning_choice choice) {
     return entry;
 }
 
-/* The tuning of the process has this entry alone. */
+/* Makes this entry the only one of the process's tuning. */
 static inline void tune_class(tuning_class calls, tuning_choice choice) {
     const tuning_entry entry = entry_of(calls, choice);
     CHECK_OK(fdma_tuning_load(NULL));
     CHECK_OK(fdma_put_entry(&entry));
 }
 
-/* The name of file `number` of this process, in the folder that the test runs in. */
+/* The name of file `number` of this process, in the test's working folder. */
 typedef struct file_name {
     char text[64];
 } file_name;

@@ -13,11 +13,11 @@ typedef struct used_shape {
     int causal;
     double softcap;
     int padded;
-    int equal; /* every sequence has equally many keys */
+    int equal; /* true if every sequence has equally many keys */
 } used_shape;
 
-/* How many keys of each sequence exist: none, one, fewer than there are queries, as many as
- * queries, all, or any number. */
+/* The number of existing keys of each sequence: none, one, fewer than queries, as many as queries,
+ * all, or any number. */
 static inline fdma_tensor new_used(const used_shape *shape, uint64_t *state) {
     const fdma_tensor tensor = new_tensor(FDMA_INT32, shape->batch, -1, -1, -1);
     const int64_t len = shape->kv_len, queries = shape->q_len < len ? shape->q_len : len;
@@ -60,7 +60,6 @@ static inline problem used_problem(const used_shape *shape, fdma_dtype dtype, ui
     return x;
 }
 
-/* Writes NaN and numbers that make no sense behind the keys that exist. */
 static inline void poison_rest(problem *x) {
     for (int64_t row = 0; row < x->batch * x->kv_heads; row++) {
         const int64_t b = row / x->kv_heads, g = row % x->kv_heads;
@@ -77,7 +76,7 @@ static inline void poison_rest(problem *x) {
     }
 }
 
-/* Gives the problem a copy of its selection, which is corrupt behind the keys that exist. */
+/* Gives the problem a copy of its selection that is corrupt behind the keys that exist. */
 static inline void corrupt_rest(problem *x, corruption how, uint64_t *state) {
     fdma_tensor *const tensors[] = {&x->selection.expiry, &x->selection.slot};
     for (int t = 0; t < TEST_COUNT(tensors); t++) {
@@ -93,7 +92,7 @@ static inline void corrupt_rest(problem *x, corruption how, uint64_t *state) {
 
 /* ---- cut calls ---- */
 
-/* Some elements of an axis; an absent tensor stays absent. */
+/* A range of an axis; an absent tensor stays absent. */
 static inline fdma_tensor axis_range(fdma_tensor tensor, int axis, int64_t first, int64_t count) {
     if (tensor.rank > 0) {
         tensor.data =
@@ -103,13 +102,13 @@ static inline fdma_tensor axis_range(fdma_tensor tensor, int axis, int64_t first
     return tensor;
 }
 
-/* Queries that stand at a key: only these can be in a cut call with causal scope. */
+/* The number of queries at the position of an existing key. Only these can be in a cut call with
+ * causal scope. */
 static inline int64_t queries_of(const problem *x, int64_t b) {
     const int64_t used = used_by(x, b);
     return x->causal && used < x->q_len ? used : x->q_len;
 }
 
-/* Sequence b by itself, cut to the keys that exist and to the queries that stand at one. */
 static inline problem cut_sequence(const problem *x, int64_t b) {
     problem cut = problem_sequence(x, b);
     cut.kv_len = used_by(x, b);
@@ -127,13 +126,13 @@ static inline problem cut_sequence(const problem *x, int64_t b) {
     return cut;
 }
 
-/* The part of a tensor that belongs to the queries of the cut sequence, which are along `axis`. */
+/* The elements of a tensor for the queries of the cut sequence, which are along `axis`. */
 static inline fdma_tensor own_queries(fdma_tensor tensor, const problem *cut, int64_t b, int axis) {
     return axis_range(sequence_of(tensor, b), axis,
                       tensor.rank > 0 ? tensor.shape[axis] - cut->q_len : 0, cut->q_len);
 }
 
-/* The value is converted once, as conversions to 16 bits are slow. */
+/* The value is converted once, because conversions to 16 bits are slow. */
 static inline void fill_tensor_with(fdma_tensor tensor, double value) {
     const size_t size = dtype_size(tensor.dtype);
     char *const data = tensor.data;
@@ -149,7 +148,7 @@ static inline void fill_tensor_with(fdma_tensor tensor, double value) {
         memcpy(data + (size_t)i * size, data, size);
 }
 
-/* Selects in cut calls, into the selection of the problem. */
+/* Selects in cut calls, and writes the results to the selection of the problem. */
 static inline void select_cut(problem *x) {
     if (x->window < 0)
         return;
@@ -216,7 +215,6 @@ static inline gradients differentiate_cut(const gradient_problem *p, const char 
     return all;
 }
 
-/* The problem in float64. */
 static inline gradient_problem wide_problem(const gradient_problem *p) {
     gradient_problem wide = *p;
     fdma_tensor *const tensors[] = {&wide.x.q, &wide.x.k, &wide.x.v,  &wide.x.bias,

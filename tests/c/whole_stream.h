@@ -1,5 +1,5 @@
-/* whole_stream.h - one call on all tokens of some streams, which says what calls on pieces of them
- * must give; and where the keys of its tensors are. */
+/* whole_stream.h - one call on all tokens of some streams, which gives the expected results of
+ * calls on pieces of them; and the indices of keys in its tensors. */
 #pragma once
 
 #include "backend.h"
@@ -13,10 +13,10 @@ typedef struct stream_case {
     int64_t len; /* of the longest stream */
     fdma_bias_form bias_form;
     double softcap;
-    int levels; /* distinct scores; 0: computed from v */
+    int levels; /* number of distinct scores; 0: computed from v */
 } stream_case;
 
-/* The streams as sequences of a batch, all of the longest length, and one call on them. */
+/* The streams as sequences of a batch, padded to the longest length, and one call on them. */
 typedef struct whole_call {
     const stream_case *test;
     fdma_dtype dtype;
@@ -49,16 +49,16 @@ static inline whole_call new_whole(const stream_case *test, fdma_dtype dtype) {
     return x;
 }
 
-/* The index of key j of a head: of the first element of its row in a tensor shaped as k, of its
- * number in one shaped as bias. */
+/* The index of key j of a head: its row's first element in a tensor shaped as k, its element in a
+ * tensor shaped as bias. */
 static inline int64_t index_of_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g) {
     const bool has_rows = tensor.rank == 4;
     return b * tensor.stride[0] + (has_rows ? j : g) * tensor.stride[1] +
            (has_rows ? g : j) * tensor.stride[2];
 }
 
-/* Copies what a tensor shaped as k or as bias has of a key and a head to another one of that shape.
- * Tensors may be absent. */
+/* Copies a key of a head from one tensor shaped as k or as bias to another of that shape. Tensors
+ * may be absent. */
 static inline void copy_key(fdma_tensor to, int64_t to_b, int64_t to_j, fdma_tensor from,
                             int64_t from_b, int64_t from_j, int64_t g) {
     const size_t size = dtype_size(to.dtype);

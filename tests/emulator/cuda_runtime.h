@@ -1,6 +1,6 @@
-/* Stands before the toolkit's header of this name when the kernels of src/cuda are compiled as C++
- * for the CPU: what CUDA C++ has beyond C++. Each source includes it first, by the compiler's
- * option -include. See emulator.h. */
+/* Replaces the toolkit's header of this name when the kernels of src/cuda are compiled as C++ for
+ * the CPU: defines what CUDA C++ adds to C++. The compiler's option -include puts it before each
+ * source. See emulator.h. */
 #pragma once
 
 #include_next <cuda_runtime.h>
@@ -13,8 +13,8 @@
 #include <math.h>
 #include <string.h>
 
-#define __CUDACC__ 1      // for our own headers; the toolkit's have been read without it
-#define __CUDA_ARCH__ 900 // likewise
+#define __CUDACC__ 1      // for our own headers; the toolkit's headers were read without it
+#define __CUDA_ARCH__ 900 // as __CUDACC__
 
 #undef __device__
 #undef __global__
@@ -28,7 +28,7 @@
 #define __global__
 #define __host__
 #define __constant__
-#define __shared__ thread_local // a block runs on one thread of the operating system
+#define __shared__ thread_local // a block runs on one OS thread
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
@@ -64,7 +64,7 @@ static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 static inline float __fmul_rn(float a, float b) {
-    volatile float product = a * b; // not contracted
+    volatile float product = a * b; // volatile: not contracted
     return product;
 }
 static inline float __fdividef(float a, float b) { return a / b; }
@@ -150,7 +150,7 @@ static inline T __shfl_down_sync(uint32_t mask, T value, unsigned lanes, int wid
                    inside + lanes >= (uint32_t)width ? own_lane() : own_lane() + lanes);
 }
 
-/* Combines the values of all lanes; each receives the result. */
+/* Combines the values of all lanes. Every lane gets the result. */
 template <typename T, typename operation>
 static inline T reduce(uint32_t mask, T value, operation) {
     T mine = value;

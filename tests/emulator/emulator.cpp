@@ -23,10 +23,10 @@ enum {
     stack_bytes = 96 * 1024,
     most_threads = 1024, // of a block
     named_barriers = 16,
-    patience = 60, // seconds in which something must happen
+    patience = 60, // seconds without progress before the program ends
 };
 
-/* The sources name dynamic shared memory in several ways. */
+/* The kernels' sources use several names for dynamic shared memory. */
 thread_local __attribute__((aligned(1024))) char bytes[dynamic_bytes];
 extern thread_local char dynamic_shared[] __attribute__((alias("bytes")));
 extern thread_local char memory[] __attribute__((alias("bytes")));
@@ -43,7 +43,7 @@ struct copy_queue {
 
 struct rendezvous { // of lanes of a warp
     uint32_t mask, arrived;
-    uint64_t done; // how often all lanes were there
+    uint64_t done; // how often all lanes met
     void *lanes[32];
     void (*operation)(void *const *lanes, uint32_t mask);
 };
@@ -56,7 +56,7 @@ struct emulated_warp {
 struct named_barrier {
     uint32_t arrived, wanted;
     uint64_t done;
-    bool any[2]; // of the predicates, in this round and in the last one
+    bool any[2]; // of the predicates, in this round and the last
 };
 
 struct cluster_state {
@@ -66,7 +66,7 @@ struct cluster_state {
     std::vector<char *> shared; // of each block
 };
 
-/* What a thread of the operating system has for the blocks that it runs. */
+/* State of an OS thread for the blocks that it runs. */
 struct block_runner {
     char *stacks = NULL;
     void *stack_pointer = NULL;
@@ -89,7 +89,7 @@ static thread_local block_runner *runner;
 
 /* ---- coroutines ---- */
 
-/* Saves the registers that a call keeps and the stack pointer in *from, and goes on at `to`. */
+/* Saves the callee-saved registers and the stack pointer in *from, and continues at `to`. */
 extern "C" void emulated_switch(void **from, void *to);
 __asm__(".text\n"
         ".globl emulated_switch\n"
@@ -127,7 +127,7 @@ void emulated_poll() {
     leave_thread();
 }
 
-/* ---- what threads wait for ---- */
+/* ---- collectives and barriers ---- */
 
 static void complete(rendezvous *meeting) {
     meeting->operation(meeting->lanes, meeting->mask);
@@ -202,7 +202,7 @@ void emulated_finish_copies(uint32_t pending) {
     std::vector<emulated_copy> &copies = emulated_thread->copies->copies;
     const uint32_t group = emulated_thread->group;
     size_t done = 0;
-    // pending 0 also waits for copies that are not committed, for the arrival at an mbarrier
+    // pending 0 also waits for uncommitted copies, as the arrival at an mbarrier requires
     for (; done < copies.size() && (pending == 0 || copies[done].group + pending < group); done++) {
         const emulated_copy &copy = copies[done];
         memcpy(copy.to, copy.from, copy.bytes);
@@ -215,8 +215,8 @@ void emulated_finish_copies(uint32_t pending) {
 
 enum { rank_shift = 26, address_mask = (1 << rank_shift) - 1 };
 
-/* An address is the offset from dynamic shared memory, which may be negative; above it is 1 + the
- * rank of another block of the cluster, or 0. */
+/* An address is the offset from dynamic shared memory, which may be negative. The bits above hold 1
+ * + the rank of another block of the cluster, or 0. */
 uint32_t emulated_shared_address(const void *pointer) {
     const ptrdiff_t offset = (const char *)pointer - bytes;
     if (offset < -(1 << (rank_shift - 1)) || offset >= 1 << (rank_shift - 1))
@@ -294,7 +294,7 @@ static void prepare_thread(uint32_t n) {
     thread->copies = &runner->copies[n];
     thread->warp->live |= 1u << thread->lane;
     void **const top = (void **)(runner->stacks + (size_t)stack_bytes * (n + 1)) - 2;
-    top[0] = (void *)thread_main; // returned to with the stack as after a call
+    top[0] = (void *)thread_main; // entered with the stack as after a call
     thread->stack_pointer = top - 6;
 }
 
@@ -318,7 +318,7 @@ static void prepare_block(const std::function<void()> &kernel) {
         prepare_thread(n);
 }
 
-/* Runs each thread that can run once; returns whether one did more than to poll. */
+/* Runs each thread that can run once. Returns true if one did more than poll. */
 static bool run_round(uint32_t threads) {
     bool progress = false;
     for (uint32_t n = 0; n < threads; n++) {
@@ -358,7 +358,7 @@ struct grid_job {
     uint32_t cluster_size, workers;
     uint64_t blocks;
     std::atomic<uint64_t> next{0};
-    std::vector<cluster_state> clusters; // of those that run, by worker or by their number
+    std::vector<cluster_state> clusters; // of the running ones, by worker or by number
 };
 
 static void run_block_number(grid_job *job, uint64_t number, cluster_state *cluster) {
@@ -372,7 +372,7 @@ static void run_block_number(grid_job *job, uint64_t number, cluster_state *clus
     run_block(*job->kernel);
 }
 
-/* A worker runs blocks in their order; or the blocks of one rank, if there are clusters. */
+/* A worker runs blocks in order or, if there are clusters, the blocks of one rank. */
 static void work(grid_job *job, uint32_t worker) {
     if (runner == NULL)
         runner = new block_runner();
@@ -397,8 +397,8 @@ static void work(grid_job *job, uint32_t worker) {
     }
 }
 
-/* Threads of the operating system that run blocks. They live until the program ends, because
- * shared memory and stacks are theirs. */
+/* OS threads that run blocks. They live until the program ends, because they own shared memory and
+ * stacks. */
 class worker_pool {
   public:
     void run(grid_job *job) {

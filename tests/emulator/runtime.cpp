@@ -1,5 +1,5 @@
-/* The functions of the CUDA runtime that the library and its tests call, for the emulated device of
- * emulator.h. Its compute capability is 9.0, or what FDMA_EMULATED_CAPABILITY says, such as 80. */
+/* The functions of the CUDA runtime that the library and its tests call, on the emulated device of
+ * emulator.h. Its compute capability is 9.0, or FDMA_EMULATED_CAPABILITY, such as 80. */
 #include "emulator.h"
 
 #include <cuda.h>
@@ -39,7 +39,6 @@ static int capability() {
     return text != NULL ? atoi(text) : 90;
 }
 
-/* Runs a step now, or records it. */
 static cudaError_t enqueue(cudaStream_t stream, const step &next) {
     if (stream != NULL && stream->capture != NULL)
         stream->capture->steps.push_back(next);
@@ -155,7 +154,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 /* ---- memory ---- */
 
-/* Large blocks, of which tests touch few pages, may exceed the memory of this machine. */
+/* Large blocks may exceed the memory of this machine; tests touch few of their pages. */
 static const size_t large_bytes = (size_t)1 << 30;
 
 static void *allocate(size_t size) {

@@ -1,5 +1,5 @@
-/* Random tensors and other pieces of argument structs. Most are nearly right. Every tensor is a
- * heap block of exactly the bytes that it describes, which lets AddressSanitizer see any step
+/* Random tensors and other parts of argument structs. Most are nearly right. Every tensor is a heap
+ * block of exactly the bytes that it describes, so that AddressSanitizer sees any access
  * outside. */
 #pragma once
 
@@ -17,7 +17,8 @@ enum {
     max_struct = 8200,      /* bytes: more than the largest size that a struct may state */
 };
 
-/* The input, read from its front; zeros after its end, which mean the plain choice everywhere. */
+/* The input, read from its front. After its end zeros follow, which mean the plain choice
+ * everywhere. */
 typedef struct source {
     const uint8_t *bytes;
     size_t left;
@@ -25,7 +26,7 @@ typedef struct source {
 
 typedef struct block {
     uint8_t *bytes;
-    uint8_t *before; /* what it held when the call was made */
+    uint8_t *before; /* its contents before the call */
     size_t size;
     bool output;
 } block;
@@ -38,10 +39,10 @@ typedef struct call {
     bool unbacked; /* a tensor with elements has no data */
     bool packed;   /* the call has starts */
     bool cut;      /* the call has kv_used */
-    int64_t rows;  /* of carried keys; 0: there are none */
+    int64_t rows;  /* number of carried keys; 0: there are none */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     fdma_dtype dtype;
-    double work; /* multiply-adds, about */
+    double work; /* multiply-adds, approximately */
     fdma_selection selection;
     union {
         size_t size;
@@ -131,7 +132,7 @@ static double make_number(source *in) {
     return numbers[take(in) % (sizeof numbers / sizeof *numbers)];
 }
 
-/* a * b, or what is left of it beyond 64 bits. */
+/* a * b modulo 2^64. */
 static int64_t wrap(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
 
 static size_t element_size(fdma_dtype dtype) {
@@ -149,7 +150,7 @@ static size_t element_size(fdma_dtype dtype) {
     }
 }
 
-/* Elements from the first to the last, that one included; -1: too many to be given memory. */
+/* Elements from the first to the last, inclusive; -1: too many to be given memory. */
 static int64_t extent(const fdma_tensor *tensor) {
     __int128 last = 0;
     if (tensor->rank < 1 || tensor->rank > 4)
@@ -169,8 +170,8 @@ static int64_t extent(const fdma_tensor *tensor) {
     return (int64_t)last + 1;
 }
 
-/* Random bits; small integers (as int32: good expiries); halves, of which the float dtypes make
- * numbers near 1. */
+/* Random bits; small integers (as int32: good expiries); or halves, which the float dtypes turn
+ * into numbers near 1. */
 static void fill(source *in, block *to) {
     const uint8_t how = take(in);
     uint32_t state = take(in) + 1u;
@@ -246,7 +247,7 @@ static void bend(source *in, fdma_tensor *tensor) {
 static fdma_tensor make(call *to, bool output, fdma_dtype dtype, int32_t rank,
                         const int64_t *shape) {
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
-    if (rank == 4 && take_up_to(&to->in, 3) == 3) { /* heads outside of the sequence */
+    if (rank == 4 && take_up_to(&to->in, 3) == 3) { /* the axis of heads before the sequence */
         tensor.stride[1] = shape[3];
         tensor.stride[2] = wrap(shape[3], shape[1]);
     }
@@ -265,7 +266,7 @@ static fdma_tensor make_optional(call *to, bool output, fdma_dtype dtype, int32_
     return take_up_to(&to->in, 1) ? make(to, output, dtype, rank, shape) : (fdma_tensor){0};
 }
 
-/* The tensors by the header's words. */
+/* The tensors of each kind that fdma.h describes. */
 static fdma_tensor make_queries(call *to, bool output) {
     const int64_t shape[] = {to->batch, to->q_len, to->q_heads, to->head_dim};
     return make(to, output, to->dtype, 4, shape);
@@ -293,7 +294,7 @@ static fdma_tensor maybe_valid(call *to) {
     return make_optional(to, false, FDMA_UINT8, 2, shape);
 }
 
-/* Where carried keys allow none, mostly none. */
+/* With carried keys, which exclude dropout, mostly 0. */
 static double make_dropout(call *to) {
     return to->rows == 0 || seldom(&to->in) ? make_number(&to->in) : 0;
 }
@@ -303,14 +304,14 @@ static fdma_tensor maybe_rng_state(call *to) {
     return make_optional(to, false, FDMA_INT64, 1, shape);
 }
 
-/* Mostly none without a mask. */
+/* Without a mask mostly absent. */
 static fdma_tensor maybe_mask_lists(call *to, const fdma_tensor *attn_mask) {
     const int64_t shape[] = {take_up_to(&to->in, 9)};
     return attn_mask->rank > 0 || seldom(&to->in) ? make_optional(to, false, FDMA_UINT8, 1, shape)
                                                   : (fdma_tensor){0};
 }
 
-/* Of forward and backward, where carried keys allow none. */
+/* For forward and backward, which take none with carried keys. */
 static fdma_tensor maybe_valid_keys(call *to) {
     return to->rows == 0 || seldom(&to->in) ? maybe_valid(to) : (fdma_tensor){0};
 }
@@ -319,7 +320,7 @@ static int32_t make_causal(call *to) {
     return to->rows > 0 && !seldom(&to->in) ? 1 : (int32_t)take_up_to(&to->in, 1);
 }
 
-/* Mostly in order. */
+/* Mostly in ascending order. */
 static fdma_tensor maybe_starts(call *to) {
     const int64_t shape[] = {1 + take_up_to(&to->in, 4)};
     if (!to->packed)
@@ -337,7 +338,7 @@ static fdma_tensor maybe_starts(call *to) {
     return starts;
 }
 
-/* Numbers from `least` to `most`, mostly. */
+/* Mostly numbers from `least` to `most`. */
 static void fill_numbers(call *to, const fdma_tensor *tensor, int32_t least, int64_t most) {
     uint8_t *at = tensor->data;
     if (at == NULL || to->shared || most < least || most > INT32_MAX)
@@ -356,7 +357,7 @@ static fdma_tensor maybe_numbers(call *to, int32_t least, int64_t most) {
     return numbers;
 }
 
-/* Packed sequences and streams allow none. */
+/* Packed sequences and streams exclude kv_used. */
 static fdma_tensor maybe_used(call *to) {
     const bool alone = !to->packed && to->rows == 0;
     const fdma_tensor used =
@@ -365,7 +366,7 @@ static fdma_tensor maybe_used(call *to) {
     return used;
 }
 
-/* A tensor of pairs, broadcast along any axes. */
+/* A tensor of pairs, broadcast along random axes. */
 static fdma_tensor make_pairs(call *to, fdma_dtype dtype) {
     const uint8_t axes = (uint8_t)take(&to->in);
     const int64_t heads[] = {1, to->q_heads, to->kv_heads, to->q_heads};
@@ -374,7 +375,7 @@ static fdma_tensor make_pairs(call *to, fdma_dtype dtype) {
     return make(to, false, dtype, 4, shape);
 }
 
-/* Carried keys allow none. */
+/* Carried keys exclude tensors of pairs. */
 static void give_pairs(call *to, fdma_tensor *mask, fdma_tensor *bias, fdma_tensor *dbias) {
     const bool allowed = to->rows == 0 || seldom(&to->in);
     if (allowed && take_up_to(&to->in, 1))
@@ -456,13 +457,12 @@ static void make_selection(call *to, bool output, int64_t window, fdma_scope sco
     to->kv_len = new_len;
 }
 
-/* dt_bias, in half of the calls. */
 static fdma_tensor maybe_dt_bias(call *to) {
     const fdma_dtype dtype = seldom(&to->in) ? FDMA_FLOAT32 : to->dtype;
     return take_up_to(&to->in, 1) ? make(to, false, dtype, 1, &to->kv_heads) : (fdma_tensor){0};
 }
 
-/* Its gradient, seldom without it. */
+/* The gradient of dt_bias; seldom given without dt_bias. */
 static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
     const bool given = dt_bias->rank > 0 || seldom(&to->in);
     return given && take_up_to(&to->in, 1) ? make(to, true, dt_bias->dtype, 1, &to->kv_heads)
@@ -471,7 +471,6 @@ static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
 
 static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
 
-/* Elements of a tensor, but for impossible shapes. */
 static double elements(const fdma_tensor *tensor) {
     double product = 1;
     for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
@@ -479,7 +478,7 @@ static double elements(const fdma_tensor *tensor) {
     return product;
 }
 
-/* Where the numbers of tile t, or of another last axis, begin in a tensor that may broadcast. */
+/* Start of the numbers of tile t, or of another last axis, in a tensor that may be broadcast. */
 static const int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
     const int64_t index[] = {b, g, t};
     const int32_t *at = tensor->data;

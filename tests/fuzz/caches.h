@@ -1,10 +1,10 @@
-/* Random caches, and the arguments of the calls that have one. */
+/* Random caches, and the arguments of calls with a cache. */
 #pragma once
 
 #include "arguments.h"
 
-/* The rows of a page are mostly a power of 2. The numbers in the table are those of pages and of
- * missing pages, or any numbers. */
+/* The rows of a page are mostly a power of 2. The table holds numbers of pages and of missing
+ * pages, or any numbers. */
 static void make_pages(call *to, fdma_cache *cache, int64_t rows) {
     const int64_t page_len =
         seldom(&to->in) ? take_up_to(&to->in, 9) : INT64_C(1) << take_up_to(&to->in, 4);
@@ -71,7 +71,7 @@ static void make_decode(call *to) {
     to->work = elements(&args->q) * (60 + (double)args->k.shape[1]) + elements(&args->cache.k);
 }
 
-/* Numbers of sequences, mostly those that follow a random one. */
+/* Indices of sequences, mostly consecutive from a random one. */
 static void fill_in_order(call *to, const fdma_tensor *tensor, int64_t sequences) {
     uint8_t *at = tensor->data;
     if (at == NULL || to->shared)
@@ -85,7 +85,7 @@ static void fill_in_order(call *to, const fdma_tensor *tensor, int64_t sequences
     }
 }
 
-/* The selection is any numbers; mostly it is for the rules of the cache. */
+/* The selection holds any numbers. Mostly it declares the rules of the cache. */
 static void make_cache_store(call *to) {
     fdma_cache_store_args *const args = &to->args.cache_store;
     *args = (fdma_cache_store_args){.size = sizeof *args, .exec = make_exec(&to->in)};

@@ -1,4 +1,4 @@
-/* What a fuzzer offers: libFuzzer calls it with inputs of its own, replay.c with kept ones. */
+/* The interface of a fuzzer: libFuzzer calls it with its own inputs, replay.c with stored ones. */
 #pragma once
 
 #include <stddef.h>

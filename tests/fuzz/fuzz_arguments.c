@@ -1,8 +1,8 @@
-/* Random arguments for every call that has tensors. Most calls are nearly right, so that the checks
- * are passed and kernels run. What must hold whatever the bytes: a call whose
- * workspace query failed, whose workspace is too small or whose tensors lack data is refused; a
- * refusal has one line of text and has written nothing; a success has written to its outputs alone,
- * and what it lists are keys. */
+/* Random arguments for every call that has tensors. Most calls are nearly right, so that they pass
+ * the checks and kernels run. For any bytes this must hold: a call is refused if its workspace
+ * query failed, its workspace is too small or its tensors lack data; a refusal has one line of text
+ * and has written nothing; a success has written only to its outputs, and the numbers it lists are
+ * keys. */
 #include "fuzz.h"
 
 #include "arguments.h"
@@ -10,7 +10,7 @@
 
 enum {
     max_workspace = 1 << 20, /* bytes */
-    max_work = 1 << 21,      /* multiply-adds of a call that is let run */
+    max_work = 1 << 21,      /* multiply-adds of a call that may run */
 };
 
 static int64_t make_window(call *to) {
@@ -46,7 +46,7 @@ static void make_select(call *to) {
     args->starts = maybe_starts(to);
     args->table_in = make_table(to, false);
     if (to->rows == 0 && take_up_to(&to->in, 3) == 0)
-        to->rows = 1 + take_up_to(&to->in, 23); // the first call of a stream: it has no table_in
+        to->rows = 1 + take_up_to(&to->in, 23); // the first call of a stream has no table_in
     args->table_out = make_table(to, true);
     to->rows = args->table_in.score.rank > 0 ? to->rows : 0;
     make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
@@ -61,7 +61,7 @@ static void make_select(call *to) {
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
-/* Selections here are any numbers. */
+/* Selections here hold any numbers. */
 static void make_lists(call *to) {
     fdma_lists_args *const args = &to->args.lists;
     *args = (fdma_lists_args){.size = sizeof *args, .exec = make_exec(&to->in)};
@@ -243,7 +243,7 @@ static void make_whole_tensors(call *to, fdma_attention_backward_args *args) {
         args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
         args->dbias_carried = make_carried_numbers(to, true, FDMA_FLOAT32);
     }
-    if (args->bias_form != FDMA_BIAS_NONE) { /* else nobody looks at them */
+    if (args->bias_form != FDMA_BIAS_NONE) { /* else they are not read */
         args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
         args->a = make(to, false, to->dtype, 1, proj_shape);
         args->dt_bias = maybe_dt_bias(to);
@@ -363,7 +363,7 @@ DEFINE_OPERATION(merge_backward)
 DEFINE_OPERATION(probabilities)
 
 static const struct operation {
-    size_t size, exec; /* of the argument struct; its offset there */
+    size_t size, exec; /* of the argument struct, and offset in it */
     void (*make)(call *);
     fdma_status (*workspace)(const void *args, size_t *bytes);
     fdma_status (*run)(const void *args);
@@ -378,7 +378,7 @@ static const struct operation {
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 
-/* Entries are keys; below the last slot in use, those of a selection with a gap may be -1. */
+/* Entries are keys. Below the last slot in use, entries of a selection with a gap may be -1. */
 static void check_lists(const fdma_lists_args *args) {
     const int64_t *const shape = args->count.shape;
     for (int64_t n = 0; n < shape[0] * shape[1] * shape[2]; n++) {
@@ -393,14 +393,14 @@ static void check_lists(const fdma_lists_args *args) {
     }
 }
 
-/* FDMA_CUDA_ERROR: the library has kernels of devices, and this machine has no driver. */
+/* FDMA_CUDA_ERROR: the library has device kernels, and this machine has no driver. */
 static void check_refusal(fdma_status status) {
     MUST(status == FDMA_INVALID_ARGUMENT || status == FDMA_UNSUPPORTED ||
          status == FDMA_WORKSPACE_TOO_SMALL || status == FDMA_CUDA_ERROR);
     MUST(fdma_last_error()[0] != '\0' && strchr(fdma_last_error(), '\n') == NULL);
 }
 
-/* Runs the call with a workspace of `bytes`, all of what was asked for or less. */
+/* Runs the call with a workspace of `bytes`, which is `asked` or less. */
 static void run(call *c, const struct operation *operation, void *args, size_t asked,
                 size_t bytes) {
     fdma_exec *const exec = (fdma_exec *)((char *)args + operation->exec);
@@ -421,7 +421,7 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
     if (status != FDMA_OK)
         check_refusal(status);
     MUST(status != FDMA_OK || strncmp(message, fdma_last_error(), sizeof message - 1) == 0);
-    /* The query does not read the numbers in starts and kv_used: the call may need less. */
+    /* The query does not read the numbers in starts and kv_used, so the call may need less. */
     const bool enough = bytes >= asked || c->packed || c->cut;
     MUST(status != FDMA_OK || (enough && !c->unbacked));
     MUST(status != FDMA_WORKSPACE_TOO_SMALL || bytes < asked);
@@ -440,7 +440,8 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
 static void try_call(call *c, const struct operation *operation) {
     source *const in = &c->in;
     operation->make(c);
-    /* The struct says its own size and lies in a block of that size, zeros after what is known. */
+    /* The struct states its own size and lies in a block of that size, with zeros after the known
+     * fields. */
     const bool honest = !seldom(in);
     const size_t size = honest ? operation->size : (size_t)strange_number(in);
     const size_t bytes = size < sizeof(size_t) ? sizeof(size_t) : size;
@@ -448,7 +449,7 @@ static void try_call(call *c, const struct operation *operation) {
     MUST(args != NULL);
     c->args.size = size;
     memcpy(args, &c->args, bytes < operation->size ? bytes : operation->size);
-    if (size < operation->size) /* the struct may lack the tensors that have no memory */
+    if (size < operation->size) /* the struct may end before the tensors without memory */
         c->unbacked = false;
 
     size_t asked = SIZE_MAX;

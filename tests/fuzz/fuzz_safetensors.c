@@ -1,5 +1,5 @@
-/* Fuzzes the reader of safetensors headers: the tensors of a file that it accepts lie inside the
- * file, and for a file that it refuses there is one line that says why. */
+/* Fuzzes the reader of safetensors headers. If it accepts a file, the tensors lie inside the file;
+ * if it refuses one, a line says why. */
 #include "fuzz.h"
 
 #include "common/safetensors.h"

@@ -1,5 +1,4 @@
-/* Runs a fuzzer's function over the files of a directory: the inputs that once failed, and seeds.
- */
+/* Runs a fuzzer's function on the files of a directory: inputs that once failed, and seeds. */
 #define _POSIX_C_SOURCE 200809L // opendir()
 #include "fuzz.h"
 

@@ -1,4 +1,5 @@
-# cmake -P test_architectures.cmake: which architectures are built for, by what nvcc knows.
+# cmake -P test_architectures.cmake: tests which architectures are built, given those that nvcc
+# knows.
 cmake_minimum_required(VERSION 3.22)
 include("${CMAKE_CURRENT_LIST_DIR}/../../cmake/fdma_architectures.cmake")
 
@@ -13,7 +14,7 @@ expect("80;90" 50 52 60 61 70 72 75 80 86 87 89 90) # CUDA 12.4
 expect("80;90;100;120" 50 70 75 80 86 87 89 90 100 101 120) # CUDA 12.8
 expect("80;90;100;120" 75 80 86 87 88 89 90 100 103 110 120 121) # CUDA 13.0
 
-# An nvcc that knows three.
+# An nvcc that knows three architectures.
 set(nvcc "${CMAKE_CURRENT_BINARY_DIR}/nvcc_of_three")
 file(WRITE "${nvcc}" "#!/bin/sh\n[ \"$1\" = --list-gpu-arch ] && printf 'compute_80\\ncompute_89\\ncompute_90\\n'\n")
 file(CHMOD "${nvcc}" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)

@@ -1,5 +1,6 @@
 /* Loads a library, runs a call of libfdma on several threads and unloads the library, 20 times, as
- * a host of plug-ins does. The threads of the pool must survive that: they sleep in its code.
+ * a host of plug-ins does. The threads of the pool must survive that, because they sleep in
+ * the library's code.
  *   unload LIBRARY */
 #define _POSIX_C_SOURCE 200809L
 
@@ -47,7 +48,7 @@ static int attend(void *library) {
 }
 
 int main(int count, char **arguments) {
-    const struct timespec pause = {.tv_nsec = 2000000}; // in which the threads run and fall asleep
+    const struct timespec pause = {.tv_nsec = 2000000}; // threads run and fall asleep
     for (int n = 0; n < elements; n++)
         q[n] = 1;
     for (int n = 0; n < times; n++) {

@@ -1,4 +1,4 @@
-/* each.h - the vocabularies of this build, and the numbers that test_vocabulary.c tries them on. */
+/* each.h - the vocabularies of this build, and test numbers for test_vocabulary.c. */
 #pragma once
 
 #include "../fixture.h"
@@ -69,7 +69,7 @@ static inline void fill_any(float *to, uint64_t *state) {
         to[i] = any_float(state);
 }
 
-/* The same bits; one NaN is as good as another. */
+/* Compares bits; all NaNs are equal. */
 static inline int is_same(float actual, float want) {
     return isnan(want) ? isnan(actual) : float_to_bits(actual) == float_to_bits(want);
 }

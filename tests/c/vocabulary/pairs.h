@@ -1,6 +1,6 @@
-/* pairs.h - the words of bfloat16 pairs that were included before, as functions on arrays, with
- * subnormal numbers flushed as in the kernels: not every CPU has their conversions do so by
- * themselves. */
+/* pairs.h - the bfloat16 pair words of the vocabulary included before, as functions on arrays.
+ * Subnormal numbers are flushed as in the kernels, because not every CPU's conversions flush
+ * them. */
 #pragma once
 
 #include "vocabulary.h"

@@ -1,5 +1,5 @@
 /* vocabulary.h - the words of src/cpu/simd as functions on arrays, so that one test, compiled for
- * any CPU, can run those of every instruction set. */
+ * any CPU, can run the words of every instruction set. */
 #pragma once
 
 #include <stdbool.h>
@@ -7,9 +7,8 @@
 
 enum { vocabulary_most_lanes = 64 };
 
-/* The words: WORD(what it returns, name, parameters). Arrays have `width` elements, but for
- * those of transpose and sum_each, which have width rows of width, and load_even_odd_bf16, which
- * reads 2 * width. */
+/* The words: WORD(return type, name, parameters). Arrays have `width` elements, except in transpose
+ * and sum_each, which take width rows of width, and load_even_odd_bf16, which reads 2 * width. */
 #define VOCABULARY_WORDS(WORD)                                                                     \
     WORD(uint32_t, flush_subnormals, (void))                                                       \
     WORD(uint32_t, keep_subnormals, (void))                                                        \
@@ -43,7 +42,7 @@ enum { vocabulary_most_lanes = 64 };
     WORD(void, transpose, (float *x))                                                              \
     WORD(void, fraction, (float *to, const float *x))                                              \
     WORD(void, scale2, (float *to, const float *fraction, const float *x))                         \
-    WORD(void, exp2, (float *to, const float *x)) /* of src/cpu/common/math.h, as those below */   \
+    WORD(void, exp2, (float *to, const float *x)) /* from here: src/cpu/common/math.h */           \
     WORD(void, exp, (float *to, const float *x))                                                   \
     WORD(void, log1p, (float *to, const float *x))                                                 \
     WORD(void, tanh, (float *to, const float *x))
@@ -55,21 +54,21 @@ typedef struct vocabulary {
     VOCABULARY_WORDS(VOCABULARY_FIELD)
 } vocabulary;
 
-/* Words of two bfloat16. Of dot's `word` the first one counts, for every lane. */
+/* Words of two bfloat16. dot uses the first `word` for every lane. */
 typedef struct pair_vocabulary {
     int width;
     void (*load_pairs)(float *to, const uint16_t *even, const uint16_t *odd, int64_t count);
     void (*load_even_odd_pairs)(float *even, float *odd, const uint16_t *first,
                                 const uint16_t *second);
     void (*join)(float *to, const float *even, const float *odd);
-    void (*store_terms)(float *to, const float *x); /* width / 2 elements of to */
+    void (*store_terms)(float *to, const float *x); /* writes width / 2 elements */
     void (*even)(float *to, const float *word);
     void (*odd)(float *to, const float *word);
     void (*dot)(float *to, const float *word, const float *x, const float *sum);
     void (*dot_lanes)(float *to, const float *a, const float *b, const float *sum);
 } pair_vocabulary;
 
-/* One for each file beside this one; to be called only where the CPU can. */
+/* One for each file beside this one. Use it only if the CPU supports it. */
 extern const vocabulary vocabulary_scalar;
 extern const vocabulary vocabulary_avx2;
 extern const vocabulary vocabulary_avx512;

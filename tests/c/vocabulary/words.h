@@ -1,4 +1,4 @@
-/* words.h - every word of the vocabulary that was included before, as a function on arrays. */
+/* words.h - every word of the vocabulary included before, as a function on arrays. */
 #pragma once
 
 #include "vocabulary.h"

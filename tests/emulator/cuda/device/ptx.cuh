@@ -1,11 +1,11 @@
-/* What the PTX instructions of src/cuda/device/ptx.cuh do, on the emulated device. */
+/* The PTX instructions of src/cuda/device/ptx.cuh on the emulated device. */
 #pragma once
 
 #include "cuda/device/element.cuh"
 
 static inline void *at_shared(uint32_t address) { return emulated_shared_pointer(address); }
 
-/* The toolkit's conversions on the host are slow. */
+/* The toolkit's host conversions are slow. */
 template <typename element> static inline float float_of(const void *from) {
     if constexpr (is_bfloat16<element>()) {
         uint16_t bits;
@@ -18,7 +18,6 @@ template <typename element> static inline float float_of(const void *from) {
     }
 }
 
-/* Element `i` of packed 16-bit elements. */
 template <typename element> static inline float unpacked(const uint32_t *words, int i) {
     return float_of<element>((const char *)words + 2 * i);
 }
@@ -61,8 +60,8 @@ static inline uint32_t shared_address(const void *pointer) {
     return emulated_shared_address(pointer);
 }
 
-/* A barrier in shared memory: its phase, the arrivals that it expects and still waits for, and the
- * bytes that it waits for. */
+/* A barrier in shared memory: its phase, its expected and pending arrivals, and the bytes that it
+ * waits for. */
 struct mbarrier {
     uint64_t phase : 8, expected : 12, pending : 12, bytes : 32;
 };
@@ -199,7 +198,7 @@ static inline void cp_async_4(uint32_t shared, const void *global) {
 static inline void cp_async_commit_group() { emulated_commit(); }
 template <int pending> static void cp_async_wait_group() { emulated_finish_copies(pending); }
 
-/* Matrices of 8 x 8 elements: lane 8 m + r has the address of row r of matrix m. */
+/* Matrices of 8 x 8 elements: lane 8 m + r holds the address of row r of matrix m. */
 struct matrix_operands {
     uint32_t words[4];
     uint32_t shared;

@@ -1,5 +1,5 @@
-/* What the wgmma instructions of src/cuda/device/ptx_wgmma.cuh do, on the emulated device. Each
- * warp multiplies its 16 rows as soon as the instruction is issued. */
+/* The wgmma instructions of src/cuda/device/ptx_wgmma.cuh on the emulated device. Each warp
+ * multiplies its 16 rows as soon as the instruction is issued. */
 #pragma once
 
 #include "cuda/device/ptx.cuh"
@@ -9,8 +9,8 @@ static inline void wgmma_commit_group() { __syncwarp(); }
 template <int pending> static void wgmma_wait_group() { __syncwarp(); }
 
 /* A descriptor of a matrix in shared memory. A matrix consists of octets: eight lines of 16 bytes,
- * or with the swizzle eight lines of 128 bytes, whose vectors of 16 bytes are permuted by bits 7 to
- * 9 of the address. Source: PTX ISA, matrix descriptors and canonical layouts. */
+ * or with the swizzle eight lines of 128 bytes, where bits 7 to 9 of the address permute the
+ * vectors of 16 bytes. Source: PTX ISA, matrix descriptors and canonical layouts. */
 struct matrix_view {
     uint32_t start, leading, stride;
     bool swizzled;
@@ -24,8 +24,8 @@ static inline matrix_view view_of(uint64_t descriptor) {
             (uint32_t)(descriptor >> 32 & 0x3fff) << 4, mode == 1};
 }
 
-/* The element at `along` in the dimension that is contiguous, and `across` in the other. k_major:
- * the contiguous one is the dimension that is summed over. */
+/* The element at `along` in the contiguous dimension and `across` in the other. k_major: the
+ * contiguous dimension is the one summed over. */
 template <typename element>
 static inline float element_at(const matrix_view &view, int along, int across, bool k_major) {
     const uint32_t line = (uint32_t)along / 8, octet = (uint32_t)across / 8;
