@@ -286,7 +286,6 @@ def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options)
 def result_like(
     result: str, tensors: Mapping[str, Any], sizes: Sizes, options: Options
 ) -> tuple[tuple[Any, ...], torch.dtype]:
-    """The shape and dtype of a result."""
     first = next(tensor for tensor in tensors.values() if tensor is not None)
     if result in INT32_RESULTS:
         dtype = torch.int32
@@ -650,7 +649,6 @@ def either(name: str, value: Any, other: str, given: Any) -> Any:
 
 
 def choose_scale(softmax_scale: float | None, scale: float | None) -> float | None:
-    """The scale of logits, which callers give under one of two names."""
     if softmax_scale is not None:
         check_no_bool("softmax_scale", softmax_scale)
     if scale is None:

@@ -76,13 +76,11 @@ def thread_count(index: int) -> int:
 
 
 def stream_function() -> Callable[[int], int]:
-    """A function that returns the current CUDA stream of a device."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object around it
     return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
 def device_function() -> Callable[[], int]:
-    """A function that returns the number of the current device."""
     raw = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has none
     return raw if raw is not None else torch.cuda.current_device
 
@@ -178,7 +176,7 @@ def make_selection(
 
 
 class Prepared:
-    """A call for one layout. Only one thread may use it: a call writes into its struct."""
+    """A call for one layout. It writes into its struct, so only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -284,7 +282,6 @@ class Prepared:
         return words, (getattr(type(struct), field).offset + offset) // 8
 
     def set_addresses(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Write the addresses of the given inputs into the struct."""
         for (words, at), tensor in zip(self.inputs, inputs):
             words[at] = tensor.data_ptr()
 

@@ -183,7 +183,6 @@ def add_returned(returned: ReturnedGradient, gradient: torch.Tensor, dtype: torc
 
 
 def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
-    """Concatenate the tensors of all segments."""
     if len(tensors) == 1 or tensors[0] is None:
         return tensors[0]
     return torch.cat(tensors, dim)

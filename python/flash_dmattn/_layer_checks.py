@@ -30,7 +30,6 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
 
 
 def check_types(layer: type, given: dict[str, Any]) -> None:
-    """Check the types of a layer constructor's arguments."""
     _types.check_call(layer, given)
     if given["dtype"] is not None:
         _arguments.check_float("dtype", given["dtype"])

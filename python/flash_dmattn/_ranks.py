@@ -254,7 +254,6 @@ def own_client(store: Any) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup, store: Any) -> timedelta:
-    """How long the ranks of a group wait for each other."""
     for device in ("cuda", "cpu"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -269,7 +268,6 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe(name: str, found: list[dict[str, Any]]) -> str:
-    """Say which ranks have which value of a setting."""
     owners: dict[str, list[int]] = {}
     for rank, settings in enumerate(found):
         owners.setdefault(str(settings.get(name)), []).append(rank)

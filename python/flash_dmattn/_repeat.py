@@ -170,7 +170,6 @@ class DirectCall:
         self.native = make_native(self, count, sources)
 
     def fits(self, given: Given) -> bool:
-        """True if the call can be made for these tensors."""
         return self.guard(*given) and alignments_of(given) == self.alignments
 
 
@@ -415,7 +414,6 @@ def begin_backward(
 
 
 def make_first(call: DirectCall, known: Known) -> Any:
-    """Remember a call, and make it."""
     remember(known, call)
     return repeat(*known)
 

@@ -36,7 +36,6 @@ class Layout(NamedTuple):
 
 
 def check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
-    """Check a caller's lengths, one for each rank."""
     if not is_list_of_ints(lengths):
         raise refusal("lengths", lengths, "a list of ints or None")
     found = [int(length) for length in lengths]

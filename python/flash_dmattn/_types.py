@@ -18,8 +18,6 @@ import torch
 
 
 class Kind(NamedTuple):
-    """The types that an argument may have."""
-
     types: tuple[type, ...]  # the usual ones, accepted without a further test
     fits: Callable[[Any], bool]
     wanted: str

@@ -31,7 +31,6 @@ class Drafts(NamedTuple):
 
 
 def join(first: Drafts | None, second: Drafts) -> Drafts:
-    """Append the tokens of `second` to `first`."""
     if first is None:
         return second
     pairs = zip(first[:3], second[:3], (1, 1, 2))
@@ -254,7 +253,6 @@ class DynamicMaskCache:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
 
     def _check_numbers(self, name: str, numbers: torch.Tensor) -> None:
-        """Check a tensor of sequence numbers."""
         _types.check_tensor(name, numbers)
         if numbers.dtype not in INDEX_DTYPES:
             dtype = _arguments.name_of_dtype(numbers.dtype)

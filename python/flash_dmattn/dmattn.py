@@ -35,7 +35,6 @@ EARLIER = (*PAIRS, "dropout_p", "softmax_scale", *REST)
 
 
 def order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
-    """The names of flash_dmattn_func()'s positional arguments."""
     is_usual = len(args) <= len(PAIRS) or has_scale(args[len(PAIRS) :], named)
     return ORDER if is_usual and len(args) <= len(ORDER) else EARLIER
 

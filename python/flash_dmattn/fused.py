@@ -108,7 +108,6 @@ def _probabilities_of(
     bias_form: str,
     options: tuple[Any, ...],
 ) -> torch.Tensor:
-    """The probabilities of a call, computed from its results."""
     _, lse, _, bias, *selected = results
     key_valid, starts, kv_used, _, rng_state = given
     bias = None if bias_form == "none" else bias

@@ -205,7 +205,6 @@ class DynamicMaskAttention(nn.Module):
         self.nope_heads, self.nope_rotary_dim = check_nope(nope, rotary_dim, most, self.head_dim)
 
     def _add_scores(self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any]) -> None:
-        """Add the parameters of scores, and sink logits."""
         if self.window is not None:
             width = self.kv_heads * self.head_dim
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)

@@ -25,7 +25,6 @@ DMATTN_MASKED = (*ROWS, "attn_mask", "attn_bias", *POSITIONS, *OPTIONS)
 
 
 def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
-    """The names of positional arguments."""
     if len(args) <= 3:
         return FLASH_ATTN
     is_pairs = isinstance(args[3], torch.Tensor) and args[3].dim() > 1
@@ -102,7 +101,6 @@ def _pairs_with_batch(attn_mask: MaybeTensor, attn_bias: MaybeTensor) -> tuple[M
 
 
 def _with_batch_axis(name: str, row: torch.Tensor) -> torch.Tensor:
-    """A query, key or value as a batch of 1."""
     _types.check_tensor(name, row)
     if row.dim() != 3:
         shape = f"{name} is [total, heads, head_dim]"

@@ -148,7 +148,6 @@ def make_mask(name: str) -> torch.Tensor:
 
 
 def options_of(name: str, given: Input) -> dict[str, Any]:
-    """Options for the evaluations in evaluate.py."""
     return {"bias": given.bias, "softcap": CASES[name].softcap}
 
 
@@ -278,7 +277,6 @@ def make_small(length: int = 20) -> list[torch.Tensor]:
 
 
 def require_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that require gradients."""
     return [x.clone().requires_grad_() for x in tensors]
 
 

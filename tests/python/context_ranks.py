@@ -133,7 +133,6 @@ def groups() -> dict[tuple[str, int], dist.ProcessGroup]:
 
 
 def device_of(case: Case, rank: int) -> torch.device:
-    """The device of a rank in the case's process group."""
     if case.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % DEVICE_COUNT)

@@ -142,8 +142,6 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Module:
-    """A module with some functions replaced."""
-
     def __init__(self, module: Any, **functions: Any) -> None:
         self.module = module
         self.__dict__.update(functions)

@@ -34,7 +34,6 @@ CACHE = ("cache_k", "cache_v", "cache_bias", "cache_score", "cache_position", "c
 
 
 def open_session(model: Any) -> Any:
-    """A session of a file or of the bytes of a model."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # tests look at exceptions
     options.register_custom_ops_library(str(LIBRARY))

@@ -52,7 +52,6 @@ def assert_refused(
 
 
 def help_of(main: Main, capsys: pytest.CaptureFixture[str]) -> str:
-    """The output of --help."""
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0

@@ -67,7 +67,7 @@ def replace_products(seed: int) -> torch.library.Library:
         functions[name] = functools.partial(product, seed, getattr(aten, name).out)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced
+        warnings.simplefilter("ignore")  # warnings that kernels are replaced
         for name, function in functions.items():
             library.impl(name, function, "CPU", allow_override=True)
     return library

@@ -89,7 +89,6 @@ def counted() -> Iterator[list[None]]:
 
 
 def names_of_types() -> list[str]:
-    """The model types that have a model, by name."""
     mapping = modeling_auto.MODEL_MAPPING
     return sorted(name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in mapping)
 
@@ -234,7 +233,6 @@ def compare_generated(kind: type, config: Any) -> float | None:
 
 
 def try_type(name: str) -> Outcome:
-    """Make models of a type, run them, and compare."""
     kind, worst = CONFIG_MAPPING[name], 0.0
     try:
         config, eager, cases = make_cases(kind)

@@ -36,7 +36,6 @@ def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def make_rules() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Selections by several rules."""
     return {
         "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
@@ -126,7 +125,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
 
 
 def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with dropout."""
     dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 1 << 40])}
     return {
         "dense with dropout": (ops.ATTENTION, {**DENSE, **dropout}),
@@ -140,7 +138,6 @@ def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
 
 
 def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with masks, and operators of probabilities."""
     query, key, value, *_ = make_tensors(torch.bfloat16)
     in_bfloat16 = {"query": query, "key": key, "value": value, "out": query, "dout": query}
     in_bfloat16.update(PAIRS, attn_bias=PAIRS["attn_bias"].bfloat16())

@@ -138,7 +138,7 @@ def test_errors() -> None:
     one = definition.Comparison("out", nan, 1.0, 1.0, 1.0)
     assert not one.fits and one.ratio == torch.inf
     assert definition.Comparison("out", 1.0, 0.5, 2.0, 0.5).ratio == 0.5
-    overflow = definition.Comparison("out", 1.0, torch.inf)  # of a plain evaluation
+    overflow = definition.Comparison("out", 1.0, torch.inf)  # in a plain evaluation
     assert not overflow.fits and overflow.ratio == torch.inf
     assert not definition.Comparison("kept keys", 1.0).fits
     assert definition.Comparison("kept keys", 0.0).ratio == 0

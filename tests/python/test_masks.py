@@ -28,7 +28,6 @@ def make_rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.T
 def make_pairs(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask and a bias of that shape."""
     random = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=random) < 0.4
     return mask, torch.randn(shape, generator=random).to(dtype)

@@ -84,7 +84,6 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
 
 
 def rules_for(kv_len: int, scope: str) -> list[tuple[int, int, int]]:
-    """Windows, with `recent` and `sinks`."""
     windows = [(window, sinks) for window in (1, 2, 5) for sinks in range(window + 1)]
     windows.append((ALL_KEYS, 2))
     newest = [0, 1, 3, kv_len, kv_len + 7, ALL_KEYS] if scope == "causal" else [0]

@@ -37,7 +37,6 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 
 def fields_of(name: str) -> list[str]:
-    """The fields of a struct, by the header."""
     body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.DOTALL).group(1)
     return re.findall(r"(\w+)(?:\[\d+\])*[;,]", body)
 

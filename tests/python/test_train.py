@@ -64,7 +64,6 @@ def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def said(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The progress messages of the program."""
     words: list[str] = []
     monkeypatch.setattr(example.program, "doing", words.append)
     return words

@@ -85,7 +85,6 @@ def bytes_of(
     options: DynamicMaskOptions,
     call: dict[str, Any],
 ) -> int:
-    """The workspace of one call of this shape."""
     needed = _call.Workspaces(index)
     workspace._ask(needed, shape, tensors, {**call, "options": options})
     return needed.most
