@@ -43,7 +43,7 @@ ALIGNMENT = 16  # bytes: a kernel may need tensors that are aligned so
 BUNDLE_ALIGNMENT = 128  # bytes, of results in one tensor: a cache line of a GPU
 # Tensors that are fields of fdma_selection, not of the call's own struct.
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
-RULES = ("window", "recent", "sinks", "scope")  # its other fields, which its maker has set
+RULES = ("window", "recent", "sinks", "scope")  # fields of it with the rules of select()
 
 Outputs = Tuple[torch.Tensor, ...]
 Returned = Union[Outputs, torch.Tensor, None]  # by an operator

@@ -235,7 +235,7 @@ def check_options_of_call(
     draft: bool,
     lengths: Sequence[int] | None,
 ) -> None:
-    """Check types, and refuse arguments that need a cache without one, or exclude one with it."""
+    """Check types, and refuse arguments that only a call with, or without, a cache may have."""
     _types.check_flag("draft", draft)
     check_starts(starts, x)
     if positions is not None:

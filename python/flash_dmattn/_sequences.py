@@ -1,4 +1,4 @@
-"""The positions of each rank's tokens, in one sequence or in several packed ones, and an operator
+"""The positions of each rank's tokens, in one sequence or in several packed ones, and a function
 that gathers the tokens of all ranks."""
 
 from __future__ import annotations

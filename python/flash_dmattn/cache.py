@@ -146,7 +146,7 @@ class DynamicMaskCache:
         # State on the host. No list has an entry for each sequence: a compiled function would then
         # be one graph for each number of sequences.
         self._empty = [True] * layers  # per layer: all sequences are known to be empty
-        self._dropped: list[tuple[int, ...]] = [()] * layers  # sequences that drop() emptied
+        self._dropped: list[tuple[int, ...]] = [()] * layers  # dropped since tokens entered
         self._drafts: list[Drafts | None] = [None] * layers
         # Tokens that have entered; None if the host does not know.
         self._lengths: list[int | None] = [0] * layers

@@ -117,8 +117,7 @@ def attend(
             that are added to the logits.
         dropout: as dropout_p in attention().
         scaling: as softmax_scale there.
-        is_causal: a query sees only keys up to its own. It is for calls without a mask: a mask is
-            causal by itself.
+        is_causal: a query sees only keys up to its own. Only without a mask, which says so itself.
         sliding_window: not read, as the mask has the window.
         softcap: as in attention().
         s_aux: optional [q_heads], sink logits.

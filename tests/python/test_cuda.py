@@ -29,7 +29,7 @@ def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.T
 @on_device
 @pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
 def test_every_kernel_of_backward(name: str) -> None:
-    """Each by its name, because otherwise only the fastest kernel runs."""
+    """Each is named, because otherwise only the fastest kernel runs."""
     tried = []
     for kernel in cases.kernels_of("backward", ("cuda",)):
         try:

@@ -38,7 +38,7 @@ def stepwise_with(*tensors: torch.Tensor, bias_form: str = "exp") -> cases.Tenso
     ("device", "kernel", "dtype"), cases.runs_of(KERNELS, cases.DTYPES[:3]) + cases.CUDA_RUNS
 )
 def test_score_against_float64(device: str, kernel: str | None, dtype: torch.dtype) -> None:
-    """In float32, which dt_bias may be, whatever value's dtype is."""
+    """The score is float32, and dt_bias may be float32, whatever value's dtype is."""
     tensors = [x.detach() for x in make_tensors(131, dtype=dtype, device=device)[2:]]
     value, dt_proj, a_coef, dt_bias = (x.cpu() for x in tensors)
     exact = evaluate.score(value, dt_proj, a_coef, torch.float64, dt_bias)

@@ -44,7 +44,7 @@ def test_architectures(smi: str | None, argument: str, architectures: str, tmp_p
 
 @pytest.mark.parametrize(("argument", "value"), [("", "OFF"), ("WERROR=ON", "ON")])
 def test_warnings_as_errors(argument: str, value: str, tmp_path: Path) -> None:
-    """If .ci/run passes WERROR=ON to both of its targets, the gates compile less."""
+    """.ci/run passes WERROR=ON to both of its targets, so that the gates compile less."""
     for target in ("test", "gates"):
         printed = commands(target, smi=None, folder=tmp_path, argument=argument)
         assert f"-DFDMA_WERROR={value} " in printed

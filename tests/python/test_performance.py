@@ -50,7 +50,7 @@ def test_performance(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @with_sdpa
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_sizes(q_len: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every combination of sizes is a case. If outputs of peers differed, it would fail."""
+    """Every combination of sizes is a case. It fails if outputs of peers differ."""
     sizes = f"--lengths 40 --windows 8 50 --q-len {q_len} --batch 2 --heads 6 3 --head-dim 16 24"
     options = f"--device cpu --quick {sizes} --out {tmp_path}".split()
     assert forward_performance.main(options) == 0
@@ -144,7 +144,7 @@ def test_original(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_masks_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their columns are left out, with a word."""
+    """Their columns are left out, with a note."""
     monkeypatch.setattr(original_times, "free_memory", lambda device: 24 * 2 * 100 * 100)
     options = f"--device cpu --quick --original --divide 256 --head-dim 16 --out {tmp_path}"
     assert forward_performance.main(options.split()) == 0

@@ -77,7 +77,7 @@ def test_a_sequence_that_is_not_emptied_is_found(
 def test_a_batch_makes_the_tokens_of_each_request_alone(
     name: str, piece: int, example: Any
 ) -> None:
-    """Also if each sequence has a row in every step, as in a CUDA graph."""
+    """The same holds if each sequence has a row in every step, as in a CUDA graph."""
     options, servers = make(example, f"{EVICTING} {ON_CPU} --piece {piece}")
     server = servers[name]
     batched = serve(example, server, options)

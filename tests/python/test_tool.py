@@ -238,7 +238,7 @@ def heed_signals() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_check_reports_as_it_goes(number: signal.Signals) -> None:
-    """Also into a pipe. A signal ends it with the results so far."""
+    """It also reports into a pipe, and a signal ends it with the results so far."""
     arguments = [TOOL, "check", "padding", "--kernel", "cpu/scalar"]
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
