@@ -207,8 +207,8 @@ def is_plain_state() -> bool:
 
 @functools.lru_cache(maxsize=None)
 def plain_keys(device: str) -> tuple[str, ...]:
-    """The dispatch keys of plain tensors, as text, because key sets of PyTorch 2.4 cannot be
-    compared."""
+    """The dispatch keys of plain tensors, as text, because key sets of PyTorch 2.4 never
+    compare equal."""
     found = []
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):

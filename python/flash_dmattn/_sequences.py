@@ -23,8 +23,8 @@ TENSORS_KEPT = 256  # tensors that int32_on() keeps
 class Layout(NamedTuple):
     """The tokens of a rank.
 
-    The first `head` of them continue a sequence that earlier ranks have begun. The others begin
-    sequences; the last of these may continue on later ranks.
+    The first `head` of them continue a sequence that earlier ranks have begun. The others form
+    sequences of their own; the last of these may continue on later ranks.
     """
 
     offset: int  # tokens of all earlier ranks

@@ -53,7 +53,7 @@ class DynamicMaskCache:
     model: they see the tokens before them, but have not entered the cache. commit(n) lets the first
     n of them enter and forgets the others; n may differ between sequences. Further tokens, drafts
     or not, continue after the drafts; call crop(n) first to keep only n of them. If tokens follow
-    that are not drafts, all drafts enter the cache together with them.
+    that are not drafts, the remaining drafts enter the cache with them.
 
         logits = model(drafts, cache, draft=True)  # each layer calls attend(draft=True)
         cache.commit(accepted)                     # [batch] int32
@@ -74,8 +74,8 @@ class DynamicMaskCache:
             torch.compile(mode="reduce-overhead") is one CUDA graph for all of them.
 
     Attributes:
-        keys: a KeyCache of layers * batch sequences. Sequence b of a layer has the number layer *
-            batch + b.
+        keys: a KeyCache of layers * batch sequences. Sequence b of a layer has the number
+            layer * batch + b.
 
     Raises:
         TypeError: a size that is not an int.

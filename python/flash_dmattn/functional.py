@@ -1,29 +1,35 @@
 """The functions of the package: attention of each query over its best keys.
 
 The terms are as in fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
+
 Tensors may have any strides: `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor costs
 nothing. Only a tensor whose last axis is not contiguous is copied first. Results are contiguous.
+
 All tensors of a call are on the CPU, or all on one CUDA device. A call for a CUDA device is
 enqueued on the device's current stream and returns without waiting. On CUDA devices query, key and
 value are float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the
 slow kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
+
 All functions but select() and attention_probabilities() are differentiable, once, in reverse mode.
 Second derivatives and forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys
 is not differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU
 gradients are bit-equal from run to run; on a CUDA device the gradients of attention are bit-equal
 only if `deterministic` or torch.use_deterministic_algorithms(True) is set. The kernels of `backend`
 compute gradients too; if a named kernel has none, another kernel of the same backend computes them.
+
 Packed sequences stand one after the other in one batch entry, without padding. `starts`
 [sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
 are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets the same results as by
 itself. Positions from the last start on keep no key. On a device starts are not checked: starts
 that descend or are too large are clamped.
+
 Preallocated keys have room for more than there are. `kv_used` [batch] int32 says how many exist.
 Sequence b has the first kv_used[b] keys, and gets the same results as if all tensors of keys were
 cut to these. Query i stands at position i + kv_used[b] - q_len; a query that stands before all keys
 keeps none. Keys from kv_used[b] on are not read, and their gradients are 0. A selection that was
 made with kv_used is used with the same kv_used. It is not for packed sequences. Numbers below 0 or
 above kv_len are errors; on a device they are clamped.
+
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
 """

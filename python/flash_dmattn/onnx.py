@@ -9,6 +9,7 @@
 flash_dma_attention() becomes a node Attention of the domain "fdma", and attention over a cache
 becomes a node Decode. Their inputs and attributes have the names of fdma.h, except for a cache's
 tensors.
+
 Only this module imports onnx and onnxscript; it does not import onnxruntime.
 """
 
@@ -372,6 +373,7 @@ def export(
     **options: Any,
 ) -> Any:
     """Export a model whose attention is flash_dma_attention() by torch.onnx.export(dynamo=True).
+
     Such a model has layers DynamicMaskAttention, or is a Doge with
     attn_implementation="dynamic_mask". The graph computes the same as the model in inference,
     without gradients. libfdma_ort runs its nodes of the domain "fdma". Dropout, packed sequences,
@@ -471,6 +473,7 @@ def export_step(
 
 def library_path() -> Path:
     """The path of libfdma_ort, for onnxruntime.SessionOptions.register_custom_ops_library().
+
     It is the file that the environment variable FDMA_ORT_LIBRARY names or, if that is not set, the
     one beside the package.
 

@@ -4,10 +4,12 @@ Everything else follows from the names in the schema: the tensors and options, t
 struct, the results, the fake kernel, and (in autograd.py) the gradients. _arguments.py has the
 shape, the dtype and the field of the C struct for each name. fdma.h says what the arguments mean,
 and which are refused.
+
 Schemas list the tensors first, then the options, then `backend`. Tensor(a!) is a tensor that the
 call writes to. An option that is not in the argument struct of the C function belongs to the
 selection (`window`, `recent`, `sinks`, `scope`) or is kept for the backward operator
 (`deterministic`).
+
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
 autograd takes longer than a small call itself: it reads the schema anew for every argument.

@@ -7,6 +7,7 @@
 Doge selects keys by their scores, as everywhere in this package: in O(q_len * keep_window_size)
 time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. For other
 models the masks define the attention (transformers_masks.py).
+
 Only this module and its helpers import transformers, 5.17 or later, below 6.
 """
 

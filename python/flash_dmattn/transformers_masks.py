@@ -1,4 +1,5 @@
 """The masks of transformers, in forms that let a layer compute its attention fast.
+
 transformers makes one mask for all layers of a kind. make_mask() says the same in a tensor that the
 model hands to its layers, and read_mask() reads it there:
 

@@ -135,6 +135,7 @@ def _measure(shape: TuningShape, seconds: float) -> list[TuningTrial]:
 
 def load_tuning(file: PathLike | None) -> None:
     """Replace the tuning of this process by the tuning in a file.
+
     Calls on the CPU then follow the tuning if it has an entry for their class, and the library's
     rules otherwise. A process whose environment variable FDMA_TUNING names a file reads it at its
     first call.

@@ -1,4 +1,5 @@
 """Masks of the keys of largest bias, under flash-dmattn's names.
+
 If a bias belongs to keys, not to pairs, flash_dmattn.flash_dma_attention() selects without a mask.
 """
 

@@ -1,4 +1,5 @@
 """Padded batches as packed sequences and back, under flash-dmattn's names.
+
 attention() needs neither: it takes padding as key_valid.
 """
 
