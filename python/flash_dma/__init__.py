@@ -78,8 +78,8 @@ def fwd(
         is_causal: a query sees only keys at positions up to its own, as counted from the end.
         keep_window_size: the number of keys for which active_mask was made, 1 or more. If there are
             at most so many keys, queries attend to all that they can see, and active_mask is
-            ignored. If there are more, active_mask alone selects the keys, and this number selects
-            none: flash_dmattn.flash_dma_attention() does that.
+            ignored. If there are more, active_mask alone selects the keys, whatever this number is.
+            flash_dmattn.flash_dma_attention() selects that many keys by itself.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before zoh is added; 0 for
             none.
         return_softmax: also compute the probabilities, to debug.

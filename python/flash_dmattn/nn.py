@@ -76,7 +76,7 @@ class DynamicMaskAttention(nn.Module):
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
             they keep the window + recent newest keys. 0 if `causal` is False or window is None.
         nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), like their query
-            heads: their logits do not depend on distance. 0 if rope_base is None.
+            heads. Their logits do not depend on distance. 0 if rope_base is None.
         nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
             the angles of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.

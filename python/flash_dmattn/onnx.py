@@ -381,8 +381,8 @@ def export(
 
     Args:
         model: in eval mode.
+        args: example inputs.
         file: where to write the graph; None: it is only returned.
-        file: to write the graph to; None: it is only returned.
         kwargs: further example inputs, by name.
         dynamic_shapes: which axes of the inputs may have other lengths, as for
             torch.export.export(); None for none. An example should have length 2 or more there.

@@ -160,7 +160,7 @@ class Operator:
         )
 
     def refuse_gradients(self, message: str) -> None:
-        """Give the operator a backward that raises `message`."""
+        """Give the operator a backward that only raises, so that it runs in grad mode too."""
 
         def refuse(ctx: Any, *gradients: Any) -> None:
             raise NotImplementedError(message)

@@ -194,8 +194,9 @@ def log_targets(
     softcap: float,
     backend: str | None,
 ) -> torch.Tensor:
-    """The log of the target of each key that is not recent to the last query, [kv_heads, len -
-    recent], from query [len, q_heads, head_dim] and key [len, kv_heads, head_dim]."""
+    """The log of the target of each key that is not recent to the last query,
+    [kv_heads, len - recent], from query [len, q_heads, head_dim] and key
+    [len, kv_heads, head_dim]."""
     length, kv_heads, _ = key.shape
     rules: dict[str, Any] = {"causal": True, "softmax_scale": softmax_scale}
     rules = {**rules, "softcap": softcap, "backend": backend}

@@ -146,7 +146,7 @@ def padding_of(
 
 def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
     """The mask of several queries, if Rules can express it. All keys up to the last query are
-    filled in. `layout` has the arguments of padding_of()."""
+    filled in; unused room may follow. `layout` has the arguments of padding_of()."""
     end = layout["q_length"] + int(layout["q_offset"]) - layout["kv_offset"]
     row: Any
     if rules.packed is not None:

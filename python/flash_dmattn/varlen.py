@@ -166,8 +166,7 @@ def _check_weights(
     gap: float | None,
     options: DynamicMaskOptions | None,
 ) -> None:
-    """Refuse one of dt_proj and a_coef without the other, and arguments that need them without
-    them."""
+    """Refuse one of dt_proj and a_coef without the other, and arguments that need both."""
     if (dt_proj is None) != (a_coef is None):
         absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")

@@ -123,8 +123,8 @@ def workspace_bytes(
 
     Returns:
         Bytes, for the current number of threads and the current tuning. If a tensor requires
-        gradients, gradients count too if they need more. It is an upper bound: few and short calls
-        may need less, as it counts every thread.
+        gradients and these need more, the bytes for gradients. It is an upper bound: few and short
+        calls may need less, as it counts every thread.
 
 
     Raises:

@@ -47,7 +47,7 @@ def unpad_input(
 
     Args:
         hidden_states: [batch, len, ...].
-        unused_mask: optional, like it: tokens that are packed too, but do not count as used.
+        attention_mask: [batch, len], bool or integers, 0 for padding.
         unused_mask: optional, like it: tokens that are packed too, but do not count as used.
 
     Returns:
