@@ -51,7 +51,7 @@ Words = Any  # a struct as an array of uint64
 
 
 class Operation(NamedTuple):
-    """What a call has to know about an operator: see ops.py."""
+    """The properties of an operator that a call needs: see ops.py."""
 
     name: str  # of the operator
     function: str  # of the C library: fdma_<function>()
