@@ -32,7 +32,7 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Refuse a mask that does not count where a call in which it counts would refuse it."""
+    """Check a mask that is not applied, so that a bad one is refused here too."""
     if mask is not None and isinstance(q, torch.Tensor):
         tensors = {"query": q, "key": k, "attn_mask": mask}
         _arguments.check_dtype("attn_mask", mask)
@@ -64,22 +64,22 @@ def fwd(
         k: [batch, seqlen_k, num_heads_k, head_dim], of q's dtype.
         v: [batch, seqlen_k, num_heads_k, head_dim], of q's dtype.
         zoh: [batch, num_heads_k or num_heads, seqlen_q, seqlen_k], of q's dtype or float32: added
-            to the logits of active pairs, elsewhere not looked at. Axes may have length 1, all but
-            that of heads instead of their length. None for no bias.
+            to the logits of active pairs and not read elsewhere. Every axis but the head axis may
+            have length 1 instead. None for no bias.
         active_mask: with axes as zoh: 1.0 where a query attends to a key, 0.0 where it does not; or
-            bool. None if all pairs are active. It counts only if seqlen_k > keep_window_size. On
-            the CPU a number below 0 is refused; on a CUDA device, where nothing is read back, it
+            bool. None if all pairs are active. It is applied only if seqlen_k > keep_window_size.
+            On the CPU a number below 0 is refused; on a CUDA device, where nothing is read back, it
             counts as 0.0.
-        out: optional [batch, seqlen_q, num_heads, head_dim], of q's dtype: gets a copy of the
-            output, and is returned in its stead.
+        out: optional [batch, seqlen_q, num_heads, head_dim], of q's dtype: receives a copy of the
+            output and is returned in its place.
         p_dropout: probability, 0 to 1, with which each of the probabilities becomes 0; the others
             are divided by 1 - p_dropout.
         softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         is_causal: a query sees only keys at positions up to its own, as counted from the end.
-        keep_window_size: the number of keys for which active_mask was made, 1 or more. Queries over
-            at most so many keys attend to all that they can see, whatever active_mask holds. Which
-            keys queries over more of them attend to, active_mask alone says:
-            flash_dmattn.flash_dma_attention() selects that many.
+        keep_window_size: the number of keys for which active_mask was made, 1 or more. If there are
+            at most so many keys, queries attend to all that they can see, and active_mask is
+            ignored. If there are more, active_mask alone selects the keys, whatever this number is.
+            flash_dmattn.flash_dma_attention() selects that many keys by itself.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before zoh is added; 0 for
             none.
         return_softmax: also compute the probabilities, to debug.
@@ -94,7 +94,7 @@ def fwd(
         output and softmax_lse have gradients.
 
     Raises:
-        TypeError: tensors, a generator or a keep_window_size that are none.
+        TypeError: a tensor, generator or keep_window_size of another type.
         ValueError: shapes, devices or options that are inconsistent.
         NotImplementedError: a dtype or head_dim that no kernel on this machine supports.
         MemoryError: probabilities that take more memory than the device has.

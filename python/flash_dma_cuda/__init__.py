@@ -1,5 +1,5 @@
-"""flash_dma for tensors of CUDA devices alone. It can be imported on every machine: CUDA_AVAILABLE
-says whether there are a CUDA device and kernels for it, without which fwd() is refused."""
+"""flash_dma for tensors of CUDA devices alone. It can be imported on every machine. CUDA_AVAILABLE
+is true if there are a CUDA device and kernels for it; otherwise fwd() is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["fwd"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CUDA_AVAILABLE":  # found when it is asked for: an import looks for no device
+    if name == "CUDA_AVAILABLE":  # found on access: an import looks for no device
         return "cuda" in get_available_backends()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

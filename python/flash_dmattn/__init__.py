@@ -32,8 +32,8 @@ from .workspace import workspace_bytes
 
 __version__ = version()
 
-# Of flash-dmattn, whose Triton and FlexAttention backends are not here. CUDA_AVAILABLE is found
-# when it is asked for: an import looks for no device.
+# The Triton and FlexAttention backends of flash-dmattn are not here. CUDA_AVAILABLE is found on
+# access: an import looks for no device.
 TRITON_AVAILABLE = triton_dmattn_func is not None
 FLEX_AVAILABLE = flex_dmattn_func is not None
 

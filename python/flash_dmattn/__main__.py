@@ -4,7 +4,7 @@
     python -m flash_dmattn info --json     for reports of faults
     python -m flash_dmattn version
 
-`info` prints what `fdma info` prints, of the library that the package uses, and the versions of
+`info` prints the same as `fdma info` for the library that the package uses, and the versions of
 Python and PyTorch. Exit status: 0 done; 2 bad usage.
 """
 
@@ -67,7 +67,6 @@ def tuning() -> list[str]:
 
 
 def collect() -> dict[str, Any]:
-    """What --json prints."""
     return {
         "fdma": _library.version(),
         "library": str(_library.find()),
@@ -82,7 +81,6 @@ def collect() -> dict[str, Any]:
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
-    """What `info` prints."""
     module = "with" if found["extension_module"] else "without"
     width = max(len(kernel["name"]) for kernel in found["kernels"])
     lines = [

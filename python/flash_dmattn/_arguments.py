@@ -39,7 +39,7 @@ CACHE_SHAPE = ("sequences", "rows", "kv_heads", "head_dim")
 PAGED_SHAPE = ("pages", "page_len", "kv_heads", "head_dim")  # instead, with a page table
 CACHE_TABLE_SHAPE = ("sequences", "kv_heads", "rows")
 LSE_SHAPE = ("batch", "q_heads", "q_len")
-# Axes of one of several lengths; those of length 1 are broadcast.
+# Axes that may have one of several lengths; an axis of length 1 is broadcast.
 PAIR_SHAPE = ("batch or 1", "q_heads or kv_heads or 1", "q_len or 1", "kv_len or 1")
 SHAPES: dict[str, tuple[str, ...]] = {
     "query": QUERY_SHAPE,
@@ -74,14 +74,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "cache_seen": ("sequences",),
     "cache_page_table": ("sequences", "sequence_pages"),
 }
-# That callers make themselves.
+# Callers make these themselves.
 INT32_INPUTS = (
     *("starts", "kv_used", "index", "n_tokens", "commit", "copy_from", "copy_to"),
     "cache_page_table",
 )
 BOOL_INPUTS = ("key_valid", "attn_mask")
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
-# float64 if inputs are
+# float64 if the inputs are float64
 FLOAT32_RESULTS = (
     *("score", "bias", "dbias", "dbias_carried", "dsink_logit", "lse", "dlse_a", "dlse_b"),
     "probability",
@@ -141,7 +141,7 @@ CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
 
 def differentiated(name: str) -> str | None:
-    """The name of the tensor that `name` is the gradient of; None if it is no gradient."""
+    """The name of the tensor whose gradient `name` is; None if it is no gradient."""
     return name[1:] if name.startswith("d") and name[1:] in SHAPES else None
 
 
@@ -217,9 +217,9 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
 
 
 def describe_order(tensors: Mapping[str, Any], is_certain: bool) -> str | None:
-    """A message for tensors that do not fit each other as they are, but do so if axes 1 and 2 of
-    query, key and value, or of one of them, change places; None for others. If it is not certain
-    that they do not fit, fewer tensors are taken for such."""
+    """A message if swapping axes 1 and 2 of query, key and value, or of one of them, makes the
+    tensors fit each other; None otherwise. If it is not certain that they do not fit as they are,
+    the test is stricter."""
     rows = [name for name in ("query", "key", "value") if tensors.get(name) is not None]
     if not rows:
         return None
@@ -273,8 +273,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options) -> bool:
-    """Whether a result is left out, by the options or because the tensor that it is the gradient of
-    is not given: it is then an empty tensor, because operators cannot return None."""
+    """True if the options leave a result out, or if the tensor whose gradient it is was not given.
+    The result is then an empty tensor, because operators cannot return None."""
     if f"wants_{result}" in options:
         return not options[f"wants_{result}"]
     if result in ("ddt_bias", "dsink_logit") and tensors[result[1:]] is None:
@@ -286,7 +286,6 @@ def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options)
 def result_like(
     result: str, tensors: Mapping[str, Any], sizes: Sizes, options: Options
 ) -> tuple[tuple[Any, ...], torch.dtype]:
-    """The shape and dtype of a result."""
     first = next(tensor for tensor in tensors.values() if tensor is not None)
     if result in INT32_RESULTS:
         dtype = torch.int32
@@ -307,7 +306,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Check an argument of this name that is a dtype.
+    """Check an argument that is a dtype.
 
     Raises:
         NotImplementedError: keys and values cannot have it.
@@ -335,11 +334,11 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_same_dtype(tensors: Mapping[str, MaybeTensor]) -> None:
-    """Check that queries, keys and values have one dtype. Whether kernels have it, the C library
-    says.
+    """Check that queries, keys and values have one dtype. The C library refuses a dtype without
+    kernels.
 
     Raises:
-        ValueError: two have different ones, each of which kernels have.
+        ValueError: two have different dtypes, and kernels exist for both.
     """
     first = None
     for name in OF_ONE_DTYPE:
@@ -354,7 +353,7 @@ def check_same_dtype(tensors: Mapping[str, MaybeTensor]) -> None:
 
 
 def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether two names mean one device. Without an index they mean the current device."""
+    """True if two names mean one device. A name without an index means the current device."""
     if one == other:
         return True
     current = torch.cuda.current_device() if one.type == other.type == "cuda" else 0
@@ -363,7 +362,7 @@ def is_same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def check_same_device(tensors: Mapping[str, MaybeTensor]) -> tuple[str, torch.device]:
-    """The name and the device of the first tensor, where all are.
+    """The name and the device of the first tensor; all others must be on that device.
 
     Raises:
         ValueError: the tensors are on different devices.
@@ -390,11 +389,11 @@ def check_devices(tensors: Mapping[str, MaybeTensor]) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a name that is no path prefix of any kernel's.
+    """Refuse a backend that is not a path prefix of any kernel's name.
 
     Raises:
         TypeError: `backend` is neither a str nor None.
-        NotImplementedError: it is such a name.
+        NotImplementedError: no kernel's name has this prefix.
     """
     if backend is None:
         return
@@ -434,7 +433,7 @@ def check_int(name: str, value: int) -> int:
     if type(value) is not int:
         if not _types.is_int(value):
             raise _types.refusal(name, value, "an int")
-        if isinstance(value, torch.SymInt):  # of a graph that is being traced
+        if isinstance(value, torch.SymInt):  # while a graph is traced
             return value
         value = operator.index(value)
     if value >= 1 << 63:
@@ -448,7 +447,7 @@ def check_rules(
     """Check how many keys a selection keeps, and return the three numbers as ints. The C library
     checks a torch.SymInt, when the graph runs.
 
-    `name` is that of the window; `no_recent` says why `recent` has to be 0, where it has to.
+    `name` is the window's name in messages; `no_recent` is the reason if `recent` has to be 0.
 
     Raises:
         TypeError: one is not an int.
@@ -468,9 +467,9 @@ def check_rules(
 
 
 def check_gap(gap: float | None, no_gap: str | None = None) -> float:
-    """Check a gap, and return it as fdma.h has it, in which 0 means none.
+    """Check a gap, and return it as fdma.h has it: 0 means none.
 
-    `no_gap` says why it has to be None, where it has to.
+    `no_gap` is the reason if the gap has to be None.
 
     Raises:
         ValueError: it is out of its range.
@@ -500,14 +499,14 @@ def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) 
     return shown.get(field, field) + colon + rest
 
 
-# Where a message has the name of an argument.
+# The places in a message where an argument's name stands.
 NAMED = re.compile(
     r"^\w+(?=: )|\b\w+(?= has \d)|(?<=; )\w+(?= is \[)|(?<=where )\w+(?= is$)|\b\w+(?='s is )"
 )
 
 
 def call_renamed(names: dict[str, str], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Call `function`; in what it refuses, its arguments have the `names` of the caller's."""
+    """Call `function`. Its error messages use the caller's `names` of arguments."""
     if torch.compiler.is_compiling():
         return function(*args, **kw)
     try:
@@ -541,8 +540,8 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
 def kernel_dropout(
     dropout_p: float, rng_state: torch.Tensor | None
 ) -> tuple[float, torch.Tensor | None]:
-    """dropout_p and rng_state as kernels get them. They take numbers that are rounded to less than
-    1: with others they compute without dropout, and finish() drops what they return."""
+    """dropout_p and rng_state for kernels, which take a dropout_p that rounds to less than 1. With
+    a larger one they compute without dropout, and finish() drops all results."""
     return (0.0, None) if dropout_p >= DROPS_ALL else (dropout_p, rng_state)
 
 
@@ -554,9 +553,9 @@ def drop_all(results: torch.Tensor) -> torch.Tensor:
 def pad_head_dim(
     rows: tuple[Any, ...], dt_proj: torch.Tensor | None = None
 ) -> tuple[tuple[Any, ...], Any, int | None]:
-    """`rows` [batch, len, heads, head_dim], the last of which has kv_heads heads, and dt_proj, with
-    zeros in the place of the channels that head_dim lacks to a multiple of 8, which kernels want;
-    and head_dim, None if nothing was added. The call refuses tensors that do not fit each other."""
+    """Pad `rows` [batch, len, heads, head_dim] and dt_proj with channels of zeros to a multiple of
+    8, which kernels need. The last of `rows` has kv_heads heads. Also returns the old head_dim,
+    None if nothing was added. The call refuses tensors that do not fit each other."""
     is_tensor = isinstance(rows[0], torch.Tensor) and rows[0].dim() == 4
     head_dim = rows[0].shape[-1] if is_tensor else 0
     added = (0, -head_dim % 8)
@@ -574,7 +573,8 @@ def pad_head_dim(
 
 
 def finish(out: torch.Tensor, head_dim: int | None, dropout_p: float = 0.0) -> torch.Tensor:
-    """out of a call with pad_head_dim() and kernel_dropout()."""
+    """Complete out after pad_head_dim() and kernel_dropout(): cut padded channels, drop all if
+    asked."""
     out = out if head_dim is None else out[..., :head_dim].contiguous()
     return drop_all(out) if dropout_p >= DROPS_ALL else out
 
@@ -603,8 +603,7 @@ def draw_state(
 
 
 def kernel_scale(softmax_scale: float | None, head_dim: int | None = None) -> float:
-    """softmax_scale as fdma.h has it, in which 0 means the default; `head_dim` is that of
-    pad_head_dim()."""
+    """softmax_scale as fdma.h has it: 0 means the default. `head_dim` comes from pad_head_dim()."""
     if softmax_scale is None:
         return 0.0 if head_dim is None else head_dim**-0.5
     if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
@@ -617,9 +616,9 @@ def kernel_scale(softmax_scale: float | None, head_dim: int | None = None) -> fl
 
 
 def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
-    autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
-    others. `name` is that of rows[0]."""
+    """Cast `rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) to autocast's
+    dtype if autocast is on. float32 weights stay as they are: kernels take them with rows of any
+    dtype. `name` is the name of rows[0]."""
     for row in rows:
         if not isinstance(row, torch.Tensor):
             at = [isinstance(x, torch.Tensor) for x in rows].index(False)
@@ -637,20 +636,19 @@ def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) ->
 
 
 def check_no_bool(name: str, number: float | None) -> None:
-    """A call with another order of arguments has a bool in the place of a number."""
+    """Refuse a bool in place of a number: the call has another order of arguments."""
     if isinstance(number, bool):
         raise TypeError(f"{name}: is {number}, a bool, want a number or None")
 
 
 def either(name: str, value: Any, other: str, given: Any) -> Any:
-    """An argument that has two names."""
+    """The value of an argument that has two names."""
     if value is not None and given is not None:
         raise TypeError(f"{other}: is given, want None beside {name}, as both mean the same")
     return given if value is None else value
 
 
 def choose_scale(softmax_scale: float | None, scale: float | None) -> float | None:
-    """The factor of logits, which callers give under one of two names."""
     if softmax_scale is not None:
         check_no_bool("softmax_scale", softmax_scale)
     if scale is None:
@@ -672,10 +670,10 @@ def choose_scale(softmax_scale: float | None, scale: float | None) -> float | No
 def as_bool_mask(
     mask: torch.Tensor | None, name: str = "attn_mask", added: str = "attn_bias"
 ) -> torch.Tensor | None:
-    """A mask of floating-point numbers as one of bool, true where they are above 0. Other masks
-    stay as they are. Axes along which the mask is expanded get length 1, so that the new tensor has
-    a number for each number in memory. On the CPU a mask with a number below 0 is refused, with
-    `added` as the argument that takes it; on a device nothing waits for its numbers."""
+    """A mask of floating-point numbers as bool, true where they are above 0. Other masks stay as
+    they are. Expanded axes get length 1, so that the new tensor has no more elements than the mask
+    has in memory. On the CPU a mask with a number below 0 is refused, and the message names `added`
+    as the argument for it; on a device the host does not wait for the numbers."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor):
@@ -694,22 +692,22 @@ def as_bool_mask(
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor are there, and nothing has to wait for them."""
+    """True if the numbers can be read without waiting for a device."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def memory_of(device: torch.device) -> int:
-    """The bytes that a device has in all."""
+    """The total memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_probabilities_fit(query: torch.Tensor, key: torch.Tensor, name: str) -> None:
-    """Refuse probabilities of more bytes than their device has: PyTorch may seem to allocate them,
-    and the system then ends the process. `name` is that of the option that asks for them."""
+    """Refuse probabilities that are larger than the memory of their device: PyTorch may seem to
+    allocate them, and the system then ends the process. `name` is the option that asks for them."""
     if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
         return
     if query.dim() != 4 or key.dim() != 4:
@@ -729,8 +727,8 @@ def check_probabilities_fit(query: torch.Tensor, key: torch.Tensor, name: str) -
 def spread(
     attn_bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """attn_bias with a number for each pair of every query head: PyTorch adds up the gradients of
-    one that is broadcast. The call refuses one that does not fit query, key and value."""
+    """attn_bias expanded to each pair of every query head, so that PyTorch sums the gradient of a
+    broadcast bias. The call refuses a bias that does not fit query, key and value."""
     if any(x.dim() != 4 for x in (attn_bias, query, key, value)):
         return attn_bias
     batch, q_len, q_heads = query.shape[:3]
@@ -744,8 +742,8 @@ def spread(
 
 
 def is_added_in_any_order(attn_bias: Any, deterministic: bool) -> bool:
-    """Whether kernels of a device would have to add up the gradient of a bias in a fixed order,
-    which they cannot if it is broadcast."""
+    """True if the gradient of a bias has to be summed in a fixed order on a device. Kernels cannot
+    do this for a broadcast bias."""
     if not isinstance(attn_bias, torch.Tensor) or not attn_bias.is_cuda:
         return False
     is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -1,13 +1,13 @@
 """Calls of the C library on torch tensors, on the CPU and on CUDA devices.
 
-The first call for tensors of some layout (shapes, strides, dtypes, device) and some options checks
-the shapes, fills in the argument struct and asks for the size of the workspace. Later calls for
-the same layout only write addresses into that struct: for small inputs all the rest would last
-longer than the call itself.
+The first call for a layout of tensors (shapes, strides, dtypes, device) and a set of options checks
+the shapes, fills in the argument struct and asks for the workspace size. Later calls for the same
+layout only write addresses into that struct: for small inputs the rest would take longer than the
+call itself.
 
-`index` is that of a GPU; -1 is the CPU. For new tensors and the current stream PyTorch has faster
-functions than the public ones, which take as long as a small call; where a version of it lacks
-them, the public ones serve.
+`index` is the number of a GPU; -1 is the CPU. PyTorch's private functions for new tensors and for
+the current stream are faster than the public ones, which take as long as a small call. The public
+ones are used where a version of PyTorch lacks the private ones.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 Ints = Tuple[int, ...]
 Allocator = Callable[[Ints, Ints, torch.dtype], torch.Tensor]
 GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-LAYOUTS_MAX = 512  # that a thread remembers
+LAYOUTS_MAX = 512  # remembered by a thread
 WORKSPACE_KEPT = 1 << 20  # bytes of the workspace that a thread keeps for its calls on the CPU
-ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
-BUNDLE_ALIGNMENT = 128  # bytes, of results in one tensor: a line of the cache of a GPU
-# Tensors of fdma_selection, not of the call's own struct.
+ALIGNMENT = 16  # bytes: a kernel may need tensors that are aligned so
+BUNDLE_ALIGNMENT = 128  # bytes, of results in one tensor: a cache line of a GPU
+# Tensors that are fields of fdma_selection, not of the call's own struct.
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
-RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
+RULES = ("window", "recent", "sinks", "scope")  # fields of it with the rules of select()
 
 Outputs = Tuple[torch.Tensor, ...]
 Returned = Union[Outputs, torch.Tensor, None]  # by an operator
@@ -51,7 +51,7 @@ Words = Any  # a struct as an array of uint64
 
 
 class Operation(NamedTuple):
-    """What a call needs to know of an operator: see ops.py."""
+    """The properties of an operator that a call needs: see ops.py."""
 
     name: str  # of the operator
     function: str  # of the C library: fdma_<function>()
@@ -59,12 +59,12 @@ class Operation(NamedTuple):
     options: tuple[str, ...]
     results: tuple[str, ...]
     mutated: tuple[str, ...] = ()  # tensors that the call writes to
-    cleared: tuple[str, ...] = ()  # results that the C library adds to, and that begin as zeros
-    fixed: tuple[tuple[str, Any], ...] = ()  # options that have one value in every call
+    cleared: tuple[str, ...] = ()  # results that begin as zeros, because the C library adds to them
+    fixed: tuple[tuple[str, Any], ...] = ()  # options with one value in every call
     bundled: tuple[str, ...] = ()  # results, the last ones, in one tensor of bytes
 
     def with_results(self, results: tuple[str, ...], bundled: tuple[str, ...] = ()) -> Operation:
-        """The operation with some of its results: the others are left out of the call."""
+        """The operation with some of its results; the call leaves the others out."""
         if results == self.results and not bundled:
             return self
         name = f"{self.name}: {', '.join(results)}; {', '.join(bundled)}"
@@ -76,20 +76,18 @@ def thread_count(index: int) -> int:
 
 
 def stream_function() -> Callable[[int], int]:
-    """A function for the current stream of a device, as CUDA knows it."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object around it
     return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
 def device_function() -> Callable[[], int]:
-    """A function for the number of the current device."""
     raw = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has none
     return raw if raw is not None else torch.cuda.current_device
 
 
 def allocators(index: int) -> tuple[Allocator, Allocator]:
-    """Functions that make tensors of a shape, strides and a dtype, without values: on the current
-    device if that is the one, and on the device wherever the current one is."""
+    """Two functions that make uninitialised tensors of a shape, strides and a dtype: the first
+    needs the device to be the current one, the second does not."""
     device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
     def allocate(shape: Ints, stride: Ints, dtype: torch.dtype) -> torch.Tensor:
@@ -100,7 +98,7 @@ def allocators(index: int) -> tuple[Allocator, Allocator]:
 
 
 def allocator(index: int) -> Allocator:
-    """A function that makes tensors of a shape, strides and a dtype, without values."""
+    """A function that makes uninitialised tensors of a shape, strides and a dtype."""
     on_current, allocate = allocators(index)
     if index < 0 or on_current is allocate:
         return on_current
@@ -114,8 +112,8 @@ def allocator(index: int) -> Allocator:
 
 
 def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | None = None) -> None:
-    """_library.check(), with Python's names of the arguments in the message. Among `tensors` are
-    perhaps such that have their axes in another order."""
+    """_library.check(), with Python's names of the arguments in the message. The message also says
+    if `tensors` seem to have their axes in another order."""
     if status != _library.OK:
         try:
             _library.check(status)
@@ -144,7 +142,7 @@ def view(name: str, tensor: torch.Tensor) -> _library.Struct:
 
 
 def unpack(outputs: Outputs) -> Returned:
-    """What an operator returns: several outputs, or the only one, or None."""
+    """The outputs as an operator returns them: several, the only one, or None."""
     return outputs if len(outputs) > 1 else outputs[0] if outputs else None
 
 
@@ -166,7 +164,7 @@ def fill_options(args: _library.Struct, ruled: list[_library.Struct], options: O
 def make_selection(
     operation: Operation, tensors: dict[str, MaybeTensor]
 ) -> tuple[_library.Struct | None, bool]:
-    """The selection of a call, if it has one, and whether the call is given it."""
+    """The selection of a call, if it has one, and whether it is an input of the call."""
     make = _library.HEADER.structs["fdma_selection"]
     for name in ("expiry", "expiry_all"):
         given = tensors.get(name)
@@ -178,7 +176,7 @@ def make_selection(
 
 
 class Prepared:
-    """A call for one layout. Not for two threads at once: both would write into one struct."""
+    """A call for one layout. It writes into its struct, so only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -193,7 +191,7 @@ class Prepared:
         self.operation = operation
         self.index = exec_fields["device"] - 1
         self.fill_struct(tensors, {**dict(operation.fixed), **options}, exec_fields)
-        # The words that hold the addresses of the inputs that are given.
+        # The words of the struct that hold the addresses of the inputs.
         self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
         self.plan_outputs(tensors, sizes, options)
         self.zeroed = [
@@ -211,7 +209,7 @@ class Prepared:
     def fill_struct(
         self, tensors: dict[str, MaybeTensor], options: Options, exec_fields: dict[str, Any]
     ) -> None:
-        """Make the argument struct, and fill in what is no tensor."""
+        """Make the argument struct, and fill in everything but tensors."""
         structs = _library.HEADER.structs
         self.args = structs[f"fdma_{self.operation.function}_args"]()
         for name, value in exec_fields.items():
@@ -231,7 +229,7 @@ class Prepared:
         self.trusted = ctypes.c_int32.from_buffer(self.args, exec_at + exec_type.trusted.offset)
 
     def plan_workspace(self, tensors: dict[str, MaybeTensor]) -> None:
-        """Ask for the size of the workspace, and plan where calls get it and their outputs."""
+        """Ask for the size of the workspace, and decide how calls get it and their outputs."""
         size = ctypes.c_size_t()
         ask = getattr(_library.library, f"fdma_{self.operation.function}_workspace")
         check(ask(self.reference, ctypes.byref(size)), self.operation, tensors)
@@ -239,8 +237,8 @@ class Prepared:
         self.allocate = allocator(self.index)
         self.current_stream = stream_function()
         self.current_device = device_function()
-        # A call on the CPU has ended when it returns, so all calls of a thread use one workspace if
-        # that is large enough. Other calls allocate one each time.
+        # A call on the CPU has ended when it returns. So all calls of a thread share one workspace,
+        # if it is large enough. Other calls allocate one each time.
         self.allocates_workspace = size.value > (WORKSPACE_KEPT if self.index < 0 else 0)
         if size.value and not self.allocates_workspace:
             if memory.workspace is None:  # modes such as FakeTensorMode do not see allocate()
@@ -250,8 +248,8 @@ class Prepared:
 
     def plan_outputs(self, tensors: dict[str, MaybeTensor], sizes: Sizes, options: Options) -> None:
         """Fill in the fields of the results."""
-        # Of each new tensor: its shape, strides and dtype, and the words that hold addresses in it,
-        # each with an offset in bytes.
+        # For each new tensor: its shape, strides and dtype, and the words that hold addresses in
+        # it, each with an offset in bytes.
         self.outputs: list[tuple[Any, Any, torch.dtype, list[tuple[Words, int, int]]]] = []
         self.bundled: dict[str, tuple[int, Any, torch.dtype]] = {}  # offset, shape and dtype
         targets, bundle_size = [], 0
@@ -271,7 +269,7 @@ class Prepared:
             self.outputs.append(((bundle_size,), (1,), torch.uint8, targets))
 
     def fill_tensor(self, name: str, tensor: torch.Tensor) -> tuple[Words, int]:
-        """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
+        """Fill in the field of `tensor`; return the word of the struct that holds its address."""
         in_selection = name in IN_SELECTION
         struct = self.selection if in_selection else self.args
         words = self.selection_words if in_selection else self.args_words
@@ -284,17 +282,16 @@ class Prepared:
         return words, (getattr(type(struct), field).offset + offset) // 8
 
     def set_addresses(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Note the addresses of the inputs that are given."""
         for (words, at), tensor in zip(self.inputs, inputs):
             words[at] = tensor.data_ptr()
 
     def unpack(self, name: str, bundle: torch.Tensor) -> torch.Tensor:
-        """One of the results that lie in one tensor."""
+        """One of the results that are bundled in one tensor."""
         offset, shape, dtype = self.bundled[name]
         return bundle[offset:].view(dtype)[: math.prod(shape)].view(shape)
 
     def run(self) -> list[torch.Tensor]:
-        """Make the call for the inputs whose addresses are set; its outputs are new."""
+        """Make the call for the inputs whose addresses are set. Its outputs are new tensors."""
         allocate, words = self.allocate, self.args_words
         outputs = []
         for shape, stride, dtype, targets in self.outputs:
@@ -319,27 +316,28 @@ class Prepared:
 
 
 class Memory(threading.local):
-    """What a thread has prepared, by layout."""
+    """The calls that a thread has prepared, by layout."""
 
-    tunings = 0  # how often the tuning of the process has changed, which workspace depends on
+    tunings = 0  # changes of the process's tuning, on which workspace sizes depend
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
         self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _repeat.py
-        # Of each call that kernels of operators have made: what they repeat it by, see _repeat.py.
+        # For each call made by kernels of operators: the direct calls that repeat it, see
+        # _repeat.py.
         self.in_kernels: dict[Prepared, list[Any]] = {}
-        self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
+        self.workspaces: Workspaces | None = None  # set while calls on meta tensors report theirs
 
 
 memory = Memory()
 
 
 def exec_fields_of(backend: str | None, index: int) -> dict[str, Any]:
-    """The fields of fdma_exec for a device; `index` is that of the GPU, -1 for the CPU.
+    """The fields of fdma_exec for a device; `index` is the number of a GPU, -1 for the CPU.
 
     Raises:
-        NotImplementedError: `backend` is the name of no kernel.
+        NotImplementedError: no kernel has the name `backend`.
     """
     check_backend(backend)
     kernel = None if backend is None else backend.encode()
@@ -347,8 +345,8 @@ def exec_fields_of(backend: str | None, index: int) -> dict[str, Any]:
 
 
 class Workspaces:
-    """The workspace that calls would need: on meta tensors an operator's fake kernel asks for it,
-    as within `with Workspaces(index) as needed`. `index` is as in exec_fields_of()."""
+    """The largest workspace that calls on meta tensors would need: operators' fake kernels report
+    theirs within `with Workspaces(index) as needed`. `index` is as in exec_fields_of()."""
 
     def __init__(self, index: int) -> None:
         self.index, self.most = index, 0
@@ -380,7 +378,7 @@ def prepare(
     options: tuple[Any, ...],
     exec_fields: dict[str, Any],
 ) -> Prepared:
-    """The call for the layout that `key` stands for, from now on remembered."""
+    """Prepare the call for the layout `key`, and remember it."""
     if len(memory.prepared) >= LAYOUTS_MAX:
         memory.prepared.clear()
         memory.in_kernels.clear()
@@ -399,8 +397,7 @@ def find(
 ) -> tuple[Prepared, list[torch.Tensor]]:
     """The call on the device of its first input, and the inputs that it is made for.
 
-    Only a tensor whose last stride is not 1 is copied, unless the call writes to it; the others are
-    used as they are.
+    A tensor is copied only if its last stride is not 1 and the call does not write to it.
 
     Raises:
         As call().
@@ -410,7 +407,7 @@ def find(
     for name, tensor in zip(operation.tensors, inputs):
         if tensor is not None:
             if is_spaced(tensor) and name not in operation.mutated:
-                # Where there are no elements, contiguous() leaves strides as they are.
+                # Without elements contiguous() leaves strides as they are.
                 tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
             alignment = tensor.data_ptr() % ALIGNMENT
             device = tensor.get_device()
@@ -431,7 +428,8 @@ def find(
 
 
 def is_spaced(tensor: torch.Tensor) -> bool:
-    """Whether the elements of the last axis are apart, which the C library does not take."""
+    """True if the elements of the last axis are not adjacent; the C library refuses such
+    tensors."""
     stride = tensor.stride()
     return bool(stride) and stride[-1] != 1 and tensor.size(-1) > 1
 
@@ -441,8 +439,8 @@ def call(
     arguments: tuple[Any, ...],
     remember: Callable[[Prepared, list[torch.Tensor]], None] | None = None,
 ) -> Returned:
-    """Make the call of an operator in the current stream of the device. `remember` is given what
-    find() returns.
+    """Make the call of an operator in the current stream of the device. `remember` gets the results
+    of find().
 
     Raises:
         ValueError: arguments contradict each other.

@@ -1,21 +1,20 @@
 """Attention of one rank's tokens in a sequence that many ranks hold, each some consecutive tokens.
 
-Of the tokens of earlier ranks a rank needs the keys that the last query before its own tokens
-keeps. These are among the candidates of those ranks. The candidates of a rank are the keys that its
-last query would keep if its tokens were the whole sequence, at most window + recent:
-docs/algorithm.md, "One sequence over several processes", says why queries of later ranks keep no
-others.
+A rank needs the keys of earlier ranks that the last query before its own tokens keeps. They are
+among the candidates of those ranks. The candidates of a rank are the keys that its last query would
+keep if its tokens were the whole sequence, at most window + recent. docs/algorithm.md, "One
+sequence over several processes", says why queries of later ranks keep no others.
 
     scores -> candidates -> candidates of all ranks
            -> selection over [candidates of earlier ranks | own keys] -> attention over them
 
-Candidates are carried keys, as in a stream (streams.py), but with a table of any number of rows.
-Their scores and positions are gathered first, their keys and values follow while the own keys are
+Candidates are carried keys, as in a stream (streams.py), but the table may have any number of rows.
+Their scores and positions are gathered first; keys and values follow while the own keys are
 selected. The autograd function, with backward, is in _context_autograd.py.
 
 Without causal masking all queries keep the same keys, which are among the candidates of all ranks.
 
-Dimensions beside those of fdma.h: room, the candidates of a rank; rows, the carried keys.
+Dimensions beside those in fdma.h: room, the candidates of a rank; rows, the carried keys.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ MaybeTensors = Tuple[MaybeTensor, ...]
 
 
 class Call(NamedTuple):
-    """What a call has beside the tensors that it differentiates."""
+    """The inputs of a call that it does not differentiate."""
 
     ranks: Ranks
     layouts: list[Layout]  # of all ranks
-    score: torch.Tensor  # of the own keys, and their bias
+    score: torch.Tensor  # of the own keys, like bias
     bias: MaybeTensor
     key_valid: MaybeTensor
     window: int
@@ -64,19 +63,19 @@ class Call(NamedTuple):
 
     @property
     def rules(self) -> tuple[int, int, int, str]:
-        """Of a selection in causal scope, whose last query keeps what all queries keep in global
-        scope."""
+        """Rules of a causal selection. Its last query keeps the keys that all queries keep in
+        global scope."""
         return self.window, self.recent, self.sinks, "causal"
 
     @property
     def candidate_rules(self) -> tuple[int, int, int]:
-        """Those that keep at most `room` keys. If that is all keys of any rank, no other rules are
-        needed."""
+        """Rules that keep at most `room` keys. If `room` covers all keys of every rank, recent and
+        sinks are not needed."""
         room = self.room
         return self.rules[:3] if room == self.window + self.recent else (room, 0, 0)
 
     def owners(self, reader: int) -> range:
-        """The ranks whose candidates the rank `reader` has as carried keys."""
+        """The ranks whose candidates are carried keys of the rank `reader`."""
         if not self.causal:
             return range(self.ranks.size)
         after = self.layouts[reader]
@@ -87,13 +86,13 @@ class Call(NamedTuple):
 
     @property
     def readers(self) -> list[int]:
-        """The ranks that have candidates of this one as carried keys."""
+        """The ranks that have candidates of this rank as carried keys."""
         own = self.ranks.rank
         return [rank for rank in range(self.ranks.size) if own in self.owners(rank)]
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank reads what another one has."""
+        """True if any rank reads candidates of another."""
         return not self.causal or any(layout.head > 0 for layout in self.layouts)
 
     def select_backend(self) -> str | None:
@@ -101,15 +100,15 @@ class Call(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Of candidates, [..., batch, kv_heads, room]."""
+    """Numbers of candidates, each [..., batch, kv_heads, room]."""
 
     score: torch.Tensor
     bias: torch.Tensor
-    position: torch.Tensor  # int32, among the rank's keys from `tail` on; -1: there is none
+    position: torch.Tensor  # int32, counted from the rank's key `tail`; -1: no key
 
     @classmethod
     def within(cls, packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Numbers:
-        """Views of bytes [..., bytes_of(...)] of one rank or of several."""
+        """Views into bytes [..., bytes_of(...)] of one rank or several."""
         count, at, found = math.prod(shape), 0, []
         for kind in (dtype, dtype, torch.int32):
             end = at + count * kind.itemsize
@@ -119,7 +118,8 @@ class Numbers(NamedTuple):
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of the numbers of a rank, a multiple of 8 and never 0, which would have no views."""
+    """The bytes of a rank's Numbers: a multiple of 8, and never 0, because 0 bytes have no
+    views."""
     return max((math.prod(shape) * (2 * dtype.itemsize + 4) + 7) // 8 * 8, 8)
 
 
@@ -132,8 +132,8 @@ class Candidates(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Score, position and bias of the carried keys, [batch, kv_heads, rows]. A row of position -1
-    is empty."""
+    """Score, position and bias of the carried keys, [batch, kv_heads, rows]. Position -1 marks an
+    empty row."""
 
     score: torch.Tensor
     position: torch.Tensor  # int32
@@ -141,11 +141,11 @@ class Table(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Own tokens first to last - 1, and their selection."""
+    """Own tokens first to last - 1, and the selection of their keys."""
 
     first: int
     last: int
-    reads_carried: bool  # whether they stand behind the carried keys
+    reads_carried: bool  # the tokens continue the sequence of the carried keys
     starts: MaybeTensor
     expiry: torch.Tensor
     slot: torch.Tensor
@@ -167,22 +167,22 @@ def find_candidates(call: Call, key: torch.Tensor, value: torch.Tensor) -> Candi
     packed = torch.empty(bytes_of(shape, score.dtype), dtype=torch.uint8, device=device)
     numbers = Numbers.within(packed, shape, score.dtype)
     rows = key.new_empty((batch, room, kv_heads, 2 * head_dim))
-    seen = torch.empty(batch, dtype=torch.int32, device=device)  # of no use here
+    seen = torch.empty(batch, dtype=torch.int32, device=device)  # not used
     cache = (*rows.chunk(2, -1), numbers.bias, numbers.score, numbers.position, seen, None)
     backend = ops.backend_for(call.backend, "cache_store")
-    if batch > 0:  # a cache has sequences
+    if batch > 0:  # a cache has at least one sequence
         ops.CACHE_STORE(key, value, score, None, *kept, *cache, *rules, call.bias_form, backend)
     return Candidates(numbers, packed, rows)
 
 
 def join_ranks(gathered: torch.Tensor, dim: int) -> torch.Tensor:
-    """[ranks, ...] with the axis of ranks before the axis `dim` of a rank's own, and one with it:
-    no copy, where all axes before that have length 1."""
+    """Move the axis of ranks of [ranks, ...] before the axis `dim` of a rank's tensor, and merge
+    the two. No copy is made if all axes before `dim` have length 1."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def find_table(call: Call, gathered: torch.Tensor) -> Table | None:
-    """The carried keys, from the numbers of all ranks; None if there are none."""
+    """The carried keys, taken from the numbers of all ranks; None if there are none."""
     owners = call.owners(call.ranks.rank)
     if not owners:
         return None
@@ -203,7 +203,7 @@ def take_rows(call: Call, gathered: torch.Tensor) -> Tensors:
 
 
 def select_carried(call: Call, table: Table, tokens: slice) -> Tensors:
-    """expiry and slot of the carried keys, and of some own keys behind them."""
+    """expiry and slot of the carried keys and of the own keys `tokens`, which follow them."""
     score, valid = call.score[..., tokens], call.key_valid
     seen = int32_on(score.device, score.shape[0] * [call.own.offset])
     tensors = (score, None if valid is None else valid[:, tokens], table.score, table.position)
@@ -211,8 +211,8 @@ def select_carried(call: Call, table: Table, tokens: slice) -> Tensors:
 
 
 def select_segments(call: Call, table: Table | None) -> list[Segment]:
-    """The own tokens in at most two segments: those that stand behind the carried keys, and the
-    others. Without causal masking only the carried keys are selected."""
+    """Split the own tokens into at most two segments: the tokens that follow the carried keys, and
+    the others. Without causal masking only the carried keys are selected."""
     own, segments = call.own, []
     if not call.causal:
         return [Segment(0, own.length, True, None, *select_carried(call, table, slice(0, 0)))]

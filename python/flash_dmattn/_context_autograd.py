@@ -1,12 +1,12 @@
 """The autograd function of context_parallel_attention(). Forward calls the steps of _context.py.
 Backward:
 
-    gradients of attention -> those of carried keys begin to travel to the ranks that own the keys
-                           -> what other ranks send is added to that of bias
+    gradients of attention -> gradients of carried keys begin to travel to the keys' ranks
+                           -> gradients from other ranks are added to the gradient of bias
                            -> gradients of the weights
-                           -> what other ranks send is added to those of key and value
+                           -> gradients from other ranks are added to those for key and value
 
-Dimensions are those of _context.py.
+Dimensions are as in _context.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ._ranks import Transfer
 
 
 class Saved(NamedTuple):
-    """What backward needs, beside the selection of each segment."""
+    """The tensors for backward, without the selection of each segment."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -57,7 +57,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a segment; `carried` has those of the carried keys."""
+    """Gradients of a segment; `carried` has the gradients of the carried keys."""
 
     query: torch.Tensor
     key: MaybeTensor
@@ -70,7 +70,7 @@ class Gradients(NamedTuple):
 def differentiate(
     call: Call, segment: Segment, dout: torch.Tensor, dlse: MaybeTensor, saved: Saved
 ) -> Gradients:
-    """The gradients of attend()."""
+    """The gradients of attend() for one segment."""
     tokens = slice(segment.first, segment.last)
     rows = (saved.query, saved.key, saved.value)
     tensors = cut(segment, rows, saved.bias)
@@ -99,33 +99,33 @@ def differentiate(
 
 
 def split_by_rank(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """[ranks, ...] of a tensor whose axis `dim` has the rows of one rank after the other."""
+    """Split the axis `dim`, which has the rows of one rank after the other, into [ranks, ...]."""
     return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 
 class ReturnedGradient(NamedTuple):
-    """A gradient of the own candidates that other ranks send back."""
+    """A gradient of the own candidates that other ranks return."""
 
     transfer: Transfer  # [ranks, ...], in the order of ranks
     # [batch, room, kv_heads]: the row of each candidate in the gradient of the own keys, viewed as
-    # [-1, head_dim], or [-1, 1] for bias; None: there is nothing to add
+    # [-1, head_dim], or [-1, 1] for bias; None: nothing has to be added
     index: MaybeTensor
-    # [batch, room, kv_heads]: the candidate whose sum each row writes: its own or, if the row is
-    # empty, another one; None: no row is empty
+    # [batch, room, kv_heads]: the candidate whose sum each row writes: its own, or another one if
+    # the row is empty; None: no row is empty
     source: MaybeTensor
 
 
 def send_back(call: Call, carried: Carried | None, saved: Saved) -> list[ReturnedGradient]:
-    """Begin to return the gradients of carried keys to the ranks that own them. Returns those of
-    bias, if there is one, of key and of value. Bias comes first because the gradients of the
-    weights need it."""
+    """Begin to return the gradients of carried keys to the ranks that own the keys. The list has
+    bias, if there is one, then key and value. Bias comes first because the gradients of the weights
+    need it."""
     rank, ranks = call.ranks.rank, range(call.ranks.size)
     batch, kv_heads, room = saved.position.shape
     owners, readers = call.owners(rank), call.readers
     key_index, bias_index, source = locate_candidates(call, saved)
 
     def begin(name: str, axis: int, shape: tuple[int, ...], index: MaybeTensor) -> ReturnedGradient:
-        """Of key, value or bias. `axis` is that of rows, `shape` is of the rows of one rank."""
+        """Begin with key, value or bias: `axis` is its axis of rows, `shape` is for one rank."""
         count = math.prod(shape)
         if carried is None:
             sent = getattr(saved, name).new_empty(0)
@@ -145,8 +145,8 @@ def send_back(call: Call, carried: Carried | None, saved: Saved) -> list[Returne
 
 
 def locate_candidates(call: Call, saved: Saved) -> MaybeTensors:
-    """ReturnedGradient.index for key and value, and for bias, and ReturnedGradient.source. All are
-    None if this rank has no candidates, or no rank reads them."""
+    """ReturnedGradient.index for key and value, the same for bias, and ReturnedGradient.source. All
+    are None if this rank has no candidates, or if no rank reads them."""
     if call.own.length == call.own.tail or not call.readers:
         return None, None, None
     batch, length, kv_heads, _ = saved.key.shape
@@ -165,11 +165,11 @@ def locate_candidates(call: Call, saved: Saved) -> MaybeTensors:
 
 
 def add_returned(returned: ReturnedGradient, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add what other ranks send back to a gradient of the own keys. Sums are of this dtype, and
-    their order depends on that of the ranks alone, not on whose numbers arrive first."""
+    """Add the gradients that other ranks return to a gradient of the own keys. They are summed in
+    `dtype` in the order of ranks, not in the order of arrival."""
     transfer, index, source = returned
     if index is None:
-        transfer.wait()  # its memory may not be used again before the transfer is over
+        transfer.wait()  # its memory may not be reused before the transfer ends
         return
     is_bias = gradient.dim() == 3
     flat, at = gradient.view(-1, 1 if is_bias else gradient.shape[-1]), index.flatten()
@@ -183,15 +183,14 @@ def add_returned(returned: ReturnedGradient, gradient: torch.Tensor, dtype: torc
 
 
 def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
-    """The tensors of all segments as one."""
     if len(tensors) == 1 or tensors[0] is None:
         return tensors[0]
     return torch.cat(tensors, dim)
 
 
 def gradients_of_keys(call: Call, found: list[Gradients], like: Saved) -> MaybeTensors:
-    """Gradients of key, value and bias from the own queries. Without causal masking these attend to
-    the carried keys alone."""
+    """Gradients of key, value and bias from the own queries. Without causal masking they are zeros,
+    because queries then attend to the carried keys alone."""
     if call.causal:
         key, value = join([one.key for one in found], 1), join([one.value for one in found], 1)
         return key, value, join([one.bias for one in found], 2)

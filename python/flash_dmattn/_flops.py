@@ -1,9 +1,9 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for the operators.
+"""The FLOPs of the operators, for torch.utils.flop_counter.FlopCounterMode.
 
 A multiply-add counts as two operations. The products of attention count for each query and the keys
-that it keeps, and so do the products of scores; what a kernel computes and then masks does not.
-A formula sees shapes alone. It counts padding, packed sequences and attn_mask as if every visible
-pair were kept, and a global selection as if every query saw all the keys that it keeps.
+that it keeps, and so do the products of scores. Products that a kernel computes and then masks do
+not count. A formula sees shapes alone. It counts padding, packed sequences and attn_mask as if
+every visible pair were kept, and a global selection as if every query saw all the keys it keeps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FORWARD, BACKWARD = 2, 5  # products of a row of head_dim with each kept key
 
 
 def count_pairs(q_len: int, kv_len: int, kept: int, causal: bool) -> int:
-    """The pairs of a query and a key that it keeps: of its visible keys at most `kept`. The last
-    query is at the position of the last key."""
+    """The number of pairs of a query and a key that it keeps, at most `kept` of its visible keys.
+    The last query is at the position of the last key."""
 
     def up_to(visible: int) -> int:
         """The pairs of the queries that see 1, 2, ..., `visible` keys."""
@@ -52,7 +52,7 @@ def count_score(given: Mapping[str, Any], products: int) -> int:
 
 
 def count_decode(given: Mapping[str, Any]) -> int:
-    """Each token sees the rows of the cache, and those of the call up to its own."""
+    """Each token sees the rows of the cache, and the call's tokens up to itself."""
     batch, q_len, q_heads, head_dim = given["query"]
     kept = given["window"] + given["recent"]
     scores = 0 if given["dt_proj"] is None else count_score(given, 1)
@@ -81,7 +81,7 @@ FORMULAS[ops.FUSED_BACKWARD] = lambda given: (
 
 def register(operator: ops.Operator, count: Any) -> None:
     """Have FlopCounterMode count calls of the operator. If the operator has gradients, the mode
-    sees calls of `name_no_grad` in its place."""
+    sees `name_no_grad` in its place."""
 
     def formula(*arguments: Any, **_: Any) -> int:
         return count(dict(zip(operator.arguments, arguments)))

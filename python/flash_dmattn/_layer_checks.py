@@ -30,7 +30,6 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
 
 
 def check_types(layer: type, given: dict[str, Any]) -> None:
-    """Check what the constructor of a layer is given."""
     _types.check_call(layer, given)
     if given["dtype"] is not None:
         _arguments.check_float("dtype", given["dtype"])
@@ -47,7 +46,7 @@ def check_options(
 def check_sizes(
     hidden: int, heads: int, kv_heads: int, head_dim: int | None, rope_base: float | None
 ) -> int:
-    """The head_dim of a layer of these sizes, of which head_dim may be None."""
+    """Check the sizes of a layer, and return its head_dim, which may be given as None."""
     for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
         require(size >= 1, f"{name}: is {size}, want 1 or more")
     require(
@@ -63,7 +62,7 @@ def check_sizes(
 
 
 def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[int, int]:
-    """The NoPE heads of a layer that may have `most`, and their rotated channels."""
+    """Check the number of NoPE heads of a layer, at most `most`, and of their rotated channels."""
     require(
         0 <= _arguments.check_int("nope_heads", heads) <= most,
         f"nope_heads: is {heads}, want 0 to {most}",
@@ -75,8 +74,8 @@ def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[i
     return heads, rotary_dim
 
 
-# The text of a size makes a constant of it in a graph that is being traced. So what a message says
-# of the sizes of tensors is put into it where a check fails.
+# A size that is formatted into a message becomes a constant of a graph that is being traced. So
+# messages are formatted only where a check fails.
 
 
 def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
@@ -91,8 +90,8 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
 
 
 def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> None:
-    """Check that states can be multiplied by a weight of the layer: PyTorch's own message names
-    neither."""
+    """Check that states can be multiplied by a weight of the layer. PyTorch's own message names
+    neither of them."""
     if x.device != weight.device:
         raise ValueError(f"{name}: is on {x.device}, want {weight.device}, where {layer} is")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -100,13 +99,14 @@ def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> 
         raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
 
 
-# The second one is that of torch.nn.MultiheadAttention.
+# torch.nn.MultiheadAttention has the second one.
 PLAIN = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def check_input(name: str, x: torch.Tensor | None, linear: Any) -> None:
-    """check_like() of what a projection gets, unless that may be more than its weight: it has been
-    replaced or has hooks, such as those that bring a weight from another device."""
+    """check_like() for the input of a projection. It is skipped if the projection may compute more
+    than its weight says: it has been replaced, or it has hooks, for example hooks that bring a
+    weight from another device."""
     if x is None or torch.compiler.is_compiling():
         return
     is_plain = type(linear) in PLAIN and "forward" not in vars(linear)
@@ -129,7 +129,7 @@ def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
-    """The width of the memory of a layer with these options."""
+    """Check a layer's memory_hidden against its other options."""
     if hidden is not None:
         require(hidden >= 1, f"memory_hidden: is {hidden}, want 1 or more")
         require(not causal, "memory_hidden: is given, want None for a causal layer")
@@ -162,7 +162,7 @@ def check_memory_of_call(
 def check_ranks(
     group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
 ) -> LayerRanks | None:
-    """The ranks of a layer. Such a layer has no gap, memory_hidden or options: `absent`."""
+    """The ranks of a layer. Such a layer has no gap, memory_hidden or options (`absent`)."""
     check_dropout(dropout, "dropout")
     if group is None:
         return None
@@ -181,7 +181,8 @@ def check_cache(
     layer: int,
     index: torch.Tensor | None,
 ) -> tuple[DynamicMaskCache | None, int]:
-    """The cache that has the keys of the layer for the tokens x, and the layer's number in it."""
+    """Check the cache of a call: return the cache that has the keys of the layer, and the layer's
+    number in it."""
     _arguments.check_int("layer", layer)
     if cache is None:
         return None, 0
@@ -234,7 +235,7 @@ def check_options_of_call(
     draft: bool,
     lengths: Sequence[int] | None,
 ) -> None:
-    """Check types, and refuse what only calls with a cache have, or only those without one."""
+    """Check types, and refuse arguments that only a call with, or without, a cache may have."""
     _types.check_flag("draft", draft)
     check_starts(starts, x)
     if positions is not None:

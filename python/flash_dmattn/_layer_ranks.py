@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def module(name: str) -> ModuleType:
-    """One that only a PyTorch with torch.distributed can import."""
+    """Import a module that exists only in a PyTorch with torch.distributed."""
     return importlib.import_module(f".{name}", __package__)
 
 
 class LayerRanks:
-    """The ranks of a layer, which copies of the layer share."""
+    """The ranks of a layer. Copies of the layer share them."""
 
     def __init__(self, process_group: ProcessGroup | DeviceMesh) -> None:
         self.process_group = process_group
@@ -38,7 +38,7 @@ class LayerRanks:
         starts: torch.Tensor | Sequence[int] | None,
         lengths: Sequence[int] | None,
     ) -> torch.Tensor:
-        """[1, length]: the positions of the own tokens x, which begin anew at each of `starts`."""
+        """Positions [1, length] of the own tokens x, which begin anew at each of `starts`."""
         group, device = self.process_group, x.device
         make = module("distributed").sequence_positions
         positions = make(x.shape[1], group=group, device=device, lengths=lengths)

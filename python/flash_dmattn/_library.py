@@ -1,9 +1,9 @@
-"""The C library as ctypes sees it: what fdma.h declares, and nothing of PyTorch.
+"""The C library as ctypes sees it: the declarations of fdma.h, and nothing of PyTorch.
 
-The header is read when this module is imported, so that structs, enumerators and functions stand in
-one place. It is that of the sources, or the one that is installed beside the library.
+The header is read when this module is imported, so that structs, enumerators and functions are
+declared in one place. It is the header of the sources, or the one installed beside the library.
 
-The library is the file that FDMA_LIBRARY names or, where that is not set, the one beside this file.
+The library is the file that FDMA_LIBRARY names or, if that is not set, the one beside this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASIC_TYPES = {
     "size_t": ctypes.c_size_t,
     "uint64_t": ctypes.c_uint64,
 }
-POINTERS = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}  # the others are typed
+POINTERS = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}  # other pointers are typed
 DECLARATION = re.compile(
     r"typedef enum (?P<enum>\w+) \{(?P<values>.*?)\}"
     r"|typedef struct (?P<struct>\w+) \{(?P<members>.*?)\}"
@@ -35,7 +35,7 @@ DECLARATION = re.compile(
 
 
 class Struct(ctypes.Structure):
-    """A struct of the header. The fields that are not given are zero, but for its own size."""
+    """A struct of the header. Fields that are not given are zero, but its own size is filled in."""
 
     def __init__(self, **fields: Any) -> None:
         if hasattr(type(self), "size"):
@@ -70,7 +70,7 @@ class Header:
             self.functions[function] = (result, self.arguments_of(rest["parameters"]))
 
     def fields_of(self, line: str) -> list[tuple[str, Any]]:
-        """The names and types of a declaration, such as "const char *name" or "int64_t k, v[4]"."""
+        """The names and types in a declaration such as "const char *name" or "int64_t k, v[4]"."""
         word, _, names = re.sub(r"\bconst\b|\s+", " ", line).strip().partition(" ")
         fields = []
         for name in names.split(",") if names else ():
@@ -89,7 +89,7 @@ class Header:
 
 
 class Kernel(NamedTuple):
-    """A kernel of the library; `missing` names what this machine lacks for it, or is None."""
+    """A kernel of the library. `missing` names what this machine lacks for it; None: it can run."""
 
     name: str
     operation: str
@@ -97,16 +97,16 @@ class Kernel(NamedTuple):
 
 
 def folders() -> list[Path]:
-    """Those of the package: an editable install has one of the sources and one of the library."""
+    """The folders of the package: an editable install has the sources and the library in two."""
     return [Path(folder) for folder in sys.modules[__package__].__path__]
 
 
 def find(variable: str = "FDMA_LIBRARY", name: str = "libfdma") -> Path:
-    """Where a library is: the file that the environment variable names, or the one of this name
-    beside this file.
+    """The path of a library: the file that the environment variable names, or the file of this name
+    beside this one.
 
     Raises:
-        ImportError: it is not there; the message says where it was looked for.
+        ImportError: the file does not exist; the message says where it was looked for.
     """
     chosen = os.environ.get(variable)
     if chosen:
@@ -123,10 +123,10 @@ def find(variable: str = "FDMA_LIBRARY", name: str = "libfdma") -> Path:
 
 
 def read_header() -> Header:
-    """fdma.h, of the sources that this file is one of, or as it is installed.
+    """fdma.h from the sources of this file, or as installed.
 
     Raises:
-        ImportError: it is not there.
+        ImportError: the file does not exist.
     """
     sources = Path(__file__).resolve().parents[2] / "include"
     candidates = [folder / "fdma.h" for folder in (sources, *folders())]
@@ -144,7 +144,8 @@ OK, INVALID_ARGUMENT, UNSUPPORTED = (
 
 
 def named(prefix: str) -> dict[str, int]:
-    """The enumerators whose names begin so, by the rest of their names in small letters."""
+    """The enumerators whose names begin with `prefix`, by the rest of their names in small
+    letters."""
     found = HEADER.enumerators.items()
     return {name[len(prefix) :].lower(): n for name, n in found if name.startswith(prefix)}
 
@@ -161,7 +162,7 @@ def load(path: Path) -> ctypes.CDLL:
     """The library at `path`, with its functions declared.
 
     Raises:
-        ImportError: the file is no library, or one of another version.
+        ImportError: the file is no library, or is a library of another version.
     """
     try:
         loaded = ctypes.CDLL(str(path))
@@ -177,7 +178,7 @@ library = load(PATH)
 
 
 def check(status: int) -> None:
-    """Turn the status of the call just made by this thread into an exception with its message.
+    """Turn the status of this thread's last call into an exception with its message.
 
     Raises:
         ValueError: FDMA_INVALID_ARGUMENT.
@@ -194,7 +195,7 @@ def version() -> str:
 
 
 def kernels() -> list[Kernel]:
-    """All kernels of the library in the order of preference, those that cannot run here too."""
+    """All kernels of the library in the order of preference, also those that cannot run here."""
     found = []
     for index in range(library.fdma_kernel_count()):
         info = HEADER.structs["fdma_kernel_info"]()
@@ -205,11 +206,12 @@ def kernels() -> list[Kernel]:
 
 
 def backends() -> list[str]:
-    """The first components of the names of kernels that can run here, the preferred one first."""
+    """The first components of the names of kernels that can run here, in the order of
+    preference."""
     names = [kernel.name for kernel in kernels() if kernel.missing is None]
     return list(dict.fromkeys(name.split("/")[0] for name in names))
 
 
 def has_cuda() -> bool:
-    """Whether the library was built with CUDA kernels, usable on this machine or not."""
+    """True if the library was built with CUDA kernels, whether this machine can use them or not."""
     return any(kernel.name.startswith("cuda/") for kernel in kernels())

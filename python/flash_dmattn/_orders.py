@@ -9,7 +9,8 @@ Order = Tuple[str, ...]
 Named = Dict[str, Any]
 
 
-# Names beside which a number is no scale: those of the scale, and of what flash-dmattn has not.
+# A number beside one of these names is no scale: names of the scale, and names that flash-dmattn
+# lacks.
 BESIDE_DROPOUT = (
     "softmax_scale",
     "scale",
@@ -23,15 +24,15 @@ BESIDE_DROPOUT = (
 
 
 def is_yes_or_no(value: Any) -> bool:
-    """Whether a number can only mean yes or no: a bool, also of NumPy or PyTorch, 0 or 1."""
+    """True for a value that can only mean yes or no: a bool (also of NumPy or PyTorch), 0 or 1."""
     kind = type(value).__name__
     return kind in ("bool", "bool_") or isinstance(value, int) and value in (0, 1)
 
 
 def has_scale(args: tuple[Any, ...], named: Named) -> bool:
-    """Whether `args` begin with scale, is_causal and softcap, as in flash-dmattn, not with
-    dropout_p, softmax_scale and a bool, as in flash-attn. A scale is never 0. A first one that can
-    be both is a scale."""
+    """True if `args` begin with scale, is_causal and softcap, as in flash-dmattn; false if they
+    begin with dropout_p, softmax_scale and a bool, as in flash-attn. A scale is never 0. A first
+    number that can be either is a scale."""
     first, second, third, *_ = (*args, None, None, None)
     is_number = isinstance(first, (int, float))  # others are refused under this name
     if not is_number or is_yes_or_no(second) or "dropout_p" in named:
@@ -46,8 +47,8 @@ def in_any_order(
     usual: Order,
     adapt: Callable[[Named], None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator. The function gets its positional arguments by the names that order_of() gives
-    them; adapt() changes the arguments of a call in another order than `usual`."""
+    """A decorator. Positional arguments get the names that order_of() returns; adapt() changes the
+    arguments of a call in another order than `usual`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,8 +1,8 @@
-"""A process group as its ranks see it: what they agree on before a call, and what they exchange.
+"""A process group as its ranks see it: how they agree before a call, and how they exchange tensors.
 
-Ranks first compare their arguments through the store of torch.distributed, from host to host. So a
-rank that disagrees, raises or stays away ends the call with an error on every rank before any of
-them waits for a collective operation, and no device is waited for.
+Ranks first compare their arguments through the store of torch.distributed, from host to host. So if
+a rank disagrees, raises or stays away, the call ends with an error on every rank before any of them
+waits in a collective operation. The comparison waits for no device.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 # PyTorch 2.13 renames it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 PROBE = timedelta(milliseconds=50)  # how long has() waits
-LENGTH = "length"  # of the settings, the one in which ranks may differ
-FAILED = "failed"  # instead of settings: why a rank has refused its arguments
+LENGTH = "length"  # the only setting in which ranks may differ
+FAILED = "failed"  # sent instead of settings: why a rank refused its arguments
 
 
 class Ranks:
-    """The ranks of a process group, and which of them this process is."""
+    """The ranks of a process group, and the rank of this process."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # gloo moves tensors in the memory of the host alone
+        # gloo sends only from host memory
         self.through_host = "nccl" not in dist.get_backend_config(group)
         store = distributed_c10d._get_default_store()
         self.timeout = timeout_of(group, store)
-        # Neither groups without a common rank nor one that is made anew share keys.
+        # Keys differ between groups without a common rank, and between a group and one made anew.
         members = ",".join(map(str, dist.get_process_group_ranks(group)))
         prefix = f"flash_dmattn/{group.group_name}/{members}"
         made = (store.add(f"{prefix}/ranks", 1) - 1) // self.size
         self.store: Any = dist.PrefixStore(f"{prefix}/{made}", own_client(store))
-        self.calls = 0  # that the ranks have compared so far
+        self.calls = 0  # compared by the ranks so far
 
     def process_group(self) -> dist.ProcessGroup:
         """The process group, while it exists.
@@ -59,10 +59,10 @@ class Ranks:
     # ---- From host to host ----
 
     def compare(self, settings: Mapping[str, Any]) -> list[int]:
-        """The length that each rank has. All other settings have to be the same on all ranks.
+        """The length of each rank. All other settings have to be the same on all ranks.
 
         Raises:
-            ValueError: they are not, or another rank has refused its arguments.
+            ValueError: settings differ, or another rank has refused its arguments.
             RuntimeError: a rank made no such call within the timeout of the process group.
         """
         found = [json.loads(text) for text in self.post(settings)]
@@ -76,7 +76,7 @@ class Ranks:
         return [one[LENGTH] for one in found]
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that this rank has refused its arguments."""
+        """Tell the other ranks that this one has refused its arguments."""
         self.post({FAILED: str(error)})
 
     def post(self, settings: Mapping[str, Any]) -> list[str]:
@@ -87,17 +87,17 @@ class Ranks:
         try:
             self.store.set(own, json.dumps(settings, default=str))
             texts = [text.decode() for text in self.read(keys)]
-            if call > 0:  # all ranks have read it: they have begun this call
+            if call > 0:  # all ranks have begun this call, so all have read it
                 self.store.delete_key(f"{call - 1}/{self.rank}")
         except Exception as error:
             message = self.describe_absent(keys)
-            if self.has(own):  # a rank that comes later reads that this one has given up
+            if self.has(own):  # tells a rank that comes later that this one gave up
                 self.store.set(own, json.dumps({FAILED: message}))
             raise RuntimeError(message) from error
         return texts
 
     def read(self, keys: list[str]) -> list[bytes]:
-        """The values of all keys, as soon as they are there."""
+        """The values of all keys, once all exist."""
         if self.timeout != self.store.timeout:
             self.store.wait(keys, self.timeout)
         if self.store.has_extended_api():
@@ -106,7 +106,7 @@ class Ranks:
 
     def describe_absent(self, keys: list[str]) -> str:
         absent = [rank for rank, key in enumerate(keys) if not self.has(key)]
-        if self.rank in absent:  # although it has just written its own text
+        if self.rank in absent:  # it cannot read its own text
             return "group: the store of the process group is gone, with the process that had it"
         seconds = self.timeout.total_seconds()
         if not absent:
@@ -125,7 +125,7 @@ class Ranks:
     # ---- Between devices ----
 
     def gather(self, own: torch.Tensor) -> Transfer:
-        """Begin to gather a tensor of the same shape from all ranks: [ranks, ...]."""
+        """Begin to gather a tensor of the same shape from all ranks into [ranks, ...]."""
         sent = self.on_transport(own).flatten()
         received = sent.new_empty(self.size * sent.numel())
         work = all_gather(received, sent, group=self.process_group(), async_op=True)
@@ -139,8 +139,8 @@ class Ranks:
         shape: tuple[int, ...],
     ) -> Transfer:
         """Begin an all-to-all exchange. `sent` has sent_counts[n] rows for each rank n, which sends
-        received_counts[n] rows, both in the order of ranks. The received rows are returned as a
-        tensor of `shape`.
+        received_counts[n] rows; both are in the order of ranks. The rows received make a tensor of
+        `shape`.
         """
         device, sent = sent.device, self.on_transport(sent).contiguous()
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
@@ -149,17 +149,17 @@ class Ranks:
         return Transfer(work, sent, received, device, shape)
 
     def on_transport(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor where the process group can send it from."""
+        """The tensor in memory from which the process group can send it."""
         return tensor.cpu() if self.through_host else tensor
 
     def pass_on(self, sent: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Passing:
-        """Begin to send tensors to the next rank, and to receive such of these shapes from the one
-        before: the ranks form a ring."""
+        """Begin to send tensors to the next rank, and to receive tensors of these shapes from the
+        previous one: the ranks form a ring."""
         return Passing(self, sent, shapes)
 
 
 class Transfer:
-    """What this rank receives in a collective operation that has begun."""
+    """The tensor that this rank receives in a collective operation that has begun."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Transfer:
         self.received, self.device, self.shape = received, device, shape
 
     def wait(self) -> torch.Tensor:
-        """The received tensor. With NCCL the current stream waits, with gloo the host."""
+        """The received tensor. The current stream waits with NCCL, the host with gloo."""
         self.work.wait()
         return self.received.view(self.shape).to(self.device)
 
@@ -188,14 +188,14 @@ class Passing:
         following, before = (
             dist.get_global_rank(group, (ranks.rank + step) % ranks.size) for step in (1, -1)
         )
-        # Kept until wait(): the operations read them.
+        # Kept until wait(), because the operations read them.
         self.sent = [ranks.on_transport(one).contiguous() for one in sent]
         if ranks.size == 1:
             self.received, self.works = self.sent, []
             return
         self.received = [one.new_empty(shape) for one, shape in zip(self.sent, shapes)]
-        # All ranks have to take part in the first operations of a group: one without tokens sends
-        # an element that is not read.
+        # All ranks have to take part in the first operations of a group, so a rank without tokens
+        # sends an element that is not read.
         pairs = ((dist.isend, self.sent, following), (dist.irecv, self.received, before))
         operations = [
             dist.P2POp(run, one if one.numel() else one.new_zeros(1), peer, group)
@@ -215,11 +215,11 @@ known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDict
 
 
 def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
-    """The ranks of a process group, or of a mesh of one dimension; None for all processes.
+    """The ranks of a process group or of a mesh of one dimension; None for all processes.
 
     Raises:
         RuntimeError: torch.distributed has no process group.
-        TypeError: it is something else.
+        TypeError: `group` is something else.
         ValueError: a mesh of more dimensions, or a group without this process.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -245,8 +245,8 @@ def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
 
 
 def own_client(store: Any) -> Any:
-    """A connection of its own to the store, where PyTorch can make one: others then do not wait
-    while the ranks of a group wait for each other."""
+    """A second connection to the store, if PyTorch can make one. While the ranks of a group wait
+    for each other on it, other users of the store do not wait."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -254,11 +254,10 @@ def own_client(store: Any) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup, store: Any) -> timedelta:
-    """How long the ranks of a group wait for each other."""
     for device in ("cuda", "cpu"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
-        except (AttributeError, RuntimeError):  # no such backend, or a PyTorch that does not tell
+        except (AttributeError, RuntimeError):  # no such backend, or PyTorch does not tell
             continue
     return store.timeout
 
@@ -269,7 +268,6 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe(name: str, found: list[dict[str, Any]]) -> str:
-    """Which ranks have which value of a setting."""
     owners: dict[str, list[int]] = {}
     for rank, settings in enumerate(found):
         owners.setdefault(str(settings.get(name)), []).append(rank)

@@ -1,19 +1,19 @@
 """Calls in eager mode that go to the C library directly, without PyTorch's dispatcher.
 
-The dispatcher takes longer than a small call itself. It is needed where something watches or
-changes operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors,
-counted FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. What tensors and the
-thread's dispatch keys tell is looked at once, at the first call for a layout, which is planned
-here. Then the extension module _native (src/python) makes it, and those after it. Each has a guard:
+The dispatcher takes longer than a small call itself. It is needed if something watches or changes
+operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, FLOP
+counting), tensor subclasses, the profiler, hooks for saved tensors. The tensors and the thread's
+dispatch keys are inspected once, at the first call for a layout, which is planned here. The
+extension module _native (src/python) makes this call and the later ones. Each has a guard:
 torch.compile's own test of tensors, which compares types, dispatch keys, dtypes, devices, shapes,
-strides and requires_grad in one call of C++.
+strides and requires_grad in one C++ call.
 
 The kernels of operators, which the dispatcher calls in compiled graphs, repeat calls in the same
-way. They remember theirs apart from those of eager mode: a guard compares dispatch keys as the
-thread includes and excludes them, which differs within a kernel.
+way. They remember their own calls, separate from eager mode: a guard compares dispatch keys under
+the keys that the thread includes and excludes, and these differ within a kernel.
 
-Without the module, which a warning says once, and under a version of PyTorch that lacks what direct
-calls need, all calls take the dispatcher's way.
+All calls go through the dispatcher if the module is missing, with one warning, or if PyTorch lacks
+something that direct calls need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ._call import GUARDS, allocators, device_function, stream_function
 if TYPE_CHECKING:
     from .ops import Operator
 
-INTERFACE = 3  # of _native: what it and this file expect of each other
+INTERFACE = 3  # version of the interface between _native and this file
 NAME, FILE = f"{__package__}._native", "_native.abi3.so"
 MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
@@ -45,8 +45,8 @@ MISSING = (
 )
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
-LAYOUTS_MAX = 4  # of one set of options, which are tried one after the other
-STATES_MAX = 8  # of one layout in kernels: dispatch keys, types of tensors and their requires_grad
+LAYOUTS_MAX = 4  # per set of options; they are tried one after the other
+STATES_MAX = 8  # per layout in kernels: dispatch keys, types of tensors, requires_grad
 
 try:  # none of it is in PyTorch's documentation
     from torch._C import (
@@ -63,15 +63,15 @@ try:  # none of it is in PyTorch's documentation
     CAN_ASK = True
 except ImportError:
     CAN_ASK = False
-# The address of the C++ function that code made by torch.compile calls, in place of data_ptr().
+# The address of the C++ function that code of torch.compile calls in place of data_ptr().
 DATA_PTR = getattr(GUARDS, "_torchinductor_pyobject_tensor_data_ptr", 0)
-# The hooks for saved tensors that are set; PyTorch 2.4 does not tell.
+# Returns the hooks for saved tensors that are set. PyTorch 2.4 has no such function.
 saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Given = List[torch.Tensor]
-Sources = List[Tuple[int, int]]  # of tensors: the number of a given one, and the offset in it
-# What tells the calls of a function apart: a head, which stands for the function; its arguments, of
-# which the first ones are tensors or None, the others options; and the number of the first ones.
+Sources = List[Tuple[int, int]]  # per tensor: the index of a given tensor, and an offset in it
+# Identifies a call: a head, which stands for the function; its arguments, first tensors or None,
+# then options; and the number of those first arguments.
 Known = Tuple[Any, Tuple[Any, ...], int]
 
 is_deterministic = getattr(
@@ -80,9 +80,9 @@ is_deterministic = getattr(
 
 
 def load_native() -> Any:
-    """The extension module, beside the C library, where the build puts it, or beside this file;
-    None if it is not there, or is one for another version of this package."""
-    # A free-threaded interpreter has other object layouts, and loading by path does not refuse.
+    """Load the extension module from the folder of the C library, where the build puts it, or from
+    this file's folder. None if there is none, or only one for another version of this package."""
+    # A free-threaded interpreter has other object layouts, and loading by path does not check them.
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     if NAME in sys.modules:
@@ -97,7 +97,7 @@ def load_native() -> Any:
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except ImportError:  # the file does not load in this interpreter, for example PyPy
+    except ImportError:  # this interpreter cannot load the file, for example PyPy
         return None
     if module.INTERFACE != INTERFACE:
         return None
@@ -106,7 +106,7 @@ def load_native() -> Any:
 
 
 def find_native() -> Any:
-    """The extension module, set up; None where all calls take the dispatcher's way."""
+    """The extension module, set up; None if all calls go through the dispatcher."""
     found = load_native() if CAN_ASK else None
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
@@ -121,7 +121,7 @@ NATIVE = find_native()
 @functools.lru_cache(maxsize=None)
 def warn_once() -> None:
     if CAN_ASK:
-        warnings.warn(MISSING, RuntimeWarning, stacklevel=4)  # the caller of a function
+        warnings.warn(MISSING, RuntimeWarning, stacklevel=4)  # the caller of the public function
 
 
 def repeat_nothing(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
@@ -130,23 +130,23 @@ def repeat_nothing(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
     return NotImplemented
 
 
-# repeat(*known): the results of a call that is remembered; NotImplemented if none is, or if
-# something needs the dispatcher that no guard notices: a mode, the profiler, or forward mode, in
-# which tensors have tangents.
+# repeat(*known): the results of a remembered call. NotImplemented if there is none, or if something
+# needs the dispatcher that no guard notices: a mode, the profiler, or forward mode, in which
+# tensors have tangents.
 repeat = repeat_nothing if NATIVE is None else NATIVE.repeat
 
 
 class Record(NamedTuple):
-    """What autograd records of a call: see autograd.py."""
+    """The parts of a call that autograd records: see autograd.py."""
 
     apply: Any  # of the autograd.Function
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
-    kept: list[int]  # where what is saved is among given inputs and results
-    # Where each tensor of the backward operator is among these; the name of one that is bundled.
+    kept: list[int]  # indices of the saved tensors in [given inputs, results]
+    # Where each tensor of the backward operator is in `kept`; the name of a bundled one.
     sources: list[int | str | None]
     results: list[int]  # indices of the backward operator's results that exist
-    gradients: list[int | None]  # for each given input, where its gradient is in `results`
+    gradients: list[int | None]  # for each given input, the index of its gradient in `results`
 
 
 class DirectCall:
@@ -161,7 +161,7 @@ class DirectCall:
         record: Record | None = None,
         sources: Sources | None = None,
     ) -> None:
-        self.inputs = inputs  # which tensors are given
+        self.inputs = inputs  # indices of the tensors that are given
         self.prepared = prepared
         self.guard = make_guard(given).check
         self.alignments = alignments_of(given)
@@ -170,7 +170,6 @@ class DirectCall:
         self.native = make_native(self, count, sources)
 
     def fits(self, given: Given) -> bool:
-        """Whether the call can be made for these tensors."""
         return self.guard(*given) and alignments_of(given) == self.alignments
 
 
@@ -188,7 +187,7 @@ def make_guard(given: Given) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def has_guards() -> bool:
-    """Whether PyTorch's guards, which are not in its documentation, are what this module needs."""
+    """True if PyTorch's guards, which are undocumented, do what this module needs."""
     one, other = torch.empty(2, 3, device="cpu"), torch.empty(3, 2, device="cpu")
     try:
         check = make_guard([one, other]).check
@@ -198,7 +197,7 @@ def has_guards() -> bool:
 
 
 def is_plain_state() -> bool:
-    """Whether the thread dispatches as it does by default, or in inference mode."""
+    """True if the thread dispatches as it does by default or in inference mode."""
     included = _dispatch_tls_local_include_set().remove(DispatchKey.ADInplaceOrView)
     without_autograd = _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
     return repr(included) == repr(DispatchKeySet(DispatchKey.BackendSelect)) and not (
@@ -208,8 +207,8 @@ def is_plain_state() -> bool:
 
 @functools.lru_cache(maxsize=None)
 def plain_keys(device: str) -> tuple[str, ...]:
-    """The dispatch keys of tensors that are nothing but numbers in memory, as text: sets of PyTorch
-    2.4 are not equal to others."""
+    """The dispatch keys of plain tensors, as text, because key sets of PyTorch 2.4 never
+    compare equal."""
     found = []
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):
@@ -224,9 +223,9 @@ def is_plain(tensor: Any) -> bool:
 
 
 def begin(operator: Operator, arguments: tuple[Any, ...], count: int, known: Known) -> Any:
-    """The results of the first call for a layout, from now on remembered as `known`, whose tensors
-    have the order of the operator's; NotImplemented if the dispatcher has to make it. `count` is
-    that of the results that are wanted, the first ones."""
+    """Make the first call for a layout, remember it as `known`, and return the first `count`
+    results. The tensors of `known` have the operator's order. NotImplemented if the dispatcher has
+    to make the call."""
     if NATIVE is None or NATIVE.is_watched():
         return NotImplemented
     call = plan(operator, arguments, operator.operation.results[:count])
@@ -237,7 +236,7 @@ def plan(
     operator: Operator, arguments: tuple[Any, ...], results: tuple[str, ...]
 ) -> DirectCall | None:
     """A new direct call for these arguments, with some of the operator's results; None if the
-    dispatcher has to make the call."""
+    dispatcher has to make it."""
     tensors, options, backend = operator.settle(*arguments)
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
     given = [tensors[at] for at in inputs]
@@ -254,7 +253,7 @@ def plan(
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     operation, record = operator.operation.with_results(results), None
     if needs_gradients:
-        # Hooks for saved tensors, which checkpointing sets, want to see what is saved.
+        # Hooks for saved tensors, which checkpointing sets, have to see the saved tensors.
         if operator.plan_record is None or saved_hooks is None or saved_hooks(False):
             return None
         operation, record = operator.plan_record(arguments, len(results))
@@ -264,14 +263,15 @@ def plan(
 
 
 def call_operator(operator: Operator, arguments: tuple[Any, ...]) -> _call.Returned:
-    """The kernel of an operator: makes a call that is remembered, or the first one for a layout.
+    """The kernel of an operator: repeat a remembered call, or make the first one for a layout.
 
     Raises:
         As _call.call().
     """
     if NATIVE is None:
         return _call.call(operator, arguments)
-    # With the shapes that say the lengths, few guards are tried, however many lengths take turns.
+    # The head has the shapes with the lengths, so that few guards are tried if many lengths
+    # alternate.
     head = (operator, arguments[0].shape, arguments[operator.key_at].shape)
     results = repeat(head, arguments, operator.count)
     if results is not NotImplemented:
@@ -283,13 +283,13 @@ def call_operator(operator: Operator, arguments: tuple[Any, ...]) -> _call.Retur
 def remember_in_kernel(
     head: tuple[Any, ...], arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
 ) -> None:
-    """Remember the call that `prepared` makes for the tensors `given`, under `head`, if a guard can
-    tell these from others. A call that repeat() no longer finds is remembered again, not made anew,
-    which would take as long as the rest of a small call."""
+    """Remember under `head` the call that `prepared` makes for the tensors `given`, if a guard can
+    tell them from others. If a call exists already that repeat() no longer finds, it is remembered
+    again: making it anew would take as long as the rest of a small call."""
     operator = head[0]
     own = [id(x) for x in arguments[: operator.count] if x is not None]
     is_copied = own != [*map(id, given)]
-    # Guards refuse a tensor given twice; where something watches, repeat() tries no guard.
+    # Guards refuse a tensor given twice. If something watches, repeat() tries no guard.
     if is_copied or len(set(own)) < len(own) or NATIVE.is_watched():
         return
     known = _call.memory.in_kernels.setdefault(prepared, [])
@@ -309,8 +309,8 @@ def remember_in_kernel(
 def make_in_kernel(
     operator: Operator, arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
 ) -> DirectCall | None:
-    """A new direct call for these arguments; None if a tensor is of a subclass, or if guards do not
-    tell what differs."""
+    """A new direct call for these arguments; None if a tensor is of a subclass, or if guards cannot
+    tell the difference."""
     are_plain = all(type(x) in PLAIN_TYPES for x in given)
     if not are_plain or torch._C._are_functorch_transforms_active() or not has_guards():
         return None
@@ -319,8 +319,8 @@ def make_in_kernel(
 
 
 def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
-    """The Call of _native that makes a call in the way of Prepared.run(), and returns the first
-    `count` results. `sources` says where the address of each input is found."""
+    """The Call of _native that makes a call as Prepared.run() does and returns the first `count`
+    results. `sources` says where it finds the address of each input."""
     prepared, record = call.prepared, call.record
 
     def address(words: _call.Words, at: int) -> int:
@@ -363,8 +363,8 @@ def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
 def call_backward(
     call: DirectCall, dout: torch.Tensor, dlse: MaybeTensor, kept: _call.Outputs
 ) -> _call.Outputs:
-    """The results of the backward operator of a recorded call that are not absent, from the
-    gradients of out and lse and from what was kept."""
+    """The present results of a recorded call's backward operator, from the gradients of out and lse
+    and the `kept` tensors."""
     record = call.record
     assert record is not None
     given = (dout, *kept) if dlse is None else (dout, dlse, *kept)
@@ -394,8 +394,8 @@ def call_backward(
 def begin_backward(
     call: DirectCall, given: _call.Outputs, arguments: tuple[Any, ...], kept: int
 ) -> Any:
-    """begin() for the backward operator of a recorded call. The call that is remembered takes what
-    is given to call_backward(), of which the last `kept` tensors were kept."""
+    """begin() for the backward operator of a recorded call. The remembered call takes the tensors
+    that call_backward() gets; the last `kept` of them were saved by forward."""
     record = call.record
     assert record is not None
     names = tuple(record.backward.operation.results[at] for at in record.results)
@@ -414,13 +414,12 @@ def begin_backward(
 
 
 def make_first(call: DirectCall, known: Known) -> Any:
-    """Remember a call, and make it."""
     remember(known, call)
     return repeat(*known)
 
 
 def remember(known: Known, call: DirectCall) -> None:
-    """Keep a call, the newest first."""
+    """Remember a call, in front of older ones."""
     key = NATIVE.make_key(*known)
     if key is None:
         return

@@ -1,7 +1,7 @@
 """Dense attention of one rank's tokens in a sequence that many ranks hold: ring attention.
 
 The keys of each rank go round the ring of ranks. A rank attends to the keys that it holds while the
-next ones arrive, and merges the results. Backward sends keys round once more, and after them the
+next ones arrive, and merges the results. Backward sends the keys round once more, followed by the
 sums of their gradients.
 
 Source: arXiv:2310.01889.
@@ -22,7 +22,7 @@ MaybeTensors = Tuple[MaybeTensor, ...]
 
 
 class Call(NamedTuple):
-    """What a call has beside the tensors that it differentiates."""
+    """The inputs of a call that it does not differentiate."""
 
     ranks: Ranks
     lengths: list[int]  # of all ranks
@@ -38,13 +38,13 @@ class Call(NamedTuple):
         return (self.ranks.rank - step) % self.ranks.size
 
     def sees(self, owner: int) -> bool:
-        """Whether queries of this rank attend to keys of the rank `owner`."""
+        """True if queries of this rank attend to keys of the rank `owner`."""
         return not self.causal or owner <= self.ranks.rank
 
     def arguments(
         self, query: torch.Tensor, rows: list[torch.Tensor], sink_logit: MaybeTensor, owner: int
     ) -> tuple[Any, ...]:
-        """Those of ATTENTION, from query to dropout_p. Keys of other ranks stand before all
+        """Arguments of ATTENTION, from query to dropout_p. Keys of other ranks stand before all
         queries."""
         key, value, *valid = rows
         masks = (None, valid[0] if valid else None, None, None, sink_logit, *6 * [None])
@@ -60,8 +60,8 @@ class Call(NamedTuple):
         key_valid: MaybeTensor,
         sink_logit: MaybeTensor,
     ) -> None:
-        """Have the C library refuse what no kernel does, before anything is sent: a call without
-        tokens."""
+        """Make a call without tokens, so that the C library refuses an unsupported call before
+        anything is sent."""
         rows = [one[:, :0] for one in (query, key, value, key_valid) if one is not None]
         given = self.arguments(rows[0], rows[1:], sink_logit, self.ranks.rank)
         with torch.no_grad():
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 def pass_round(call: Call, rows: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Each rank, beginning with this one, and its key, value and key_valid."""
+    """Yields each rank, beginning with this one, and its key, value and key_valid."""
     size = call.ranks.size
     for step in range(size):
         passing = None
@@ -83,7 +83,7 @@ def pass_round(call: Call, rows: list[torch.Tensor]) -> Iterator[tuple[int, list
 
 
 def rows_of(call: Call, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """What goes round the ring."""
+    """The tensors that go round the ring."""
     valid = [] if call.key_valid is None else [call.key_valid.to(torch.uint8)]
     return [key, value, *valid]
 
@@ -105,10 +105,10 @@ class RingAttention(torch.autograd.Function):
         for owner, rows in pass_round(call, rows_of(call, key, value)):
             if not call.sees(owner):
                 continue
-            # A row has one sink logit: with its own keys, which come first.
+            # A row has one sink logit. It counts with the own keys, which come first.
             sink = sink_logit if results is None else None
             found = ops.ATTENTION(*call.arguments(query, rows, sink, owner), *last)
-            # Merged in float32: each partial result has been rounded once.
+            # Merged in float32, because each partial result has been rounded once.
             found = (found[0].to(found[1].dtype), found[1])
             results = found if results is None else ops.MERGE(*results, *found, None)
         out, lse = results[0].to(query.dtype), results[1]
@@ -133,12 +133,12 @@ class RingAttention(torch.autograd.Function):
                 found = ops.ATTENTION_BACKWARD(dout, dlse, out, lse, *given, *last)
                 dquery += found[0]
                 dsink = found[4] if sink is not None else dsink
-            # The sums for the keys that are here arrive from the rank that had them before.
+            # The previous rank sends its sums for the keys that are here now.
             sums = take_sums(passing, found, rows, lse.dtype)
             length = call.lengths[(owner - 1) % call.ranks.size]
             shapes = [(one.shape[0], length, *one.shape[2:]) for one in sums]
             passing = call.ranks.pass_on(sums, shapes)
-        # After as many steps as there are ranks, the sums of the own keys are here.
+        # After one step per rank the sums of the own keys are here.
         dkey, dvalue = passing.wait()
         gradients = (dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype))
         return (None, *gradients, dsink)
@@ -150,7 +150,7 @@ def take_sums(
     rows: list[torch.Tensor],
     wide: torch.dtype,
 ) -> list[torch.Tensor]:
-    """The gradients of the key and value that are here, of all ranks so far."""
+    """The gradients of the key and value that are here, summed over all ranks so far."""
     if passing is not None:
         sums = passing.wait()
     else:

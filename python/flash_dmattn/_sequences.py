@@ -1,5 +1,5 @@
-"""Where the tokens of each rank stand, in one sequence or in several packed ones, and how a rank
-gets those of all."""
+"""The positions of each rank's tokens, in one sequence or in several packed ones, and a function
+that gathers the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ TENSORS_KEPT = 256  # tensors that int32_on() keeps
 class Layout(NamedTuple):
     """The tokens of a rank.
 
-    The first `head` of them continue a sequence that earlier ranks have begun. The others are
-    sequences of their own, the last of which may continue on later ranks.
+    The first `head` of them continue a sequence that earlier ranks have begun. The others form
+    sequences of their own; the last of these may continue on later ranks.
     """
 
     offset: int  # tokens of all earlier ranks
     length: int
     begin: int  # position at which the sequence of the first own token begins
     head: int
-    tail: int  # first own token of the sequence that later ranks continue; `length` if none do
-    starts: list[int] | None  # of the sequences behind `head`, counted from there; None: it is one
+    tail: int  # first own token of a sequence that later ranks continue, or `length`
+    starts: list[int] | None  # of the sequences from `head` on, counted from there; None: one
 
 
 def check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
-    """The lengths that a caller gives, one for each rank."""
     if not is_list_of_ints(lengths):
         raise refusal("lengths", lengths, "a list of ints or None")
     found = [int(length) for length in lengths]
@@ -60,7 +59,7 @@ def list_starts(starts: torch.Tensor | Sequence[int] | None) -> list[int] | None
 
 
 def describe_starts(starts: list[int] | None) -> str | None:
-    """All numbers, if they are few."""
+    """The numbers, or a checksum if they are many."""
     if starts is None or len(starts) <= STARTS_SHOWN:
         return None if starts is None else str(starts)
     return f"{len(starts)} numbers of checksum {zlib.crc32(str(starts).encode())}"
@@ -69,7 +68,7 @@ def describe_starts(starts: list[int] | None) -> str | None:
 @functools.lru_cache(maxsize=TENSORS_KEPT)
 def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # A graph would read the host's numbers at each replay, when they are gone.
+        # At each replay the graph would read host memory that has been freed.
         raise RuntimeError(
             "capture: call once with the same lengths and starts before a CUDA graph is captured"
         )
@@ -80,8 +79,8 @@ def tensor_of(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
 
 
 def int32_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
-    """Numbers of the host as a tensor of a device. The host waits for it the first time only: the
-    layers of a model have the same ones. One that a CUDA graph reads is kept for good."""
+    """Numbers of the host as a tensor of a device. The host waits for the copy only once, as the
+    layers of a model use the same numbers. A tensor that a CUDA graph reads is kept for good."""
     found = tensor_of(device, tuple(numbers))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         captured[device, tuple(numbers)] = found
@@ -96,7 +95,7 @@ def offsets_of(lengths: list[int]) -> list[int]:
 
 
 def lay_out(lengths: list[int], starts: list[int] | None) -> list[Layout]:
-    """The layout of each rank. `starts` are those of packed sequences, as in attention()."""
+    """The layout of each rank. `starts` belong to packed sequences, as in attention()."""
     pairs = zip(offsets_of(lengths), lengths)
     if starts is None:
         return [Layout(at, length, 0, length if at else 0, 0, None) for at, length in pairs]
@@ -108,7 +107,7 @@ def lay_out_packed(offset: int, length: int, starts: list[int]) -> Layout:
     end = offset + length
 
     def begin_of(position: int) -> int:
-        """Where the sequence of a position begins, which is in one."""
+        """The start of the sequence that has this position."""
         return starts[bisect.bisect_right(starts, position) - 1]
 
     begin, head = offset, 0

@@ -1,7 +1,7 @@
-"""Checks of arguments by type. A message names the argument, says what it is and what is wanted.
+"""Checks of arguments by type. A message names the argument, its value, and the types wanted.
 
-What an argument may be is written once, in the annotations of a function or in the schema of an
-operator. Values that PyTorch and ctypes convert, such as numbers of NumPy, are taken as well.
+The types of an argument are written once, in the annotations of a function or in the schema of an
+operator. Values that PyTorch and ctypes convert, such as numbers of NumPy, are accepted too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 
 
 class Kind(NamedTuple):
-    """What an argument may be."""
-
-    types: tuple[type, ...]  # the usual ones: values of these types are not looked at
+    types: tuple[type, ...]  # the usual ones, accepted without a further test
     fits: Callable[[Any], bool]
     wanted: str
 
@@ -31,7 +29,7 @@ Kinds = Tuple[Tuple[str, Kind], ...]  # of arguments, by name
 
 
 def describe(value: Any) -> str:
-    """What a message calls a value: "None", "'8', a str", "[1.5], a list", "an ndarray"."""
+    """A value as messages name it: "None", "'8', a str", "[1.5], a list", "an ndarray"."""
     name = type(value).__name__
     kind = f"{'an' if name[0] in 'aeiouAEIOU' or name == 'ndarray' else 'a'} {name}"
     if value is None:
@@ -55,17 +53,17 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Any]) -> None:
-    """check_tensor() of those that are not None."""
+    """check_tensor() for each that is not None."""
     for name, value in tensors.items():
         if value is not None:
             check_tensor(name, value)
 
 
 def length_of(name: str, value: Any, axis_name: str, axis: Any) -> int:
-    """The length of a tensor along the axis that an argument of another name says.
+    """The length of a tensor along the axis that the argument `axis_name` gives.
 
     Raises:
-        TypeError: they are no tensor and no int.
+        TypeError: the value is not a tensor, or the axis not an int.
         ValueError: the tensor has no such axis.
     """
     check_tensor(name, value)
@@ -78,7 +76,7 @@ def length_of(name: str, value: Any, axis_name: str, axis: Any) -> int:
 
 
 def is_int(value: Any) -> bool:
-    if isinstance(value, torch.SymInt):  # of a graph that is being traced
+    if isinstance(value, torch.SymInt):  # while a graph is traced
         return True
     try:
         operator.index(value)
@@ -88,7 +86,7 @@ def is_int(value: Any) -> bool:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a number of PyTorch or NumPy is one number."""
+    """True if a value of PyTorch or NumPy is a single number."""
     return getattr(value, "ndim", 0) == 0
 
 
@@ -97,7 +95,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Numbers such as 1 count as a bool, as they do in C."""
+    """True for a bool or a number such as 1, which counts as a bool, as in C."""
     if isinstance(value, (int, torch.SymBool)) or is_int(value):
         return True
     return hasattr(value, "ndim") and is_scalar(value)
@@ -109,7 +107,7 @@ def is_list_of_ints(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a list can be read twice, and is on the host."""
+    """True if a list can be read twice and is on the host."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) == 1
 
 
@@ -138,13 +136,12 @@ KINDS = {
     "PathLike": of_types("a path", str, os.PathLike),
     "None": of_types("None", type(None)),
 }
-# As schemas of operators have them.
+# Types as schemas of operators name them.
 IN_SCHEMAS = {"Tensor": "torch.Tensor", "SymInt": "int"}
 
 
 def kind_of(annotation: str, names: Mapping[str, Any]) -> Kind | None:
-    """The kind that an annotation says; None for one that says none of KINDS, and no class among
-    `names`."""
+    """The kind for an annotation; None if it names none of KINDS and no class among `names`."""
     found = []
     words = annotation.split(" | ")
     if "torch.device" in words:
@@ -187,10 +184,10 @@ def kinds_in_schema(pairs: list[list[str]]) -> Kinds:
 
 
 def check(kinds: Kinds, values: Mapping[str, Any]) -> None:
-    """Check the arguments that are among `values`.
+    """Check those arguments that are in `values`.
 
     Raises:
-        TypeError: one is of none of its types.
+        TypeError: an argument has none of its types.
     """
     for name, kind in kinds:
         value = values.get(name, MISSING)
@@ -199,11 +196,11 @@ def check(kinds: Kinds, values: Mapping[str, Any]) -> None:
 
 
 def check_call(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Check the arguments of a call by the function's annotations; a graph that is being traced is
-    not checked.
+    """Check the arguments of a call by the function's annotations. While a graph is traced, nothing
+    is checked.
 
     Raises:
-        TypeError: one is of none of its types.
+        TypeError: an argument has none of its types.
     """
     if not torch.compiler.is_compiling():
         check(kinds_of(function), values)
@@ -220,7 +217,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_flags(names: tuple[str, ...], values: tuple[Any, ...], none: bool = False) -> None:
-    """check_flag() of several; `none`: they may be None."""
+    """check_flag() for several arguments, which may be None if `none` is true."""
     for name, value in zip(names, values):
         if type(value) is not bool and not (none and value is None):
             check_flag(name, value)

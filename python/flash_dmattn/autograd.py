@@ -1,8 +1,8 @@
-"""Gradients of the operators: which tensors autograd keeps, and which operator it calls with them.
+"""Gradients of the operators: the tensors that autograd keeps, and the backward operators.
 
-The arguments of a backward operator are the gradients of out and lse, then arguments and results
-of its forward operator, by the same names. Its result dX is the gradient of the argument X. Names
-are looked up when an operator is registered, not in every call.
+The arguments of a backward operator are the gradients of out and lse, then arguments and results of
+its forward operator under the same names. Its result dX is the gradient of the argument X. Names
+are resolved when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.
@@ -25,32 +25,32 @@ Gradients = Tuple[MaybeTensor, ...]
 
 def keep(ctx: Any, *tensors: MaybeTensor) -> None:
     ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)  # the gradient of a result that is not used is None
+    ctx.set_materialize_grads(False)  # the gradient of an unused result is None
 
 
 def indices(names: tuple[str, ...], known: tuple[str, ...]) -> list[int | None]:
-    """Where each name is in `known`; None if it is not there."""
+    """The index of each name in `known`; None if it is absent."""
     return [known.index(name) if name in known else None for name in names]
 
 
 def pick(values: Gradients, wanted: list[int | None], needed: tuple[bool, ...]) -> Gradients:
-    """The values at the indices of `wanted` that are needed, and None for the others."""
+    """The values at the indices `wanted` that are needed, and None for the others."""
     pairs = zip(wanted, needed)
     return tuple([None if at is None or not need else values[at] for at, need in pairs])
 
 
 def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None:
-    """Make `backward` the derivative of `forward`."""
+    """Register `backward` as the derivative of `forward`."""
     arguments, results = forward.arguments, forward.operation.results
     _, _, *kept_names = backward.operation.tensors  # after dout and dlse
     kept = indices(tuple(kept_names), arguments + results)
     options = indices((*backward.operation.options, "backend"), arguments)
     gradients = indices(tuple(f"d{name}" for name in arguments), backward.operation.results)
-    # Of flash_dma_attention, whose bias may be left out, and its gradients with it.
+    # flash_dma_attention may have no bias, and then has no gradients of it.
     form = arguments.index("bias_form") if "bias" in results else None
     learned = indices(("ddt_proj", "da_coef", "ddt_bias"), backward.operation.results)
     without_bias = [None if at in learned else at for at in gradients]
-    # Of an option wants_dX of backward, which is no argument of forward, where X is.
+    # Maps each option wants_dX of backward, which forward does not have, to the index of X.
     wanted_by = {
         at: arguments.index(name[len("wants_d") :])
         for at, name in enumerate(backward.operation.options)
@@ -86,7 +86,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
 
 
 class Recorded(torch.autograd.Function):
-    """A direct call, of any operator."""
+    """A direct call of any operator."""
 
     forward: Any = None if NATIVE is None else NATIVE.record
 
@@ -103,15 +103,15 @@ class Recorded(torch.autograd.Function):
         return (None, *[None if at is None else found[at] for at in gradients])
 
 
-# Function.apply() without what it does for transforms of torch.func and for keywords.
+# Function.apply() without its support for transforms of torch.func and for keywords.
 apply_recorded = super(torch.autograd.Function, Recorded).apply
 
 
 def plan_record(
     forward: ops.Operator, backward: ops.BackwardOperator, arguments: tuple[Any, ...], count: int
 ) -> tuple[Operation, Record]:
-    """The call that has the first `count` results of `forward` and those that `backward` needs, and
-    what autograd records of it."""
+    """The call with the first `count` results of `forward` and the results that `backward` needs,
+    and the record of it for autograd."""
     named = dict(zip(forward.arguments, arguments))
     _, _, *wanted = backward.operation.tensors  # after dout and dlse
     whole = forward.operation
@@ -167,10 +167,10 @@ def keep_score(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
 
 
 def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradients:
-    """The sum of the gradients from both results; the linear bias is the score itself."""
+    """The sum of the gradients from both results. The linear bias is the score itself."""
     given = [] if ctx.bias_form == "none" else [(dbias, ctx.bias_form)]
     given.append((dscore, "linear"))
-    kept = ctx.saved_tensors  # read once: checkpointing computes them again at each access
+    kept = ctx.saved_tensors  # read once: checkpointing recomputes them at each access
     found = [
         ops.SCORE_BACKWARD(gradient, *kept, form, ctx.backend)
         for gradient, form in given

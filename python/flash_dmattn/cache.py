@@ -22,16 +22,15 @@ def require(holds: bool, message: str) -> None:
 
 
 class Drafts(NamedTuple):
-    """Tokens of one layer that have not been committed."""
+    """Tokens of one layer that are not committed."""
 
     key: torch.Tensor  # [batch, tokens, kv_heads, head_dim]
     value: torch.Tensor
     score: torch.Tensor  # [batch, kv_heads, tokens]
-    n_tokens: torch.Tensor | None  # [batch] int32, or None: all are tokens
+    n_tokens: torch.Tensor | None  # [batch] int32; None: all are tokens
 
 
 def join(first: Drafts | None, second: Drafts) -> Drafts:
-    """The tokens of `first`, then those of `second`."""
     if first is None:
         return second
     pairs = zip(first[:3], second[:3], (1, 1, 2))
@@ -46,15 +45,15 @@ class DynamicMaskCache:
     and, for a new token, in constant time. Nothing is read back from the device, and every tensor
     keeps its address. A cache has no gradients: generate within torch.no_grad().
 
-    Whether all sequences of a layer are empty is known on the host, from the calls of these methods
-    since reset(): tokens that only a replayed CUDA graph or decode() over `keys` has put in do not
-    count, and a prefill that follows them alone replaces them.
+    Only the calls of these methods since reset() tell the host whether all sequences of a layer are
+    empty: it does not see tokens that a replayed CUDA graph or decode() over `keys` has put in, and
+    a prefill that follows them alone replaces them.
 
     Drafts, for speculative decoding, are tokens that attend(draft=True) has passed through the
     model: they see the tokens before them, but have not entered the cache. commit(n) lets the first
     n of them enter and forgets the others; n may differ between sequences. Further tokens, drafts
-    or not, continue after the drafts that there are: crop(n) first, to keep only n of them. Those
-    that are left when tokens follow that are no drafts enter the cache with these.
+    or not, continue after the drafts; call crop(n) first to keep only n of them. If tokens follow
+    that are not drafts, the remaining drafts enter the cache with them.
 
         logits = model(drafts, cache, draft=True)  # each layer calls attend(draft=True)
         cache.commit(accepted)                     # [batch] int32
@@ -63,7 +62,7 @@ class DynamicMaskCache:
         layers: of the model. Layers with another window, recent or sinks need a cache of their own.
         batch: sequences.
         kv_heads: key and value heads of a layer.
-        head_dim: channels of a head, 256 at most; rows have them rounded up to a multiple of 8.
+        head_dim: channels of a head, 256 at most; rows have it rounded up to a multiple of 8.
         window: keys that a query keeps, 1 or more.
         recent: keys that it keeps beside these because they are the newest; None for `window`, as
             in DynamicMaskAttention.
@@ -75,7 +74,7 @@ class DynamicMaskCache:
             torch.compile(mode="reduce-overhead") is one CUDA graph for all of them.
 
     Attributes:
-        keys: a KeyCache of layers * batch sequences: that of sequence b in a layer has the number
+        keys: a KeyCache of layers * batch sequences. Sequence b of a layer has the number
             layer * batch + b.
 
     Raises:
@@ -140,16 +139,16 @@ class DynamicMaskCache:
             *rules,
         )
         if static and not torch.compiler.is_compiling():
-            for tensor in self.keys[:6]:  # or else CUDA graphs refuse to write to them
+            for tensor in self.keys[:6]:  # otherwise CUDA graphs refuse to write to them
                 torch._dynamo.mark_static_address(tensor)
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._indices = numbers.view(layers, batch).unbind(0)
-        # What is known on the host. No list has an entry for each sequence: a compiled function
-        # would be one graph for each number of sequences.
-        self._empty = [True] * layers  # surely all sequences of a layer
-        self._dropped: list[tuple[int, ...]] = [()] * layers  # sequences, since tokens have entered
+        # State on the host. No list has an entry for each sequence: a compiled function would then
+        # be one graph for each number of sequences.
+        self._empty = [True] * layers  # per layer: all sequences are known to be empty
+        self._dropped: list[tuple[int, ...]] = [()] * layers  # dropped since tokens entered
         self._drafts: list[Drafts | None] = [None] * layers
-        # Tokens that have entered; None: not known on the host.
+        # Tokens that have entered; None if the host does not know.
         self._lengths: list[int | None] = [0] * layers
 
     # ---- attention ----
@@ -200,7 +199,7 @@ class DynamicMaskCache:
             backend: as in score().
 
         Returns:
-            out [batch, len, q_heads, head_dim]; that of padding has no meaning.
+            out [batch, len, q_heads, head_dim]; out of padding has no meaning.
 
         Raises:
             TypeError: arguments of another type.
@@ -242,9 +241,9 @@ class DynamicMaskCache:
         return finish(out, head_dim)
 
     def _count(self, layer: int, length: int) -> None:
-        """Note that so many tokens have entered sequences of the layer, whichever these are."""
+        """Count tokens that have entered sequences of the layer, whichever these are."""
         if not self.static:
-            # Compiled code that read the number would be one graph for each number.
+            # Compiled code that reads the number would be one graph for each number.
             known = None if torch.compiler.is_compiling() else self._lengths[layer]
             self._lengths[layer] = None if known is None else known + length
         self._empty[layer], self._dropped[layer] = False, ()
@@ -254,7 +253,6 @@ class DynamicMaskCache:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
 
     def _check_numbers(self, name: str, numbers: torch.Tensor) -> None:
-        """Check a tensor of numbers of sequences."""
         _types.check_tensor(name, numbers)
         if numbers.dtype not in INDEX_DTYPES:
             dtype = _arguments.name_of_dtype(numbers.dtype)
@@ -264,7 +262,7 @@ class DynamicMaskCache:
             raise ValueError(f"{name}: is on {numbers.device}, {where}")
 
     def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
-        """The numbers in `keys` of the sequences `index` of the batch; -1 stays."""
+        """The numbers in `keys` of the batch's sequences `index`; -1 stays -1."""
         if index is None:
             return self._indices[layer]
         self._check_numbers("index", index)
@@ -273,7 +271,7 @@ class DynamicMaskCache:
         return torch.where(index < 0, -1, index + layer * self.batch).to(torch.int32)
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
-        """Tokens of any number enter the cache."""
+        """Let tokens of any number enter the cache."""
         tensors, rules = self.keys[:6], streams.rules_of(self.keys)
         where = self._sequences(layer, tokens.index)
         if self._empty[layer]:
@@ -457,9 +455,9 @@ class DynamicMaskCache:
         self._empty, self._dropped = [True] * self.layers, [()] * self.layers
 
     def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
-        """Tokens that have entered, and drafts: a number kept on the host, where those that
-        n_tokens, `index` or a tensor in commit() left out count as well. `keys.seen` has the exact
-        numbers, without drafts, and the largest of those takes the place of that number
+        """Tokens that have entered, and drafts. This is a number kept on the host, which also
+        counts tokens that n_tokens, `index` or a tensor in commit() left out. The exact numbers,
+        without drafts, are in `keys.seen`. The largest of them is returned instead
 
         - of a static cache, as a tensor [] without drafts;
         - in compiled code, as a tensor [];

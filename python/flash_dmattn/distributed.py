@@ -5,19 +5,19 @@ Tensors go between ranks through torch.distributed: NCCL between CUDA devices, g
 calls the same functions in the same order, with its own tokens and otherwise the same arguments.
 Ranks may have different numbers of tokens, or none.
 
-Before they exchange anything, the ranks compare their arguments from host to host. If one
+Before they exchange anything, the ranks compare their arguments from host to host. If one rank
 disagrees, refuses its arguments or does not call within the timeout of the process group, all of
 them raise an error that says so. `lengths`, the number of tokens of each rank, saves the
-comparison, some 0.1 ms for 8 ranks; it is given by all ranks or by none, and its caller vouches for
-the arguments. A rank that fails elsewhere, be it in another layer, makes the others wait for the
-timeout. Once a rank has left out a call, the group is of no more use: make another one.
+comparison, some 0.1 ms for 8 ranks. All ranks give it or none does, and the caller then vouches for
+the arguments. If a rank fails elsewhere, for example in another layer, the others wait for the
+timeout. Once a rank has left out a call, the group cannot be used any more: make another one.
 
 Backward is not compared. It runs on all ranks or on none: a rank without tokens, or one whose loss
-does not depend on the result, runs it too. If a rank is missing there, the others wait until the
+does not depend on the result, has to run it too. If a rank is missing, the others wait until the
 timeout; NCCL then ends their processes. One thread at a time uses a group.
 
 dt_proj, a_coef, dt_bias and sink_logit are the same on all ranks, and each rank has the gradients
-that its own tokens give them. Their sum over ranks is the gradient of the whole.
+from its own tokens. The sum over ranks is the gradient of the whole.
 DistributedDataParallel and FSDP take the mean over ranks: the gradient of the mean of the ranks'
 losses.
 
@@ -51,7 +51,7 @@ MOST_TOKENS = (1 << 31) - 1  # of all ranks: positions are int32
 
 
 def _settings_of(function: str, tensors: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What has to be the same on all ranks, and the number of own tokens.
+    """The settings that have to be the same on all ranks, and the number of own tokens.
 
     Raises:
         ValueError: the shapes or devices of tensors contradict each other.
@@ -83,8 +83,8 @@ def _settings_of(function: str, tensors: dict[str, Any], **options: Any) -> dict
 def _agree(
     ranks: Ranks, lengths: Sequence[int] | None, settings_of: Callable[[], dict[str, Any]]
 ) -> list[int]:
-    """The number of tokens of each rank, once all have agreed on everything else; or `lengths`, if
-    they are given. settings_of() may refuse the arguments of this rank."""
+    """The number of tokens of each rank, once all agree on everything else; or `lengths`, if given.
+    settings_of() may refuse the arguments of this rank."""
     if lengths is None:
         try:
             settings = settings_of()
@@ -106,8 +106,8 @@ def _autocast_rows(tensors: dict[str, Any], *weights: str) -> None:
 
 
 def _check_selected(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Check the arguments of this rank, write into `tensors` and `options` what the call works
-    with, and return the settings that ranks compare."""
+    """Check the arguments of this rank, prepare `tensors` and `options` for the call, and return
+    the settings that ranks compare."""
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias")
     _types.check(_types.kinds_of(context_parallel_attention), {**tensors, **options})
     _autocast_rows(tensors, *names[3:])
@@ -123,7 +123,7 @@ def _check_selected(tensors: dict[str, Any], options: dict[str, Any]) -> dict[st
     weights = (tensors[name] for name in names[3:])
     backend = options["backend"] and ops.backend_for(options["backend"], "score")
     rest = (tensors["key_valid"], None, options["bias_form"], backend)
-    # It may refuse some of the arguments. On a device it is under way while the ranks compare.
+    # SCORE checks some of the arguments. On a device it runs while the ranks compare.
     with torch.no_grad():
         tensors["score"], tensors["bias"] = ops.SCORE(tensors["value"], *weights, *rest)
     return settings
@@ -136,7 +136,7 @@ def _attend(
     total = sum(lengths)
     if total > MOST_TOKENS:
         raise ValueError(f"query: all ranks have {total} tokens, want at most {MOST_TOKENS}")
-    # No more keys than there are in all.
+    # A query keeps no more keys than there are in all.
     window = max(min(options["window"], total), 1)
     recent = min(options["recent"], max(total - window, 0))
     bias = None if options["bias_form"] == "none" else tensors["bias"]
@@ -176,11 +176,11 @@ def context_parallel_attention(
     lengths: Sequence[int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Dynamic mask attention over a sequence that the ranks of a group hold, some consecutive
-    tokens each: flash_dma_attention() of the whole sequence, of which each rank has its own tokens.
+    tokens each: flash_dma_attention() of the whole sequence, for each rank's own tokens.
 
-    The selection is that of the whole sequence, bit for bit; results are equal up to rounding. A
-    rank receives at most window + recent keys of each other rank, whatever the number of tokens,
-    and backward returns as many gradients. Nothing is read back from a device.
+    The selection is bit-equal to the selection in the whole sequence; results are equal up to
+    rounding. A rank receives at most window + recent keys of each other rank, whatever the number
+    of tokens, and backward returns as many gradients. Nothing is read back from a device.
 
     Args:
         query: [batch, q_len, q_heads, head_dim], of the own tokens.
@@ -194,7 +194,7 @@ def context_parallel_attention(
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         recent: as in flash_dma_attention().
-        sinks: as there; first keys of the whole sequence.
+        sinks: as there; they are the first keys of the whole sequence.
         dt_bias: optional [kv_heads], as in score(); None for 0.
         key_valid: optional [batch, q_len] bool or uint8, false for padding.
         starts: for packed sequences, which may begin and end on any rank: positions at which they
@@ -277,7 +277,7 @@ def ring_attention(
     lengths: Sequence[int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Dense attention over a sequence that the ranks of a group hold: attention() of the whole
-    sequence, of which each rank has its own tokens.
+    sequence, for each rank's own tokens.
 
     The keys of all ranks go round a ring, while each rank attends to those that it holds. With
     causal masking later ranks have more to do, and the others wait for them.
@@ -347,7 +347,8 @@ def split_lengths(total: int, ranks: int, multiple: int = 1) -> list[int]:
     Args:
         total: tokens of the sequence.
         ranks: number of ranks.
-        multiple: every length is a multiple of this, except that of the last rank with tokens.
+        multiple: every length is a multiple of this, except the length of the last rank with
+            tokens.
 
     Returns:
         One length for each rank. Their sum is `total`, and the longer ones come first. Where there
@@ -360,7 +361,7 @@ def split_lengths(total: int, ranks: int, multiple: int = 1) -> list[int]:
         >>> flash_dmattn.distributed.split_lengths(100, 3, multiple=8)
         [40, 32, 28]
 
-    Source: docs/integration.md.
+    Source: docs/training.md.
     """
     for name, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
         least = 0 if name == "total" else 1
@@ -401,7 +402,7 @@ def split_sequence(
         tensor([[0, 1, 2, 3, 4, 5]])
         >>> torch.distributed.destroy_process_group()
 
-    Source: docs/integration.md.
+    Source: docs/training.md.
     """
     ranks, total = ranks_of(group), _types.length_of("tensor", tensor, "dim", dim)
     found = check_lengths(ranks, split_lengths(total, ranks.size) if lengths is None else lengths)
@@ -418,7 +419,7 @@ def gather_sequence(
     group: ProcessGroup | DeviceMesh | None = None,
     lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The whole sequence, of which each rank has its own tokens.
+    """The whole sequence, gathered from the own tokens of each rank.
 
     Backward returns the sum, in the order of ranks, of all ranks' gradients of the own tokens: if
     each rank computes the same loss of the whole sequence, divide it by the number of ranks.
@@ -445,7 +446,7 @@ def gather_sequence(
         tensor([[0, 1, 2]])
         >>> torch.distributed.destroy_process_group()
 
-    Source: docs/integration.md.
+    Source: docs/training.md.
     """
     ranks = ranks_of(group)
 
@@ -486,7 +487,7 @@ def sequence_positions(
         lengths: as there.
 
     Returns:
-        [1, length] int64: the number of tokens of earlier ranks, and those that follow.
+        [1, length] int64: the number of tokens of earlier ranks, and the numbers that follow it.
 
     Raises:
         RuntimeError: there is no process group, or a rank has not made this call in time.
@@ -499,7 +500,7 @@ def sequence_positions(
         tensor([[0, 1, 2, 3]])
         >>> torch.distributed.destroy_process_group()
 
-    Source: docs/integration.md.
+    Source: docs/training.md.
     """
     ranks = ranks_of(group)
     _types.check_call(sequence_positions, locals())

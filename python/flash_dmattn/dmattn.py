@@ -27,7 +27,7 @@ from .probabilities import attention_probabilities
 
 NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
-# Positional arguments: those of flash-dmattn 0.1 to 1.2, and those that it had before.
+# The orders of positional arguments in flash-dmattn 0.1 to 1.2, and before.
 PAIRS = (*NAMES.values(), "attn_mask", "attn_bias")
 REST = ("is_causal", "softcap", "deterministic", "return_attn_probs")
 ORDER = (*PAIRS, "scale", *REST)
@@ -35,7 +35,6 @@ EARLIER = (*PAIRS, "dropout_p", "softmax_scale", *REST)
 
 
 def order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
-    """The names of flash_dmattn_func()'s positional arguments."""
     is_usual = len(args) <= len(PAIRS) or has_scale(args[len(PAIRS) :], named)
     return ORDER if is_usual and len(args) <= len(ORDER) else EARLIER
 
@@ -59,8 +58,8 @@ def attend(
     mask_lists: torch.Tensor | None = None,
     probabilities_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
-    the rng_state of dropout, if there is any."""
+    """out and lse of attention(), the probabilities if the option `probabilities_name` asks for
+    them, and the rng_state of dropout, if there is any."""
     _types.check_tensor("query", q)
     if probabilities_name is not None:
         _types.check_tensor("key", k)
@@ -94,14 +93,14 @@ def name_rows(
     rows: tuple[Any, ...], others: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], dict[str, str]]:
     """q, k and v, which callers give under these names or as query, key and value, and the names
-    that messages give them."""
+    for messages."""
     names = {long: short for (long, short), other in zip(NAMES.items(), others) if other is None}
     pairs = zip(NAMES.items(), rows, others)
     return tuple(either(short, one, long, other) for (long, short), one, other in pairs), names
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A bool that may be None. A call with another order of arguments has a number there."""
+    """Check a bool that may be None. A call with another order of arguments has a number there."""
     fits = value is None or (_types.is_flag(value) and value in (0, 1))
     if not fits:
         raise _types.refusal(name, value, "a bool or None")
@@ -132,11 +131,11 @@ def flash_dmattn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention under a mask and a bias, with the arguments of flash-dmattn's function.
 
-    Positional arguments may also stand in an earlier order of it, with dropout_p and softmax_scale
-    in the place of scale; docs/integration.md says how the two are told apart.
+    Positional arguments may also stand in an earlier order of that function, with dropout_p and
+    softmax_scale in place of scale; docs/migrating.md says how the two are told apart.
 
-    It is attention() with attn_mask and attn_bias, where a mask may also be of floating-point
-    numbers. Where the keys are ranked by a score of their own, flash_dma_attention() does the same
+    It is attention() with attn_mask and attn_bias, and a mask may also be of floating-point
+    numbers. If the mask selects keys by a score of each key, flash_dma_attention() does the same
     without a mask, in much less time and memory.
 
     Args:
@@ -145,12 +144,12 @@ def flash_dmattn_func(
         v: [batch, kv_len, kv_heads, head_dim].
         attn_mask: optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1]: bool or
             uint8, false where a query does not attend to a key; or floating-point numbers, 1.0
-            where it does and 0.0 where it does not. The latter count as true where they are above
-            0, and are converted: one byte for each of them. Numbers that are to be added to logits
-            are an attn_bias: on the CPU a number below 0 is refused; on a CUDA device, where
+            where it does and 0.0 where it does not. Such numbers count as true where they are above
+            0, and are converted: one byte for each of them. Give numbers to be added to logits as
+            attn_bias. On the CPU a mask with a number below 0 is refused; on a CUDA device, where
             nothing is read back, it counts as 0.0.
         attn_bias: optional, with axes as attn_mask, of q's dtype or float32: added to the logits of
-            kept keys, elsewhere not looked at. It has a gradient.
+            kept keys and not read elsewhere. It has a gradient.
         scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         is_causal: a query sees only keys at positions up to its own; None for False.
         softcap: as in attention(); None for 0.
@@ -171,8 +170,8 @@ def flash_dmattn_func(
         probabilities [batch, q_heads, q_len, kv_len], with dropout and without gradients.
 
     Raises:
-        TypeError: a q or a mask that is not a tensor, a generator that is none, two names of one
-            argument, a number as is_causal, or a bool as scale or softcap.
+        TypeError: a q or a mask that is not a tensor, a generator of another type, two names of
+            one argument, a number as is_causal, or a bool as scale or softcap.
         ValueError: shapes, devices or options that are inconsistent; scale and softmax_scale that
             differ; on the CPU a mask with a number below 0.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.

@@ -15,12 +15,12 @@ from . import _types, functional, streams
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
 
-NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are FlashAttention's
+NAME = "dynamic_mask"  # of the attention implementation; "flash" in a name means FlashAttention
 
 
 def has_plain_weights(layer: Any) -> bool:
-    """Whether the weights of dt_proj of a DogeAttention say all that it computes: no adapter, hook
-    or tensor parallelism is around them. Kernels then compute scores from the weights."""
+    """True if dt_proj of a DogeAttention computes no more than its weights say: it has no adapter,
+    hook or tensor parallelism. Kernels then compute scores from the weights."""
     dt_proj = layer.dt_proj
     hooks = dt_proj._forward_hooks or dt_proj._forward_pre_hooks
     hooks = hooks or "forward" in vars(dt_proj)  # accelerate's, which load offloaded weights
@@ -37,7 +37,7 @@ def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:
     """
     dt, a_coef = layer.dt_proj(value.flatten(2)), layer.A
     kv_heads, mesh = value.shape[2], getattr(layer.dt_proj.weight, "device_mesh", None)
-    if dt.shape[2] != kv_heads and mesh is not None:  # of all ranks, of which this is one
+    if dt.shape[2] != kv_heads and mesh is not None:  # scores of all ranks
         if torch.is_grad_enabled() and dt.requires_grad:
             raise NotImplementedError(
                 "dt_proj: is tensor-parallel, want torch.no_grad(): its gradients are not "
@@ -57,8 +57,8 @@ def scores_of(layer: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 class KeptKeys(CacheLayerMixin):
-    """The keys of a layer of Doge that later queries may keep. It gives none of them back: the
-    layer attends through it.
+    """The keys of a layer of Doge that later queries may keep. The layer attends through it; it
+    does not give keys back.
 
     With record_past the newest tokens, 64 at most, are drafts: they are kept beside the cache, and
     enter it when more tokens come after crop() has settled how many stay.
@@ -75,7 +75,7 @@ class KeptKeys(CacheLayerMixin):
         self.kept: Any = None  # a DynamicMaskCache, once it is initialised
         self.record_past = False
         self._drafts: Drafts | None = None
-        self._settled = 0  # the first drafts, which crop() can no longer remove
+        self._settled = 0  # number of first drafts that crop() can no longer remove
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, kv_heads, _, head_dim = key_states.shape
@@ -115,7 +115,7 @@ class KeptKeys(CacheLayerMixin):
         if not self.record_past:
             self._commit()
             return self._enter(layer, query, key, value, key_valid)
-        first = max(key.shape[1] - TOKENS_MAX, 0)  # of the tokens that become drafts
+        first = max(key.shape[1] - TOKENS_MAX, 0)  # the first token that becomes a draft
         if key_valid is not None:  # drafts cannot be padding
             padding = (~key_valid[:, first:]).any(0).nonzero()
             first += int(padding[-1]) + 1 if padding.shape[0] > 0 else 0
@@ -137,7 +137,7 @@ class KeptKeys(CacheLayerMixin):
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of tokens that enter the cache, [batch, len, heads, head_dim]."""
+        """Attention of tokens [batch, len, heads, head_dim] that enter the cache."""
         n_tokens = None
         if key_valid is not None and key.shape[1] == 1:
             n_tokens, key_valid = key_valid[:, 0].to(torch.int32), None
@@ -158,7 +158,7 @@ class KeptKeys(CacheLayerMixin):
         key_valid: torch.Tensor | None,
         n_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The same for scores that kernels do not compute, 64 tokens at a time."""
+        """The same with scores that kernels do not compute, 64 tokens at a time."""
         if key_valid is not None:
             raise NotImplementedError(
                 "attention_mask: has padding, want none in a prompt for a DogeCache while dt_proj "
@@ -177,7 +177,7 @@ class KeptKeys(CacheLayerMixin):
     def _draft(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of at most 64 tokens that become drafts, after those that there are."""
+        """Attention of at most 64 tokens that become drafts, after the present drafts."""
         score = scores_of(layer, value)
         count = 0 if self._drafts is None else self._drafts.key.shape[1]
         excess = count + key.shape[1] - TOKENS_MAX
@@ -204,7 +204,7 @@ class KeptKeys(CacheLayerMixin):
         self._forget(count)
 
     def _forget(self, count: int) -> None:
-        """The first `count` drafts have entered the cache."""
+        """Forget the first `count` drafts, which have entered the cache."""
         if count > 0:
             assert self._drafts is not None
             self.kept._count(0, count)
@@ -219,7 +219,7 @@ class KeptKeys(CacheLayerMixin):
             self.record_past = True
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Remove the last -tokens_to_remove tokens. Those that are left are settled: the next
+        """Remove the last -tokens_to_remove tokens. The remaining tokens are settled: the next
         crop() cannot remove them."""
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
@@ -251,14 +251,15 @@ class KeptKeys(CacheLayerMixin):
         )
 
     def get_seq_length(self) -> Any:
-        """The number of tokens; of a static cache a tensor, which compiled code can count up."""
+        """The number of tokens; a static cache has it as a tensor, which compiled code can count
+        up."""
         if self.kept is None:
             return 0
         drafts = 0 if self._drafts is None else self._drafts.key.shape[1]
         return self.kept.get_seq_length() + drafts
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # the mask tells of the new tokens alone
+        return query_length, 0  # the mask covers the new tokens alone
 
     def get_max_length(self) -> int:
         return -1
@@ -283,7 +284,7 @@ class KeptKeys(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self.kept.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Make the sequences those of these numbers, any of them any number of times."""
+        """Select these sequences, each any number of times."""
         if self.kept is None:
             return
         self._commit()
@@ -299,12 +300,12 @@ class KeptKeys(CacheLayerMixin):
 
 class DogeCache(Cache):
     """A cache for Doge that has keep_window_size keys for each layer and kv head, whatever the
-    length: generate() gives the tokens that it gives with a cache of all keys. For a model with a
+    length: generate() gives the same tokens as with a cache of all keys. For a model with a
     sliding_window it has the keys of that window, from which each query selects its own.
 
         model.generate(tokens, past_key_values=DogeCache(model.config))
 
-    It serves greedy search, sampling, beams and assisted generation, prompts in several calls, and
+    It serves greedy search, sampling, beams, assisted generation, prompts in several calls, and
     padding.
 
     Args:
@@ -314,10 +315,10 @@ class DogeCache(Cache):
             later tokens cost the host much less. Such a cache does not serve assisted generation.
 
     Raises:
-        TypeError: the config of another kind of model.
+        TypeError: a config of another kind of model.
         NotImplementedError: a static cache for a model with a sliding_window.
-        ValueError: in a call of a model that has another window, or is no Doge; in crop(), more
-            tokens than can be removed.
+        ValueError: a call of a model that has another window or is no Doge; a crop() of more tokens
+            than can be removed.
 
     Example:
         >>> import flash_dmattn.transformers
@@ -351,7 +352,7 @@ class DogeCache(Cache):
             super().__init__(layers=[DynamicSlidingWindowLayer(window) for _ in count])
 
     def _check(self, config: transformers.DogeConfig) -> None:
-        """Check that the windows are those of a model's configuration."""
+        """Check that the windows are as in a model's configuration."""
         for name, own in (
             ("keep_window_size", self.window),
             ("sliding_window", self.sliding_window),

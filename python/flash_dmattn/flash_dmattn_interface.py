@@ -27,8 +27,8 @@ ONE_LENGTH = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 
 
 def _unpack(name: str, packed: torch.Tensor, shape: str) -> tuple[torch.Tensor, ...]:
-    """The tensors that stand one beside the other in the axis before heads and head_dim of a
-    `shape` such as "total, 3, heads, head_dim"."""
+    """The tensors that stand beside each other on the axis before heads and head_dim of a `shape`
+    such as "total, 3, heads, head_dim"."""
     _types.check_tensor(name, packed)
     sizes = shape.split(", ")
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
@@ -37,7 +37,8 @@ def _unpack(name: str, packed: torch.Tensor, shape: str) -> tuple[torch.Tensor, 
 
 
 def _check_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None) -> None:
-    """Check a mask and a bias, without which a call's arguments could have another order."""
+    """Check a mask and a bias. If they are something else, the call has another order of
+    arguments."""
     for name, pairs in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
         if pairs is None:
             continue

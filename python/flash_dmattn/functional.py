@@ -1,6 +1,6 @@
 """The functions of the package: attention of each query over its best keys.
 
-The terms are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
+The terms are as in fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
 
 Tensors may have any strides: `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor costs
 nothing. Only a tensor whose last axis is not contiguous is copied first. Results are contiguous.
@@ -13,22 +13,22 @@ slow kernel "reference". On the CPU at most torch.get_num_threads() threads are 
 All functions but select() and attention_probabilities() are differentiable, once, in reverse mode.
 Second derivatives and forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys
 is not differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU
-gradients are bit-equal from run to run; on a CUDA device those of attention are bit-equal only if
-`deterministic` or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute
-gradients too; if a named kernel has none, another kernel of the same backend computes them.
+gradients are bit-equal from run to run; on a CUDA device the gradients of attention are bit-equal
+only if `deterministic` or torch.use_deterministic_algorithms(True) is set. The kernels of `backend`
+compute gradients too; if a named kernel has none, another kernel of the same backend computes them.
 
 Packed sequences stand one after the other in one batch entry, without padding. `starts`
 [sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
-are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets the results that it
-has by itself. Positions from the last start on keep no key. On a
-device starts are not checked: those that descend or are too large are clamped.
+are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets the same results as by
+itself. Positions from the last start on keep no key. On a device starts are not checked: starts
+that descend or are too large are clamped.
 
-Preallocated keys have room for more than there are. `kv_used` [batch] int32 says how many exist:
-the first kv_used[b] of sequence b, which gets the results that it has with key, value and whatever
-else belongs to keys cut to them. Query i stands at position i + kv_used[b] - q_len; one that stands
-before all keys keeps none. Keys from kv_used[b] on are not read, and their
-gradients are 0. A selection that was made with kv_used is used with the same kv_used. It is not for
-packed sequences. Numbers below 0 or above kv_len are errors; on a device they are clamped.
+Preallocated keys have room for more than there are. `kv_used` [batch] int32 says how many exist.
+Sequence b has the first kv_used[b] keys, and gets the same results as if all tensors of keys were
+cut to these. Query i stands at position i + kv_used[b] - q_len; a query that stands before all keys
+keeps none. Keys from kv_used[b] on are not read, and their gradients are 0. A selection that was
+made with kv_used is used with the same kv_used. It is not for packed sequences. Numbers below 0 or
+above kv_len are errors; on a device they are clamped.
 
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
@@ -62,7 +62,7 @@ from ._arguments import (
 
 
 class Selection(NamedTuple):
-    """Which queries keep which keys: the result of select(), and an argument of attention().
+    """The keys that queries keep: the result of select(), and an argument of attention().
 
     The query at position p keeps key j if j <= p < expiry[j]. (In global scope without causal
     masking every query keeps key j if expiry[j] > j.)
@@ -76,7 +76,7 @@ class Selection(NamedTuple):
         scope: "causal" or "global", as in select().
         recent: keys that it keeps, at most, because they are the newest that it can see.
         sinks: how many of the first keys outrank all others.
-        gap: as in select(). The slot of a key that leaves because of it stays empty for a while.
+        gap: as in select(). When a key leaves because of it, its slot stays empty for a while.
     """
 
     expiry: torch.Tensor
@@ -91,8 +91,8 @@ class Selection(NamedTuple):
 def get_available_backends() -> list[str]:
     """The values that `backend` can have on this machine, the preferred one first.
 
-    A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" is for
-    tensors of CUDA devices, the others are for those of the CPU.
+    A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" is for tensors
+    on CUDA devices, the other backends are for tensors on the CPU.
 
     Returns:
         Names, such as ["cuda", "cpu", "reference"].
@@ -133,7 +133,7 @@ def score(
 
     score = a_coef * softplus(value @ dt_proj^T + dt_bias), where the heads of `value` are
     concatenated.
-    The bias is exp(score), score or None, as bias_form says.
+    The bias is exp(score), score or None, depending on bias_form.
 
     Args:
         value: [batch, kv_len, kv_heads, head_dim].
@@ -143,7 +143,7 @@ def score(
         bias_form: "exp", "linear" or "none".
         key_valid: optional [batch, kv_len] bool or uint8, false for padding. Such a key is not
             read, and its score is -inf.
-        kv_used: optional [batch] int32, how many keys exist; the others are as padding.
+        kv_used: optional [batch] int32, how many keys exist; the others count as padding.
         backend: one of get_available_backends() or a kernel's name; None for the fastest.
 
     Returns:
@@ -281,7 +281,7 @@ def attention(
         attn_mask: optional bool or uint8, false where a query does not attend to a key:
             [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast.
         attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
-            logits of kept keys, elsewhere not looked at.
+            logits of kept keys and not read elsewhere.
         mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).

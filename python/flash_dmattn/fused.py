@@ -24,7 +24,7 @@ from .functional import _rules_of
 from .options import WINDOW, DynamicMaskOptions, options_of
 
 NUMBERS = (int, float)
-TENSORS = 10  # arguments of flash_dma_attention that are tensors: the first ones of ops.FUSED
+TENSORS = 10  # tensor arguments of flash_dma_attention: the first ones of ops.FUSED
 
 
 def _rules_of_call(
@@ -36,7 +36,7 @@ def _rules_of_call(
     causal: bool,
     options: DynamicMaskOptions | None,
 ) -> tuple[tuple[int, int, int], float, str]:
-    """How many keys a query keeps, the gap, 0 for none, and the scope."""
+    """The rules (window, recent, sinks), the gap (0 for none) and the scope."""
     if type(causal) is not bool:
         _types.check_flag("causal", causal)
     if options is not None and not isinstance(options, DynamicMaskOptions):
@@ -66,7 +66,7 @@ def _check_limits(
     return_lse: bool,
     return_attn_probs: bool,
 ) -> None:
-    """Refuse a call beyond the limits of `options`, and probabilities beyond those of memory."""
+    """Refuse a call beyond the limits of `options`, or probabilities that do not fit in memory."""
     _types.check_flags(("return_lse", "return_attn_probs"), (return_lse, return_attn_probs))
     if options is not None:
         options._check_call(query, key, starts, rules[0] + rules[1])
@@ -75,7 +75,7 @@ def _check_limits(
 
 
 def _padded(tensors: MaybeTensors) -> tuple[tuple[Any, ...], int | None]:
-    """query to dt_bias of a call with pad_head_dim(), and its head_dim."""
+    """query to dt_bias after pad_head_dim(), and its head_dim."""
     *rows, dt_proj, a_coef, dt_bias = tensors
     padded, dt_proj, head_dim = pad_head_dim(tuple(rows), dt_proj)
     return (*padded, dt_proj, a_coef, dt_bias), head_dim
@@ -89,8 +89,8 @@ def _attend_to_all(
     deterministic: bool,
     backend: str | None,
 ) -> MaybeTensors:
-    """The results of attention to all keys, with the bias that their scores make: those of
-    ops.FUSED without scores and a selection."""
+    """Attention to all keys, with the bias from their scores. The results are as from ops.FUSED,
+    without scores and a selection."""
     query, key, value, *weights = tensors
     key_valid, _, kv_used, *_ = given
     score_backend = backend and ops.backend_for(backend, "score")
@@ -108,7 +108,6 @@ def _probabilities_of(
     bias_form: str,
     options: tuple[Any, ...],
 ) -> torch.Tensor:
-    """The probabilities of a call that had these results."""
     _, lse, _, bias, *selected = results
     key_valid, starts, kv_used, _, rng_state = given
     bias = None if bias_form == "none" else bias
@@ -123,7 +122,7 @@ def _results_of(
     head_dim: int | None,
     dropout_p: float,
 ) -> torch.Tensor | Tensors:
-    """out, beside lse and the probabilities if these are wanted; `call` has the arguments of
+    """out, then lse and the probabilities if they are wanted. `call` has the arguments of
     _probabilities_of()."""
     results: Tensors = (finish(found[0], head_dim, dropout_p),)
     if wanted[0]:
@@ -139,10 +138,10 @@ def _attend_alone(
     settings: tuple[Any, ...],
     head_dim: int | None,
 ) -> torch.Tensor:
-    """out, without the other results where neither the caller nor autograd wants them. A direct
-    call is remembered by the arguments `known` of flash_dma_attention(), unless the operator is
-    given other tensors: `head_dim` is that of pad_head_dim(). It is then known by the operator's
-    arguments, as one without `known` is."""
+    """out, without the other results if neither the caller nor autograd needs them. A direct call
+    is remembered under `known`, the arguments of flash_dma_attention(). If these are not the
+    operator's tensors, or `known` is None, it is remembered under the operator's arguments.
+    `head_dim`, from pad_head_dim(), is not None if tensors were padded."""
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
         out = _repeat.repeat(_attend_alone, arguments, ops.FUSED.count)
@@ -237,8 +236,8 @@ def flash_dma_attention(
         backend: one of get_available_backends() or a kernel's name; None for the fastest.
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
-        options: limits of the call, and how keys are processed; its keep_window_size is the call's.
-        fields: those of DynamicMaskOptions by name, in place of options: selection_method,
+        options: limits of the call, and how keys are processed; the call uses its keep_window_size.
+        fields: fields of DynamicMaskOptions by name, in place of options: selection_method,
             min_density_threshold, mixed_processing, block_size, use_reordering and the limits. As
             there, a value that no kernel has is refused.
 
@@ -272,7 +271,7 @@ def flash_dma_attention(
     known, is_usual = None, generator is options is None and isinstance(dropout_p, NUMBERS)
     is_usual = is_usual and dropout_p == 0 and return_lse is return_attn_probs is False
     if is_usual and not torch.compiler.is_compiling():
-        # Arguments of a known call have been checked before.
+        # The arguments of a known call were checked by an earlier call.
         asked = (
             query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit,
             keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap,

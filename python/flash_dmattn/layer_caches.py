@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LayerCaches:
     """The cache of a list of layers, whose windows may differ.
 
-    It stands in the place of a DynamicMaskCache and has its methods: each layer is called with it
-    and with its number in the list. Layers of equal sizes and rules share a DynamicMaskCache.
+    It takes the place of a DynamicMaskCache and has its methods: each layer is called with it and
+    with the layer's number in the list. Layers of equal sizes and rules share a DynamicMaskCache.
 
     Args:
         layers: a list of DynamicMaskAttention, in the order of their numbers.
@@ -90,11 +90,12 @@ class LayerCaches:
 
     @property
     def drafts(self) -> int:
-        """Tokens that have not been committed, in the first layer."""
+        """Tokens of the first layer that are not committed."""
         return self.caches[0].drafts
 
     def _check_drafts(self, name: str) -> None:
-        """Caches with as many drafts refuse the same calls, so that the first one refuses them."""
+        """Refuse layers with different numbers of drafts. If all caches have as many, the first one
+        refuses a wrong call before any has changed."""
         lengths = [
             0 if one is None else one.key.shape[1] for cache in self.caches for one in cache._drafts
         ]

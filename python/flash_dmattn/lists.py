@@ -26,15 +26,15 @@ def mask_lists(
 ) -> torch.Tensor:
     """The keys that queries keep by a mask, for calls of attention() that have the same mask.
 
-    On a CUDA device each call with attn_mask, and each backward pass of one, reads all of the mask,
+    On a CUDA device each call with attn_mask, and each backward pass of one, reads the whole mask,
     which may take longer than attention to the keys that it keeps. Calls that are given these lists
-    do not read it: the layers of a model that share a mask, or one layer and its gradients.
+    do not read it: layers of a model that share a mask, or one layer and its gradients.
 
     Args:
-        query: as in attention(). Only its shape, dtype and device matter, and those of key.
+        query: as in attention(). Only shape, dtype and device of query and key matter.
         key: as in attention().
         attn_mask: as in flash_dmattn_func().
-        selection: as in attention(), and the six below. Calls with the lists must have the same.
+        selection: as in attention(), like the next four. Calls with the lists must have the same.
         key_valid: as there.
         starts: as there.
         kv_used: as there.
@@ -42,9 +42,10 @@ def mask_lists(
         backend: as in score().
 
     Returns:
-        Opaque bytes, [bytes] uint8: 5/32 q_len * kv_len for each head of the mask, and as many more
-        for each sequence and kv head if the mask, the selection, key_valid or kv_used tell them
-        apart. On the CPU 0 bytes, because its kernels read the mask where they use it.
+        Opaque bytes, [bytes] uint8: 5/32 q_len * kv_len for each head of the mask. If the mask, the
+        selection, key_valid or kv_used differs between sequences and kv heads, there are as many
+        more for each sequence and kv head. On the CPU 0 bytes, because its kernels read the mask
+        where they use it.
 
     Raises:
         TypeError: a mask that is not a tensor, or a selection that select() did not make.

@@ -1,7 +1,7 @@
 """torch.nn.MultiheadAttention on FlashDMA's kernels, with or without a selection of keys.
 
-The layer takes torch.nn's masks and turns them into arguments of attention(). The dimensions are
-those of fdma.h; torch.nn's L is q_len, S is kv_len, N is batch and E is embed_dim.
+The layer takes torch.nn's masks and turns them into arguments of attention(). The dimensions are as
+in fdma.h; torch.nn's L is q_len, S is kv_len, N is batch and E is embed_dim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MaybeTensor = _arguments.MaybeTensor
 
 
 class MaskArguments(NamedTuple):
-    """What torch.nn's masks become: arguments of attention() of the same names."""
+    """Arguments of attention() that torch.nn's masks become, under the same names."""
 
     key_valid: MaybeTensor
     bias: MaybeTensor
@@ -36,7 +36,7 @@ class MaskArguments(NamedTuple):
 
 def call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook that changes nothing. Without gradients torch.nn.TransformerEncoderLayer
-    replaces its modules by one kernel of PyTorch's, unless one of them has a hook."""
+    replaces its modules by one PyTorch kernel, unless one of them has a hook."""
 
 
 def check_dtype(name: str, mask: MaybeTensor) -> None:
@@ -46,8 +46,8 @@ def check_dtype(name: str, mask: MaybeTensor) -> None:
 
 
 def check_equal(name: str, found: Any, want: Any, error: type[Exception]) -> None:
-    """Lengths are put into a message only if they are wrong: in a graph that is being traced this
-    would make constants of them."""
+    """Refuse a wrong length. Lengths are formatted into a message only then, because that makes
+    constants of them in a graph that is being traced."""
     if found != want:
         raise error(f"{name} is {found}, want {want}")
 
@@ -55,8 +55,8 @@ def check_equal(name: str, found: Any, want: Any, error: type[Exception]) -> Non
 def split_padding(
     mask: MaybeTensor, heads: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[MaybeTensor, MaybeTensor]:
-    """key_valid and bias of a key_padding_mask [batch, len]; both have kv_len keys, of which those
-    behind len are valid. The bias is of `dtype`."""
+    """key_valid and bias of a key_padding_mask [batch, len]. Both have kv_len keys; keys from len
+    on are valid. The bias has this dtype."""
     if mask is None:
         return None, None
     added = (0, kv_len - mask.shape[1])
@@ -69,8 +69,8 @@ def split_padding(
 def split_pairs(
     mask: MaybeTensor, heads: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[MaybeTensor, MaybeTensor]:
-    """attn_mask and attn_bias of a mask [q_len, len] or [batch * heads, q_len, len] of torch.nn;
-    both have kv_len keys, and those behind len are seen by all queries. `dtype` is query's."""
+    """attn_mask and attn_bias of a torch.nn mask [q_len, len] or [batch * heads, q_len, len]. Both
+    have kv_len keys, and all queries see the keys from len on. `dtype` is query's."""
     if mask is None:
         return None, None
     mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (-1, heads))
@@ -82,8 +82,8 @@ def split_pairs(
 
 
 def pad_nested(rows: Rows) -> tuple[Rows, torch.Tensor, list[int]]:
-    """Nested query, key and value as padded tensors, which are one tensor if they were; the
-    key_padding_mask of the keys; and the lengths of the queries."""
+    """Nested query, key and value as padded tensors (one tensor if they are one), the
+    key_padding_mask of the keys, and the lengths of the queries."""
     query, key, value = rows
     lengths = [[len(one) for one in rows[n].unbind()] for n in (0, 1)]
     wide_query = query.to_padded_tensor(0.0)
@@ -98,10 +98,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention, computed by this library; with a window every query attends to
     its `window` best keys.
 
-    It has the arguments, parameters, state_dict and results of torch.nn's module, which it derives
-    from, and can stand in its place, for example as self_attn of nn.TransformerEncoderLayer. With a
-    window it has the two parameters of a score more: a state_dict of torch.nn's module is then
-    loaded with strict=False, and has neither of them.
+    It has the arguments, parameters, state_dict and results of torch.nn.MultiheadAttention, from
+    which it derives, and can replace it, for example as self_attn of nn.TransformerEncoderLayer.
+    With a window it has two more parameters, for scores: load a state_dict of torch.nn's module
+    with strict=False, because it has neither of them.
 
         score = A * softplus(dt_proj(v)), where v is the projected value
         forward(query, key, value) = out_proj(softmax(<q, k> / sqrt(head_dim) + exp(score)) v),
@@ -109,11 +109,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     A is initialised with zeros, as in DynamicMaskAttention.
 
-    What differs from torch.nn's module: a query that sees no key has the attention 0, so that the
+    Differences from torch.nn's module: a query that sees no key has the attention 0, so that the
     result is out_proj's bias, where torch.nn's is NaN. Weights have no gradient. dropout is rounded
-    to a multiple of 2^-16, and other probabilities are dropped. On CUDA devices float32 and float64
-    are refused. It cannot be compiled by torch.jit.script. A head_dim that is not a multiple of 8
-    works: its channels are padded with zeros, which take memory and time.
+    to a multiple of 2^-16, and drops other probabilities. On CUDA devices float32 and float64 are
+    refused. torch.jit.script cannot compile it. A head_dim that is not a multiple of 8 works: its
+    channels are padded with zeros, which take memory and time.
 
     Args:
         embed_dim: width of queries and results, num_heads * head_dim; head_dim is at most 256.
@@ -242,9 +242,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of the queries over the keys, as torch.nn.MultiheadAttention has it.
 
-        With a window, keys are ranked before attn_mask is looked at: of the keys that it keeps, a
-        query attends to those that attn_mask allows. Padding is not ranked. In a causal call each
-        query ranks the keys up to its own position, otherwise all keys are ranked once.
+        With a window, keys are ranked before attn_mask is applied: a query attends to the kept keys
+        that attn_mask allows. Padding is not ranked. In a causal call each query ranks the keys up
+        to its own position, otherwise all keys are ranked once.
 
         Args:
             query: [q_len, batch, embed_dim]; [batch, q_len, embed_dim] with batch_first;
@@ -263,22 +263,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: whether weights are the mean over the heads.
             is_causal: a query sees only keys at positions up to its own. attn_mask has to be given
                 too, as this mask. It is read only if q_len is not kv_len or keys are appended, and
-                even then not by a call without weights and padding: query i then sees the first
-                i + 1 keys, appended ones among them, as in torch.nn. With a window attn_mask may be
-                None and is not read, and q_len has to be kv_len.
+                even then a call without weights and padding does not read it: as in torch.nn, query
+                i then sees the first i + 1 keys, appended ones included. With a window attn_mask
+                may be None and is not read, and q_len has to be kv_len.
 
         Returns:
-            The result, with query's axes, and the weights [batch, q_len, kv_len], with one more
-            axis [batch, num_heads, ...] unless they are averaged; without a batch the first axis is
-            absent. The weights are None without need_weights. They are those after dropout, and
-            include the keys that add_bias_kv and add_zero_attn append.
+            The result, with query's axes, and the weights [batch, q_len, kv_len], or [batch,
+            num_heads, q_len, kv_len] if they are not averaged; without a batch the first axis is
+            absent. The weights are None without need_weights. They include dropout, and the keys
+            that add_bias_kv and add_zero_attn append.
 
         Raises:
             AssertionError: ranks, widths or lengths that contradict each other, or a mask of
                 integers.
             RuntimeError: an attn_mask of another shape, or none if is_causal is True and window
                 None.
-            ValueError: what the layer's window cannot be combined with.
+            ValueError: arguments that cannot be combined with the layer's window.
             NotImplementedError: a dtype that no kernel of the device supports.
             MemoryError: weights that take more memory than the device has.
         """
@@ -323,7 +323,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """forward() of nested tensors; the weights are padded."""
+        """forward() of nested tensors. The weights are padded."""
         message = "query: is nested, want a plain tensor without batch_first"
         require(self.batch_first, message, AssertionError)
         for name, row in zip(("key", "value"), rows[1:]):
@@ -368,7 +368,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             check_equal("attn_mask: shape", found, want, RuntimeError)
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
-        """The projected rows, with the axes of the inputs, and heads split into two axes."""
+        """Project the inputs; the rows keep their axes, and the last axis is split into heads and
+        head_dim."""
         bias, heads = None, (self.num_heads, self.head_dim)
         if self.in_proj_bias is not None:
             bias = self.in_proj_bias.to(self.out_proj.weight.dtype)
@@ -384,7 +385,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(row.unflatten(-1, heads) for row in rows)
 
     def _append_keys(self, rows: Rows) -> Rows:
-        """The rows [batch, len, heads, head_dim] with the keys of add_bias_kv and add_zero_attn."""
+        """The rows [batch, len, heads, head_dim], with the keys of add_bias_kv and
+        add_zero_attn."""
         query, *keys = rows
         if self.bias_k is not None:
             shape = (keys[0].shape[0], 1, *keys[0].shape[2:])
@@ -398,10 +400,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _resolve_causal(
         self, lengths: tuple[int, int, int], attn_mask: MaybeTensor, is_causal: bool, unread: bool
     ) -> tuple[bool, MaybeTensor]:
-        """Whether the call is causal, and the attn_mask that is to be read. `lengths` are those of
-        queries, of keys, and of keys with the appended ones; `unread` is whether torch.nn reads no
-        mask in such a call if it is causal: it then lets query i see the first i + 1 keys, the
-        appended ones among them."""
+        """Decide if the call is causal, and which attn_mask is read. `lengths` counts queries,
+        keys, and keys with the appended ones. If `unread` is true and the call is causal, torch.nn
+        reads no mask: query i then sees the first i + 1 keys, appended ones included."""
         q_len, kv_len, all_len = lengths
         if self.window is not None:
             needs_causal = self.recent > 0 or self.gap is not None
@@ -444,7 +445,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, rows: Rows, masks: MaskArguments, need_weights: bool
     ) -> tuple[torch.Tensor, MaybeTensor]:
-        """out [batch, q_len, heads, head_dim] and the weights of all heads, if they are needed."""
+        """out [batch, q_len, heads, head_dim], and the weights of all heads if they are needed."""
         query, key, value = rows
         if need_weights:
             check_probabilities_fit(query, key, "need_weights")
@@ -469,7 +470,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return flash_dma_attention(*call, **options)
 
     def _select(self, value: torch.Tensor, masks: MaskArguments) -> tuple[MaybeTensor, Any]:
-        """bias and selection of attention() to these values."""
+        """The bias and selection of attention() for these values."""
         if self.window is None:
             return masks.bias, None
         options: dict[str, Any] = {"key_valid": masks.key_valid}

@@ -1,6 +1,6 @@
 """Layers for models: dynamic mask attention with its projections.
 
-The terms are those of fdma.h; `hidden` is the width of the hidden states, `heads` is q_heads.
+The terms are as in fdma.h; `hidden` is the width of the hidden states, `heads` is q_heads.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class DynamicMaskAttention(nn.Module):
 
     A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
-    `sinks` of which are instead the first of the sequence, and learns which keys to keep longer.
-    Language models with such layers train worse than with a sliding window. Let most layers slide
-    and a few NoPE heads select, taught by score_target_loss(): see docs/integration.md.
+    including the first `sinks` keys of the sequence, and learns which keys to keep longer. Language
+    models with such layers train worse than with a sliding window. Let most layers slide and a few
+    NoPE heads select, taught by score_target_loss(): see docs/training.md.
 
     Args:
         hidden: width of the hidden states.
@@ -75,11 +75,10 @@ class DynamicMaskAttention(nn.Module):
             gap has no cache.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
             they keep the window + recent newest keys. 0 if `causal` is False or window is None.
-        nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), and neither have
-            their query heads: what they match does not depend on the distance. 0 if rope_base is
-            None.
-        nope_rotary_dim: channels of these heads that are rotated all the same, the first ones, as
-            those of a head with so many channels: an even number, 0 without such heads.
+        nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), like their query
+            heads. Their logits do not depend on distance. 0 if rope_base is None.
+        nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
+            the angles of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.
         head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
@@ -87,10 +86,10 @@ class DynamicMaskAttention(nn.Module):
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
         qk_norm: whether q_norm and k_norm normalize each head of queries and keys by its root mean
             square (torch.nn.RMSNorm), before they are rotated. Without, they are the identity.
-        norm_eps: is added to the mean square.
+        norm_eps: added to the mean square.
         memory_hidden: width of `memory`, the hidden states that keys and values come from in
             cross-attention; None for self-attention.
-        dt_bias: whether dt_proj has one.
+        dt_bias: whether dt_proj has a bias.
         dropout: probability with which each attention probability becomes 0 in training mode; the
             others are divided by 1 - dropout. Calls with a cache have no dropout.
         sink_logit: whether each query head learns a sink logit, so that its probabilities may sum
@@ -197,7 +196,7 @@ class DynamicMaskAttention(nn.Module):
     def _set_kinds(
         self, sliding: int, nope: int, rotary_dim: int, causal: bool, rope_base: float | None
     ) -> None:
-        """Which heads slide, and which have no rotary embedding."""
+        """Set which heads slide, and which have no rotary embedding."""
         self.causal, self.rope_base = causal, rope_base
         most = self.kv_heads if causal and self.window is not None else 0
         self.sliding_heads = _arguments.check_int("sliding_heads", sliding)
@@ -206,7 +205,6 @@ class DynamicMaskAttention(nn.Module):
         self.nope_heads, self.nope_rotary_dim = check_nope(nope, rotary_dim, most, self.head_dim)
 
     def _add_scores(self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any]) -> None:
-        """What scores are computed from, and sink logits."""
         if self.window is not None:
             width = self.kv_heads * self.head_dim
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
@@ -220,7 +218,7 @@ class DynamicMaskAttention(nn.Module):
         logits with zeros."""
         for child in self.children():
             reset: Any = getattr(child, "reset_parameters", None)
-            if reset is not None:  # as nn.Identity has
+            if reset is not None:  # nn.Identity may have none
                 reset()
         if self.window is not None:
             self._reset_a()
@@ -233,7 +231,7 @@ class DynamicMaskAttention(nn.Module):
 
     @property
     def a_coef(self) -> torch.Tensor:
-        """A as scores are computed from it: 0 for the sliding heads."""
+        """A with 0 for the sliding heads. Scores are computed from it."""
         heads = self.sliding_heads
         return nn.functional.pad(self.A[heads:], (heads, 0)) if heads else self.A
 
@@ -270,7 +268,7 @@ class DynamicMaskAttention(nn.Module):
         """Attention of every position of x; with a cache, also to the tokens before x.
 
         A cache makes x the next tokens of its sequences, 1 or any number, and they enter it. The
-        results are those of the whole sequences up to rounding. Call it within torch.no_grad().
+        results equal those for the whole sequences up to rounding. Call it within torch.no_grad().
 
         Args:
             x: hidden states [batch, len, hidden].
@@ -281,11 +279,11 @@ class DynamicMaskAttention(nn.Module):
                 inverse.) Without memory kv_len is len.
             starts: optional [sequences + 1] int32, for packed sequences: x is [1, len, hidden], and
                 sequence n has the positions starts[n] to starts[n + 1] - 1. With a process_group
-                they are those of all ranks' tokens, a list or a tensor on the CPU.
+                they count the tokens of all ranks: a list or a tensor on the CPU.
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
                 ..., beginning anew in each packed sequence. Give them if there is padding on the
                 left. Causality depends on the order in x, not on these numbers. With a cache None
-                is for the numbers that follow those of the tokens before.
+                continues after the tokens before x.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
                 sinks. The layer has to be causal, without a gap and options, and starts None.
             layer: the number of this layer in the cache.
@@ -352,9 +350,10 @@ class DynamicMaskAttention(nn.Module):
         alone, and trains scores to rank keys by the attention that later queries give them.
 
         Args:
-            x: what forward() gets: [batch, len, hidden]. One of the sequences of a step can be
+            x: as forward() gets it: [batch, len, hidden]. One of the sequences of a step can be
                 enough: the time grows with the squares of their lengths.
-            heads: the kv heads whose scores learn, none of which slides; None: all that do not.
+            heads: the kv heads whose scores learn, none of them sliding; None: all that do not
+                slide.
             key_valid: as in forward(); padding counts neither as keys nor as queries.
             starts: as in forward(), or a list.
             positions: as in forward().
@@ -365,7 +364,7 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             TypeError, NotImplementedError: as flash_dmattn.score_target_loss().
-            ValueError: as that; or a layer that is not causal, has no window, or has a
+            ValueError: as that function; or a layer that is not causal, has no window, or has a
                 process_group; or a head that slides.
         """
         wanted = "score_target_loss: want a causal layer with a window, without process_group"
@@ -399,14 +398,15 @@ class DynamicMaskAttention(nn.Module):
     def _project(
         self, x: torch.Tensor, source: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[batch, len, heads, head_dim]: queries of x, keys and values of source, not rotated."""
+        """Project x to queries and source to keys and values, [batch, len, heads, head_dim], not
+        rotated."""
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
         key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
         return query, key, self.v_proj(source).unflatten(2, kv_shape)
 
     def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """dt_proj's weight, A and dt_proj's bias: kernels compute the scores from these."""
+        """dt_proj's weight, A and dt_proj's bias, from which kernels compute the scores."""
         kind = type(self.dt_proj)
         require(
             isinstance(self.dt_proj, nn.Linear),
@@ -416,8 +416,8 @@ class DynamicMaskAttention(nn.Module):
         return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
     def new_cache(self, batch: int, *, layers: int = 1, static: bool = False) -> DynamicMaskCache:
-        """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers that
-        have the same; LayerCaches is for those that have not. static as in DynamicMaskCache.
+        """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers with
+        the same ones; LayerCaches is for layers that differ. static as in DynamicMaskCache.
 
         Raises:
             TypeError, ValueError: as DynamicMaskCache; a layer that cannot have a cache.
@@ -428,8 +428,8 @@ class DynamicMaskAttention(nn.Module):
         return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries or keys [batch, len, heads, head_dim] with rotary embedding, which NoPE heads
-        have not."""
+        """Queries or keys [batch, len, heads, head_dim] with rotary embedding, without it in NoPE
+        heads."""
         check_positions(positions, x)
         count = self.nope_heads * x.shape[2] // self.kv_heads
         base: Any = self.rope_base

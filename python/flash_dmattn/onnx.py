@@ -6,8 +6,9 @@
     options.register_custom_ops_library(str(flash_dmattn.onnx.library_path()))
     session = onnxruntime.InferenceSession("model.onnx", options)
 
-flash_dma_attention() becomes a node Attention of the domain "fdma", and attention over a cache a
-node Decode. Their inputs and attributes have the names of fdma.h, except for a cache's tensors.
+flash_dma_attention() becomes a node Attention of the domain "fdma", and attention over a cache
+becomes a node Decode. Their inputs and attributes have the names of fdma.h, except for a cache's
+tensors.
 
 Only this module imports onnx and onnxscript; it does not import onnxruntime.
 """
@@ -39,7 +40,7 @@ CACHE = ("cache_key", "cache_value", "cache_bias", "cache_score", "cache_positio
 # ---- nodes ----
 
 FLOATS = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
-TYPES = {  # the types that inputs and outputs have; those of one letter are the same
+TYPES = {  # types of inputs and outputs; one letter stands for one type in a node
     "T": FLOATS,
     "W": FLOATS,
     "A": FLOATS,
@@ -68,7 +69,7 @@ ATTRIBUTES = {
 def make_operator(
     name: str, inputs: dict[str, str], outputs: dict[str, str], attributes: dict[str, str]
 ) -> Callable[..., Any]:
-    """An operator of the domain, which makes a node of the graph that is being exported."""
+    """An operator of the domain, which becomes a node of the exported graph."""
     parameter, option = defs.OpSchema.FormalParameter, defs.OpSchema.FormalParameterOption
     used = {kind for kind in (*inputs.values(), *OPTIONAL.values()) if kind in TYPES}
     schema = defs.OpSchema(
@@ -96,7 +97,7 @@ DECODE_NODE = make_operator("Decode", {**STATES, **CACHED}, {"out": "T", **CACHE
 
 
 def attributes_of(given: dict[str, Any], window: str) -> dict[str, Any]:
-    """The attributes that both nodes have; `window` is the argument's name."""
+    """The attributes that both nodes have; `window` is the name of that argument."""
     return {
         "window": given[window],
         "recent": given["recent"],
@@ -108,7 +109,7 @@ def attributes_of(given: dict[str, Any], window: str) -> dict[str, Any]:
 
 
 def translate_attention(*arguments: Any) -> Any:
-    """The node of a flash_dmattn::flash_dma_output."""
+    """Translate flash_dmattn::flash_dma_output to a node."""
     given = dict(zip(ops.FUSED_OUT.arguments, arguments))
     tensors = [given[name] for name in ("query", "key", "value", "dt_proj", "a_coef")]
     optional = [given[name] for name in OPTIONAL]
@@ -133,8 +134,8 @@ CACHED_ARGUMENTS = tuple(
 
 
 def run_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """The operator in PyTorch: out, and the tensors of the cache after the tokens have entered it.
-    cache_key and cache_value are [batch, kv_heads, rows, head_dim]."""
+    """The operator in PyTorch: out, and the tensors of the cache with the new tokens. cache_key and
+    cache_value are [batch, kv_heads, rows, head_dim]."""
     given = dict(zip(CACHED_ARGUMENTS, arguments))
     after = [given[name].clone() for name in CACHE]
     rules = given["window"], given["recent"], given["sinks"]
@@ -168,15 +169,15 @@ CACHED_ATTENTION = torch.ops.flash_dmattn.cached_attention.default
 
 
 def translate_cached(*arguments: Any) -> Any:
-    """The node of a flash_dmattn::cached_attention."""
+    """Translate flash_dmattn::cached_attention to a node."""
     given = dict(zip(CACHED_ARGUMENTS, arguments))
     tensors = arguments[: CACHED_ARGUMENTS.index("window")]
     return DECODE_NODE(*tensors, **attributes_of(given, "window"))
 
 
 class LayerCache:
-    """The cache of one layer for a call of it, in place of a DynamicMaskCache: `tensors` are those
-    before the call, then those after it."""
+    """The cache of one layer for one call, in place of a DynamicMaskCache. `tensors` holds the
+    cache before the call, then the cache after it."""
 
     bias_form = "exp"
 
@@ -185,13 +186,13 @@ class LayerCache:
         self.tensors, self.keys = tensors, KeyCache(*fields)
 
     def positions(self, layer: int, length: int, index: None = None) -> torch.Tensor:
-        """[batch, length]: those of the next tokens."""
+        """Positions of the next tokens, [batch, length]."""
         seen = self.tensors[-1]
         following = torch.arange(length, dtype=torch.int32, device=seen.device)
         return seen[:, None] + following
 
     def attend(self, layer: int, *states: Any, **options: Any) -> torch.Tensor:
-        """Attention of the next tokens; the arguments are those of DynamicMaskCache.attend()."""
+        """Attention of the next tokens, with the arguments of DynamicMaskCache.attend()."""
         optional = (options["dt_bias"], options["key_valid"], options["sink_logit"])
         rows, dt_proj, head_dim = pad_head_dim(states[:3], states[3])
         states = (*rows, dt_proj, *states[4:])
@@ -207,12 +208,12 @@ class LayerCache:
 
 
 class CachedLayer(nn.Module):
-    """A layer that attends over a cache, as a function of its tensors: nothing is written to.
+    """A layer that attends over a cache, as a function of its tensors: it writes to none of them.
 
         out, *cache = CachedLayer(layer)(x, *cache)
 
     A graph of it serves prompts and single tokens alike: x has the next tokens of each sequence,
-    any number of them, and the cache that goes in has those before them. A model of several layers
+    any number of them, and the input cache has the tokens before them. A model of several layers
     passes on the tensors of each.
 
     Args:
@@ -250,7 +251,7 @@ class CachedLayer(nn.Module):
         key_valid: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Attention of the next tokens of each sequence, which then are in the cache.
+        """Attention of the next tokens of each sequence, which the returned cache then has.
 
         Args:
             x: hidden states [batch, len, hidden].
@@ -259,13 +260,13 @@ class CachedLayer(nn.Module):
             cache_value: like cache_key.
             cache_bias: [batch, kv_heads, rows] float32.
             cache_score: [batch, kv_heads, rows] float32.
-            cache_position: [batch, kv_heads, rows] int32; -1: an empty row.
+            cache_position: [batch, kv_heads, rows] int32; -1 marks an empty row.
             cache_seen: [batch] int32: the tokens that have passed.
             key_valid: optional [batch, len] bool or uint8, false for padding.
-            positions: as in the layer; None for those that follow the tokens before.
+            positions: as in the layer; None continues after the tokens before.
 
         Returns:
-            out [batch, len, hidden], and the six tensors of the cache that has these tokens too.
+            out [batch, len, hidden], and the six tensors of the cache with these tokens.
         """
         layer = self.layer
         tensors = (cache_key, cache_value, cache_bias, cache_score, cache_position, cache_seen)
@@ -281,8 +282,8 @@ def check_layer(layer: DynamicMaskAttention) -> None:
 
 
 def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.Tensor]:
-    """The tensors of a cache without tokens, as CachedLayer takes them, by the names of the inputs
-    of export_step().
+    """The tensors of a cache without tokens, for CachedLayer, by the names of the inputs of
+    export_step().
 
     Args:
         layer: a DynamicMaskAttention with a window.
@@ -319,7 +320,7 @@ def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.
 # ---- export ----
 
 TRANSLATIONS = {ops.FUSED_OUT.op: translate_attention, CACHED_ATTENTION: translate_cached}
-# What to use instead of other operators.
+# Replacements for other operators of this package.
 INSTEAD = {
     "attention": "flash_dma_attention(), or a layer with a window",
     "flash_dma_attention": "it without return_lse and return_attn_probs",
@@ -335,7 +336,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def check_attention(given: dict[str, Any]) -> None:
-    """Refuse what the node Attention does not do. A tensor is a node of the graph."""
+    """Refuse options that the node Attention lacks. A tensor is a node of the graph."""
     for name, what in (("starts", "packed sequences"), ("kv_used", "preallocated keys")):
         require(given[name] is None, f"{name}: is given, want None: {what} are not exported")
     for name, hint in (("dropout_p", "; eval() turns it off"), ("gap", "")):
@@ -347,7 +348,7 @@ def check_attention(given: dict[str, Any]) -> None:
 
 
 def check_program(program: torch.export.ExportedProgram) -> None:
-    """Refuse the operators of this package, and options of them, that ONNX Runtime has not."""
+    """Refuse operators of this package, and options of them, that ONNX Runtime lacks."""
     graphs = (
         one for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
     )
@@ -371,29 +372,29 @@ def export(
     dynamic_shapes: Any = None,
     **options: Any,
 ) -> Any:
-    """Export a model whose attention is flash_dma_attention(), such as that of DynamicMaskAttention
-    or of Doge with attn_implementation="dynamic_mask", by torch.onnx.export(dynamo=True).
+    """Export a model whose attention is flash_dma_attention() by torch.onnx.export(dynamo=True).
 
-    The graph computes what the model computes in inference, without gradients. Its nodes of the
-    domain "fdma" are run by libfdma_ort. Dropout, packed sequences, kv_used, masks of pairs, gap,
-    lse, probabilities, and attention without a window are refused.
+    Such a model has layers DynamicMaskAttention, or is a Doge with
+    attn_implementation="dynamic_mask". The graph computes the same as the model in inference,
+    without gradients. libfdma_ort runs its nodes of the domain "fdma". Dropout, packed sequences,
+    kv_used, masks of pairs, gap, lse, probabilities, and attention without a window are refused.
 
     Args:
         model: in eval mode.
         args: example inputs.
-        file: to write the graph to; None: it is only returned.
+        file: where to write the graph; None: it is only returned.
         kwargs: further example inputs, by name.
-        dynamic_shapes: which axes of the inputs may have other lengths, as torch.export.export()
-            takes it; None for none. An example should have length 2 or more there.
+        dynamic_shapes: which axes of the inputs may have other lengths, as for
+            torch.export.export(); None for none. An example should have length 2 or more there.
         options: further arguments of torch.onnx.export(), such as input_names and output_names.
 
     Returns:
         The torch.onnx.ONNXProgram.
 
     Raises:
-        NotImplementedError: the model does what the operators for ONNX Runtime do not do.
+        NotImplementedError: the model needs something that the operators for ONNX Runtime lack.
         ValueError: the model is in training mode.
-        ImportError: a PyTorch whose exporter takes no operators of others: 2.6 has one.
+        ImportError: a PyTorch whose exporter accepts no custom operators: 2.6 accepts them.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -435,7 +436,7 @@ def export_step(
     Args:
         layer: as in CachedLayer, in eval mode.
         file: as in export().
-        key_valid: whether there is an input key_valid [batch, len] bool, false for padding.
+        key_valid: whether to add an input key_valid [batch, len] bool, false for padding.
         options: as in export().
 
     Returns:
@@ -471,15 +472,16 @@ def export_step(
 
 
 def library_path() -> Path:
-    """Where libfdma_ort is, which onnxruntime.SessionOptions.register_custom_ops_library() takes:
-    the file that the environment variable FDMA_ORT_LIBRARY names or, where that is not set, the one
-    beside the package.
+    """The path of libfdma_ort, for onnxruntime.SessionOptions.register_custom_ops_library().
+
+    It is the file that the environment variable FDMA_ORT_LIBRARY names or, if that is not set, the
+    one beside the package.
 
     Returns:
         Its path.
 
     Raises:
-        ImportError: it is not there.
+        ImportError: the file does not exist.
 
     Example:
         >>> flash_dmattn.onnx.library_path().name

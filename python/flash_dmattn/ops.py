@@ -1,14 +1,14 @@
 """The operators flash_dmattn::*, each declared once, by a schema.
 
-Everything else follows from the names in the schema: which tensors and options there are, the
-fields of the C struct, the results, the fake kernel, and (in autograd.py) the gradients.
-_arguments.py has the shape, the dtype and the field of the C struct for each name. fdma.h says
-what the arguments mean, and which are refused.
+Everything else follows from the names in the schema: the tensors and options, the fields of the C
+struct, the results, the fake kernel, and (in autograd.py) the gradients. _arguments.py has the
+shape, the dtype and the field of the C struct for each name. fdma.h says what the arguments mean,
+and which are refused.
 
-Schemas list the tensors first, then the options, then `backend`. Tensor(a!) is one that the call
-writes to. An option that is not in the
-argument struct of the C function is for the selection (`window`, `recent`, `sinks`, `scope`) or is
-only kept for the backward operator (`deterministic`).
+Schemas list the tensors first, then the options, then `backend`. Tensor(a!) is a tensor that the
+call writes to. An option that is not in the argument struct of the C function belongs to the
+selection (`window`, `recent`, `sinks`, `scope`) or is kept for the backward operator
+(`deterministic`).
 
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
@@ -33,7 +33,7 @@ LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 class Operator:
     """An operator of torch.library over one function of the C library: op(*arguments).
 
-    `special` are fields of its Operation that the schema does not say: `cleared` and `fixed`."""
+    `special` has fields of its Operation that are not in the schema: `cleared` and `fixed`."""
 
     def __init__(self, schema: str, function: str, **special: tuple[Any, ...]) -> None:
         name, _, signature = schema.partition("(")
@@ -44,7 +44,7 @@ class Operator:
         assert names[-1] == "backend", schema
         assert all(kind.startswith("Tensor") for kind, _ in pairs[:count]), schema
         self.schema = schema
-        self.count = count  # of the tensors, which come first
+        self.count = count  # number of tensors, which come first
         self.arguments = tuple(names)
         self.kinds = _types.kinds_in_schema(pairs)
         self.operation = Operation(
@@ -59,7 +59,7 @@ class Operator:
         self.key_at = names.index("key") if "key" in names else 0  # has the number of keys
         self.op = self.register("")
         self.transformed: Any = None
-        # Of autograd.py, where the operator has a gradient: what direct calls record.
+        # Set by autograd.py if the operator has a gradient: plans the record of a direct call.
         self.plan_record: Callable[..., Any] | None = None
 
     @property
@@ -114,7 +114,7 @@ class Operator:
         self.transformed = type(f"{self.name}_transformed", (torch.autograd.Function,), members)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Make the call, in eager mode without the dispatcher."""
+        """Make the call. In eager mode it avoids the dispatcher."""
         if not torch.compiler.is_compiling():
             results = _repeat.repeat(self, arguments, self.count)
             if results is NotImplemented:
@@ -126,11 +126,11 @@ class Operator:
         return self.dispatch(*arguments)
 
     def check_types(self, arguments: tuple[Any, ...]) -> None:
-        """Check the types of arguments, which have not been checked in an earlier call.
+        """Check the types of arguments that no earlier call has checked.
 
         Raises:
-            TypeError: one is of another type than the schema says.
-            NotImplementedError: a tensor that is sparse, or nested.
+            TypeError: an argument has another type than in the schema.
+            NotImplementedError: a tensor is sparse or nested.
         """
         for (name, kind), value in zip(self.kinds, arguments):
             if name in _arguments.CHOICES:
@@ -143,7 +143,7 @@ class Operator:
                 raise NotImplementedError(message)
 
     def shown(self, name: str) -> str:
-        """What messages call an argument: the rules of a selection or a cache are given with it."""
+        """The name of an argument in messages. Rules come with a selection or a cache."""
         if name in ("window", "recent", "sinks"):
             for given, owner in (("expiry", "selection"), ("cache_key", "cache")):
                 if given in self.arguments:
@@ -151,8 +151,8 @@ class Operator:
         return _arguments.SHOWN.get(name, name)
 
     def dispatch(self, *arguments: Any) -> Any:
-        """Call the operator, or under a transform of torch.func, such as grad(), a Function that
-        those can see into. Its apply() takes longer."""
+        """Call the operator. Under a transform of torch.func, such as grad(), call a Function that
+        the transform can see into; its apply() takes longer."""
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             return self.op(*arguments)
         return (
@@ -160,7 +160,7 @@ class Operator:
         )
 
     def refuse_gradients(self, message: str) -> None:
-        """Give the operator a backward that only raises: it runs in grad mode too."""
+        """Give the operator a backward that only raises, so that it runs in grad mode too."""
 
         def refuse(ctx: Any, *gradients: Any) -> None:
             raise NotImplementedError(message)
@@ -168,16 +168,16 @@ class Operator:
         self.differentiate(lambda ctx, inputs, output: None, refuse)
 
     def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
-        """Tensors, options and the backend of the C call."""
+        """Tensors, options and the backend for the C call."""
         count = self.count
         return arguments[:count], arguments[count:-1], arguments[-1]
 
     def run(self, *arguments: Any) -> Any:
-        """The kernel: one C call."""
+        """The kernel: makes one C call."""
         return _repeat.call_operator(self, arguments)
 
     def fake(self, *arguments: Any) -> Any:
-        """The fake kernel: an allocation of the results."""
+        """The fake kernel: allocates the results."""
         if _call.memory.workspaces is not None:
             _call.memory.workspaces.ask(self.operation, *self.settle(*arguments))
         given = dict(zip(self.arguments, arguments))
@@ -206,7 +206,7 @@ def backend_for(backend: str | None, *operations: str) -> str | None:
 
 
 class BackwardOperator(Operator):
-    """The gradients of another operator. It has no derivative itself."""
+    """The gradients of another operator. It is not differentiable itself."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class BackwardOperator(Operator):
         self.steps = steps  # operations of the C call that must have a kernel named `backend`
         options = self.operation.options
         self.deterministic = options.index("deterministic") if "deterministic" in options else None
-        # create_graph=True turns grad mode on
+        # The backward runs in grad mode under create_graph=True.
         self.refuse_gradients(
             f"flash_dmattn.{forward.name}: second derivatives are not implemented"
         )
@@ -228,14 +228,14 @@ class BackwardOperator(Operator):
     def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
         tensors, options, backend = super().settle(*arguments)
         if self.deterministic is not None and torch.are_deterministic_algorithms_enabled():
-            # Asked here, not when a graph is traced, so that compiled graphs follow the switch.
+            # Read here, not when a graph is traced, so that compiled graphs follow the switch.
             at = self.deterministic
             options = (*options[:at], True, *options[at + 1 :])
         return tensors, options, backend_for(backend, *self.steps)
 
 
 class MaskListsOperator(Operator):
-    """The lists of a mask, of which the C library says how many bytes they have."""
+    """The lists of a mask. The C library computes their size in bytes."""
 
     def run(self, *arguments: Any) -> torch.Tensor:
         count = self.count
@@ -251,8 +251,8 @@ class MaskListsOperator(Operator):
 
 
 class ProbabilitiesOperator(Operator):
-    """The probabilities of an attention that has been computed, perhaps by a kernel whose name no
-    kernel of probabilities has."""
+    """The probabilities of a finished attention. Its kernel may have a name that no kernel of
+    probabilities has."""
 
     def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
         return super().settle(*arguments[:-1], backend_for(arguments[-1], "probabilities"))
@@ -310,8 +310,8 @@ FUSED = Operator(
     "-> (Tensor out, Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
     "attention",
 )
-# For calls that want neither gradients nor lse: it returns out alone, and the other results stay
-# in the workspace.
+# For calls that need neither gradients nor lse: it returns out alone, and the other results stay in
+# the workspace.
 FUSED_OUT = Operator(f"flash_dma_output({FUSED_INPUTS}, str? backend) -> Tensor out", "attention")
 MASK_LISTS = MaskListsOperator(
     "mask_lists(Tensor query, Tensor key, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
@@ -319,7 +319,6 @@ MASK_LISTS = MaskListsOperator(
     "str scope, bool causal, str? backend) -> Tensor mask_lists",
     "forward",
 )
-# It has no gradient.
 PROBABILITIES = ProbabilitiesOperator(
     "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
     "Tensor? kv_used, Tensor? rng_state, Tensor? attn_mask, Tensor? attn_bias, "
@@ -343,7 +342,7 @@ SCORE_BACKWARD = BackwardOperator(
     "score_backward",
     cleared=("dvalue",),
 )
-# The same, added to a dvalue that there is already.
+# The same, added to a given dvalue.
 SCORE_BACKWARD_ADDED = BackwardOperator(
     "score_backward_added(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? kv_used, Tensor(a!) dvalue, str bias_form, "
@@ -411,7 +410,7 @@ DECODE = Operator(
     "-> (Tensor out, Tensor lse)",
     "decode",
 )
-# The keys of a stream's next piece: the first one if there are no carried keys.
+# The keys of a stream's next piece; without carried keys, of its first piece.
 PREFILL = Operator(
     "prefill(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? sink_logit, Tensor? score_in, "
@@ -429,7 +428,7 @@ CACHE_STORE = Operator(
     "Tensor? cache_page_table, SymInt window, SymInt recent, SymInt sinks, str bias_form, "
     "str? backend) -> ()",
     "cache_store",
-    fixed=(("scope", "causal"),),  # of the selection: a cache knows no other
+    fixed=(("scope", "causal"),),  # of the selection: a cache has only this scope
 )
 CACHE_COPY = Operator(
     "cache_copy(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "

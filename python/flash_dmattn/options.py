@@ -10,8 +10,8 @@ import torch
 from . import _arguments, _types
 
 METHODS = ("exact", "approximate")
-WINDOW = 1024  # keep_window_size, where it is not given
-CUDA_BLOCK = 128  # consecutive queries that share a list of keys on a CUDA device, at least
+WINDOW = 1024  # default of keep_window_size
+CUDA_BLOCK = 128  # least number of queries that share a list of keys on a CUDA device
 
 
 def _check_count(name: str, value: Any, none_means: str) -> None:
@@ -39,25 +39,25 @@ class DynamicMaskOptions:
     the reason. Options that contradict each other raise ValueError.
 
     Args:
-        keep_window_size: number of keys that a query keeps, 1 or more. It is that of the call,
-            which must have its default value or the same.
+        keep_window_size: number of keys that a query keeps, 1 or more. The call uses it; its own
+            argument must have the same value or its default.
         selection_method: "exact" or "approximate". Both select exactly the best keys, with the same
             bits: the exact selection takes 3 to 6 % of a call's time, so that an approximate one
             has little to save.
-        min_density_threshold: density from which calls are processed densely: the share of all keys
-            that a query keeps, min(keep_window_size + recent, kv_len) / kv_len. 1.0, or None for
-            1.0: a call that keeps all keys. Numbers below 1 raise NotImplementedError: a dense tile
-            would compute the logits of keys that the query does not keep, and drop them.
+        min_density_threshold: density from which calls are processed densely. Density is the share
+            of all keys that a query keeps, min(keep_window_size + recent, kv_len) / kv_len. 1.0, or
+            None for 1.0: a call that keeps all keys. Numbers below 1 raise NotImplementedError: a
+            dense tile would compute the logits of keys that the query does not keep, and drop them.
         mixed_processing: process a call densely if its density has reached the threshold: its keys
             are neither selected nor gathered. If False, every call selects and gathers keys. The
             results are equal up to rounding. torch.compile makes a graph for each of the two.
-        block_size: the least number of queries that share a list of keys. None for what the kernel
-            chooses. On a CUDA device that is 128, 256 or 512, by the lengths of the call, and 128
+        block_size: the least number of queries that share a list of keys. None lets the kernel
+            choose. On a CUDA device that is 128, 256 or 512, by the lengths of the call, and 128
             means the same as None. Other numbers raise NotImplementedError at the call, and so do
             all numbers on the CPU, where the width of vectors decides. `backend` chooses the
             kernel.
-        use_reordering: gather the kept keys in the order in which they lie in memory, not in that
-            of their scores. False raises NotImplementedError, as no kernel has another order.
+        use_reordering: gather the kept keys in memory order, not in the order of their scores.
+            False raises NotImplementedError, as no kernel has another order.
         max_sequence_length: the most queries and the most keys of a call, of all packed sequences
             together; None for no limit. A call with more raises ValueError. No memory is allocated
             for the limits ahead of calls: workspace_bytes() says how much calls within them need.
@@ -138,7 +138,7 @@ class DynamicMaskOptions:
             )
 
     def _window_of(self, keep_window_size: int, default: int = WINDOW) -> int:
-        """The window of a call with this argument, which has no effect if it is the default."""
+        """The window of a call with this argument, which is ignored if it is the default."""
         _arguments.check_int("keep_window_size", keep_window_size)
         if keep_window_size not in (default, self.keep_window_size):
             raise ValueError(
@@ -150,7 +150,7 @@ class DynamicMaskOptions:
     def _check_call(
         self, query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor | None, kept: int
     ) -> None:
-        """Refuse a call beyond the limits, whose queries keep up to `kept` keys."""
+        """Refuse a call beyond the limits. Its queries keep up to `kept` keys."""
         if query.dim() != 4 or key.dim() != 4:
             return  # the call refuses them
         if starts is not None:
@@ -186,14 +186,14 @@ class DynamicMaskOptions:
         )
 
     def _is_dense(self, kept: int, key: torch.Tensor) -> bool:
-        """Whether a call whose queries keep up to `kept` keys is processed densely."""
+        """True if a call whose queries keep up to `kept` keys is processed densely."""
         return self.mixed_processing and key.dim() == 4 and kept >= key.shape[1]
 
 
 def options_of(
     keep_window_size: int, options: DynamicMaskOptions | None, fields: dict[str, Any]
 ) -> DynamicMaskOptions:
-    """The options of a call that has `fields` of them as arguments."""
+    """The options of a call that has some of their `fields` as arguments."""
     known = [field.name for field in dataclasses.fields(DynamicMaskOptions)]
     for name in fields:
         if name not in known:

@@ -64,7 +64,7 @@ def attention_probabilities(
 
     Returns:
         [batch, q_heads, q_len, kv_len] float32 (float64 if query is). Without dropout a row sums to
-        1 up to rounding; that of a query that keeps no key is 0.
+        1 up to rounding, or to 0 if the query keeps no key.
 
     Raises:
         TypeError: a query that is not a tensor, or a selection that select() did not make.

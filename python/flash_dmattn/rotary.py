@@ -33,7 +33,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
 def count_positions(
     length: int, starts: torch.Tensor | Sequence[int] | None, device: torch.device
 ) -> torch.Tensor:
-    """[1, length]: 0, 1, ..., beginning anew at each of `starts`."""
+    """Positions [1, length]: 0, 1, ..., beginning anew at each of `starts`."""
     positions = torch.arange(length, device=device, dtype=torch.int32)
     if starts is not None:
         starts = torch.as_tensor(starts, device=device)
@@ -44,7 +44,7 @@ def count_positions(
 def rotate_heads(
     x: torch.Tensor, positions: torch.Tensor, base: float, nope_heads: int, dim: int
 ) -> torch.Tensor:
-    """As rotate(), but of the last nope_heads heads only the first `dim` channels are rotated, with
+    """As rotate(), but only the first `dim` channels of the last nope_heads heads are rotated, with
     the angles of a head of `dim` channels."""
     if nope_heads == 0:
         return rotate(x, positions, base)

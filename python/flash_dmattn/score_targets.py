@@ -14,7 +14,7 @@ from ._sequences import list_starts
 from .functional import attention
 from .probabilities import attention_probabilities
 
-PROBABILITIES = 1 << 26  # in memory at once, or those of one query
+PROBABILITIES = 1 << 26  # in memory at once, but at least one query's
 
 
 def score_target_loss(
@@ -35,12 +35,12 @@ def score_target_loss(
     """A loss for dt_proj: scores should rank keys by the attention that later queries give them.
 
     Through the bias of attention a score learns only from queries that keep its key, and only as
-    far as it lowers the loss of that step. This loss compares scores with what queries would attend
-    to if they kept all keys. For each query head, take the largest probability that any query gives
-    to a key in causal attention to all keys of its sequence; queries to which the key is one of the
-    `recent` newest do not count. The target of a key is the sum of the squares of these
-    probabilities over the query heads of its kv head. The loss is the cross-entropy of the softmax
-    over keys of dt, the scores before softplus, with the targets divided by their sum.
+    far as it lowers the loss of that step. This loss compares scores with the attention that
+    queries would give if they kept all keys. For each query head, take the largest probability that
+    any query gives to a key in causal attention to all keys of its sequence; queries to which the
+    key is one of the `recent` newest do not count. The target of a key is the sum of the squares of
+    these probabilities over the query heads of its kv head. The loss is the cross-entropy of the
+    softmax over keys of dt, the scores before softplus, with the targets divided by their sum.
 
     Add it to the loss of a model, or give dt_proj an optimizer of its own, in every step or only in
     some. It has a gradient for dt_proj alone. Scores rank keys in the order of dt only if a_coef is
@@ -130,7 +130,7 @@ def score_target_loss(
 
 
 def no_loss(dt_proj: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0, with a gradient of zeros for dt_proj, for a query of this dtype."""
+    """A loss of 0, with a gradient of zeros for dt_proj, for a query of this dtype."""
     return dt_proj[:0].sum().to(_arguments.wide(dtype))
 
 
@@ -140,7 +140,7 @@ def _valid_tokens(
     starts: torch.Tensor | Sequence[int] | None,
     key_valid: torch.Tensor | None,
 ) -> Iterator[tuple[int, slice | torch.Tensor]]:
-    """The batch entry of each sequence, and which of its tokens are valid."""
+    """Yields the batch entry of each sequence, and its valid tokens."""
     if starts is None:
         spans = [(b, 0, length) for b in range(batch)]
     else:
@@ -194,8 +194,9 @@ def log_targets(
     softcap: float,
     backend: str | None,
 ) -> torch.Tensor:
-    """The logarithm of the target of each key that is not recent to all queries, [kv_heads,
-    len - recent], for query [len, q_heads, head_dim] and key [len, kv_heads, head_dim]."""
+    """The log of the target of each key that is not recent to the last query,
+    [kv_heads, len - recent], from query [len, q_heads, head_dim] and key
+    [len, kv_heads, head_dim]."""
     length, kv_heads, _ = key.shape
     rules: dict[str, Any] = {"causal": True, "softmax_scale": softmax_scale}
     rules = {**rules, "softcap": softcap, "backend": backend}
@@ -207,7 +208,7 @@ def log_targets(
         end = min(begin + queries, length)
         own = query[:, begin:end], key[:, :end], lse[..., begin:end]
         probability = attention_probabilities(*own, **rules)[0]
-        old = largest[:, : max(0, end - recent)]  # keys that are not recent to some of the queries
+        old = largest[:, : max(0, end - recent)]  # keys that are not recent to the last query
         of_piece = probability.tril(begin - recent).amax(1)
         old.copy_(torch.maximum(old, of_piece[:, : old.shape[1]]))
     return (2 * largest[:, : length - recent].log()).unflatten(0, (kv_heads, -1)).logsumexp(1)

@@ -1,7 +1,7 @@
 """Sequences that come in pieces: attention over carried keys, and decoding over a cache of them.
 
-Of the tokens so far a stream keeps the carried keys: at most window + recent rows for each kv head,
-whatever their number. fdma.h, "Streams", says which these are and why they are all that is needed.
+A stream keeps the carried keys: at most window + recent of its tokens for each kv head, however
+many there are. fdma.h, "Streams", says which these are and why no others are needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from . import _arguments, _types, ops
 from ._arguments import MaybeTensor, autocast, finish, kernel_scale, pad_head_dim, refuse_tangents
 
-TOKENS_MAX = 64  # new tokens of a decode()
+TOKENS_MAX = 64  # new tokens in one decode()
 
 
 class KeyCache(NamedTuple):
@@ -25,13 +25,14 @@ class KeyCache(NamedTuple):
 
     Args:
         key: [sequences, rows, kv_heads, head_dim], where rows = window + recent, and head_dim is
-            that of the calls, rounded up to a multiple of 8; any strides, but the rows of a head
+            the calls' head_dim rounded up to a multiple of 8; any strides, but the rows of a head
             are read fastest if they are adjacent.
         value: like key.
         bias: [sequences, kv_heads, rows] float32.
         score: [sequences, kv_heads, rows] float32.
-        position: [sequences, kv_heads, rows] int32: of each key in its stream; -1: an empty row.
-        seen: [sequences] int32: the tokens of each stream that have passed.
+        position: [sequences, kv_heads, rows] int32: of each key in its stream; -1 marks an empty
+            row.
+        seen: [sequences] int32: the number of tokens of each stream so far.
         window: as in select().
         recent: as there.
         sinks: as there.
@@ -72,7 +73,7 @@ class KeyCache(NamedTuple):
 
 
 def tensors_of(cache: KeyCache) -> tuple[MaybeTensor, ...]:
-    """Those that operators take, in their order."""
+    """The tensors that operators take, in their order."""
     return (*cache[:6], cache.page_table)
 
 
@@ -115,9 +116,9 @@ def decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of new tokens over a cache and each other; then the tokens enter the cache.
 
-    A query attends to what it would attend to in the whole sequence. The time does not depend on
-    how many tokens have passed. The call writes to the cache's tensors, and has no gradient. All
-    numbers stay on the device: nothing waits for them.
+    A query attends to the same keys as in the whole sequence. The time does not depend on how many
+    tokens have passed. The call writes to the cache's tensors, and has no gradient. All numbers
+    stay on the device: the host waits for none.
 
     Args:
         query: [batch, q_len, q_heads, head_dim], q_len at most new_len: query i stands beside token
@@ -129,8 +130,8 @@ def decode(
         a_coef: as in score().
         dt_bias: as in score(); None for 0.
         score: [batch, kv_heads, new_len] float32: the score of each new token.
-        index: optional [batch] int32: the sequence of the cache for each stream; -1: none, whose
-            out is 0; None for 0, 1, ...
+        index: optional [batch] int32: the sequence of the cache for each stream; -1: none, and out
+            is 0; None for 0, 1, ...
         n_tokens: [batch] int32 or an int: the first n are tokens, the rest is not read, and its out
             is 0; None for new_len.
         commit: [batch] int32 or an int: the first n enter the cache, the others leave no trace;
@@ -207,7 +208,7 @@ class Tokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     weights: tuple[MaybeTensor, ...]  # dt_proj, a_coef and dt_bias
-    index: MaybeTensor  # type: ignore[assignment]  # hides that of tuple
+    index: MaybeTensor  # type: ignore[assignment]  # hides tuple.index
     key_valid: MaybeTensor
     n_tokens: MaybeTensor
     sink_logit: MaybeTensor
@@ -219,9 +220,8 @@ def prefill(
 ) -> torch.Tensor:
     """Attention of the next tokens of the streams in the sequences `where` of `cache`, any number
     of them, over [carried | their own keys]: out. The keys that are still kept enter the cache.
-    `carried` is the cache of these sequences alone, or None: then they count as empty.
-
-    Tokens from n_tokens on are padding, which leaves no trace.
+    `carried` is the cache of these sequences alone; None: the sequences count as empty. Tokens from
+    n_tokens on are padding, which leaves no trace.
     """
     query, key, value, weights, _, key_valid, n_tokens, sink_logit, options = tokens
     seen = None

@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="dynamic_mask")
 
 Doge selects keys by their scores, as everywhere in this package: in O(q_len * keep_window_size)
-time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. Other
-models compute the attention that their masks say (transformers_masks.py).
+time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. For other
+models the masks define the attention (transformers_masks.py).
 
-Only this module and those of its name import transformers, 5.17 or later, below 6.
+Only this module and its helpers import transformers, 5.17 or later, below 6.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .transformers_masks import (
 
 __all__ = ["DogeCache", "register"]
 
-OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: the first one, and the first that is not
+OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: first supported, first unsupported
 
 
 def check_version(version: str) -> tuple[int, ...]:
@@ -56,15 +56,15 @@ def check_version(version: str) -> tuple[int, ...]:
 CACHE = "cache" if check_version(transformers.__version__) >= (5, 24) else "past_key_values"
 StockDogeAttention = modeling_doge.DogeAttention
 stock_check = PreTrainedModel.get_correct_attn_implementation
-# Models some of whose layers add the mask to logits in code of their own, others do not.
+# In these models some layers add the mask to logits in their own code, and others do not.
 MIXED = ("bigbird_pegasus", "informer")
 
 
 @torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=None)
 def arguments_of(kind: type) -> frozenset[str]:
-    """The names of what transformers' eager attention takes for layers of this class, beside what
-    attend() takes. It ignores all others."""
+    """Arguments that transformers' eager attention has for layers of this class and attend() lacks.
+    Eager attention ignores all others."""
     source = vars(sys.modules[kind.__module__])
     eager = [x for name, x in source.items() if name.endswith("eager_attention_forward")]
     names = {name for one in eager for name in inspect.signature(one).parameters}
@@ -72,7 +72,7 @@ def arguments_of(kind: type) -> frozenset[str]:
 
 
 def check_others(module: torch.nn.Module, rest: dict[str, Any]) -> None:
-    """Refuse arguments that attend() does not know and that change the result."""
+    """Refuse arguments that attend() lacks and that change the result."""
     for name in arguments_of(type(module)) & rest.keys():
         if rest[name] is not None:
             raise NotImplementedError(
@@ -82,8 +82,8 @@ def check_others(module: torch.nn.Module, rest: dict[str, Any]) -> None:
 
 
 def same_sizes(*rows: torch.Tensor) -> list[torch.Tensor]:
-    """Rows whose last axes have the same length, a multiple of 8: zeros are added, which change
-    neither products nor the numbers that they stand beside."""
+    """Pad the last axes of all rows to one length, a multiple of 8. The zeros do not change
+    products, and add only zero channels to values."""
     size = -8 * (-max(row.shape[3] for row in rows) // 8)
     pad = torch.nn.functional.pad
     return [row if row.shape[3] == size else pad(row, (0, size - row.shape[3])) for row in rows]
@@ -110,7 +110,7 @@ def attend(
     """The attention of a layer, as transformers calls it.
 
     Args:
-        module: the layer, whose is_causal counts where the argument is None.
+        module: the layer. Its is_causal is used if the argument is None.
         query: [batch, q_heads, q_len, head_dim].
         key: [batch, kv_heads, kv_len, head_dim].
         value: [batch, kv_heads, kv_len, head_dim].
@@ -118,14 +118,14 @@ def attend(
             that are added to the logits.
         dropout: as dropout_p in attention().
         scaling: as softmax_scale there.
-        is_causal: a query sees only keys up to its own. Only without a mask: a mask says it itself.
-        sliding_window: not looked at, as the mask has the window.
+        is_causal: a query sees only keys up to its own. Only without a mask, which says so itself.
+        sliding_window: not read, as the mask has the window.
         softcap: as in attention().
         s_aux: optional [q_heads], sink logits.
         position_bias: optional [batch or 1, q_heads or 1, q_len, kv_len], added to the logits.
         sinks: optional [batch, q_heads, q_len, 1], sink logits of each query.
-        position_ids: [batch, q_len]; not looked at, as the mask says what is packed.
-        cu_seq_lens_q: optional [sequences + 1], where they begin.
+        position_ids: [batch, q_len]; not read, as the mask says how sequences are packed.
+        cu_seq_lens_q: optional [sequences + 1], where packed sequences begin.
         rest: other arguments that a layer passes on.
 
     Returns:
@@ -133,8 +133,8 @@ def attend(
 
     Raises:
         NotImplementedError: an argument in `rest` that transformers' eager attention would use.
-        ValueError: a layer of Doge that was made before register(): the mask that it has made of
-            make_mask()'s result need not be causal.
+        ValueError: a layer of Doge that was made before register(): it has turned make_mask()'s
+            result into a mask that need not be causal.
     """
     if isinstance(module, StockDogeAttention):
         raise ValueError(
@@ -168,7 +168,7 @@ def attend(
 
 
 class DogeAttention(StockDogeAttention):
-    """Doge's attention, selected where the implementation is "dynamic_mask"."""
+    """The attention of Doge if attn_implementation is "dynamic_mask"."""
 
     def forward(
         self,
@@ -180,7 +180,7 @@ class DogeAttention(StockDogeAttention):
         position_ids: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As in transformers. `cache` and past_key_values are two names of one argument."""
+        """As in transformers. `cache` and past_key_values are two names for one argument."""
         cache = past_key_values if cache is None else cache
         if self.config._attn_implementation != NAME:
             rest = {**rest, CACHE: cache, "position_ids": position_ids}
@@ -205,7 +205,7 @@ class DogeAttention(StockDogeAttention):
                 return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        # as in transformers, which looks for packed sequences only where there is no cache
+        # as in transformers, which looks for packed sequences only if there is no cache
         own_positions = position_ids if cache is None else None
         given = (attention_mask, own_positions, rest.get("cu_seq_lens_q"))
         key, value, options = padding_and_packing(key, value, query.shape[2], *given)
@@ -221,7 +221,7 @@ class DogeAttention(StockDogeAttention):
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attention to all keys [batch, kv_len, kv_heads, head_dim] without a DogeCache."""
+        """Attention to all keys [batch, kv_len, kv_heads, head_dim], without a DogeCache."""
         options = {"causal": True, "softmax_scale": self.scaling, **options}
         sliding: Any = self.config.sliding_window
         keep = self.keep_window_size
@@ -246,7 +246,7 @@ class DogeAttention(StockDogeAttention):
 
 
 def calls_interface(kind: type[PreTrainedModel]) -> bool:
-    """Whether models of this class leave their attention to a registered function."""
+    """True if models of this class call a registered attention function."""
     source = vars(sys.modules[kind.__module__])
     has_classes = any(name.endswith("_ATTENTION_CLASSES") for name in source)
     of_others = getattr(kind.config_class, "model_type", None) in MIXED
@@ -257,7 +257,7 @@ def calls_interface(kind: type[PreTrainedModel]) -> bool:
 def check_model(
     self: PreTrainedModel, requested_attention: str | None, *rest: Any, **more: Any
 ) -> str:
-    """Instead of transformers' method, which takes a name for every model that is made."""
+    """Replaces transformers' method, which accepts a registered name for every model."""
     if requested_attention == NAME and not calls_interface(type(self)):
         raise ValueError(
             f"attn_implementation: is {NAME!r} for {type(self).__name__}, which computes its "
@@ -271,10 +271,10 @@ def register() -> None:
 
     Models that are made from then on with it run their attention here. modeling_doge.DogeAttention
     is replaced by a class with the same parameters, which runs transformers' own attention under
-    any other implementation. Padding is given as the attention_mask [batch, length] of the model.
-    Packed sequences are given as one row whose position_ids begin anew in each, or with
-    cu_seq_lens_q. Models that compute their attention in their own code are refused when they are
-    made, in PreTrainedModel.get_correct_attn_implementation. Calling it again has no effect.
+    any other implementation. Give padding as the attention_mask [batch, length] of the model. Give
+    packed sequences as one row whose position_ids begin anew in each, or with cu_seq_lens_q. Models
+    that compute their attention in their own code are refused when they are made, in
+    PreTrainedModel.get_correct_attn_implementation. Calling it again has no effect.
 
     Returns:
         None.

@@ -1,7 +1,7 @@
-"""The masks of transformers, in forms from which the attention of a layer can be computed fast.
+"""The masks of transformers, in forms that let a layer compute its attention fast.
 
-transformers makes a mask for each kind of layer, once for all layers of a kind. make_mask() says
-the same in a tensor that the model hands to its layers, and read_mask() reads it there:
+transformers makes one mask for all layers of a kind. make_mask() says the same in a tensor that the
+model hands to its layers, and read_mask() reads it there:
 
     None                                all keys; made for one query only
     [0] int32                           causal
@@ -34,12 +34,12 @@ from . import functional
 
 
 def code_of(name: str, *given: Any) -> Any:
-    """The code of the closures that a function of transformers makes; None before it had it."""
+    """The code of the closures that a function of transformers makes; None if it does not exist."""
     factory = getattr(masking_utils, name, None)
     return None if factory is None else factory(*given).__code__
 
 
-# The functions that transformers composes masks of are closures, known by their code.
+# transformers composes masks from closures, which are recognised by their code.
 BOTH = code_of("and_masks", causal_mask_function)
 WINDOW = code_of("sliding_window_overlay", 1)
 PACKED = code_of("packed_sequence_mask_function", None)
@@ -47,7 +47,7 @@ OWN_POSITIONS = code_of("remap_positions_for_packed_sequence", None, None)
 
 
 class Rules(NamedTuple):
-    """What a mask function allows."""
+    """The pairs that a mask function allows, as rules."""
 
     causal: bool = False
     window: int | None = None  # keys, the query's own included
@@ -70,7 +70,7 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
         return Rules(window=free["sliding_window"])
     if code is PACKED:
         return Rules(packed=free["packed_sequence_mask"])
-    if code is OWN_POSITIONS:  # of tokens in their sequences: the distances are those of the row
+    if code is OWN_POSITIONS:  # positions within sequences: distances are the same as in the row
         return rules_of(free["mask_function"])
     several = [rules_of(one) for one in free["mask_functions"]]
     found = [one for one in several if one is not None]
@@ -85,14 +85,14 @@ def rules_of(function: Callable[..., Any]) -> Rules | None:
 
 
 def module_of(kind: type) -> Any:
-    """The module with the models that have this kind of configuration, or None."""
+    """The module with the models of this kind of configuration, or None."""
     return sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
 
 
 @torch.compiler.assume_constant_result
 def looks_at_masks(kind: type) -> bool:
-    """Whether models with this kind of configuration compute with the numbers of a mask before
-    their attention does: those that choose keys by an index of their own, or compress them."""
+    """True if models with this kind of configuration compute with a mask before attention does:
+    they choose keys by an index of their own, or compress them."""
     source = module_of(kind)
     names = () if source is None else vars(source)
     return any(name.endswith(("Indexer", "Compressor")) for name in names)
@@ -100,15 +100,15 @@ def looks_at_masks(kind: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def has_blocks(kind: type) -> bool:
-    """Whether models with this kind of configuration have blocks of tokens that see each other in
-    both directions, such as those of an image."""
+    """True if models with this kind of configuration have blocks of tokens, such as an image, that
+    see each other in both directions."""
     source = module_of(kind)
     return source is None or "block_sequence_ids" in inspect.getsource(source)
 
 
 def is_packed_form(function: Callable[..., Any], local_size: int | None, config: Any) -> bool:
-    """Whether Dynamo traces the causal mask that transformers makes of position_ids. Without a
-    cache it has this form for every model; they are not looked at (see find_starts())."""
+    """True if Dynamo traces the causal mask that transformers makes of position_ids. Without a
+    cache it has this form for every model; position_ids are not read (see find_starts())."""
     return (
         torch.compiler.is_dynamo_compiling()
         and local_size is None
@@ -127,7 +127,7 @@ def padding_of(
     device: torch.device | None,
 ) -> torch.Tensor | None:
     """The padding of a causal mask: None, or [batch, keys] bool."""
-    if kv_length == q_length:  # the keys are those of the queries, the last ones
+    if kv_length == q_length:  # the keys belong to the queries, the last tokens
         mask = None if attention_mask is None else attention_mask[:, -q_length:]
     else:
         filled = int(q_offset) + q_length - kv_offset
@@ -145,8 +145,8 @@ def padding_of(
 
 
 def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
-    """The mask of several queries that rules can express, all keys of which are filled in but for
-    the room behind the last query; `layout` has the arguments of padding_of()."""
+    """The mask of several queries, if Rules can express it. All keys up to the last query are
+    filled in; unused room may follow. `layout` has the arguments of padding_of()."""
     end = layout["q_length"] + int(layout["q_offset"]) - layout["kv_offset"]
     row: Any
     if rules.packed is not None:
@@ -154,7 +154,7 @@ def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
         row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).to(torch.int32)
     else:
         row = padding_of(**layout)
-    if row is None:  # None would leave it to the layer to know that it is causal
+    if row is None:  # with None the layer would have to know that it is causal
         row = torch.empty(0, dtype=torch.int32, device=layout["device"])
     if rules.window is None or rules.window >= end:
         return row
@@ -186,7 +186,7 @@ def make_mask(
         mask_function: which query sees which key, padding aside.
         attention_mask: optional [batch, length] bool, false for padding; or a result of this
             function, which is returned.
-        allow_is_causal_skip: false if the model itself looks at the mask, if it is packed, and
+        allow_is_causal_skip: false if the model itself reads the mask, if sequences are packed, and
             for a step of a static cache.
         use_vmap: the model has a mask function of its own.
         device: of the mask.
@@ -208,7 +208,7 @@ def make_mask(
     given = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if looks_at_masks(type(config)):
         return eager_mask(**given)
-    if isinstance(config, DogeConfig):  # its layers have their rules
+    if isinstance(config, DogeConfig):  # its layers have rules of their own
         return padding_of(**layout)
     if not use_vmap and is_packed_form(mask_function, rest.get("local_size"), config):
         return in_window(Rules(causal=True), layout)
@@ -226,7 +226,7 @@ def make_mask(
 
 
 def is_expressed(rules: Rules | None, layout: dict[str, Any], may_skip: bool) -> bool:
-    """Whether in_window() can say what the mask of several queries says."""
+    """True if in_window() can express the mask of several queries."""
     if rules is None or not rules.causal:
         return False
     if rules.packed is not None:
@@ -245,12 +245,12 @@ def is_expressed(rules: Rules | None, layout: dict[str, Any], may_skip: bool) ->
 def find_starts(
     position_ids: torch.Tensor | None, sizes: torch.Tensor | None, q_len: int, kv_len: int
 ) -> torch.Tensor | None:
-    """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
+    """The starts of packed sequences, [sequences + 1] int32; None if each row has one sequence.
 
     Args:
         position_ids: [batch, q_len], which go up by 1 in each sequence.
-        sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
-            which the host waits; not while a graph is traced.
+        sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are read, and the
+            host waits for them; not while a graph is traced.
         q_len: number of queries.
         kv_len: number of keys.
 
@@ -283,7 +283,7 @@ def padding_and_packing(
     sizes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The keys and values [batch, kv_heads, kv_len, head_dim] that are filled in, and the arguments
-    key_valid and starts of attention(). With padding, position_ids do not tell sequences apart."""
+    key_valid and starts of attention(). With padding, position_ids do not separate sequences."""
     if attention_mask is not None:
         filled, position_ids = attention_mask.shape[1], None
         key, value = key[:, :, :filled], value[:, :, :filled]
@@ -294,8 +294,8 @@ def padding_and_packing(
 def keep_newest(
     sizes: torch.Size, device: torch.device, window: int, starts: torch.Tensor | None
 ) -> functional.Selection:
-    """The selection of a sliding window over keys of these `sizes`, batch, kv_heads and kv_len: of
-    keys with equal scores the newest rank first. Padding counts in the window."""
+    """The selection of a sliding window. `sizes` are batch, kv_heads and kv_len. With equal scores
+    the newest keys rank first. Padding counts in the window."""
     return functional.select(torch.zeros(sizes, device=device), window, starts=starts)
 
 
@@ -307,9 +307,9 @@ def best_in_window(
     key_valid: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The mask [batch, kv_heads, q_len, kv_len] of the `keep` keys of highest score among those in
-    the sliding window of each query. It is no Selection: a key that is not kept at first is kept
-    later, when better ones have left the window.
+    """The mask [batch, kv_heads, q_len, kv_len] of the `keep` keys of highest score in the sliding
+    window of each query. A Selection cannot express it: a key that is not kept at first is kept
+    later, when better keys have left the window.
 
     Args:
         score: [batch, kv_heads, kv_len].
@@ -321,7 +321,7 @@ def best_in_window(
     """
     batch, kv_heads, kv_len = score.shape
     at = torch.arange(kv_len, device=score.device)
-    keys = at[kv_len - q_len :, None] - at[:window]  # of each query, the newest first
+    keys = at[kv_len - q_len :, None] - at[:window]  # keys of each query, newest first
     is_seen = keys >= 0
     keys = keys.clamp(min=0)
     if starts is not None:
@@ -331,7 +331,7 @@ def best_in_window(
         is_seen = is_seen & key_valid[:, None, keys]
     ranked = score[:, :, keys].masked_fill(~is_seen | score[:, :, keys].isnan(), float("-inf"))
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
-    columns = keys.masked_fill(~is_seen, kv_len)  # a column that is cut off
+    columns = keys.masked_fill(~is_seen, kv_len)  # column kv_len is cut off below
     columns = columns.expand(batch, kv_heads, -1, -1).gather(-1, best)
     mask = score.new_zeros((batch, kv_heads, q_len, kv_len + 1), dtype=torch.bool)
     return mask.scatter_(-1, columns, True)[..., :kv_len]
@@ -344,7 +344,7 @@ def read_mask(
     q_len: int,
     sizes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """What a mask of make_mask(), or one of the model's own with four axes, means.
+    """Read a mask of make_mask(), or one of the model's own with four axes.
 
     Args:
         mask: not None.

@@ -55,16 +55,17 @@ class TuningShape(NamedTuple):
 
 
 class TuningTrial(NamedTuple):
-    """What tune() has measured of one choice.
+    """A measurement by tune() of one choice.
 
     Args:
         shape: the shape that was measured.
         operation: "forward" or "backward".
         kernel: the name of the kernel that ran.
-        choice: such as "tile_rows=256"; "rules" for what the library chooses by itself.
+        choice: such as "tile_rows=256"; "rules" for the library's own choice.
         seconds: of one call, the median.
-        ratio: the time of a call to that of one by the rules, made in turn; the median.
-        final: whether this is the last one of its operation, which calls follow from now on.
+        ratio: the time of a call divided by the time under the rules, measured in turn; the median.
+        final: whether this is the last trial of its operation; calls follow its choice from then
+            on.
 
     Raises:
         TypeError: a field is missing.
@@ -94,7 +95,7 @@ def _encode(name: str, path: PathLike) -> bytes:
 
 
 def _change_tuning(status: int) -> None:
-    """The status of a call that may have changed the tuning: workspaces are asked for again."""
+    """Check the status of a call that may have changed the tuning, and ask for workspaces again."""
     _call.Memory.tunings += 1
     _library.check(status)
 
@@ -133,14 +134,14 @@ def _measure(shape: TuningShape, seconds: float) -> list[TuningTrial]:
 
 
 def load_tuning(file: PathLike | None) -> None:
-    """Replace the tuning of this process by that of a file.
+    """Replace the tuning of this process by the tuning in a file.
 
-    Calls on the CPU then make the choices of the tuning, where it has an entry for their class,
-    instead of those of the library's rules. A process whose environment variable FDMA_TUNING names
-    a file reads it at its first call.
+    Calls on the CPU then follow the tuning if it has an entry for their class, and the library's
+    rules otherwise. A process whose environment variable FDMA_TUNING names a file reads it at its
+    first call.
 
     Args:
-        file: what tune() has written on this machine; None for no tuning.
+        file: written by tune() on this machine; None for no tuning.
 
     Returns:
         None.
@@ -168,22 +169,22 @@ def tune(
     """Measure which choices are fastest for calls of these shapes on this CPU, and follow them.
 
     The library chooses kernels, tiles, splits and numbers of threads by rules that do not know the
-    machine. Here each of them competes with the rules, on random tensors. Where one takes at least
-    3 % less time, calls of this process follow it from now on; so do those of similar shapes, as
-    fdma.h describes. Calls with attn_mask, attn_bias or dropout, those that name a `backend`, and
+    machine. Here each choice competes with the rules, on random tensors. If one takes at least 3 %
+    less time, calls of this process follow it from then on; so do calls of similar shapes, as
+    fdma.h describes. Calls with attn_mask, attn_bias or dropout, calls that name a `backend`, and
     calls on CUDA devices always follow the rules. Under another tuning results differ by rounding.
 
     At most torch.get_num_threads() threads are used. Nothing else should run meanwhile.
 
     Args:
         shapes: of the calls to measure, one after the other.
-        file: where to keep the answer, for load_tuning() or FDMA_TUNING. What a file that is there
-            holds of other shapes stays in it, and replaces the tuning of this process before
+        file: where to keep the answer, for load_tuning() or FDMA_TUNING. If the file exists, its
+            entries for other shapes stay in it, and it replaces the tuning of this process before
             anything is measured. None: the answer is not kept.
         seconds: how long to measure each operation of each shape, about; 0 for 3.
 
     Returns:
-        What was measured, in its order. The last trial of an operation is the one with `final`.
+        All measurements, in their order. The last trial of an operation is the one with `final`.
 
     Raises:
         TypeError: a shape is no TuningShape, a size is no int, or `file` is no path.

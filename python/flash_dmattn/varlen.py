@@ -12,10 +12,10 @@ from ._orders import has_scale, in_any_order
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
-WINDOW = 2048  # keep_window_size, where it is not given
+WINDOW = 2048  # default of keep_window_size
 
-# Positional arguments: those of flash-attn's function, and those of flash-dmattn's, which had a
-# mask and a bias in front of the positions up to version 1.0.6.
+# Orders of positional arguments: flash-attn's, and flash-dmattn's, which had a mask and a bias
+# before the positions up to version 1.0.6.
 ROWS = ("q", "k", "v")
 POSITIONS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLASH_ATTN = (*ROWS, *POSITIONS, "dropout_p", "softmax_scale", "causal")
@@ -25,7 +25,6 @@ DMATTN_MASKED = (*ROWS, "attn_mask", "attn_bias", *POSITIONS, *OPTIONS)
 
 
 def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
-    """The names of positional arguments."""
     if len(args) <= 3:
         return FLASH_ATTN
     is_pairs = isinstance(args[3], torch.Tensor) and args[3].dim() > 1
@@ -35,7 +34,7 @@ def _order_of(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _return_lse(given: dict[str, Any]) -> None:
-    """flash-dmattn's function returns it beside the probabilities."""
+    """flash-dmattn's function returns lse if it returns probabilities."""
     if given.get("return_attn_probs"):
         given["return_lse"] = True
 
@@ -64,7 +63,7 @@ def _starts_of(cu_seqlens_q: Any, cu_seqlens_k: Any) -> torch.Tensor:
 def _pairs_of_total(
     pairs: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor | None:
-    """A mask or a bias [heads, total, total]. That of flash-dmattn is [total, heads, max_seqlen_k]:
+    """A mask or a bias [heads, total, total]. flash-dmattn has [total, heads, max_seqlen_k], where
     number j of a row belongs to key j of the row's sequence."""
     if pairs is None or not isinstance(pairs, torch.Tensor) or pairs.dim() != 3:
         return pairs  # the call refuses others than None
@@ -102,7 +101,6 @@ def _pairs_with_batch(attn_mask: MaybeTensor, attn_bias: MaybeTensor) -> tuple[M
 
 
 def _with_batch_axis(name: str, row: torch.Tensor) -> torch.Tensor:
-    """A query, key or value as a batch of 1."""
     _types.check_tensor(name, row)
     if row.dim() != 3:
         shape = f"{name} is [total, heads, head_dim]"
@@ -145,7 +143,7 @@ def _check_rest(block_table: Any, return_attn_probs: Any, return_lse: Any) -> No
 def _numbers_of(
     scale: float | None, softcap: float | None, dropout_p: float | None
 ) -> dict[str, float | None]:
-    """Of softcap and dropout_p None means 0."""
+    """Options for attention(): softcap and dropout_p of None mean 0."""
     check_no_bool("softcap", softcap)
     numbers = {"softcap": softcap, "dropout_p": dropout_p}
     given = {name: 0.0 if number is None else number for name, number in numbers.items()}
@@ -168,7 +166,7 @@ def _check_weights(
     gap: float | None,
     options: DynamicMaskOptions | None,
 ) -> None:
-    """Refuse one of dt_proj and a_coef without the other, and what needs them without them."""
+    """Refuse one of dt_proj and a_coef without the other, and arguments that need both."""
     if (dt_proj is None) != (a_coef is None):
         absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
@@ -223,12 +221,12 @@ def flash_dmattn_varlen_func(
     options: DynamicMaskOptions | None = None,
     block_table: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is, or
-    as flash-dmattn's function.
+    """Self-attention of packed sequences, with the arguments of flash_attn_varlen_func() of
+    flash-attn or of flash-dmattn's function.
 
     Positional arguments may also be in the orders of flash-dmattn: attn_mask and attn_bias in front
     of cu_seqlens_q (0.1 to 1.0.6), and scale, is_causal, softcap, deterministic, return_attn_probs
-    behind max_seqlen_k. docs/integration.md says how they are told apart.
+    behind max_seqlen_k. docs/migrating.md says how they are told apart.
 
     It is flash_dma_attention() with `starts`; without dt_proj and a_coef it is attention() without
     a selection: every query attends to all keys of its sequence that it can see.
@@ -241,7 +239,7 @@ def flash_dmattn_varlen_func(
             of all.
         cu_seqlens_k: the same positions. It is compared with cu_seqlens_q unless it is the same
             tensor.
-        max_seqlen_q: not needed; taken so that calls of flash_attn_varlen_func() need no change.
+        max_seqlen_q: not needed; accepted so that calls of flash_attn_varlen_func() need no change.
         max_seqlen_k: not needed either.
         dropout_p: as in flash_dma_attention(); None for 0.
         softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).

@@ -13,13 +13,12 @@ from ._arguments import autocast
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
 
-FEW = 8  # up to which every number of sequences and of queries is looked at
+FEW = 8  # every number of sequences and of queries up to this is tried
 
 
 def _numbers_up_to(most: int) -> list[int]:
-    """Every small number, powers of two, and `most`. Which kernel serves a call, and in how many
-    tasks, depends on its number of sequences and of queries; within a task a smaller one needs
-    less."""
+    """Every small number, powers of two, and `most`. The number of sequences and of queries decides
+    the kernel and its number of tasks; within a task a smaller number needs less."""
     numbers = {*range(1, FEW + 1), *(1 << n for n in range(most.bit_length())), most}
     return sorted(n for n in numbers if n <= most)
 
@@ -27,8 +26,8 @@ def _numbers_up_to(most: int) -> list[int]:
 def _shapes(
     options: DynamicMaskOptions, is_packed: bool, is_causal: bool, dense_len: int
 ) -> Iterator[tuple[int, int, int]]:
-    """batch (packed: the number of sequences), q_len and kv_len of calls, one of which needs the
-    most. Those of up to dense_len keys are processed densely."""
+    """Yields batch (packed: the number of sequences), q_len and kv_len of calls that include the
+    one with the largest workspace. Calls with up to dense_len keys are processed densely."""
     longest, most = options.max_sequence_length, options.max_batch_size
     assert longest is not None and most is not None
     if is_packed:
@@ -79,9 +78,9 @@ def _ask(
 def _most_bytes(
     options: DynamicMaskOptions, index: int, tensors: tuple[torch.Tensor, ...], call: dict[str, Any]
 ) -> int:
-    """workspace_bytes() on a device; `index` is that of the GPU, -1 for the CPU."""
+    """workspace_bytes() on a device; `index` is the number of a GPU, -1 for the CPU."""
     kept = options.keep_window_size + call.get("recent", 0)
-    has_limit = options.max_selection_ratio < 1  # of the density: no call keeps all keys
+    has_limit = options.max_selection_ratio < 1  # on density: no call keeps all keys
     is_dense = options.mixed_processing and not has_limit and call.get("gap") is None
     scope = call.get("scope") or ("causal" if call.get("causal") else "global")
     is_packed = call.get("starts") is not None
@@ -106,10 +105,10 @@ def workspace_bytes(
     """The most workspace that a call of flash_dma_attention() within the limits of `options` needs.
 
     A call takes its workspace from PyTorch's allocator and gives it back at its end; gradients take
-    another one. Nothing is kept between calls here, as the allocators keep it: on a CUDA device the
-    calls after the longest one find their memory in the allocator's cache. The number says how much
-    has to be free beside the tensors and the results. This function allocates nothing, and looks
-    only at the heads, head_dim, dtypes, device and requires_grad of the tensors.
+    another one. Nothing is kept here between calls, because the allocators keep it: on a CUDA
+    device the calls after the longest one find their memory in the allocator's cache. The number
+    says how much has to be free beside the tensors and the results. This function allocates
+    nothing, and reads only heads, head_dim, dtypes, device and requires_grad of the tensors.
 
     Args:
         options: with max_sequence_length and max_batch_size. The calls have up to so many
@@ -123,9 +122,10 @@ def workspace_bytes(
             A generator has no effect.
 
     Returns:
-        Bytes, for the current number of threads and the current tuning; where a tensor requires
-        gradients, those that gradients need if these are more. A bound: few and short calls may
-        need less, as it counts every thread.
+        Bytes, for the current number of threads and the current tuning. If a tensor requires
+        gradients and these need more, the bytes for gradients. It is an upper bound: few and short
+        calls may need less, as it counts every thread.
+
 
     Raises:
         ValueError: options without max_sequence_length or max_batch_size, or what

@@ -17,7 +17,7 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Case(NamedTuple):
-    """A line of tests/cases.def, where the words are explained."""
+    """A line of tests/cases.def, which explains the words."""
 
     batch: int
     q_len: int
@@ -62,7 +62,7 @@ def read_cases() -> dict[str, Case]:
 
 
 CASES = read_cases()
-# One of each kind, none of them large: the C tests run all of them on every kernel.
+# One of each kind, all small: the C tests run all of them on every kernel.
 NAMES = """
     dense/one dense/one-gqa dense/causal-131 dense/full-65 dense/later dense/more-queries
     dense/empty-rows dense/softcap dense/exp dense/pad-left dense/pad-holes dense/pad-all
@@ -101,7 +101,7 @@ def make_score(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def make_key_valid(case: Case) -> torch.Tensor | None:
-    """bool [batch, kv_len]; each sequence has padding of another length."""
+    """bool [batch, kv_len]; sequences have padding of different lengths."""
     key, b = torch.arange(case.kv_len), torch.arange(case.batch)[:, None]
     return {
         "NONE": None,
@@ -129,7 +129,7 @@ def make_input(name: str, dtype: torch.dtype) -> Input:
     query, dout = rows(case.q_len, case.q_heads), rows(case.q_len, case.q_heads)
     key, value = rows(case.kv_len, case.kv_heads), rows(case.kv_len, case.kv_heads)
     bias = torch.randn(case.batch, case.kv_heads, case.kv_len, generator=generator)
-    # A bias that every dtype holds, so that a plain evaluation in 16 bits has no error from it.
+    # A bias that every dtype can hold, so that a plain evaluation in 16 bits has no error from it.
     bias = None if case.bias_form == "NONE" else bias.to(torch.bfloat16).float()
     score = make_score(case, generator)
     return Input(query, key, value, score, bias, make_key_valid(case), dout)
@@ -148,14 +148,13 @@ def make_mask(name: str) -> torch.Tensor:
 
 
 def options_of(name: str, given: Input) -> dict[str, Any]:
-    """The options of the evaluations in evaluate.py."""
     return {"bias": given.bias, "softcap": CASES[name].softcap}
 
 
 def attend(
     name: str, given: Input, backend: str | None = None, device: str = "cpu", **options: Any
 ) -> tuple[dict[str, torch.Tensor], Tensors]:
-    """query, key, value and bias as leaves; out and lse."""
+    """query, key, value and bias as leaves, then out and lse."""
     case = CASES[name]
     key_valid = None if given.key_valid is None else given.key_valid.to(device)
     selection = None
@@ -181,7 +180,7 @@ def attend(
 
 
 def attend_and_differentiate(name: str, given: Input, *target: Any, **options: Any) -> Tensors:
-    """out, lse, and the gradients of query, key, value and, if there is one, bias."""
+    """out, lse, and the gradients of query, key, value and bias, if there is one."""
     leaves, (out, lse) = attend(name, given, *target, **options)
     gradients = torch.autograd.grad(out, tuple(leaves.values()), given.dout.to(out.device))
     return (out.detach(), lse.detach(), *gradients)
@@ -191,7 +190,7 @@ def attend_and_differentiate(name: str, given: Input, *target: Any, **options: A
 
 
 def supports(kernel: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel of the CPU supports tensors of `dtype`, forward and backward."""
+    """True if a kernel of the CPU supports tensors of `dtype`, forward and backward."""
     row = torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True)
     try:
         out, _ = flash_dmattn.attention(row, row, row, backend=kernel)
@@ -202,21 +201,21 @@ def supports(kernel: str, dtype: torch.dtype) -> bool:
 
 
 def kernels_of(operation: str, backends: tuple[str, ...] = ("cpu", "reference")) -> list[str]:
-    """Names of kernels of an operation that this machine can run, the preferred one first: without
-    the third component, where it says which rows a kernel of forward is for."""
+    """Names of an operation's kernels that this machine can run, in the order of preference,
+    without the third component, which says for which rows a forward kernel is."""
     names = [
         re.sub("/(tile|decode)$", "", kernel.name)
         for kernel in _library.kernels()
         if kernel.operation == operation
         and kernel.missing is None
-        and kernel.name != "reference/float32"  # whose error is a tolerance of `fdma check`
+        and kernel.name != "reference/float32"  # its error is a tolerance of `fdma check`
         and kernel.name.split("/")[0] in backends
     ]
     return list(dict.fromkeys(names))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-NARROW = [torch.float16, torch.bfloat16]  # what CUDA kernels support
+NARROW = [torch.float16, torch.bfloat16]  # the dtypes of CUDA kernels
 KERNELS = kernels_of("forward")
 WIDE = [kernel for kernel in KERNELS if supports(kernel, torch.float32)]
 HAS_DEVICE = torch.cuda.is_available() and _library.library.fdma_device_count() > 1
@@ -254,7 +253,7 @@ def make_fused(
     device: str = "cpu",
     a_coef: float | None = None,
 ) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef, which require gradients; the first three are views of
+    """query, key, value, dt_proj and a_coef, which require gradients. The first three are views of
     tensors whose heads come first. The default dtype is one that the device supports; a_coef is
     float32, except beside float64."""
     kv_len = q_len if kv_len is None else kv_len
@@ -273,12 +272,11 @@ def make_fused(
 
 
 def make_small(length: int = 20) -> list[torch.Tensor]:
-    """Those of make_fused() with head_dim 8, which require no gradients."""
+    """As make_fused() with head_dim 8, without gradients."""
     return [x.detach() for x in make_fused(length, head_dim=8)]
 
 
 def require_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that do."""
     return [x.clone().requires_grad_() for x in tensors]
 
 
@@ -296,7 +294,7 @@ def stepwise(
     softcap: float = 3.0,
     **rules: int,
 ) -> Tensors:
-    """All results of the three calls; the score is a result with a gradient of its own."""
+    """All results of the three calls, among them the score, which has a gradient of its own."""
     score, bias = flash_dmattn.score(value, *weights, bias_form=bias_form)
     selection = flash_dmattn.select(score, WINDOW, **rules)
     out, lse = flash_dmattn.attention(
@@ -306,7 +304,7 @@ def stepwise(
 
 
 def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torch.Tensor) -> Any:
-    """Attention over two sets of keys; the first queries see no key of the second."""
+    """Attention over two sets of keys. The first queries see no key of the second set."""
     first = flash_dmattn.attention(query, key[:, :20], value[:, :20])
     key_valid = torch.arange(key.shape[1] - 20, device=key.device).expand(2, -1) % 3 != 1
     second = flash_dmattn.attention(
@@ -316,7 +314,7 @@ def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torc
 
 
 def ruled(*tensors: torch.Tensor) -> Tensors:
-    """Both forms under the rules `recent` and `sinks`."""
+    """Both forms with `recent` and `sinks`."""
     return fused(*tensors, **RULES), *stepwise(*tensors, **RULES)[:2]
 
 
@@ -330,7 +328,7 @@ def results(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensor
 
 
 def gradients(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:
-    """The gradients of a loss that depends on every result; 0 for tensors that do not matter."""
+    """The gradients of a loss that depends on every result; 0 for tensors without influence."""
     found = function(*tensors)
     found = found if isinstance(found, tuple) else (found,)
     loss = sum(one.float().cos().sum() for one in found if one.requires_grad)

@@ -1,5 +1,5 @@
-"""The libraries under test are the files FDMA_LIBRARY, or else build/libfdma.so, and
-FDMA_ORT_LIBRARY, or else build/libfdma_ort.so, which need not be there."""
+"""The libraries under test: the file FDMA_LIBRARY, by default build/libfdma.so, and the file
+FDMA_ORT_LIBRARY, by default build/libfdma_ort.so, which need not exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so")
 sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research")]
 
 
-SUM_ORDER = os.environ.get("FDMA_TEST_SUM_ORDER")  # a seed, or nothing: see sum_order.py
+SUM_ORDER = os.environ.get("FDMA_TEST_SUM_ORDER")  # a seed or None: see sum_order.py
 kept = []
 
 
@@ -48,7 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Gradients on a CUDA device are bit-equal from run to run."""
+    """Make gradients on a CUDA device bit-equal from run to run."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -69,7 +69,7 @@ def example(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are made by the extension module, and none is known from before."""
+    """The extension module makes calls, and remembers none from before."""
     from flash_dmattn import _call, _repeat
 
     if _repeat.NATIVE is None:
@@ -79,7 +79,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dispatched_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls take the dispatcher's way, and none is known from before."""
+    """All calls go through the dispatcher, and none is remembered from before."""
     from flash_dmattn import _call, _repeat
 
     monkeypatch.setattr(_repeat, "NATIVE", None)
@@ -89,7 +89,7 @@ def dispatched_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """The calls of the C library since. None is known from before."""
+    """The calls of the C library from now on. None is remembered from before."""
     from flash_dmattn import _call
 
     found: list[Seen] = []
@@ -116,7 +116,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers have the same bits on every CPU and in every row."""
+    """Linear layers give the same bits on every CPU and in every row."""
     import sum_order
     import torch
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from flash_dmattn import _arguments
 
-# Otherwise the count initialises CUDA, which a process that forks must not.
+# Otherwise the count initialises CUDA, which must not happen in a process that forks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 DEVICE_COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 Tensors = dict[str, Any]
@@ -176,8 +176,8 @@ CASES = {
 
 
 def cases_on_devices() -> dict[str, Case]:
-    """The same on CUDA devices, in 16 bits: through gloo all ranks on any number of devices, and
-    through NCCL if there is a device for each rank."""
+    """The same on CUDA devices, in 16 bits: through gloo with all ranks on any number of devices,
+    and through NCCL if each rank has a device."""
     found = {}
     for name, case in CASES.items():
         if case.backend is None and not case.scores.startswith("NAN"):
@@ -194,7 +194,7 @@ if DEVICE_COUNT > 0:
 
 
 def make_valid(case: Case) -> torch.Tensor | None:
-    """bool [batch, total]; the padding of each sequence has another length."""
+    """bool [batch, total]; sequences have padding of different lengths."""
     key, b = torch.arange(case.total), torch.arange(case.batch)[:, None]
     if case.padding.startswith("RANK"):
         rank = int(case.padding[-1])
@@ -210,7 +210,7 @@ def make_valid(case: Case) -> torch.Tensor | None:
 
 
 def make_channel(case: Case) -> torch.Tensor | None:
-    """[total], the only channel that scores come from, unless they come from all of them."""
+    """[total]: the only channel from which a token's score comes; None if all channels count."""
     position = torch.arange(case.total, dtype=torch.float64)
     generator = torch.Generator().manual_seed(case.total)
     found = {
@@ -219,13 +219,13 @@ def make_channel(case: Case) -> torch.Tensor | None:
         "RISING": position / 16,
         "FALLING": -position / 16,
     }.get(case.scores)
-    # Not 0, where evaluate.score() has the right value, but autograd a wrong slope.
+    # Not 0: there evaluate.score() has the right value, but autograd has a wrong slope.
     return None if found is None else found + 1 / 32
 
 
 @functools.lru_cache(maxsize=None)
 def make_tensors(name: str, seed: int = 0) -> Tensors:
-    """All tensors of the whole sequence; dout and dlse are the gradients of the results."""
+    """All tensors of the whole sequence. dout and dlse are the gradients of the results."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(sum(map(ord, name)) + 10_000 * seed)
     (q_heads, kv_heads), dim = case.heads, case.head_dim
@@ -238,7 +238,7 @@ def make_tensors(name: str, seed: int = 0) -> Tensors:
     found = {"query": normal(*of_query), "key": normal(*of_key), "value": normal(*of_key)}
     if case.window is not None:
         found["dt_proj"] = normal(kv_heads, kv_heads * dim) / dim**0.5
-        # In 16 bits a plain evaluation rounds the bias, which a smaller one suffers less from.
+        # In 16 bits a plain evaluation rounds the bias. A smaller bias loses less.
         found["a_coef"] = normal(kv_heads) / (4 if wide != case.dtype else 1)
     channel = make_channel(case)
     if channel is not None:

@@ -1,9 +1,9 @@
 """Runs a function of a test module on the ranks of a process group: processes of this machine that
 are connected by gloo.
 
-run_ranks() starts this file as a program, which imports the module once and then forks, so that the
-ranks need not import PyTorch each for itself. A rank's standard output and error go to a file, and
-its result to another one. The process of rank 0 has the store, and ends last unless it fails.
+run_ranks() starts this file as a program, which imports the module once and then forks, so that
+ranks need not import PyTorch themselves. A rank's standard output and error go to a file, and its
+result to another one. The process of rank 0 has the store, and ends last unless it fails.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import torch.distributed as dist
 from context_cases import DEVICE_COUNT, Case
 from flash_dmattn import _ranks
 
-GRACE = 5  # seconds that the other ranks have after one has failed
-# Ranks of the process group of each size. Neither the numbers nor the first one are always those of
-# the group of all.
+GRACE = 5  # seconds for the other ranks to end after one has failed
+# The ranks of the process group of each size. They do not always begin with rank 0, and are not
+# always all ranks.
 MEMBERS = {1: [5], 2: [0, 1], 3: [1, 2, 3], 4: [4, 5, 6, 7], 8: list(range(8))}
 
 # ---- In the process of the tests ----
@@ -51,12 +51,12 @@ def outputs_of(folder: Path) -> str:
 def run_ranks(
     module: str, function: str, size: int, *, timeout: float, rank_timeout: float = 20
 ) -> list[Any]:
-    """What function(rank) of a module returns on each rank; None where a rank has left early by
-    os._exit(0). `rank_timeout` is that of the process group, in seconds.
+    """The results of a module's function(rank) on all ranks; None for a rank that has left early by
+    os._exit(0). `rank_timeout` is the timeout of the process group in seconds.
 
     Raises:
-        AssertionError: a rank raised an error, or did not end within `timeout` seconds; it has what
-            all ranks have printed.
+        AssertionError: a rank raised an error or did not end within `timeout` seconds. The message
+            has the output of all ranks.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,7 +91,7 @@ def run_ranks(
 
 
 class Once:
-    """run_ranks(), once for all tests of a module, be it that it fails for all of them."""
+    """run_ranks(), once for all tests of a module, even if it fails for all of them."""
 
     def __init__(self, module: str, function: str, size: int, **timeouts: float) -> None:
         self.run = functools.partial(run_ranks, module, function, size, **timeouts)
@@ -105,7 +105,7 @@ class Once:
             return None
 
     def results(self) -> list[Any]:
-        """Only the first test that fails says all."""
+        """The results. Only the first test that fails has the whole message."""
         if self.outcome is None:
             message, self.message = self.message, "the ranks failed: see the first of these tests"
             raise AssertionError(message)
@@ -133,7 +133,6 @@ def groups() -> dict[tuple[str, int], dist.ProcessGroup]:
 
 
 def device_of(case: Case, rank: int) -> torch.device:
-    """That of a rank of the case's process group."""
     if case.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % DEVICE_COUNT)
@@ -147,7 +146,7 @@ def own_tokens(tensor: torch.Tensor, lengths: Sequence[int], rank: int, dim: int
 
 
 def attempt(action: Callable[[], Any]) -> Any:
-    """What a call returns, or the text of its error, so that one fault does not hide others."""
+    """The result of a call or the text of its error, so that one fault does not hide others."""
     try:
         return action()
     except Exception:
@@ -156,7 +155,7 @@ def attempt(action: Callable[[], Any]) -> Any:
 
 
 def refusal_of(action: Callable[[], Any]) -> dict[str, Any]:
-    """The type and message of the error of a call, and the seconds until it came."""
+    """The type and message of a call's error, and the seconds until it came."""
     begin = time.monotonic()
     try:
         action()
@@ -169,7 +168,7 @@ def refusal_of(action: Callable[[], Any]) -> dict[str, Any]:
 
 @contextmanager
 def received_bytes() -> Iterator[dict[str, int]]:
-    """Counts the bytes that this rank's collective operations receive, its own ones included."""
+    """Counts the bytes that this rank receives in collective operations, its own included."""
     found = {"bytes": 0, "operations": 0}
 
     def counting(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +234,7 @@ def main(arguments: list[str]) -> int:
     while waiting and all(one.exitcode in (None, 0) for one in ranks):
         multiprocessing.connection.wait([one.sentinel for one in waiting], 1)
         waiting = [one for one in waiting if one.exitcode is None]
-        if waiting == ranks[:1]:  # the others need the store no more
+        if waiting == ranks[:1]:  # the others no longer need the store
             done.set()
     end = time.monotonic() + GRACE
     for one in waiting:

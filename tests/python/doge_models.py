@@ -54,7 +54,7 @@ def make_models(name: str, **changes: Any) -> tuple[Any, Any]:
 
 
 def make_tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
-    """Without repetitions, as scores of the same token may be equal."""
+    """Tokens without repetitions, because equal tokens may have equal scores."""
     random = torch.Generator().manual_seed(6)
     rows = [torch.randperm(1000, generator=random)[:length] for _ in range(batch)]
     return torch.stack(rows)
@@ -65,9 +65,9 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5
 
 
 def separate_scores(*models: Any) -> None:
-    """Gives Doge models scores that differ by much more than rounding. In the first layer those of
-    equal tokens would be equal but for the last bits of matrix products: to what enters it, a row
-    for each position is added."""
+    """Give Doge models scores that differ by much more than rounding. In the first layer, scores of
+    equal tokens would differ only by the rounding of matrix products, so a row for each position is
+    added to the layer's input."""
     random = torch.Generator().manual_seed(7)
     table = 0.02 * torch.randn(1024, 64, generator=random)
     weights = [torch.randn(2, 32, generator=random) for _ in models[0].model.layers]
@@ -87,20 +87,21 @@ def separate_scores(*models: Any) -> None:
 
 
 def make_separate(name: str, **changes: Any) -> tuple[Any, Any]:
-    """make_models(), with scores that differ where the model has some."""
+    """make_models() with scores that differ, if the model has scores."""
     models = make_models(name, **changes)
     if name.startswith("doge"):
         separate_scores(*models)
     return models
 
 
-# In units of the last bit, relative to a score, or to the largest logit or sum of their logarithms:
-# several times the errors of the evaluations that are compared.
+# In last bits, relative to a score, the largest logit, or a sum of logarithms of them: several
+# times the errors of the evaluations that are compared.
 MARGIN = 16
 
 
 def best(x: torch.Tensor, k: int, margin: Any) -> Any:
-    """torch.topk(), if the k best are above the next one by more than margin(the least of them)."""
+    """torch.topk(), which fails unless the k best exceed the next one by more than margin(the least
+    of them)."""
     found = x.topk(min(k + 1, x.shape[-1]))
     if k < x.shape[-1]:
         last, following = found.values[..., k - 1], found.values[..., k]
@@ -124,13 +125,13 @@ def likeliest(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def draw(p: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """As torch.multinomial() draws one."""
+    """Draws as torch.multinomial() draws one sample."""
     return best_logits(p.log() - torch.empty_like(p).exponential_().log(), num_samples).indices
 
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and tokens are chosen by more than rounding, or the test fails."""
+    """The test fails if rounding could change a choice of keys or tokens."""
 
     def topk(x: torch.Tensor, k: int, **rest: Any) -> Any:
         return best(x, k, lambda least: MARGIN * torch.finfo(x.dtype).eps * least)
@@ -141,8 +142,6 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Module:
-    """A module with some functions in place of its own."""
-
     def __init__(self, module: Any, **functions: Any) -> None:
         self.module = module
         self.__dict__.update(functions)

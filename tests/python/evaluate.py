@@ -1,8 +1,8 @@
-"""Attention over the best keys, evaluated in PyTorch alone: what the tests compare with.
+"""Attention over the best keys, evaluated in PyTorch alone: the reference of the tests.
 
-It is slow and follows the definition: every query sorts the keys that it sees. Evaluated in float64
-it is exact; evaluated in the dtype of query, key and value it is the plain evaluation, whose error
-sets the tolerance.
+It is slow and follows the definition: every query sorts the keys that it sees. The evaluation in
+float64 counts as exact. The plain evaluation, in the dtype of query, key and value, has an error
+that sets the tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensors = Tuple[torch.Tensor, ...]
 def grouped_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """scaled_dot_product_attention() whose query may have several heads for each of the key."""
+    """scaled_dot_product_attention() whose query may have several heads for each head of key."""
     group = query.shape[-3] // key.shape[-3]
     rows = (x.repeat_interleave(group, -3) for x in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(query, *rows, **options)
@@ -34,14 +34,15 @@ class Result(NamedTuple):
 
 
 def rank_of(score: float, j: int) -> tuple[bool, float, int]:
-    """Greater is better: NaN below everything, then the score, then the more recent key."""
+    """Rank of a key, greater is better: NaN below everything, then the score, then the more recent
+    key."""
     return (False, 0.0, j) if math.isnan(score) else (True, score, j)
 
 
 def best_keys(
     score: list[float], keys: list[int], window: int, first: Sequence[int] = ()
 ) -> list[int]:
-    """The `window` best of `keys`; those of `first` are better than all others."""
+    """The `window` best of `keys`. Keys in `first` outrank all others."""
     return sorted(keys, key=lambda j: (j in first, *rank_of(score[j], j)), reverse=True)[:window]
 
 
@@ -55,12 +56,12 @@ def kept_keys(
     sinks: int = 0,
     gap: float | None = None,
 ) -> torch.Tensor:
-    """Which keys the query at each position keeps, before causal masking: of the valid keys that it
-    can see, the `recent` newest, and of the others the `window` best. With a gap those of the
-    others that are no sinks are kept only if they are at most so far below the best that it sees.
+    """The keys that the query at each position keeps, before causal masking. Of the valid keys that
+    it can see it keeps the `recent` newest, and the `window` best of the others. With a gap it
+    drops those others, except sinks, that are more than the gap below the best key that it sees.
 
-    score [batch, kv_heads, kv_len]; the result is bool [batch, kv_heads, positions, kv_len], of
-    kv_len positions in causal scope and of 1, which stands for all, in global scope.
+    score [batch, kv_heads, kv_len]; the result is bool [batch, kv_heads, positions, kv_len].
+    positions is kv_len in causal scope; in global scope it is 1, which stands for all.
     """
     batch, kv_heads, kv_len = score.shape
     assert (recent == 0 and gap is None) or scope == "causal"
@@ -102,7 +103,7 @@ def expiry_of(kept: torch.Tensor, scope: str) -> torch.Tensor:
 def slot_of(
     expiry: torch.Tensor, slots_max: int, scope: str, key_valid: torch.Tensor | None
 ) -> torch.Tensor:
-    """slot as fdma.h defines it: free slots in order, then that of the evicted key."""
+    """slot as fdma.h defines it: free slots in order, then the slot of the evicted key."""
     slot = torch.full_like(expiry, -1)
     batch, kv_heads, kv_len = expiry.shape
     for b in range(batch):
@@ -133,7 +134,8 @@ def selection(
     sinks: int = 0,
     gap: float | None = None,
 ) -> Tensors:
-    """expiry and slot, by brute force. A gap changes no slots, but for keys that are never kept."""
+    """expiry and slot, by brute force. A gap changes no slots, except for keys that are never
+    kept."""
     rules = {"recent": recent, "sinks": sinks}
     kept = kept_keys(score, window, scope, key_valid, **rules)
     expiry = expiry_of(kept.expand(-1, -1, score.shape[-1], -1), scope)
@@ -168,14 +170,14 @@ def visible_keys(
 
 
 class Heads(NamedTuple):
-    """What attention and its gradients have in common, heads first, in one dtype."""
+    """Values that attention and its gradients share, heads first, in one dtype."""
 
     query: torch.Tensor  # [batch, q_heads, q_len, head_dim]
     key: torch.Tensor  # [batch, q_heads, kv_len, head_dim]: kv heads repeated
     value: torch.Tensor
     mask: torch.Tensor  # bool [batch or 1, q_heads, q_len, kv_len]
     logits: torch.Tensor  # [batch, q_heads, q_len, kv_len], -inf where the mask is false
-    slope: torch.Tensor | float  # of the logits in <query, key>
+    slope: torch.Tensor | float  # d logits / d <query, key>
 
 
 def make_logits(
@@ -214,10 +216,10 @@ def attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Result:
-    """Attention under `mask`, with every step in `dtype`; autograd can go through it."""
+    """Attention under `mask`, with every step in `dtype`. It supports autograd."""
     x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
     empty = (x.logits == -math.inf).all(3)
-    logits = x.logits.masked_fill(empty[..., None], 0)  # their gradients would be NaN
+    logits = x.logits.masked_fill(empty[..., None], 0)  # gradients of -inf would be NaN
     lse = torch.logsumexp(logits, 3)
     lse = torch.where((logits == math.inf).any(3), math.nan, lse)
     weights = torch.where(x.mask, torch.exp(logits - lse[..., None]), 0)
@@ -241,10 +243,10 @@ def attention_backward(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensors:
-    """dquery, dkey, dvalue and dbias (if there is a bias) by the formula of fdma.h, from out and
-    lse as they are rounded, with every step in `dtype`; dbias is summed row by row, in float32 at
-    least. (Autograd in 16 bits is no measure for kernels: it keeps the weights of forward, so that
-    errors of dP and of its sum cancel, which they do not where that sum is <dout, out>.)"""
+    """dquery, dkey, dvalue and dbias (if there is a bias) by the formula of fdma.h, from the
+    rounded out and lse, with every step in `dtype`; dbias is summed row by row, in float32 at
+    least. (Autograd in 16 bits is no measure for kernels: it keeps forward's weights, so that
+    errors of dP and of its sum cancel. They do not cancel if that sum is <dout, out>.)"""
     x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
     group = query.shape[2] // key.shape[2]
     out, lse = results
@@ -276,7 +278,7 @@ def score(
     dtype: torch.dtype,
     dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[batch, kv_heads, kv_len], with every step in `dtype`."""
+    """Scores [batch, kv_heads, kv_len], with every step in `dtype`."""
     dt = value.to(dtype).flatten(2) @ dt_proj.to(dtype).T
     dt = dt if dt_bias is None else dt + dt_bias.to(dtype)
     z = a_coef.to(dtype) * (dt.clamp(min=0) + torch.log1p(torch.exp(-dt.abs())))
@@ -286,8 +288,8 @@ def score(
 def fused_gradients(
     tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor, dtype: torch.dtype
 ) -> Tensors:
-    """The gradients of flash_dma_attention() in its five tensors, and in dt_bias if that is given
-    after them, for the keys of `mask`."""
+    """The gradients of flash_dma_attention() for its five tensors, and for dt_bias if it is given
+    after them, with the keys of `mask`."""
     given = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
     bias = torch.exp(score(*given[2:5], dtype, *given[5:]))
     out, _ = attention(*given[:3], mask, dtype, bias=bias)
@@ -298,14 +300,14 @@ def fused_gradients(
 
 
 def largest_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference where `exact` is finite; 0 where nothing is."""
+    """The largest difference where `exact` is finite; 0 if it is finite nowhere."""
     finite = torch.isfinite(exact)
     error = (actual.double() - exact)[finite].abs()
     return error.max().item() if error.numel() else 0.0
 
 
 def assert_same_specials(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """Infinities and NaN are in the same elements."""
+    """Infinities and NaN must be in the same elements."""
     assert actual.shape == exact.shape
     assert torch.equal(torch.isnan(actual), torch.isnan(exact))
     for infinity in (math.inf, -math.inf):
@@ -313,13 +315,14 @@ def assert_same_specials(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a plain evaluation is made in. Nothing is more exact than float64 here, so its error is
-    taken from float32, which holds all the tests' inputs, and scaled by the two rounding steps."""
+    """The dtype of a plain evaluation. Nothing here is more exact than float64, so its error is
+    taken from float32, which holds all inputs of the tests, and scaled by the ratio of the rounding
+    steps."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def assert_same(found: torch.Tensor | Tensors, expected: torch.Tensor | Tensors) -> None:
-    """Equal in every bit that counts: a tensor or several."""
+    """A tensor or several are equal in every bit (0 and -0 count as equal)."""
     if isinstance(expected, torch.Tensor):
         found, expected = (found,), (expected,)
     assert len(found) == len(expected) > 0
@@ -335,9 +338,9 @@ def assert_within(
     In float32 correct kernels come close to this bound. A sum of n products of size t has partial
     sums of size sqrt(k) t after k terms. Each is rounded by up to u of itself, u being half a step,
     so that one accumulator errs by u n t / sqrt(6), root mean square; m accumulators of n / m terms
-    err sqrt(m) times less. torch's matrix product has several, a kernel one: with head_dim 256 and
-    1500 seeds, its largest error was 1.2 times that of plain evaluations in the mean, and beyond
-    the bound in 0.2 % of inputs for lse and 0.6 % for out. By plain evaluations that add one
+    err sqrt(m) times less. torch's matrix product has several, a kernel has one: with head_dim 256
+    and 1500 seeds, its largest error was 1.2 times the plain error in the mean, and beyond the
+    bound in 0.2 % of inputs for lse and 0.6 % for out. Against plain evaluations that add one
     product after the other, as the reference does, these are 0.8 times, 0 % and 0.07 %. So the
     seeds of the inputs are fixed.
     """
@@ -361,8 +364,8 @@ def assert_all_within(found: Tensors, exact: Tensors, plain: list[Tensors]) -> N
 
 
 def orders_of(channels: int, numbers: int) -> list[torch.Tensor]:
-    """Orders of channels for plain evaluations of that many numbers. A single order of a sum may be
-    accurate by chance, so small outputs use more orders."""
+    """Orders of channels, for plain evaluations of that many numbers. A sum in a single order may
+    be accurate by chance, so small outputs use more orders."""
     seeds = range(16 if numbers <= 64 else 4)
     return [torch.randperm(channels, generator=torch.Generator().manual_seed(s)) for s in seeds]
 
@@ -375,8 +378,9 @@ def assert_attention(
     mask: torch.Tensor,
     **options: Any,
 ) -> None:
-    """out and lse are within tolerance; that of lse comes from evaluations in its own dtype. Tensor
-    cores truncate sums where a plain evaluation rounds, which doubles the error of lse."""
+    """out and lse are within tolerance. The tolerance of lse comes from evaluations in its own
+    dtype. Tensor cores truncate sums where a plain evaluation rounds, which doubles the error of
+    lse."""
     factor = 4 if results[1].is_cuda else 2
     out, lse = (result.detach().cpu() for result in results)
     exact = attention(query, key, value, mask, torch.float64, **options)
@@ -399,8 +403,8 @@ def plain_gradients(
     mask: torch.Tensor,
     **options: Any,
 ) -> list[Tensors]:
-    """attention_backward() in the dtype of `tensors`, from the out and lse that backward was given,
-    with the channels in several orders."""
+    """attention_backward() in the dtype of `tensors`, from the out and lse that backward got, with
+    the channels in several orders."""
     out, lse = (result.detach().cpu() for result in results)
     found = []
     for order in orders_of(dout.shape[3], lse.numel()):
@@ -417,8 +421,8 @@ def plain_gradients(
 def plain_fused_gradients(
     tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor
 ) -> list[Tensors]:
-    """fused_gradients() in the tensors' dtype, with the channels in many orders: da_coef and
-    ddt_bias are one number a head."""
+    """fused_gradients() in the tensors' dtype, with the channels in many orders, because da_coef
+    and ddt_bias are one number per head."""
     head_dim = dout.shape[3]
     found = []
     for order in orders_of(head_dim, tensors[4].numel()):

@@ -1,4 +1,4 @@
-"""What the tests of examples/lm have in common: the program, what it reads, and what it prints."""
+"""Shared by the tests of examples/lm: runs of the program, its inputs, and its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM_BYTES = torch.randint(256, (1300,), generator=torch.Generator().manual_se
 
 
 def generate(model: Path, prompt: bytes, *arguments: str) -> bytes:
-    """What the program writes after the prompt."""
+    """The program's output after the prompt."""
     path = model.with_name("prompt")
     path.write_bytes(prompt)
     done = run(PROGRAM, model, "--prompt-file", path, *arguments, text=False)
@@ -35,8 +35,8 @@ def loss_of(done: Done) -> float:
 
 
 def write_trained(path: Path, window: int | None, recent: int, **kinds: Any) -> quality_model.Model:
-    """Writes a model of research/quality_model.py. Its queries and keys are so large that
-    rotation matters, or, where they are normalized, so small that norm_eps matters."""
+    """Write a model of research/quality_model.py. Its queries and keys are so large that rotation
+    matters, or, if they are normalized, so small that norm_eps matters."""
     form = "dense" if window is None else "recent"
     bias_form = "none" if window is None else "exp"
     config = quality_model.Config(
@@ -65,8 +65,8 @@ def trained_loss(model: quality_model.Model, text: bytes) -> float:
 
 
 def assert_likeliest(logits: torch.Tensor, written: bytes) -> None:
-    """Each byte has the largest of the logits [len, 256] in its place, or, in few places, one that
-    is smaller by no more than rounding."""
+    """Each written byte has the largest of its logits [len, 256] or, in few places, one that is
+    smaller by no more than rounding."""
     largest, second = logits.topk(2).values.T
     rounding = 64 * torch.finfo(logits.dtype).eps * logits.abs().max()
     assert (largest - second > rounding).double().mean() > 0.97
@@ -83,8 +83,8 @@ def assert_likeliest_in(model: quality_model.Model, prompt: bytes, written: byte
 def differences_after_conversion(
     model: quality_model.Model, path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """How far the program's losses are from the model's, with files that convert.py makes of the
-    file `path` and of a checkpoint, which has no metadata but these options."""
+    """How far the program's losses are from the model's, with files that convert.py makes from
+    `path` and from a checkpoint whose only metadata are these options."""
     import convert
 
     checkpoint, text, out = (

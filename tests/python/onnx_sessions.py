@@ -1,5 +1,5 @@
 """Sessions of ONNX Runtime with libfdma_ort, and graphs of single nodes of the domain "fdma". Tests
-that import this are skipped where the library or the packages are missing."""
+that import this are skipped if the library or the packages are missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ CACHE = ("cache_k", "cache_v", "cache_bias", "cache_score", "cache_position", "c
 
 
 def open_session(model: Any) -> Any:
-    """A session of a file or of the bytes of a model."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # tests look at exceptions
     options.register_custom_ops_library(str(LIBRARY))
@@ -58,8 +57,8 @@ def make_model(
     values: Tensors,
     any_length: bool = False,
 ) -> bytes:
-    """The bytes of a graph. `values` are what nodes pass on to each other and ONNX Runtime is told
-    the shapes of; with any_length it is told no lengths."""
+    """The bytes of a graph. `values` are tensors between nodes whose shapes ONNX Runtime is told;
+    with any_length it is told no lengths."""
     infos = (
         [make_info(*one, any_length) for one in some.items()] for some in (inputs, outputs, values)
     )
@@ -75,8 +74,8 @@ def make_node(name: str, inputs: list[str], outputs: list[str], attributes: dict
 
 
 def run_node(name: str, inputs: dict[str, Any], **attributes: Any) -> list[torch.Tensor]:
-    """The outputs of one node. bfloat16 goes through a cast, as numpy has no such numbers. An input
-    that is None is left out."""
+    """The outputs of one node. bfloat16 goes through a cast, as numpy lacks it. An input that is
+    None is left out."""
     given = {one: tensor for one, tensor in inputs.items() if tensor is not None}
     outputs = {"out": given["q"], **{f"new_{one}": given[one] for one in CACHE if one in given}}
     nodes, feed, shown = [], {}, {}

@@ -1,4 +1,4 @@
-"""Runs programs, and keeps what they print."""
+"""Run programs, and keep their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Done = subprocess.CompletedProcess
 
 
 class Seen(NamedTuple):
-    """What a call of the C library was given."""
+    """The arguments of one call of the C library."""
 
     prepared: Any
     name: str  # of the operator
@@ -26,7 +26,8 @@ class Seen(NamedTuple):
 
 
 def run(*command: str | Path, env: dict[str, str | None] | None = None, **options: Any) -> Done:
-    """The package is on Python's path; `env` changes variables, and removes those that are None."""
+    """Run with the package on Python's path. `env` sets variables, and removes those that are
+    None."""
     changed = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
     variables = {name: text for name, text in changed.items() if text is not None}
     options = {"capture_output": True, "text": True, "timeout": 300, **options}
@@ -38,7 +39,7 @@ def python(*arguments: str | Path, **options: Any) -> Done:
 
 
 def output_of(done: Done) -> str:
-    """stdout of a program that has succeeded."""
+    """stdout of a program, which must have succeeded."""
     assert done.returncode == 0, f"{done.args} gave {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -51,7 +52,7 @@ Main = Callable[[List[str]], Any]
 def assert_refused(
     main: Main, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bad usage: status 2, and one line, with these words, on stderr alone."""
+    """Bad usage gives status 2, and one line with these words on stderr alone."""
     with pytest.raises(SystemExit) as refused:
         main(arguments.split())
     assert refused.value.code == 2
@@ -61,7 +62,6 @@ def assert_refused(
 
 
 def help_of(main: Main, capsys: pytest.CaptureFixture[str]) -> str:
-    """What --help prints."""
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0

@@ -1,10 +1,10 @@
-"""Matrix products of PyTorch on the CPU: with sums in another order, as on another CPU, and without
-an effect of that order.
+"""Matrix products of PyTorch on the CPU: with sums in another order, as on another CPU, and with
+sums that do not depend on order.
 
 The last bits of a product depend on the machine and, on most, on the number of rows and on the
-place of a row among them. Where equal tokens have equal scores, these bits would decide which keys
-are kept: there linear layers are exact_linear(). The environment variable FDMA_TEST_SUM_ORDER, the
-seed of replace_products(), shows which tests hang on such bits."""
+place of a row among them. If equal tokens have equal scores, these bits would decide which keys are
+kept; such tests use exact_linear() for linear layers. The environment variable FDMA_TEST_SUM_ORDER,
+the seed of replace_products(), shows which tests depend on such bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ plain_linear = torch.nn.functional.linear
 def exact_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums in float64, rounded once: the same bits on every CPU, and of equal rows."""
+    """Sums in float64, rounded once: the same bits on every CPU, and for equal rows."""
     wide = None if bias is None else bias.double()
     return plain_linear(x.double(), weight.double(), wide).to(x.dtype)
 
@@ -32,10 +32,10 @@ def permutation(inner: int, seed: int, rows: int, first: int) -> torch.Tensor:
 
 
 def product(seed: int, plain: Any, *tensors: torch.Tensor, **factors: Any) -> torch.Tensor:
-    """one [..., rows, inner] times other [..., inner, columns], after a tensor that is added, if
-    any. The inner dimension is permuted, in a way of its own for each number of rows, for rows of
-    even and of odd index, and for each seed. `plain` takes where to write as `out`: that variant
-    of an operator is not replaced."""
+    """one [..., rows, inner] times other [..., inner, columns], after a tensor to add, if any. The
+    permutation of the inner dimension depends on the number of rows, on whether a row's index is
+    even, and on the seed. `plain` also has a variant with an argument `out`, which is not
+    replaced."""
     *added, one, other = tensors
     rows, inner = one.shape[-2:]
     out = one.new_empty(*one.shape[:-1], other.shape[-1])
@@ -49,7 +49,7 @@ def product(seed: int, plain: Any, *tensors: torch.Tensor, **factors: Any) -> to
 
 
 def replace_products(seed: int) -> torch.library.Library:
-    """Products are replaced as long as what this returns is kept."""
+    """Replace products as long as the returned library is kept."""
     aten = torch.ops.aten
 
     def mv(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def replace_products(seed: int) -> torch.library.Library:
         functions[name] = functools.partial(product, seed, getattr(aten, name).out)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced
+        warnings.simplefilter("ignore")  # warnings that kernels are replaced
         for name, function in functions.items():
             library.impl(name, function, "CPU", allow_override=True)
     return library

@@ -2,8 +2,8 @@
 
     python tests/python/sweep_transformers.py [TYPE ...]
 
-prints a line for each type: what came of it, its name, and how far it is from eager attention, as a
-part of the largest number there. test_transformers_models.py asserts what has to come of them.
+prints a line for each type: the outcome, its name, and how far it is from eager attention, relative
+to the largest number there. test_transformers_models.py asserts the outcomes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 NAME = "dynamic_mask"
-ALLOWED = 1e-4  # of eager's largest number
+ALLOWED = 1e-4  # relative to eager's largest number
 PARAMETERS_MAX = 30_000_000
 VOCABULARY, WINDOW, TOKENS = 300, 9, 40
-FIELDS = {  # by the number that they get, where a configuration has them
+FIELDS = {  # value: names of fields that get it, if a configuration has them
     1: "encoder_layers decoder_layers num_experts_per_tok max_window_layers first_k_dense_replace "
     "n_group topk_group bos_token_id decoder_start_token_id",
     2: "num_hidden_layers n_layer num_layers num_key_value_heads num_local_experts num_experts "
@@ -47,9 +47,9 @@ FIELDS = {  # by the number that they get, where a configuration has them
 }
 VALUES = {name: number for number, names in FIELDS.items() for name in names.split()}
 VALUES = {**VALUES, "pad_token_id": 0, "use_sliding_window": True, "attn_logit_softcapping": 5.0}
-MEMBERS = ("text_config", "vision_config", "audio_config")  # of models that are made of several
-# Heads of some types follow from other sizes and have to be left to them, or to be as many as those
-# of the queries.
+MEMBERS = ("text_config", "vision_config", "audio_config")  # of models with several parts
+# Some types derive the number of heads from other sizes, and have to leave it unset; others need as
+# many as the queries have.
 CHANGES: tuple[dict[str, int | None], ...] = (
     {},
     {"head_dim": None},
@@ -59,13 +59,13 @@ CHANGES: tuple[dict[str, int | None], ...] = (
 
 
 class Outcome(NamedTuple):
-    """What came of a model type: "agrees", "differs", "refused", "error", or, if eager attention
+    """The outcome of a model type: "agrees", "differs", "refused", "error", or, if eager attention
     does not get so far, "not made"."""
 
     kind: str
     name: str
     detail: str
-    error: float = 0.0  # the largest, as a part of eager's range
+    error: float = 0.0  # the largest, relative to eager's range
     calls: int = 0  # of our attention
 
 
@@ -89,7 +89,6 @@ def counted() -> Iterator[list[None]]:
 
 
 def names_of_types() -> list[str]:
-    """The model types that have a model, by name."""
     mapping = modeling_auto.MODEL_MAPPING
     return sorted(name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in mapping)
 
@@ -125,10 +124,10 @@ def make_eager(auto: Any, config: Any) -> Any:
 
 
 def make_cases(kind: type) -> tuple[Any, Any, list[Any]]:
-    """A small configuration, its model with eager attention, and what comes of each input.
+    """A small configuration, its model with eager attention, and the results for each input.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: no input gives a result.
     """
     for changes in CHANGES:
         try:
@@ -136,7 +135,7 @@ def make_cases(kind: type) -> tuple[Any, Any, list[Any]]:
             model = make_eager(AutoModel, config)
             cases = [(given, rows, result_of(model, given)) for given, rows in inputs_of(model)]
             return config, model, cases
-        except Exception as error:  # of any kind, such as that of a missing package
+        except Exception as error:  # of any kind, for example a missing package
             last = f"{type(error).__name__}: {error}"
     raise ValueError(last)
 
@@ -148,7 +147,7 @@ def make_tokens(length: int) -> torch.Tensor:
 
 
 def inputs_of(model: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Inputs, and which rows of the results are not padding; None for all."""
+    """Inputs, and the rows of the results that are not padding; None for all."""
     random, config, wanted = torch.Generator().manual_seed(3), model.config, model.main_input_name
     if wanted == "pixel_values":
         sizes = (2, getattr(config, "num_channels", 3), 32, 32)
@@ -172,7 +171,7 @@ def inputs_of_text(
     if is_padded:
         mask[1, length - length // 3 :] = 0
         given["attention_mask"] = mask
-    if config.is_encoder_decoder:  # its results are those of the decoder, which has no padding
+    if config.is_encoder_decoder:  # its results come from the decoder, which has no padding
         return {**given, "decoder_input_ids": make_tokens(length // 2)}, None
     return given, mask.bool() if is_padded else None
 
@@ -185,7 +184,7 @@ def result_of(model: Any, given: dict[str, Any]) -> torch.Tensor:
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor | None) -> float:
-    """The largest difference, as a part of the largest number that is wanted; NaN if either is."""
+    """The largest difference, relative to the largest wanted number; NaN if either has NaN."""
     if rows is not None and found.shape[:2] == rows.shape:
         found, wanted = found[rows], wanted[rows]
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -198,8 +197,8 @@ def exact_of(model: Any, given: dict[str, Any]) -> torch.Tensor:
 
 
 def error_of_steps(found: Any, wanted: Any) -> float:
-    """The same for the logits of generated tokens, up to the first token that may be another one by
-    rounding."""
+    """The same for the logits of generated tokens, up to the first token that rounding may
+    change."""
     worst = 0.0
     for step, (one, other) in enumerate(zip(found.logits, wanted.logits)):
         worst = max(worst, error_of(one.double(), other.double(), None))
@@ -234,7 +233,6 @@ def compare_generated(kind: type, config: Any) -> float | None:
 
 
 def try_type(name: str) -> Outcome:
-    """Make models of a type, run them, and compare."""
     kind, worst = CONFIG_MAPPING[name], 0.0
     try:
         config, eager, cases = make_cases(kind)

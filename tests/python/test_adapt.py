@@ -1,5 +1,5 @@
-"""examples/adapt.py: its text, that a selection of all keys changes nothing, that scores learn, and
-the table. Models are small here, and train for seconds."""
+"""examples/adapt.py: its text, the equality of a selection of all keys, learned scores, and the
+table. Models are small here, and train for seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import recall_text
 
 SHAPE = recall_text.Shape(length=64, labels=2, gap=16)
 SMALL = "--length 64 --labels 2 --gap 16 --width 64 --layers 1 --batch 16 --window 8 --recent 4"
-SEED = "--seed 3"  # scores as they begin keep few of the keys that are needed
+SEED = "--seed 3"  # its initial scores keep few of the keys that are needed
 KEPT = adapt_layers.Kept(window=8, recent=4)
 
 
@@ -43,7 +43,7 @@ def dense(source: adapt.Source) -> adapt.Reader:
 
 
 def test_recalled_bytes_can_be_recalled(source: adapt.Source) -> None:
-    """Each follows the same byte as once before, which was `gap` or more bytes ago."""
+    """Each byte has occurred before after the same byte, `gap` or more bytes ago."""
     pieces = source.held_out()
     assert pieces.text.shape[1] == SHAPE.length + 1
     assert (pieces.recalled.sum(1) == SHAPE.labels * (recall_text.LABEL_LENGTH - 1)).all()
@@ -57,7 +57,7 @@ def test_recalled_bytes_can_be_recalled(source: adapt.Source) -> None:
 
 @pytest.mark.parametrize("harmless", [True, False])
 def test_all_keys_kept_is_dense(dense: adapt.Reader, source: adapt.Source, harmless: bool) -> None:
-    """As exact as the dense model is in float32, unless the bias has an effect."""
+    """It is as exact as the dense model in float32, unless the bias has an effect."""
     text = source.held_out().text[:4, :-1]
     exact = copy.deepcopy(dense).double()(text)
     plain_error = (dense(text) - exact).abs().max()
@@ -90,7 +90,7 @@ def test_scores_learn_where_attention_is(dense: adapt.Reader, source: adapt.Sour
 
 
 def test_scores_learn_through_the_bias(dense: adapt.Reader, source: adapt.Source) -> None:
-    """The outputs are nearer to the dense ones than those of a sliding window, which it begins as,
+    """The outputs come nearer to the dense ones than a sliding window, from which training starts,
     and the window has shrunk to its size."""
     model = adapt.train_scores(dense, KEPT, source.draw(3), "outputs", steps=200)
     sliding = adapt.with_selection(dense, KEPT, harmless=False)
@@ -106,7 +106,7 @@ def test_scores_learn_through_the_bias(dense: adapt.Reader, source: adapt.Source
 
 
 def test_low_rank_changes_begin_with_nothing(dense: adapt.Reader, source: adapt.Source) -> None:
-    """And only they learn."""
+    """Only the low-rank changes learn."""
     pieces = source.held_out()
     model = adapt.with_selection(dense, KEPT, harmless=True)
     unchanged = adapt.train_projections(model, 2, source.draw(4), steps=0)

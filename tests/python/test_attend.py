@@ -1,4 +1,4 @@
-"""What `fdma attend` computes, times and draws."""
+"""The results, times and pictures of `fdma attend`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_scores_from_projection(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "kind"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
 def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
-    """Attention over one key returns its v, as the tool has converted it."""
+    """Attention over one key returns the converted v of that key."""
     random = np.random.default_rng(6)
     bits = random.integers(0, 2**32, 4096, np.uint32)
     bits[::2] &= 0xFFFFF000  # many ties
@@ -129,7 +129,7 @@ def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype
 
 
 def test_nan_in_the_input(tmp_path: Path) -> None:
-    """NaN is a value: the row with NaN in its q is NaN, in the kernel and in the reference."""
+    """A row with NaN in its q is NaN, in the kernel and in the reference."""
     inputs = make_inputs()
     inputs["q"][0, 3, 1, :] = np.nan
     report, written = attend_tensors(tmp_path, inputs, "--window", "4")
@@ -192,7 +192,7 @@ def test_times_have_a_spread(example: Path) -> None:
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("bias", ["none", "linear", "exp"])
 def test_decoding(example: Path, bias: str, dtype: str) -> None:
-    """One by one after a prefill, and from the first position on."""
+    """Decoding one by one after a prefill, and from the first position on."""
     options = ("--window", "4", "--recent", "2", "--sinks", "1", "--causal", "--dtype", dtype)
     for count in (10, 24):
         report = attend_json(example, *options, "--bias", bias, "--decode", str(count))
@@ -205,7 +205,7 @@ def test_decoding(example: Path, bias: str, dtype: str) -> None:
 
 
 def test_decoding_a_batch(tmp_path: Path) -> None:
-    """With fewer queries than keys, and NaN in some of them."""
+    """A batch with fewer queries than keys, and NaN in some of them."""
     path = tmp_path / "batch.safetensors"
     inputs = make_inputs(batch=3, q_len=20, kv_len=200)
     inputs["q"][1, 15] = np.nan

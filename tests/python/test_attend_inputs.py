@@ -1,4 +1,4 @@
-"""Which tensors of a file `fdma attend` takes, in which layout, and what it says of them."""
+"""The tensors that `fdma attend` takes from a file, their layouts, and its messages about them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_list(tmp_path: Path) -> None:
 
 
 def test_score_beside_a_projection(tmp_path: Path) -> None:
-    """The score is taken, which is said; --dt-proj takes the projection."""
+    """The tool uses the score, and says so; --dt-proj makes it use the projection."""
     path = tmp_path / "in.safetensors"
     files.save_file({**make_inputs(), **projection()}, path)
     said = "score is taken; the file has dt_proj and a too\n"

@@ -1,4 +1,4 @@
-"""score, attention and flash_dma_attention against evaluations in float64, and by their properties;
+"""score, attention and flash_dma_attention against evaluations in float64, and by their properties,
 on every kernel of the CPU, and on a CUDA device if there is one."""
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ FUSED_RUNS += [
 def test_flash_dma_attention(
     form: dict[str, Any], device: str, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """With every option the results equal those of the three steps, and are within tolerance; every
-    device selects the same keys."""
+    """With every option the results equal the three steps and are within tolerance. Every device
+    selects the same keys."""
     q_len, kv_len = 150, 300
     tensors = make_fused(q_len, kv_len, dtype, head_dim=head_dim, device=device)
     tensors = [x.detach() for x in tensors]
@@ -167,7 +167,7 @@ def test_the_defaults_of_flash_dma_attention() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_window_of_all_keys_takes_recent_and_sinks(backend: str) -> None:
-    """It keeps every key already."""
+    """Such a window keeps every key already."""
     tensors = [x.detach() for x in make_fused(60)]
     expected = fused(*tensors, keep_window_size=60, backend=backend)
     every = (1 << 63) - 1
@@ -180,7 +180,7 @@ def test_a_window_of_all_keys_takes_recent_and_sinks(backend: str) -> None:
 
 
 def test_recent_keeps_the_keys_that_scores_drop() -> None:
-    """If scores fall, the window keeps the first keys alone; `recent` adds the newest."""
+    """If scores fall, the window keeps only the first keys; `recent` adds the newest."""
     score = -torch.arange(20.0)[None, None]
     values = torch.eye(24)[None, :20, None]  # channel j of out: the weight of key j
     zeros = torch.zeros_like(values)
@@ -191,8 +191,8 @@ def test_recent_keeps_the_keys_that_scores_drop() -> None:
 
 @pytest.mark.parametrize(("device", "kernel"), TARGETS)
 def test_a_selection_that_says_too_small_a_window(device: str, kernel: str | None) -> None:
-    """The CPU attends to all keys that it keeps, but may have no room for their gradients; a device
-    makes NaN of the rows that would lose some."""
+    """The CPU attends to all keys of the selection, but may have no room for their gradients. A
+    device makes NaN of rows that would lose keys."""
     dtype = torch.float32 if kernel in cases.WIDE else torch.bfloat16
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(1, 700, 2, 16, generator=generator).to(device, dtype) for _ in range(3)]
@@ -410,7 +410,7 @@ def test_backends() -> None:
     assert (backends[0] == "cuda") == cases.HAS_DEVICE
     assert len(set(backends)) == len(backends)
     for backend in backends:
-        if backend != "cuda":  # which is for CUDA tensors
+        if backend != "cuda":  # "cuda" is for CUDA tensors
             attend("scores/saw", make_input("scores/saw", torch.float32), backend)
 
 

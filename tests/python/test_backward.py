@@ -1,5 +1,5 @@
 """Gradients of attention, scores and merging: against evaluations in float64, by gradcheck, and in
-PyTorch's ways to train. On a CUDA device too, if there is one."""
+the ways of training in PyTorch. On a CUDA device too, if there is one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from programs import Seen
 from torch.utils.checkpoint import checkpoint
 
 KERNELS = cases.kernels_of("backward")
-# Backward treats a single query like any other.
+# Backward treats a single query as any other.
 CASES_OF_BACKWARD = [name for name in cases.NAMES if cases.CASES[name].q_len > 1]
 
 
 @functools.lru_cache(maxsize=None)
 def exact_gradients(name: str, dtype: torch.dtype) -> cases.Tensors:
-    """By autograd through the evaluation in float64."""
+    """Gradients by autograd through the evaluation in float64."""
     given = make_input(name, dtype)
     names = ("query", "key", "value", "bias")
     leaves = {
@@ -60,7 +60,7 @@ def assert_gradients(
     evaluate.assert_all_within(found, exact_gradients(name, dtype), plain)
 
 
-# In float64 gradcheck judges.
+# float64 is left to gradcheck.
 @pytest.mark.parametrize(
     ("device", "kernel", "dtype"), cases.runs_of(KERNELS, cases.DTYPES[:3]) + cases.CUDA_RUNS
 )
@@ -80,7 +80,7 @@ def formula(name: str, given: cases.Input, dlse: torch.Tensor | None = None) -> 
 
 @pytest.mark.parametrize("name", CASES_OF_BACKWARD)
 def test_the_formula_of_the_header(name: str) -> None:
-    """In float64 it gives what autograd does: plain evaluations are made by it."""
+    """In float64 the formula, which plain evaluations use, equals autograd."""
     found = formula(name, make_input(name, torch.float32))
     torch.testing.assert_close(found, exact_gradients(name, torch.float32))
 
@@ -90,7 +90,7 @@ def test_the_formula_of_the_header(name: str) -> None:
     "name", ["group/2", "later/steps", "dense/empty-rows", "window/1", "scores/tied"]
 )
 def test_the_gradient_of_lse(name: str, kernel: str) -> None:
-    """The gradient of lse, together with that of out, and alone."""
+    """The gradient of lse, alone and together with the gradient of out."""
     given, case = make_input(name, torch.float32), cases.CASES[name]
     shape = (case.batch, case.q_heads, case.q_len)
     dlse = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -116,7 +116,7 @@ def dense(
 
 
 def biased(*tensors: torch.Tensor) -> cases.Tensors:
-    """Attention under a bias that is a tensor like the others."""
+    """Attention under a bias that is differentiated like the other tensors."""
     return flash_dmattn.attention(*tensors[:3], bias=tensors[3], causal=True)
 
 
@@ -126,7 +126,7 @@ def in_global_scope(*tensors: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [*cases.FUNCTIONS, dense, in_global_scope])
 def test_gradcheck(function: Callable[..., Any]) -> None:
-    """Against finite differences in float64, which only the reference supports."""
+    """Compare with finite differences in float64, which only the reference supports."""
     tensors = make_fused(60, dtype=torch.float64, head_dim=16)
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
@@ -134,8 +134,8 @@ def test_gradcheck(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [fused, stepwise])
 @pytest.mark.parametrize("form", ["exp", "linear", "none"])
 def test_bias_forms(form: str, function: Callable[..., Any]) -> None:
-    """Without a bias dt_proj and a_coef have no gradient but that of the score, and value has only
-    that of attention."""
+    """Without a bias dt_proj and a_coef have only the score's gradient, and value has only the
+    gradient of attention."""
     tensors = make_fused(60, dtype=torch.float64, head_dim=16)
     if form == "none" and function is fused:
         tensors[3:] = [tensor.detach() for tensor in tensors[3:]]
@@ -194,7 +194,7 @@ def test_one_call_is_its_three_steps(
     dquery, dkey, dvalue, *rest = gradients(once, tensors)
     *same, other, ddt_proj, da_coef = gradients(steps, tensors)
     assert_same((dquery, dkey, *rest), (*same, ddt_proj, da_coef))
-    # One sum, or two that are rounded and added at the end.
+    # The gradient is one sum, or two that are rounded and added at the end.
     rounding = 2 * torch.finfo(other.dtype).eps * other.abs().max().item()
     torch.testing.assert_close(dvalue, other, rtol=0, atol=rounding)
 
@@ -204,9 +204,9 @@ def test_one_call_is_its_three_steps(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_in_values_that_the_fused_form_drops(device: str) -> None:
-    """A key with a NaN score ranks below all others, so that it is not kept once the window is
-    full; its value does not reach the gradients of dt_proj and a_coef either. A key that is not
-    valid is not read at all."""
+    """A key with a NaN score ranks below all others, so that it is dropped once the window is full.
+    Its value does not reach the gradients of dt_proj and a_coef either. A key that is not valid is
+    not read at all."""
     tensors = make_fused(300, device=device)
     key_valid = (torch.arange(300, device=device) != 250).expand(2, -1)
     dropped = [130, 241, 250]
@@ -221,7 +221,7 @@ def test_nan_in_values_that_the_fused_form_drops(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_does_not_depend_on_its_batch(device: str, deterministic: None) -> None:
-    """Of the fused form."""
+    """The fused form."""
     *rows, dt_proj, a_coef = make_fused(300, device=device)
     both = gradients(lambda *given: fused(*given, dt_proj, a_coef), rows)
     for b in range(2):
@@ -243,7 +243,7 @@ def test_deterministic_gradients_are_the_same_bits(
 
 
 def test_deterministic_is_asked_for(seen: list[Seen]) -> None:
-    """By the argument, or by PyTorch's switch at the time that backward runs."""
+    """The argument asks for it, or PyTorch's switch at the time when backward runs."""
     tensors = make_fused(10)
     calls = itertools.product((False, True), (False, True), (torch.sum, torch.norm))
     for argument, switch, reduce in calls:  # norm's gradient is contiguous: a direct call takes it
@@ -281,7 +281,7 @@ def test_only_linear_memory_is_kept() -> None:
 
 @pytest.mark.parametrize("function", [fused, biased])
 def test_one_gradient_alone(function: Callable[..., Any]) -> None:
-    """Gradients that nobody wants are not made, and change nothing."""
+    """Gradients that are not wanted are not computed, and do not change the others."""
     tensors = make_fused(60)
     if function is biased:
         tensors[3:] = [torch.randn(2, 2, 60, requires_grad=True)]
@@ -297,7 +297,7 @@ def test_one_gradient_alone(function: Callable[..., Any]) -> None:
 
 
 def test_layouts_of_gradients() -> None:
-    """An output gradient that is expanded, as sum() makes it, or has a strided last axis."""
+    """An expanded output gradient, as from sum(), or one with a strided last axis."""
     tensors = make_fused(20)
     out = fused(*tensors)
     ones = torch.ones_like(out)
@@ -344,7 +344,7 @@ def test_autocast(
     function: Callable[..., Any],
     deterministic: None,
 ) -> None:
-    """Query, key and value are cast, weights are not; gradients have the dtypes of the tensors."""
+    """Query, key and value are cast, weights are not. Gradients have the dtypes of the tensors."""
     torch._dynamo.reset()
     tensors = [tensor.detach().float().requires_grad_() for tensor in make_fused(60, device=device)]
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
@@ -360,7 +360,7 @@ def test_autocast(
     expected = torch.autograd.grad(cast.float().cos().sum(), tensors)
     assert all(one.dtype == torch.float32 for one in found)
     assert_same(found[:2] + found[3:], expected[:2] + expected[3:])
-    # dvalue is a sum of two gradients, one of which may be in `dtype`.
+    # dvalue is a sum of two gradients, and one of them may be in `dtype`.
     torch.testing.assert_close(found[2], expected[2], rtol=torch.finfo(dtype).eps, atol=1e-2)
 
 

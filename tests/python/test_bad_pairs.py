@@ -14,7 +14,7 @@ from test_masks import BATCH, KV_HEADS, KV_LEN, Q_HEADS, Q_LEN, make_pairs, make
 
 NAN, INFINITY = float("nan"), float("inf")
 PAIRS = (BATCH, KV_HEADS, Q_LEN, KV_LEN)
-OTHER = {"cpu": "meta", "cuda": "cpu"}  # a device where the other tensors are not
+OTHER = {"cpu": "meta", "cuda": "cpu"}  # a device without the other tensors
 
 
 def attention(
@@ -58,7 +58,7 @@ def make(device: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
 def assert_equal_but_for_rounding(
     found: torch.Tensor, want: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Weights and outputs are each rounded, to steps of the largest value."""
+    """Weights and outputs are each rounded to steps of the largest value."""
     allowed = 4 * torch.finfo(found.dtype).eps * value.abs().max().item()
     torch.testing.assert_close(found, want, atol=allowed, rtol=0)
 
@@ -85,7 +85,7 @@ def test_numbers_at_masked_pairs_do_not_matter(attend: Attend, wrong: float, dev
 @pytest.mark.parametrize("device", DEVICES)
 @every_function
 def test_nan_at_a_kept_pair_propagates(attend: Attend, device: str) -> None:
-    """To the row of each query head that the pair belongs to, and to no other."""
+    """NaN reaches the row of each query head to which the pair belongs, and no other row."""
     rows, mask, bias = make(device)
     mask[1, 2, 5, 7] = True
     spoilt = bias.clone()
@@ -113,7 +113,7 @@ def test_nan_without_a_mask_propagates(attend: Attend, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @every_function
 def test_an_infinite_bias(attend: Attend, device: str) -> None:
-    """-inf at all kept pairs of a row leaves it without a key; at some of them drops these."""
+    """-inf at all kept pairs of a row leaves it without a key; -inf at some drops these keys."""
     rows, mask, bias = make(device)
     bias[0, 0, 0] = -INFINITY
     assert (attend(rows, mask, bias)[0, 0, : Q_HEADS // KV_HEADS] == 0).all()
@@ -175,7 +175,7 @@ def test_dropout_and_generators(attend: Attend) -> None:
 
 
 def test_repeated_heads() -> None:
-    """A mask of kv heads is that of their query heads."""
+    """The mask of a kv head applies to its query heads."""
     rows, mask, bias = make("cpu")
     want = attention(rows, repeat_heads(mask), repeat_heads(bias))
     assert torch.equal(attention(rows, mask, bias), want)

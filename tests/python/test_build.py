@@ -1,4 +1,4 @@
-"""Builds that would compute wrong numbers do not compile, and say why."""
+"""Builds that would compute wrong numbers do not compile, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding over a cache: every way of cutting a sequence gives what the whole sequence gives."""
+"""Decoding over a cache: however a sequence is cut, the results are as for the whole sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ assert sum(PIECES) == LENGTH
 def make_cache(
     layers: int = 1, batch: int = BATCH, **options: Any
 ) -> flash_dmattn.DynamicMaskCache:
-    """An empty cache, in which everything that has no meaning is NaN."""
+    """An empty cache, with NaN in everything that has no meaning."""
     cache = flash_dmattn.DynamicMaskCache(
         layers, batch, KV_HEADS, HEAD_DIM, WINDOW, **{**RULES, **options}
     )
@@ -69,7 +69,7 @@ def in_pieces(cache: Any, rows: Tensors, weights: Tensors, **options: Any) -> to
 
 
 def state(cache: Any, b: int | None = None) -> dict[str, torch.Tensor]:
-    """What counts in a cache of one layer, of one sequence or of all: its filled rows."""
+    """The filled rows of a cache of one layer, for one sequence or all."""
     kept = cache.keys.position >= 0
     found = {
         "key": torch.where(kept[..., None], cache.keys.key.transpose(1, 2), 0),
@@ -92,7 +92,7 @@ def assert_same_state(found: dict[str, torch.Tensor], want: dict[str, torch.Tens
     [*((dtype, "exp") for dtype in DTYPES), (DTYPES[0], "linear"), (DTYPES[1], "none")],
 )
 def test_pieces_are_the_whole(dtype: torch.dtype, bias_form: str) -> None:
-    """Within the tolerance of the whole sequence itself."""
+    """The pieces are within the whole sequence's own tolerance."""
     rows, weights = make_tokens(dtype=dtype)
     cache = make_cache(dtype=dtype, bias_form=bias_form)
     out = in_pieces(cache, rows, weights, softcap=3.0)
@@ -130,8 +130,8 @@ def test_layers_are_apart() -> None:
 
 
 def test_sequences_of_different_ages() -> None:
-    """By n_tokens, in prefills and in steps, and by index, beside each sequence alone: in the
-    second layer of two."""
+    """By n_tokens, in prefills and in steps, and by index, compared with each sequence alone, in
+    the second of two layers."""
     rows, weights = make_tokens()
     cache, expected = make_cache(layers=2), whole(rows, weights)
     ages = [0] * BATCH
@@ -183,8 +183,8 @@ def test_padding_on_the_left() -> None:
 
 
 def test_speculative_decoding_is_plain_decoding() -> None:
-    """16 drafts a round, of which each sequence accepts a random number: those that it accepts are
-    its next tokens, the others are wrong."""
+    """16 drafts a round. Each sequence accepts a random number of them: accepted drafts are its
+    next tokens, the others are wrong."""
     layers, drafts, rounds = 2, 16, 60
     length = drafts * (rounds + 1)
     inputs = [make_tokens(length, seed=layer) for layer in range(layers)]
@@ -216,7 +216,8 @@ def test_speculative_decoding_is_plain_decoding() -> None:
 
 @pytest.mark.parametrize("committing", [False, True])
 def test_drafts_one_by_one(committing: bool) -> None:
-    """Drafts continue drafts; tokens that follow what crop() leaves take these into the cache."""
+    """Drafts continue drafts. Tokens that follow the drafts left by crop() let these enter the
+    cache."""
     rows, weights = make_tokens(100)
     wrong, _ = make_tokens(100, seed=5)
     cache, expected = make_cache(), whole(rows, weights)
@@ -257,7 +258,7 @@ def test_ragged_drafts() -> None:
 
 
 def check_reorder(cache: Any, rows: Tensors, weights: Tensors, drafts: int, **near: float) -> None:
-    """Two layers; afterwards every sequence continues the one whose place it took."""
+    """Two layers. Afterwards every sequence continues the one whose place it took."""
     beams = torch.tensor([2, 0, 2], device=rows[0].device)
     addresses = [one.data_ptr() for one in cache.keys[:6]]
     for layer in range(2):
@@ -295,7 +296,8 @@ def test_drop_and_reset() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory(dtype: torch.dtype) -> None:
-    """That of fdma_cache_bytes(), up to the alignment of its six tensors and of the whole."""
+    """The bytes are as from fdma_cache_bytes(), up to the alignment of the six tensors and of the
+    whole."""
     cache = make_cache(layers=4, dtype=dtype)
     names = {"window": WINDOW, **RULES, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     number = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype]
@@ -314,7 +316,7 @@ def test_memory(dtype: torch.dtype) -> None:
 
 
 def test_decode() -> None:
-    """Tokens that are not committed leave no trace, and streams without a sequence get nothing."""
+    """Tokens that are not committed leave no trace, and streams without a sequence get 0."""
     rows, weights = make_tokens(20)
     cache = make_cache()
     options = dict(zip(("dt_proj", "a_coef", "dt_bias"), weights))
@@ -349,7 +351,7 @@ def test_no_gradient() -> None:
 
 
 def test_a_cache_with_spaced_channels_is_refused() -> None:
-    """It cannot be copied, as other tensors are, because the call writes to it."""
+    """The call writes to the cache, so it cannot be copied as other tensors are."""
     rows, weights = make_tokens(1)
     keys = make_cache().keys
     spaced = torch.zeros(*keys.key.shape[:3], 2 * HEAD_DIM)[..., ::2]
@@ -372,8 +374,8 @@ def make_layer(**options: Any) -> Any:
 @pytest.mark.parametrize("rope_base", [None, 10000.0])
 @torch.no_grad()
 def test_the_module(rope_base: float | None, dtype: torch.dtype) -> None:
-    """In 16 bits scores that nearly tie may rank differently, since the projections of one row and
-    of many differ in their last bits."""
+    """In 16 bits scores that nearly tie may rank differently, because the projections of one row
+    and of many differ in their last bits."""
     layer = make_layer(rope_base=rope_base, dtype=dtype, dt_bias=True, softcap=4.0)
     x = torch.randn(BATCH, LENGTH, 48, generator=torch.Generator().manual_seed(3)).to(dtype)
     cache, outs, at = make_cache(layers=2, dtype=dtype), [], 0
@@ -391,7 +393,7 @@ def test_the_module(rope_base: float | None, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_positions_follow_each_sequence() -> None:
-    """Rotary angles are those of each sequence, not of the longest."""
+    """Rotary angles follow each sequence, not the longest one."""
     layer, x = make_layer(), torch.randn(BATCH, 90, 48)
     cache, ages = make_cache(), torch.tensor([80, 3, 41], dtype=torch.int32)
     layer(x[:, :80], cache=cache, n_tokens=ages)
@@ -403,7 +405,7 @@ def test_positions_follow_each_sequence() -> None:
 
 @torch.no_grad()
 def test_the_module_with_an_index() -> None:
-    """A step of some sequences, and a prefill of one: each with its own rotary angles."""
+    """A step of some sequences and a prefill of one, each with its own rotary angles."""
     layer, x = make_layer(), torch.randn(BATCH, 180, 48)
     cache, ages = make_cache(), [80, 3, 41]
     layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))

@@ -53,7 +53,7 @@ def test_one_graph_for_all_steps(backend: str) -> None:
 
 @torch.no_grad()
 def test_static_caches_change_no_number_on_the_host() -> None:
-    """One graph without symbolic numbers, which CUDA graphs would be recorded anew for."""
+    """One graph without symbolic numbers. With these, CUDA graphs would be recorded anew."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model, x = Stack(), torch.randn(BATCH, 130, 48)

@@ -1,4 +1,4 @@
-"""A cache in pages gives what one without gives, bit for bit."""
+"""A cache in pages gives the same bits as one without."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def make_tokens(
 
 
 def draw_pages(paged: flash_dmattn.KeyCache, generator: torch.Generator) -> torch.Tensor:
-    """Pages for all rows, in any order; one page is nobody's."""
+    """Pages for all rows, in any order. One page stays unused."""
     order = torch.randperm(paged.key.shape[0], generator=generator).int()[:-1]
     return order.view(SEQUENCES, -1).to(paged.key.device)
 
 
 def give_pages(paged: flash_dmattn.KeyCache, pages: torch.Tensor, counts: torch.Tensor) -> None:
-    """Gives each sequence the pages that its first tokens fill."""
+    """Give each sequence the pages that its first tokens fill."""
     firsts = torch.arange(pages.shape[1], device=pages.device) * paged.key.shape[1]
     filled = counts.clamp(max=ROWS)
     paged.page_table.copy_(torch.where(firsts < filled[:, None], pages, -1))
@@ -81,7 +81,7 @@ def test_pages_are_as_none(page_len: int, device: str, dtype: torch.dtype) -> No
 
 @on_device
 def test_pages_change_between_replays_of_a_graph() -> None:
-    """The host does not read the page table: a captured call sees what it holds then."""
+    """The host does not read the page table: a captured call reads it at each replay."""
     dtype, device = torch.bfloat16, "cuda"
     generator = torch.Generator().manual_seed(5)
     cache, paged = make_cache(dtype, device), make_paged(4, dtype, device)

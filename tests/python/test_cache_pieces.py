@@ -1,4 +1,4 @@
-"""Prefills of a cache in several pieces, and which of them have no carried keys."""
+"""Prefills of a cache in several pieces, with and without carried keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 
 def test_ragged_pieces() -> None:
-    """One of them is empty, and one has a single token."""
+    """One piece is empty, and one has a single token."""
     rows, weights = make_tokens(250)
     expected, cache = whole(rows, weights), make_cache()
     first, counts = torch.tensor([70, 0, 99]).int(), torch.tensor([150, 130, 1]).int()
@@ -30,7 +30,8 @@ def test_ragged_pieces() -> None:
 
 
 def test_empty_sequences_are_known_on_the_host() -> None:
-    """Only then a prefill has no carried keys; every row is right whatever the cache held."""
+    """Only empty sequences have no carried keys in a prefill. Every row is right whatever the cache
+    held."""
     rows, weights = make_tokens(80)
     cache, expected = make_cache(layers=2), whole(rows, weights)
     where = torch.tensor([1], dtype=torch.int32)
@@ -38,7 +39,7 @@ def test_empty_sequences_are_known_on_the_host() -> None:
         attend(cache, tuple(one[1:2] for one in rows), weights, layer, index=where)
     assert cache._empty == [False] * 2
     cache.drop(2)
-    cache.reorder(torch.arange(BATCH))  # its numbers are not known on the host
+    cache.reorder(torch.arange(BATCH))  # the host does not know its numbers
     assert cache._empty == [False] * 2
     for b in range(BATCH):
         assert not any(cache._empty)

@@ -36,7 +36,6 @@ def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def make_rules() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Selections by other rules."""
     return {
         "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
@@ -126,7 +125,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
 
 
 def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with dropout."""
     dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 1 << 40])}
     return {
         "dense with dropout": (ops.ATTENTION, {**DENSE, **dropout}),
@@ -140,7 +138,6 @@ def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
 
 
 def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with masks, and those of probabilities."""
     query, key, value, *_ = make_tensors(torch.bfloat16)
     in_bfloat16 = {"query": query, "key": key, "value": value, "out": query, "dout": query}
     in_bfloat16.update(PAIRS, attn_bias=PAIRS["attn_bias"].bfloat16())
@@ -156,7 +153,7 @@ def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
 
 
 def make_sinks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with sink logits, and one of them over few keys."""
+    """Operators with sink logits, one of them over few keys."""
     sinks = {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])}
     used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
     return {
@@ -170,7 +167,7 @@ def make_sinks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
 
 
 def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Decode, prefill, and what they need: three tokens after seven that two sequences have
+    """Decode, prefill, and their inputs: three tokens after seven that two sequences have
     passed."""
     query, key, value, dt_proj, a_coef = make_tensors()
     cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 4, recent=3, sinks=2)
@@ -225,7 +222,7 @@ OPTIONS = (
     0.0,
     False,
     None,
-)  # of ops.ATTENTION, from `window` on
+)  # options of ops.ATTENTION, from `window` on
 OPERATORS = operators()
 
 
@@ -237,7 +234,7 @@ def learning(arguments: Arguments) -> Arguments:
     )
 
 
-# What has no gradient: selections, gradients, out alone, and what enters a cache.
+# Operators without a gradient: selections, gradients, out alone, and those that write to a cache.
 WITHOUT_GRADIENT = [
     name
     for name in OPERATORS
@@ -291,7 +288,7 @@ Run = Callable[..., Tensors]
 def test_one_graph(
     run: Run, function: Callable[..., Any], backend: str, device: str, deterministic: None
 ) -> None:
-    """Without graph breaks. Gradients in 16 bits that inductor adds are rounded once less."""
+    """No graph breaks. Gradients in 16 bits that inductor adds are rounded once less."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     tensors = make_fused(60, 70, device=device)

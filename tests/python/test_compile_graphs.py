@@ -1,8 +1,8 @@
 """torch.compile: one graph for all lengths and batches, of layers and of caches.
 
 PyTorch takes a size for a constant until it has seen a second value, so every case may compile
-twice. Where sizes change one after the other, each is one compilation more: in these cases all of
-them change with the second call.
+twice. If sizes change one after the other, each change is one more compilation: in these cases all
+sizes change with the second call.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DYNAMIC = pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dy
 MOST = 2
 
 Function = Callable[..., torch.Tensor]
-Options = Callable[[int, int], dict[str, Any]]  # of a call with this batch and length
+Options = Callable[[int, int], dict[str, Any]]  # for a call with this batch and length
 
 
 class Counter:
-    """A backend that runs graphs as they were traced, and counts them."""
+    """A backend that runs graphs as traced, and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -45,7 +45,7 @@ def compile_counted(function: Function, dynamic: bool | None) -> tuple[Function,
 
 
 def shapes() -> Iterator[tuple[int, int]]:
-    """Every batch with every length; neighbours differ in both."""
+    """Every batch with every length. Neighbours differ in both."""
     for n, length in enumerate(LENGTHS):
         for b in range(3):
             yield BATCHES[(b + n) % 3], LENGTHS[(LENGTHS.index(length) + b) % len(LENGTHS)]
@@ -80,7 +80,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Options]] = {
     "sinks, gap": ({"sinks": 2, "recent": 3, "gap": 1.0, "sink_logit": True}, no_options),
     "no rotary embedding": ({"rope_base": None, "softcap": 5.0}, no_options),
     "memory": (CROSS, memory),
-    # Calls that keep all keys are graphs of their own, as they are processed densely.
+    # Calls that keep all keys are graphs of their own, because they are processed densely.
     "options": ({"options": OPTIONS, "recent": 0}, no_options),
 }
 
@@ -101,7 +101,7 @@ def test_layers(name: str, dynamic: bool | None) -> None:
 
 @torch.no_grad()
 def test_sizes_that_are_marked() -> None:
-    """PyTorch refuses a graph that makes a constant of a size marked as dynamic."""
+    """PyTorch refuses a graph that makes a dynamic size a constant."""
     layer = flash_dmattn.DynamicMaskAttention(**SIZES).eval()
     compiled, counter = compile_counted(layer, None)
     for batch, length in shapes():
@@ -166,7 +166,7 @@ def make_model() -> Callable[..., torch.Tensor]:
 @DYNAMIC
 @torch.no_grad()
 def test_tokens(dynamic: bool | None) -> None:
-    """After prompts of different lengths, single tokens."""
+    """Single tokens after prompts of different lengths."""
     model = make_model()
     compiled, counter = compile_counted(model, dynamic)
     caches, plain = [[make_cache(batch) for batch in BATCHES] for _ in range(2)]
@@ -183,7 +183,7 @@ def test_tokens(dynamic: bool | None) -> None:
 
 
 class Holder(torch.nn.Module):
-    """A module that has a cache as an attribute: PyTorch takes numbers there for constants."""
+    """A module with a cache as an attribute: PyTorch takes numbers there for constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Holder(torch.nn.Module):
 
 @torch.no_grad()
 def test_tokens_of_a_module_with_a_cache() -> None:
-    """One graph, also when calls that are not compiled come between; the length is known again."""
+    """One graph, even with calls between that are not compiled. The length is known again."""
     model = Holder().eval()
     compiled, counter = compile_counted(model, None)
     model(torch.randn(3, 70, 32))
@@ -265,7 +265,7 @@ def test_static_caches() -> None:
 
 @torch.no_grad()
 def test_drafts() -> None:
-    """Drafts of different numbers, of which different numbers stay."""
+    """Different numbers of drafts, and different numbers that stay."""
     model = make_model()
 
     def step(x: torch.Tensor, cache: Any, accepted: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def test_drafts() -> None:
 
 @torch.no_grad()
 def test_dropped_sequences_are_empty() -> None:
-    """What the host knows of sequences is right after every order of calls."""
+    """The host's knowledge of sequences is right after every order of calls."""
     cache, x = make_cache(3), torch.randn(3, 1, 32)
     model = make_model()
     model(x, cache)

@@ -1,8 +1,8 @@
-"""Context parallel and ring attention: each rank's results against those of the whole sequence.
+"""Context parallel and ring attention: each rank's results against the results of the whole
+sequence.
 
-The module runs twice. On the ranks record_cases() computes every case; the tests compare what the
-ranks have returned with evaluations of the whole sequence in evaluate.py. The selection is that of
-select().
+The module runs twice. On the ranks record_cases() computes every case. The tests compare the ranks'
+results with evaluations of the whole sequence in evaluate.py. select() gives the selection.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from context_ranks import own_tokens
 from flash_dmattn import _arguments, _context, _context_autograd, distributed
 
 SELECTED = [name for name, case in CASES.items() if case.window is not None]
-# Those with keys that are kept although their scores are NaN have results of NaN.
+# Cases that keep keys with NaN scores have results of NaN.
 COMPARED = [name for name, case in CASES.items() if case.total > 0 and case.scores != "NAN"]
 
-OTHER_SEEDS = 8  # of inputs whose plain evaluations count for gradients of few numbers
+OTHER_SEEDS = 8  # further inputs that set the tolerance of gradients of few numbers
 REPEATED = {"a_coef", "dt_bias"}
 
-# Those that are run once more, with some of the gradients at a time.
+# Cases that are run once more, with only some of the gradients.
 PARTLY = ("eight-uneven", "linear", "no-bias", "full-eight", "packed-window-above-all", "bfloat16")
 PARTLY += ("ring-uneven", "ring-full", "ring-bfloat16")
 CAPTURED = [f"nccl/{name}" for name in ("two-uneven", *PARTLY) if f"nccl/{name}" in CASES]
@@ -73,14 +73,14 @@ def kept_of_rank(
     call: _context.Call, table: _context.Table | None, segments: list[_context.Segment]
 ) -> torch.Tensor:
     """bool [batch, kv_heads, own tokens, total]: the keys that each own query keeps, from expiry in
-    the table and in the own keys."""
+    the table and for the own keys."""
     own = call.own
     batch, kv_heads, _ = call.score.shape
     total = sum(layout.length for layout in call.layouts)
     kept = torch.zeros(batch, kv_heads, own.length, total, dtype=torch.bool)
     carried = None
     if table is not None:
-        # The position of an empty row is -1: it goes to a column behind all others.
+        # The position of an empty row is -1. It goes to a column behind all others.
         carried = torch.where(table.position >= 0, table.position, total).long().cpu()
     for segment in segments:
         rows = carried.shape[-1] if segment.reads_carried else 0
@@ -105,7 +105,7 @@ def attend(
     case: Case, rank: int, group: Any, leaves: Tensors, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = {**case.options, "causal": case.causal, "backend": case.backend, "return_lse": True}
-    options["deterministic"] = case.device != "cpu"  # where it makes a difference
+    options["deterministic"] = case.device != "cpu"  # it makes a difference only on a device
     if valid is not None:
         valid = own_tokens(valid, case.lengths, rank)
         options["key_valid"] = valid.to(torch.uint8) if case.padding == "HOLES" else valid
@@ -114,7 +114,7 @@ def attend(
     if case.window is None:
         return distributed.ring_attention(**leaves, group=group, **options)
     options.update(case.rules, bias_form=case.bias_form)
-    if case.starts is not None:  # a list and a tensor say the same
+    if case.starts is not None:  # a list and a tensor are equivalent
         starts = list(case.starts)
         options["starts"] = torch.tensor(starts, dtype=torch.int32) if rank % 2 else starts
     return distributed.context_parallel_attention(
@@ -125,8 +125,8 @@ def attend(
 def run_case(
     name: str, rank: int, group: Any, given: Tensors, differentiated: tuple[str, ...] = LEAVES
 ) -> Tensors:
-    """out, lse and gradients of the own tokens, and what was received for them. Without dout those
-    of lse alone."""
+    """out, lse and gradients of the own tokens, and the received bytes. Without dout the gradients
+    come from lse alone."""
     case = CASES[name]
     leaves = {}
     for key in LEAVES:
@@ -163,7 +163,8 @@ def poisoned(name: str) -> Tensors:
 
 
 def run_partly(name: str, rank: int, group: Any) -> Tensors:
-    """What a case gives if not everything is asked for, and out if nothing has gradients."""
+    """The results of a case if not everything is asked for, and out if nothing requires
+    gradients."""
     given, found = make_tensors(name), {}
     for names in (("query",), ("value",), ("key", "sink_logit")):
         if set(names) <= set(given):
@@ -176,10 +177,10 @@ def run_partly(name: str, rank: int, group: Any) -> Tensors:
 
 
 def run_captured(name: str, rank: int, group: Any, given: Tensors) -> Tensors:
-    """The same by a CUDA graph, which is gone before the process group ends, as NCCL wants it."""
+    """The same by a CUDA graph, which NCCL needs deleted before the process group ends."""
     graph = torch.cuda.CUDAGraph()
-    # torch.cuda.graph() keeps its own stream, which is one of the device of the first capture, and
-    # a process has other devices in other groups. Threads of NCCL may call CUDA meanwhile.
+    # torch.cuda.graph() keeps its own stream, on the device of the first capture, but a process
+    # uses other devices in other groups. Threads of NCCL may call CUDA meanwhile.
     stream = torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         found = run_case(name, rank, group, given)
@@ -192,7 +193,7 @@ def run_captured(name: str, rank: int, group: Any, given: Tensors) -> Tensors:
 
 
 def to_device(found: Any, device: torch.device) -> Any:
-    """All tensors of a dictionary, and of those in it."""
+    """Move all tensors of a dictionary, and of dictionaries in it, to a device."""
     if isinstance(found, dict):
         return {key: to_device(one, device) for key, one in found.items()}
     return found.to(device) if isinstance(found, torch.Tensor) else found
@@ -225,7 +226,7 @@ def record_case(name: str, rank: int, group: Any) -> Tensors:
 
 
 def record_cases(rank: int) -> dict[str, Any]:
-    """What each case gives on this rank, or the text of its error."""
+    """The results of each case on this rank, or the text of its error."""
     found = {}
     for name, case in CASES.items():
         group = context_ranks.group_of(len(case.lengths), case.transport)
@@ -256,14 +257,14 @@ class Evaluation(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     gradients: Tensors
-    sizes: Tensors  # of gradients with few numbers: the sums of the magnitudes of their terms
+    sizes: Tensors  # of gradients with few numbers: the sums of magnitudes of their terms
 
 
 def evaluate_bias(
     case: Case, given: Tensors, value: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Tensors]:
-    """The bias, and what it depends on. a_coef and dt_bias are repeated for each key, so that their
-    gradients are terms of the sums [batch, total, kv_heads]."""
+    """The bias and the tensors it depends on. a_coef and dt_bias are repeated for each key, so that
+    their gradients are the terms of sums, [batch, total, kv_heads]."""
     if case.window is None or case.bias_form == "none":
         return None, {}
     by_head = given["dt_proj"].unflatten(1, (-1, case.head_dim))[..., order].flatten(1)
@@ -287,8 +288,8 @@ def evaluate_whole(
     seed: int = 0,
 ) -> Evaluation:
     """out, lse and all gradients by the formulas, with the channels of a head in some order.
-    Gradients come from `results`, out and lse as they are rounded; None: from those found here.
-    Scores are float32 at least, as they are in the package."""
+    Gradients come from `results`, the rounded out and lse; None: from the ones computed here.
+    Scores are float32 at least, as in the package."""
     case, given = CASES[name], make_tensors(name, seed)
     wide = torch.promote_types(dtype, torch.float32)
     back = order.argsort()
@@ -339,7 +340,7 @@ def joined(name: str, key: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=None)
 def evaluations_of(name: str) -> tuple[Evaluation, list[Evaluation], list[Evaluation]]:
-    """The exact one, plain ones in the dtype of the case, and plain ones in the dtype of lse."""
+    """The exact evaluation, plain ones in the dtype of the case, and plain ones in lse's dtype."""
     case = CASES[name]
     orders = evaluate.orders_of(case.head_dim, 1)
     dtype = evaluate.plain_dtype(case.dtype)
@@ -353,10 +354,9 @@ def evaluations_of(name: str) -> tuple[Evaluation, list[Evaluation], list[Evalua
 
 @functools.lru_cache(maxsize=None)
 def errors_of_other_inputs(name: str) -> list[Tensors]:
-    """What is wrong in gradients of few numbers by plain evaluations in 16 bits, for inputs of
-    other seeds, over the sums of the magnitudes of their terms. Orders of channels hardly change
-    what is rounded to 16 bits, so that one sum of all of it is accurate by chance in every
-    order."""
+    """Errors of plain 16-bit evaluations in gradients of few numbers, for inputs of other seeds,
+    relative to the sums of magnitudes of their terms. The order of channels hardly changes values
+    that are rounded to 16 bits, so a sum that is accurate by chance is so in every order."""
     case, found = CASES[name], []
     order, dtype = torch.arange(case.head_dim), case.dtype
     for seed in range(1, 1 + OTHER_SEEDS if dtype.itemsize == 2 else 1):
@@ -374,7 +374,7 @@ def errors_of_other_inputs(name: str) -> list[Tensors]:
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_selection(name: str) -> None:
-    """Every query keeps the keys that it keeps in the whole sequence, and no others."""
+    """Every query keeps the same keys as in the whole sequence."""
     kept = torch.cat([one["kept"] for one in on_ranks(name)], 2)
     assert torch.equal(kept, kept_of_whole(name))
 
@@ -422,7 +422,7 @@ def test_keys_that_no_query_keeps(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARTLY)
 def test_some_of_the_gradients(name: str) -> None:
-    """They do not depend on what else is asked for."""
+    """Gradients do not depend on which others are asked for."""
     compared = 0
     for one in on_ranks(name):
         partly = dict(one["partly"])

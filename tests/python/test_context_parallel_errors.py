@@ -1,5 +1,5 @@
-"""What ranks are told that disagree, refuse their arguments, stay away or are gone: the same error
-on all of them, in bounded time, after which the group works.
+"""Ranks that disagree, refuse their arguments, stay away or are gone: all ranks get the same error,
+in bounded time, and then the group works again.
 
 The module runs on the ranks too: record_refusals() and the functions beside it.
 """
@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 SIZE = 3  # ranks
 ODD, OTHERS = 1, (0, 2)  # the rank that differs from the others
 SECONDS = 2  # the timeout of the process group where a rank stays away
-SOON = 5  # seconds in which ranks have compared their arguments, with much to spare
+SOON = 5  # seconds, ample for ranks to compare their arguments
 LENGTH = 6
 
 Arguments = dict[str, Any]
 
 
 def make_arguments(**options: Any) -> Arguments:
-    """Those of context_parallel_attention() for a rank, all of the same sizes."""
+    """Arguments of context_parallel_attention() for a rank, all of the same sizes."""
     sizes = {"batch": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
     sizes.update({name: options.pop(name) for name in list(options) if name in sizes})
     batch, q_heads, kv_heads, head_dim, dtype = sizes.values()
@@ -75,8 +75,8 @@ STARTS = [0, 5, 18]
 VALID = torch.ones(1, LENGTH, dtype=torch.bool)
 NEEDS_GRADIENTS = make_arguments()["key"].requires_grad_()
 
-# The call, what it gets on the odd rank and on the others, and words of the message: which argument
-# it is, and two values of it.
+# The call, its arguments on the odd rank and on the others, and words of the message: the argument,
+# and two values of it.
 UNLIKE: dict[str, tuple[Callable[..., Any], Arguments, Arguments, tuple[str, ...]]] = {
     "window": (attend, {"window": 5}, {}, ("window:", "5", "4")),
     "recent": (attend, {"recent": 2}, {}, ("recent:", "2", "0")),
@@ -106,7 +106,7 @@ UNLIKE: dict[str, tuple[Callable[..., Any], Arguments, Arguments, tuple[str, ...
     "joined requires_grad": (join, {"requires_grad": True}, {}, ("requires_grad", "True")),
 }
 
-# What the odd rank calls with wrong arguments, and the error there.
+# The odd rank's call with wrong arguments, and the error there.
 WRONG: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
     "query is none": (attend, {"query": None}, "TypeError", "query"),
     "window is no int": (attend, {"window": 4.5}, "TypeError", "window"),
@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
     ),
 }
 
-# What all ranks call with arguments that are wrong, but the same everywhere, and the error.
+# A call with arguments that are wrong on all ranks in the same way, and the error.
 WRONG_EVERYWHERE: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
     "softmax_scale": (attend, {"softmax_scale": -1.0}, "ValueError", "softmax_scale"),
     "softcap": (attend, {"softcap": -1.0}, "ValueError", "softcap"),
@@ -163,7 +163,7 @@ WRONG_EVERYWHERE: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
 
 
 def works() -> bool:
-    """Whether the group of all ranks computes what one process computes."""
+    """True if the group of all ranks computes the same as one process."""
     found = distributed.gather_sequence(attend())
     return found.shape[1] == SIZE * LENGTH and bool(torch.isfinite(found).all())
 
@@ -178,7 +178,7 @@ def call_another_function(rank: int) -> Arguments:
 
 
 def give_lengths(rank: int) -> dict[str, Arguments]:
-    """Lengths that are wrong on every rank: a call that vouches for its arguments compares none."""
+    """Lengths that are wrong on every rank. With lengths, ranks do not compare arguments."""
     given = {"too few": [LENGTH] * 2, "below 0": [LENGTH, -1, LENGTH]}
     given["of other tokens"] = [LENGTH + 1] * SIZE
     found = {name: refuse(attend, {"lengths": lengths}) for name, lengths in given.items()}
@@ -235,9 +235,9 @@ def record_absence(rank: int) -> dict[str, Any]:
             ready.set(f"{name}/{rank}", "")
             continue
         others = [f"{name}/{other}" for other in range(SIZE) if other != ODD]
-        while not ready.check(others):  # longer than wait() of the store would
+        while not ready.check(others):  # longer than the store's wait() waits
             time.sleep(0.02)
-    if rank == ODD:  # the last one of the calls, too late
+    if rank == ODD:  # its last call comes too late
         ready.set("late", json.dumps(refusal_of(call)))
     found["late"] = json.loads(ready.get("late"))
     found["usable"] = bool(torch.isfinite(attend(group=soon)).all())
@@ -245,7 +245,7 @@ def record_absence(rank: int) -> dict[str, Any]:
 
 
 def leave(rank: int, leaving: int, group: Any) -> dict[str, Any]:
-    """A rank ends after a call that all have made; the others make more calls."""
+    """A rank ends after a call that all have made. The others make more calls."""
     found = {"before": bool(torch.isfinite(attend(group=group)).all())}
     if rank == leaving:
         os._exit(0)
@@ -255,7 +255,7 @@ def leave(rank: int, leaving: int, group: Any) -> dict[str, Any]:
 
 
 def leave_first(rank: int) -> dict[str, Any]:
-    """The process with the store."""
+    """The process with the store leaves."""
     return leave(rank, 0, None)
 
 
@@ -279,7 +279,7 @@ def assert_usable(found: list[Arguments]) -> None:
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_that_disagree(name: str) -> None:
-    """All have the same message. It says which ranks have what."""
+    """All have the same message, which says which ranks have which value."""
     found = refusals_of(name)
     assert_usable(found)
     assert {one["kind"] for one in found} == {"ValueError"}
@@ -290,7 +290,7 @@ def test_ranks_that_disagree(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_rank_that_refuses_its_arguments(name: str) -> None:
-    """The others have its message."""
+    """The other ranks raise its message."""
     _, _, kind, argument = WRONG[name]
     found = refusals_of(name)
     assert_usable(found)
@@ -349,7 +349,7 @@ def test_no_process_group(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", WRONG_EVERYWHERE)
 def test_arguments_that_are_wrong_on_all_ranks(name: str) -> None:
-    """Although ranks agree on them."""
+    """The ranks agree on them."""
     _, _, kind, argument = WRONG_EVERYWHERE[name]
     found = refusals_of(f"everywhere {name}")
     assert_usable(found)
@@ -369,14 +369,14 @@ def test_a_rank_that_stays_away(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attend with lengths", "ring with lengths"])
 def test_a_rank_that_stays_away_where_lengths_are_given(name: str) -> None:
-    """What waits for it ends with the timeout of the process group."""
+    """Operations that wait for it end with the timeout of the process group."""
     for rank in OTHERS:
         one = ABSENCE.results()[rank][name]
         assert one["kind"] == "RuntimeError" and one["seconds"] < SECONDS + SOON
 
 
 def test_a_group_of_a_shorter_timeout() -> None:
-    """Its own timeout counts, not that of the default process group."""
+    """The group's own timeout applies, not the timeout of the default process group."""
     for rank in OTHERS:
         one = ABSENCE.results()[rank]["group of a shorter timeout"]
         want = f"group: rank {ODD} made no call of flash_dmattn within {SECONDS // 2} s"
@@ -384,7 +384,7 @@ def test_a_group_of_a_shorter_timeout() -> None:
 
 
 def test_a_rank_that_calls_too_late() -> None:
-    """It has an error as soon as it calls, and the next call is as usual."""
+    """It gets an error as soon as it calls, and the next call works."""
     for rank in OTHERS:
         late = ABSENCE.results()[rank]["late"]
         assert late["kind"] == "ValueError" and late["seconds"] < SECONDS / 2

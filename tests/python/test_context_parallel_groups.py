@@ -1,5 +1,5 @@
-"""What context parallel attention does as process groups come and go, and with tensors that change
-or have no elements."""
+"""Context parallel attention as process groups come and go, and with tensors that change or have no
+elements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attend(rows: list[torch.Tensor], window: int = 6, **options: Any) -> torch.T
 
 def group_made_anew(rank: int) -> list[Any]:
     """Groups of one name, one after the other on the same store. (gloo itself would need another
-    store, so that only what this package has of the group is new.)"""
+    store, so only this package's state of the group is new.)"""
     found = []
     for length in (7 + rank, 50 - rank, 30 + 2 * rank):
         found.append(distributed.sequence_positions(length).tolist())
@@ -87,7 +87,7 @@ def second_derivatives(rank: int) -> dict[str, Any]:
 
 
 def backward_with(penalty: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """Of a loss that has another gradient, too."""
+    """Backward of a loss that also has another gradient."""
     (penalty + sum(one.sum() for one in rows)).backward()
 
 
@@ -144,7 +144,7 @@ def on_ranks(name: str) -> list[Any]:
 
 
 def test_a_group_that_is_made_anew() -> None:
-    """It does not read what the one before has written."""
+    """The new group does not read what the old one has written."""
     for rank, found in enumerate(on_ranks("group_made_anew")):
         lengths = [[7, 8, 9], [50, 49, 48], [30, 32, 34]]
         for one, all_lengths in zip(found, lengths):

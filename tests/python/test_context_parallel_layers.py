@@ -1,7 +1,7 @@
 """The layer with a process group, and the functions that cut and join sequences, on the ranks of
 process groups, against the layer without a group and the whole sequence.
 
-The module runs twice: record() on the ranks, the tests on what it has returned.
+The module runs twice: record() on the ranks, the tests on its results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     window: int | None
     options: dict[str, Any] = {}  # of the layer
     batch: int = 2
-    padding: int = 0  # positions on the left of the first sequence; of the next ones 3 less each
+    padding: int = 0  # positions on the left of sequence 0; each next one has 3 less
     starts: tuple[int, ...] | None = None
     gives_positions: bool = False
     gives_lengths: bool = False
@@ -63,11 +63,11 @@ CASES = {
     "all-keys-padding": Case((9, 14, 9), None, padding=12, gives_lengths=True),
     "all-keys-full": Case((9, 14, 9), None, {"causal": False}),
 }
-WHOLE = Case(EIGHT, 6, RICH)  # of the wrappers, which have the group of all ranks
+WHOLE = Case(EIGHT, 6, RICH)  # for the wrappers, which use the group of all ranks
 
 
 def make_layer(case: Case, group: Any = None) -> DynamicMaskAttention:
-    """With the same parameters on all ranks, none of which is 0."""
+    """A layer with the same parameters on all ranks, none of them 0."""
     options = dict(case.options)
     if group is not None:
         options["process_group"] = group
@@ -80,7 +80,7 @@ def make_layer(case: Case, group: Any = None) -> DynamicMaskAttention:
 
 
 def make_states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, and the gradient of the output: of valid positions alone."""
+    """x, and the gradient of the output, which is 0 for padding."""
     generator = torch.Generator().manual_seed(case.total + case.batch)
     x, dout = torch.randn(2, case.batch, case.total, HIDDEN, generator=generator)
     valid = make_valid(case)
@@ -128,7 +128,7 @@ def run_case(name: str, rank: int, group: Any) -> Tensors:
 
 
 def run_on_mesh(rank: int) -> Tensors:
-    """On a mesh of one dimension, and on each of those of a mesh of two."""
+    """On a mesh of one dimension, and on each dimension of a mesh of two."""
     line = init_device_mesh("cpu", (8,))
     rectangle = init_device_mesh("cpu", (2, 4), mesh_dim_names=("rows", "columns"))
     case = CASES["four-padding"]
@@ -159,7 +159,7 @@ def run_in_fully_sharded(rank: int) -> Tensors:
 
 
 def run_with_checkpoint(rank: int) -> Tensors:
-    """The forward pass is repeated in backward, by each of two layers."""
+    """Backward repeats the forward pass of each of two layers."""
     layer = make_layer(WHOLE, context_ranks.group_of(8))
 
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -283,8 +283,8 @@ def on_ranks(name: str, size: int = 8) -> list[Any]:
 def run_whole(
     case: Case, dtype: torch.dtype, order: torch.Tensor, layer: DynamicMaskAttention | None = None
 ) -> Tensors:
-    """out and all gradients of the layer without a group, on the whole sequence, whose hidden
-    channels are in another order."""
+    """out and all gradients of the layer without a group, on the whole sequence, with hidden
+    channels in another order."""
     layer = copy.deepcopy(layer or make_layer(case)).to(dtype)
     inputs = [f"{name}_proj.weight" for name in "qkv"]
     with torch.no_grad():
@@ -305,8 +305,8 @@ def run_whole(
 
 
 def assert_layer(found: list[Tensors], case: Case, ranks_of_mean: int = 1) -> None:
-    """out and gradients within tolerance; those of parameters are summed over ranks, unless each
-    rank has the mean over `ranks_of_mean`."""
+    """out and gradients are within tolerance. Gradients of parameters are summed over ranks, unless
+    each rank has the mean over `ranks_of_mean`."""
     in_order = torch.arange(HIDDEN)
     exact = run_whole(case, torch.float64, in_order)
     orders = [in_order, *evaluate.orders_of(HIDDEN, 1)]
@@ -370,12 +370,12 @@ def test_a_cache_needs_no_ranks() -> None:
         rules = {"window": layer.window, "recent": layer.recent}
         cache = DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, **rules)
         want = layer(make_states(case)[0], cache=cache)
-    for one in on_ranks("cache"):  # processes whose matrix products may have other last bits
+    for one in on_ranks("cache"):  # matrix products of processes may differ in their last bits
         torch.testing.assert_close(one, want)
 
 
 def test_autocast() -> None:
-    """Ranks round as the whole does: float32 projections and queries in bfloat16."""
+    """Ranks round as the whole sequence does: float32 projections and queries in bfloat16."""
     found = torch.cat(on_ranks("bfloat16"), 1)
     assert found.dtype == torch.bfloat16
     exact = run_whole(WHOLE, torch.float64, torch.arange(HIDDEN))["out"]
@@ -427,7 +427,7 @@ def test_split_sequence(size: int) -> None:
 
 @pytest.mark.parametrize("size", MEMBERS)
 def test_gather_sequence(size: int) -> None:
-    """On every rank all tokens, and their gradients added in the order of ranks."""
+    """Every rank has all tokens, and their gradients added in the order of ranks."""
     lengths = EIGHT[:size]
     whole = torch.arange(2.0 * sum(lengths) * 3).view(2, sum(lengths), 3)
     for rank, ranks in enumerate(on_ranks("helpers", size)):
@@ -456,8 +456,8 @@ def test_sequence_positions(size: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("total", [0, 1, 7, 64, 100, 257])
 def test_split_lengths(total: int, ranks: int, multiple: int) -> None:
-    """All tokens; only the last rank that has some may have no multiple, and ranks differ by one
-    multiple at most."""
+    """All tokens are split. Only the last rank with tokens may have no multiple, and lengths differ
+    by one multiple at most."""
     found = distributed.split_lengths(total, ranks, multiple=multiple)
     assert len(found) == ranks and sum(found) == total and min(found) >= 0
     blocks = [-(-length // multiple) for length in found]

@@ -1,5 +1,5 @@
-"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. Other
-tests whose names say cuda run on a device too. Without a device only one test runs here."""
+"""Behaviour that only a CUDA device can show: streams, graphs, waiting, kernels by name, failures.
+Other tests with cuda in their names run on a device too. Without one, only one test runs here."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.T
 @on_device
 @pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
 def test_every_kernel_of_backward(name: str) -> None:
-    """By name, because only the fastest kernel runs otherwise."""
+    """Each is named, because otherwise only the fastest kernel runs."""
     tried = []
     for kernel in cases.kernels_of("backward", ("cuda",)):
         try:
             assert_gradients(name, "cuda", kernel, torch.bfloat16)
-        except NotImplementedError:  # another head_dim's
+        except NotImplementedError:  # a kernel for another head_dim
             continue
         tried.append(kernel)
     assert any(kernel.startswith("cuda/sm80") for kernel in tried)
@@ -43,9 +43,9 @@ def test_every_kernel_of_backward(name: str) -> None:
 @on_device
 @every_function
 def test_gradients_are_those_of_the_cpu(function: Callable[..., Any]) -> None:
-    """Scores are exact numbers, so that both select the same keys."""
+    """Scores are exact numbers, so that both devices select the same keys."""
     tensors = on_cuda()
-    with torch.no_grad():  # numbers of few bits, whose sums are exact in every order
+    with torch.no_grad():  # numbers of few bits have exact sums in every order
         tensors[2].copy_((tensors[2] * 4).round().clamp(-8, 8) / 4)
         tensors[3].copy_((tensors[3] * 64).round() / 64)
         tensors[4].copy_(torch.tensor([0.5, -0.5]))
@@ -61,7 +61,8 @@ def test_gradients_are_those_of_the_cpu(function: Callable[..., Any]) -> None:
 def test_the_current_stream_is_used(
     run: Run, function: Callable[..., Any], deterministic: None
 ) -> None:
-    """A call is put on the current stream and does not wait: it reads inputs that are made late."""
+    """A call is enqueued on the current stream and does not wait: it reads inputs that are made
+    late."""
     tensors = on_cuda()
     expected = run(function, tensors)
     late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors]
@@ -176,7 +177,7 @@ def test_memory_is_linear() -> None:
 def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     tensors = on_cuda()
     tensors[index] = tensors[index].detach().cpu()
-    # The first that is not on the device of query.
+    # The first tensor that is not on query's device.
     name = ["key", "key", "value", "dt_proj", "a_coef"][index]
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)
@@ -261,7 +262,7 @@ def test_threads_that_have_not_used_the_device() -> None:
 @on_device
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_gradients_of_broadcast_biases_are_the_same_from_run_to_run(heads: int) -> None:
-    """flash-dmattn's programs have a bias for each kv head, and ask for determinism."""
+    """Programs for flash-dmattn have a bias for each kv head, and ask for determinism."""
     rows = [torch.randn(1, 300, count, 32, device="cuda").bfloat16() for count in (8, 2, 2)]
     attn_bias = torch.randn(1, heads, 300, 300, device="cuda").bfloat16()
     found = []

@@ -1,4 +1,4 @@
-"""Caches on a CUDA device: every way of cutting a sequence gives what the whole sequence gives.
+"""Caches on a CUDA device: however a sequence is cut, the results are as for the whole sequence.
 
 Scores are exact numbers times softplus, so that every kernel ranks the keys alike.
 """
@@ -34,7 +34,7 @@ from test_cache import (
 from torch.testing import assert_close
 
 DEVICE = "cuda"
-NEAR = {"rtol": 0.02, "atol": 0.02}  # of two results in 16 bits, each within the 2x rule
+NEAR = {"rtol": 0.02, "atol": 0.02}  # for two results in 16 bits, each within the 2x rule
 every_dtype = pytest.mark.parametrize("dtype", NARROW)
 
 
@@ -57,7 +57,7 @@ def new_cache(**options: Any) -> Any:
 
 
 def assert_whole(out: torch.Tensor, rows: Tensors, weights: Tensors, **options: Any) -> None:
-    """Within the tolerance of the whole sequence itself."""
+    """The results are within the whole sequence's own tolerance."""
     _, lse = whole(rows, weights, return_lse=True, **options)
     score, bias = flash_dmattn.score(rows[2], *weights[:2], dt_bias=weights[2])
     kept = evaluate.kept_keys(score.cpu(), WINDOW, "causal", **RULES)
@@ -119,7 +119,7 @@ def test_sequences_of_different_ages() -> None:
 
 @on_device
 def test_padding_on_the_left() -> None:
-    """In two pieces, of which the first has no valid key of one sequence."""
+    """In two pieces. The first has no valid key of one sequence."""
     rows, weights = make_exact(120)
     first = torch.tensor([[0], [20], [75]], device=DEVICE)
     key_valid = torch.arange(120, device=DEVICE) >= first
@@ -136,7 +136,7 @@ def test_padding_on_the_left() -> None:
 @on_device
 @every_dtype
 def test_drafts(dtype: torch.dtype) -> None:
-    """8 drafts a round, of which each sequence accepts another number; one commit of two layers."""
+    """8 drafts a round. Each sequence accepts another number; one commit serves two layers."""
     rows, weights = make_exact(dtype=dtype)
     wrong, _ = make_exact(8, dtype, seed=9)
     cache, expected = new_cache(layers=2, dtype=dtype), whole(rows, weights)
@@ -181,7 +181,8 @@ def test_drop_and_reset() -> None:
 
 
 def step(cache: Any, rows: Tensors, weights: Tensors, accepted: torch.Tensor | None) -> Any:
-    """Two layers attend; with `accepted` the tokens are drafts, of which these enter the cache."""
+    """Two layers attend. If `accepted` is given, the tokens are drafts, and these enter the
+    cache."""
     draft = accepted is not None
     outs = [attend(cache, rows, weights, layer, draft=draft) for layer in range(2)]
     if draft:

@@ -25,7 +25,7 @@ def score(data: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def kept_mass(data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool) -> torch.Tensor:
-    """The fraction of the dense attention on the kept keys, mean over queries, [heads]."""
+    """The fraction of dense attention that goes to the kept keys, mean over queries, [heads]."""
     qkv = [data[name] for name in "qkv"]
     scope = "causal" if causal else "global"
     selection = flash_dmattn.select(score, WINDOW, scope=scope)

@@ -53,7 +53,7 @@ def test_cases_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_caches_of_a_pass() -> None:
-    """They are full, in the layout of DynamicMaskCache, and larger than the processor's."""
+    """They are full, in the layout of DynamicMaskCache, and larger than the processor's cache."""
     inputs = decode.Inputs(TINY[0], "cpu")
     assert inputs.count == 9 == len(inputs.caches)
     made = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 32, recent=0, dtype=inputs.memory.dtype).keys

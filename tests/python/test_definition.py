@@ -1,5 +1,5 @@
-"""The definition that benchmarks compare with, against the tests' own evaluation, autograd and
-PyTorch."""
+"""The definition that benchmarks use as a reference, against the tests' own evaluation, autograd
+and PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RULES = [
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("padding", ["", "left", "holes", "all"])
 def test_kept_keys(rules: dict[str, Any], padding: str) -> None:
-    """Against every query sorting its keys one by one, with ties."""
+    """Compare with a loop in which every query sorts its keys, with ties."""
     case = Case(batch=2, q_len=23, kv_len=31, padding=padding, **{"window": 5, **rules})
     key_valid = Inputs(case, "cpu", torch.float32).key_valid
     random = torch.Generator().manual_seed(1)
@@ -46,7 +46,7 @@ def test_kept_keys(rules: dict[str, Any], padding: str) -> None:
 
 @pytest.mark.parametrize("rules", RULES)
 def test_kept_keys_of_packed_sequences(rules: dict[str, Any]) -> None:
-    """Each sequence keeps what it keeps by itself, and positions after the last keep nothing."""
+    """Each sequence keeps the same keys as by itself, and positions after the last keep none."""
     starts = (0, 9, 9, 20, 27)
     whole = Case(q_len=31, kv_len=31, starts=starts, **{"window": 5, **rules})
     score = torch.randn(1, 2, 31, generator=torch.Generator().manual_seed(1))
@@ -71,7 +71,7 @@ def leaves_of(tensors: Named, *names: str) -> Named:
 
 @pytest.mark.parametrize("what", ["softcap", "attn-bias/kv-heads", "attn-bias/keys", "mask/global"])
 def test_gradients_of_attention(what: str) -> None:
-    """The formulas, in float64, against what autograd finds."""
+    """Compare the formulas with autograd in float64."""
     case = next(x for x in CASES if x.what == what)._replace(head_dim=8, softcap=1.5)
     inputs = Inputs(case, "cpu", torch.float32)
     given = definition.cast(Stages(inputs).given, torch.float64)
@@ -111,7 +111,7 @@ def test_attention_is_that_of_pytorch() -> None:
 
 
 def test_orders_change_nothing_but_rounding() -> None:
-    """In float64 all plain evaluations agree, whatever is reordered."""
+    """In float64 all plain evaluations agree in every order."""
     case = next(x for x in CASES if x.what == "attn-bias/keys")._replace(head_dim=8)
     inputs = Inputs(case, "cpu", torch.float32)
     stages = Stages(inputs)
@@ -138,7 +138,7 @@ def test_errors() -> None:
     one = definition.Comparison("out", nan, 1.0, 1.0, 1.0)
     assert not one.fits and one.ratio == torch.inf
     assert definition.Comparison("out", 1.0, 0.5, 2.0, 0.5).ratio == 0.5
-    overflow = definition.Comparison("out", 1.0, torch.inf)  # of a plain evaluation
+    overflow = definition.Comparison("out", 1.0, torch.inf)  # in a plain evaluation
     assert not overflow.fits and overflow.ratio == torch.inf
     assert not definition.Comparison("kept keys", 1.0).fits
     assert definition.Comparison("kept keys", 0.0).ratio == 0

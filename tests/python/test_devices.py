@@ -28,7 +28,7 @@ def test_same_device(monkeypatch: pytest.MonkeyPatch, one: str, other: str, want
 
 
 class Named(torch.Generator):
-    """A generator whose device is named otherwise than that of tensors."""
+    """A generator whose device has another name than the device of the tensors."""
 
     device = torch.device("cpu:0")
 

@@ -36,7 +36,7 @@ def gradients(tensors: Tensors, function: Callable[..., Any] = fused) -> Any:
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that the dispatcher has called since; nothing is remembered from before."""
+    """The operators that the dispatcher calls from now on. No call is remembered from before."""
     called: list[str] = []
 
     def spied(operator: ops.Operator, arguments: tuple[Any, ...]) -> Any:
@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_dispatcher_gives_the_same(
     name: str, only: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results and gradients: those of all tensors, or of one."""
+    """Results, and gradients of all tensors or of one."""
     options = {key: x for key, x in OPTIONS[name].items() if not isinstance(x, torch.Tensor)}
     given = {key: x for key, x in OPTIONS[name].items() if isinstance(x, torch.Tensor)}
 
@@ -162,7 +162,7 @@ def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_are_told_apart(seen: list[Seen]) -> None:
-    """Calls of other shapes, strides, alignments and dtypes, in turns."""
+    """Calls of other shapes, strides, alignments and dtypes alternate."""
     whole = [x.clone(memory_format=torch.contiguous_format) for x in make_small(24)]
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     layouts = [
@@ -187,7 +187,7 @@ def test_layouts_are_told_apart(seen: list[Seen]) -> None:
 
 
 def test_alignments_are_told_apart() -> None:
-    """Kernels depend on them."""
+    """Kernels depend on alignment."""
     whole = make_small(24)
     shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in whole]
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_alignments_are_told_apart() -> None:
 
 @records
 def test_requires_grad_is_told_apart() -> None:
-    """Of any tensor, and grad mode, after each other."""
+    """requires_grad of any tensor, and grad mode, change in turn."""
     tensors = make_small()
     for _ in range(2):
         assert not fused(*tensors).requires_grad
@@ -245,7 +245,7 @@ def test_what_watches_sees_operators(dispatched: list[str]) -> None:
 
 
 def test_fake_tensors_first() -> None:
-    """What a thread has for its calls is real, though its first call was on fake tensors."""
+    """The calls that a thread remembers are real, though its first call was on fake tensors."""
     tensors = make_small()
     with FakeTensorMode() as mode:
         fused(*map(mode.from_tensor, tensors))
@@ -277,7 +277,7 @@ def test_other_tensors_go_the_long_way(dispatched: list[str]) -> None:
 def run_others(tensors: Tensors, wanted: torch.Tensor, dispatched: list[str]) -> None:
     assert not dispatched
     assert torch.equal(fused(tensors[0].as_subclass(Subclass), *tensors[1:]), wanted)
-    negative = torch._neg_view(-tensors[0])  # its memory has other numbers than it
+    negative = torch._neg_view(-tensors[0])  # its memory holds other numbers
     assert torch.equal(fused(negative, *tensors[1:]), wanted)
     assert fused(*(x.to("meta") for x in tensors)).is_meta
     spread = torch.stack((tensors[0], tensors[0]), -1)[..., 0]
@@ -358,7 +358,7 @@ def test_forward_mode_is_refused_after_a_call() -> None:
 
 
 def test_threads_have_their_own() -> None:
-    """Calls of one layout at once, whose gradients another thread computes."""
+    """Threads make calls of one layout at once, and another thread computes gradients."""
     inputs = [require_gradients(make_small()) for _ in range(4)]
     for at, tensors in enumerate(inputs):
         tensors[0].data *= at + 1
@@ -381,7 +381,7 @@ def test_threads_have_their_own() -> None:
 
 
 def test_few_layouts_are_tried() -> None:
-    """However many there are: the oldest ones of the same options are forgotten."""
+    """However many there are, the oldest ones of the same options are forgotten."""
     with torch.no_grad():
         for length in range(2, 20):
             fused(*make_small(length))
@@ -393,7 +393,7 @@ def count_references(objects: list[Any]) -> list[int]:
 
 
 def test_nothing_leaks() -> None:
-    """Neither references nor memory, whatever the calls."""
+    """Calls leak neither references nor memory."""
     plain, learned = make_small(8), require_gradients(make_small(8))
     window, softcap = 1000003, 2.5
     cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 8, 4)
@@ -428,7 +428,7 @@ def test_nothing_leaks() -> None:
 
 
 def test_errors_of_repeated_calls() -> None:
-    """The C library's message, and the next call is fine."""
+    """The message is the C library's, and the next call works."""
     tensors = make_small()
     with torch.no_grad():
         wanted = fused(*tensors)
@@ -467,7 +467,7 @@ def test_gradients_again_where_a_mode_watches(dispatched: list[str]) -> None:
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) -> None:
-    """A PyTorch whose guards are others."""
+    """A PyTorch with other guards."""
     tensors = make_small()
     _repeat.has_guards.cache_clear()
     with monkeypatch.context() as patch:
@@ -479,7 +479,7 @@ def test_without_guards(monkeypatch: pytest.MonkeyPatch, dispatched: list[str]) 
 
 
 def test_without_the_module(dispatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls take the dispatcher's way, and the first one says so."""
+    """Calls go through the dispatcher, and the first one warns."""
     tensors = make_small()
     wanted = fused(*tensors)
     assert not dispatched

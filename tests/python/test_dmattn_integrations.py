@@ -15,7 +15,7 @@ LEAST = torch.finfo(torch.float32).min
 
 
 class Layer(nn.Module):
-    """What flash_dynamic_mask_attention_forward() looks at."""
+    """The attributes that flash_dynamic_mask_attention_forward() reads."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ def seen(q_len: int) -> torch.Tensor:
 @pytest.mark.parametrize("q_len", [1, 5, LENGTH])
 @pytest.mark.parametrize("window", [None, 6, LENGTH])
 def test_a_causal_mask_and_a_window(q_len: int, window: int | None) -> None:
-    """As the layers of 1.0.1 to 1.2.0: a bool mask of four axes, which is causal, a bias of keys,
-    and the window of the layer; and as those of 1.2.1 on, which give it."""
+    """As layers of 1.0.1 to 1.2.0 call it: a causal bool mask of four axes, a bias of keys, and the
+    layer's window; and as layers from 1.2.1 on, which pass the window."""
     *rows, bias = make(q_len)
     mask = seen(q_len)[None, None].expand(BATCH, KV_HEADS, -1, -1)
     added = bias[:, :, None].expand(-1, -1, q_len, -1).masked_fill(~mask, -torch.inf)
@@ -72,7 +72,7 @@ def test_a_causal_mask_and_a_window(q_len: int, window: int | None) -> None:
 @pytest.mark.parametrize("q_len", [1, 5, LENGTH])
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64])
 def test_padding(q_len: int, kind: torch.dtype) -> None:
-    """A mask [batch, key_len], with and without a bias; out is 0 where queries are padding."""
+    """A mask [batch, key_len], with and without a bias. out is 0 where queries are padding."""
     *rows, bias = make(q_len)
     valid = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     valid[1, :20] = False
@@ -156,7 +156,7 @@ def test_upad(q_len: int) -> None:
     query, (key, value) = torch.randn(2, q_len, 4, 8), torch.randn(2, 2, 6, 2, 8)
     valid = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
     room = [torch.cat((x, torch.full((2, 3, 2, 8), torch.nan)), 1) for x in (key, value)]
-    if q_len != 6:  # keys behind those of the mask, as static caches have them
+    if q_len != 6:  # more keys than the mask has, as in static caches
         key_layer, value_layer = room
     else:
         key_layer, value_layer = key, value

@@ -58,7 +58,7 @@ assert CUDA_AVAILABLE is is_flash_dmattn_available() is ("cuda" in get_available
 
 
 def test_imports() -> None:
-    """In a fresh process, in which nothing else has imported the modules."""
+    """In a new process, in which nothing else has imported the modules."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -105,7 +105,7 @@ BEHIND_BIAS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] =
 
 @pytest.mark.parametrize("case", BEHIND_BIAS)
 def test_what_follows_the_bias(case: str) -> None:
-    """The order of 0.1 to 1.2; the earlier one where a call can mean nothing else."""
+    """The order of 0.1 to 1.2, and the earlier one if a call can mean nothing else."""
     positional, named, meaning = BEHIND_BIAS[case]
     rows = make_rows()[:3]
     torch.manual_seed(7)
@@ -250,7 +250,7 @@ def test_orders_without_a_mask(case: str) -> None:
 
 
 def of_dmattn(pairs: torch.Tensor) -> torch.Tensor:
-    """[heads, total, total] as flash-dmattn has it: [total, heads, max_seqlen_k]."""
+    """Convert [heads, total, total] to flash-dmattn's [total, heads, max_seqlen_k]."""
     found = pairs.new_ones(TOTAL, pairs.shape[0], 13)
     for begin, end in ((0, 7), (7, 20)):
         found[begin:end, :, : end - begin] = pairs[:, begin:end, begin:end].transpose(0, 1)
@@ -259,7 +259,7 @@ def of_dmattn(pairs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", [1, KV_HEADS, HEADS])
 def test_order_with_a_mask(heads: int) -> None:
-    """That of versions 0.1 to 1.0.6, with masks in the shape here and in theirs."""
+    """The order of versions 0.1 to 1.0.6, with masks in the shape here and in theirs."""
     rows = make_packed()
     mask, attn_bias = (x[0] for x in make_pairs((1, heads, TOTAL, TOTAL)))
     options = {"scale": 0.3, "is_causal": True, "softcap": 2.0}
@@ -286,7 +286,7 @@ def test_order_with_a_mask(heads: int) -> None:
 
 
 def test_what_an_order_returns() -> None:
-    """lse beside the probabilities in the orders of flash-dmattn."""
+    """The orders of flash-dmattn return lse beside the probabilities."""
     rows = make_packed()
     named = {"return_attn_probs": True, "return_lse": True}
     want = flash_dmattn_varlen_func(*rows, *SIZES, **named)

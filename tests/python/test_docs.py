@@ -1,5 +1,5 @@
-"""The docstrings: every public function has Args, Returns, Raises and an Example that is true. The
-reference is made of them."""
+"""Docstrings: every public function has Args, Returns, Raises and an Example that is true. The
+reference is generated from them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def test_sections(thing: Any) -> None:
 
 @pytest.fixture(scope="module")
 def api_reference() -> ModuleType:
-    """tools/api_reference.py."""
     pytest.importorskip("onnxscript")
     sys.path.append(str(ROOT / "tools"))
     return importlib.import_module("api_reference")

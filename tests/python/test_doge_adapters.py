@@ -1,4 +1,4 @@
-"""Doge whose dt_proj is more than its weight: adapters, hooks, tensor parallelism."""
+"""Doge with a dt_proj that is more than its weight: adapters, hooks, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["decided", "registered"]  # fixtures
 
 
 class Adapter(torch.nn.Module):
-    """A linear layer with a change of low rank, and its weight under the layer's own name."""
+    """A linear layer with a change of low rank, which has its weight under the layer's own name."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -131,8 +131,8 @@ torch.distributed.destroy_process_group()
 
 
 def test_tensor_parallelism(tmp_path: Path) -> None:
-    """Two processes, each with one kv head of each layer. (transformers' own attention fails: its
-    mask has the heads of both.)"""
+    """Two processes, each with one kv head of each layer. (transformers' own attention fails,
+    because its mask has the heads of both.)"""
     pytest.importorskip("accelerate")
     eager, _ = make_models("doge")
     eager.save_pretrained(tmp_path)

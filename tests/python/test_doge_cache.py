@@ -1,4 +1,4 @@
-"""DogeCache: generation with the kept keys alone gives the tokens of a cache of all keys."""
+"""DogeCache: generation with the kept keys alone gives the same tokens as a cache of all keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ DOGE = ("doge", "doge with biases", "doge, all keys")
 
 
 def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
+    """Tokens of eager attention with a cache of all keys, tokens with a DogeCache, and that
+    cache."""
     eager, selected = make_separate(name)
     tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0
@@ -105,7 +106,7 @@ def test_bad_caches() -> None:
 
 
 def generate_counted(model: Any, *tokens: torch.Tensor, **given: Any) -> tuple[torch.Tensor, int]:
-    """What model.generate() returns, and how often it called the model."""
+    """The result of model.generate(), and how often it called the model."""
     calls: list[None] = []
     hook = model.model.register_forward_hook(lambda *_: calls.append(None))
     generated = model.generate(*tokens, **given)
@@ -117,12 +118,12 @@ def generate_counted(model: Any, *tokens: torch.Tensor, **given: Any) -> tuple[t
 @pytest.mark.parametrize("drafts", [3, 30])
 @pytest.mark.usefixtures("decided")
 def test_assisted_generation(name: str, drafts: int) -> None:
-    """Candidates from the prompt itself, which repeats, so that some of them are accepted."""
+    """Candidates come from the prompt, which repeats, so that some are accepted."""
     eager, selected = make_separate(name)
     tokens = make_tokens(1, 40).repeat(1, 3)
     given = {"max_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
     wanted = selected.generate(tokens, **given)
-    eager(wanted)  # whose choice of keys is decided
+    eager(wanted)  # fails if its choice of keys is a near tie
     cache = ours.DogeCache(selected.config)
     drafted = {"prompt_lookup_num_tokens": drafts, "max_matching_ngram_size": 1}
     found, calls = generate_counted(selected, tokens, past_key_values=cache, **drafted, **given)
@@ -134,7 +135,8 @@ def test_assisted_generation(name: str, drafts: int) -> None:
 @pytest.mark.parametrize("name", DOGE)
 @pytest.mark.usefixtures("decided")
 def test_assistant_models(name: str) -> None:
-    """The assistant is the model with other weights in its last layer: it is right sometimes."""
+    """The assistant is the model with other weights in its last layer, so that it is right
+    sometimes."""
     eager, selected = make_separate(name)
     _, assistant = make_separate(name)
     last = assistant.model.layers[-1].mlp.down_proj.weight
@@ -142,7 +144,7 @@ def test_assistant_models(name: str) -> None:
     given = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
     tokens = make_tokens(1, 50)
     wanted = selected.generate(tokens, **given)
-    eager(wanted)  # whose choice of keys is decided
+    eager(wanted)  # fails if its choice of keys is a near tie
     cache = ours.DogeCache(selected.config)
     given = {**given, "assistant_model": assistant}
     found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
@@ -152,8 +154,8 @@ def test_assistant_models(name: str) -> None:
 
 @pytest.mark.parametrize("length", [30, 100])
 def test_assisted_generation_after_padding(length: int) -> None:
-    """What comes behind the last padding can be removed, in prompts of fewer than 64 tokens too.
-    All keys are kept, as the scores of equal tokens tie up to rounding."""
+    """Tokens after the last padding can be removed, in prompts of fewer than 64 tokens too. All
+    keys are kept, because the scores of equal tokens tie up to rounding."""
     _, selected = make_models("doge, all keys")
     tokens, mask = make_tokens(1, length // 2).repeat(1, 2), torch.ones(1, length, dtype=torch.long)
     mask[0, :3] = 0
@@ -189,7 +191,7 @@ def test_crop_behind_padding() -> None:
 
 @pytest.mark.parametrize("pieces", [[70, 1, 1, 5, 13], [10, 40, 40], [90]])
 def test_crop(pieces: list[int]) -> None:
-    """Removed tokens leave no trace, whatever was evicted while they were there."""
+    """Removed tokens leave no trace, whatever they have evicted."""
     _, selected = make_separate("doge")
     tokens, others = make_tokens(1), make_tokens(2)[1:]
     cache, seen = ours.DogeCache(selected.config), 0
@@ -267,7 +269,7 @@ def test_static_caches_compile_once(padded: bool) -> None:
     given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     wanted = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
     written = torch.cat((mask, torch.ones(2, 40, dtype=torch.long)), 1)
-    eager(wanted, attention_mask=written)  # whose choice of keys is decided
+    eager(wanted, attention_mask=written)  # fails if its choice of keys is a near tie
     torch._dynamo.reset()
     for _ in range(2):  # the second time with another cache
         cache = ours.DogeCache(selected.config, static=True)
@@ -278,7 +280,7 @@ def test_static_caches_compile_once(padded: bool) -> None:
 
 
 def test_padding_among_single_tokens() -> None:
-    """A row may end before the others do: its padding leaves no trace."""
+    """A row may end before the others do. Its padding leaves no trace."""
     _, selected = make_separate("doge")
     tokens = make_tokens(2, 60)
     cache = ours.DogeCache(selected.config)
@@ -309,14 +311,14 @@ def test_many_tokens() -> None:
 
 @pytest.mark.usefixtures("decided")
 def test_prompts_that_generate_cuts_and_continues() -> None:
-    """prefill_chunk_size, and a second prompt after the tokens of the first."""
+    """Prompts with prefill_chunk_size, and a second prompt after the tokens of the first."""
     eager, selected = make_separate("doge")
     tokens = make_tokens(1, 150)
     given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     wanted = [selected.generate(tokens[:, :90], **given)]
     wanted.append(selected.generate(torch.cat((wanted[0], tokens[:, 90:]), 1), **given))
     cache = ours.DogeCache(selected.config)
-    eager(wanted[1])  # whose choice of keys is decided
+    eager(wanted[1])  # fails if its choice of keys is a near tie
     cut = {"past_key_values": cache, "prefill_chunk_size": 16, **given}
     found = [selected.generate(tokens[:, :90], **cut)]
     longer = torch.cat((found[0], tokens[:, 90:]), 1)

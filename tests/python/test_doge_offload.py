@@ -1,4 +1,4 @@
-"""Doge whose weights accelerate has offloaded: they are there only during a module's call."""
+"""Doge with weights that accelerate has offloaded: they exist only during a module's call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Doge with a sliding_window: its best keys among those of the window."""
+"""Doge with a sliding_window: a query keeps its best keys in the window."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from doge_models import (  # noqa: E402
 __all__ = ["registered", "decided"]  # fixtures
 pytestmark = pytest.mark.usefixtures("decided")
 
-# keep_window_size is 24: all keys of the first window are kept, some of those of the others
+# keep_window_size is 24: the first window keeps all keys, the others keep some
 windows = pytest.mark.parametrize("sliding", [1, 7, 24, 40, 200])
 
 
@@ -49,7 +49,7 @@ def test_logits(sliding: int, left: int, right: int) -> None:
 
 
 def test_padding_in_the_middle() -> None:
-    """It has its place in the window, which then holds fewer keys."""
+    """Padding takes up places in the window, which then holds fewer keys."""
     for sliding in (7, 40):
         eager, selected = make_separate("doge", sliding_window=sliding)
         mask = make_mask(0, 0)
@@ -88,7 +88,7 @@ def caches(config: Any) -> list[Any]:
 @windows
 @pytest.mark.parametrize("left", [0, 11])
 def test_pieces(sliding: int, left: int) -> None:
-    """With a cache the model says the same as without."""
+    """With a cache the logits are the same as without."""
     eager, selected = make_separate("doge", sliding_window=sliding)
     tokens, mask = make_tokens(), make_mask(left, 0)
     there, ends = mask.bool(), [0, 50, 51, 52, LENGTH]

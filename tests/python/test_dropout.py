@@ -1,5 +1,5 @@
-"""Dropout: which probabilities are dropped, by an evaluation of the function in numpy, and results
-and gradients by PyTorch alone, with these dropped."""
+"""Dropout: the dropped probabilities, against the generator in numpy, and results and gradients
+with these dropped, against PyTorch alone."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def philox(seed: int, counter: list[np.ndarray]) -> list[np.ndarray]:
 def kept_pairs(
     shape: tuple[int, int, int, int], kv_heads: int, dropout_p: float, state: tuple[int, int]
 ) -> np.ndarray:
-    """Which pairs [batch, q_heads, q_len, kv_len] are kept, where the last query is aligned with
-    the last key."""
+    """The kept pairs [batch, q_heads, q_len, kv_len]. The last query is aligned with the last
+    key."""
     batch, q_heads, q_len, kv_len = shape
     seed, offset = state
     offset_words = [np.uint64(offset & 0xFFFFFFFF), np.uint64(offset >> 32)]
@@ -115,13 +115,13 @@ def test_dense_against_numpy(backend: str, queries: int, p: float) -> None:
 
 @pytest.mark.parametrize("form", ["exp", "linear", "none"])
 def test_gradcheck(form: str) -> None:
-    """Against finite differences in float64, which only the reference supports."""
+    """Compare with finite differences in float64, which only the reference supports."""
     tensors = make_fused(40, dtype=torch.float64, **SIZES)
     if form == "none":
         tensors[3:5] = [tensor.detach() for tensor in tensors[3:5]]
 
     def run(*given: torch.Tensor) -> Any:
-        generator = torch.Generator().manual_seed(3)  # every call drops the same
+        generator = torch.Generator().manual_seed(3)  # every call drops the same pairs
         return fused_with(list(given), bias_form=form, return_lse=True, generator=generator)
 
     assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
@@ -138,7 +138,7 @@ def test_seeds(device: str) -> None:
     generators = [torch.Generator(device).manual_seed(7) for _ in range(2)]
     own = [fused_with(tensors, generator=generator) for generator in generators]
     assert torch.equal(*own)
-    assert torch.equal(fused_with(tensors), second)  # those have not drawn from the default one
+    assert torch.equal(fused_with(tensors), second)  # `own` drew none of the default numbers
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,7 +153,7 @@ def test_no_dropout_draws_nothing(device: str) -> None:
 
 
 def check_probabilities(probability: torch.Tensor, out: torch.Tensor, value: torch.Tensor) -> None:
-    """out is the sum of values that the probabilities say, of which some are dropped."""
+    """out is the sum of values weighted by the probabilities, some of them dropped."""
     assert 0.2 < (probability == 0).double().sum() / probability.numel()
     group = out.shape[2] // value.shape[2]
     values = value.detach().repeat_interleave(group, 2)
@@ -234,7 +234,7 @@ def test_compiled() -> None:
 
 
 def test_checkpointed() -> None:
-    """The forward pass that checkpointing repeats drops the same."""
+    """The forward pass that checkpointing repeats drops the same probabilities."""
     tensors = make_fused(30, **SIZES)
     torch.manual_seed(5)
     wanted = torch.autograd.grad(fused_with(tensors).cos().sum(), tensors)

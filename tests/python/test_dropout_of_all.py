@@ -70,7 +70,7 @@ def test_lse_and_probabilities() -> None:
 
 
 def test_numbers_are_drawn() -> None:
-    """As many as with any dropout, and fwd() returns them."""
+    """As many numbers are drawn as with any dropout, and fwd() returns them."""
     rows = make()
     torch.manual_seed(3)
     *_, state = flash_dma.fwd(*rows, None, None, p_dropout=0.5)
@@ -81,7 +81,8 @@ def test_numbers_are_drawn() -> None:
 
 
 def test_layers() -> None:
-    """In training mode a layer gives the bias of its last projection; otherwise dropout is off."""
+    """In training mode a layer returns the bias of its last projection; otherwise dropout is
+    off."""
     x = torch.randn(2, LENGTH, 32)
     layer = DynamicMaskAttention(32, 4, 2, window=5, dropout=1.0, bias=True)
     assert torch.equal(layer(x), layer.o_proj.bias.expand_as(x))

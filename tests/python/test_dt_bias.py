@@ -16,7 +16,7 @@ KERNELS = cases.kernels_of("score")
 
 
 def make_tensors(*sizes: int, **options: Any) -> list[torch.Tensor]:
-    """make_fused(), and dt_bias, which is so large that it changes the ranking."""
+    """make_fused(), and a dt_bias large enough to change the ranking."""
     tensors = make_fused(*sizes, **options)
     dt_bias = torch.tensor([1.5, -2.25]).to(tensors[4])
     return [*tensors, dt_bias.requires_grad_()]
@@ -27,7 +27,7 @@ def fused_with(*tensors: torch.Tensor, **options: Any) -> Any:
 
 
 def stepwise_with(*tensors: torch.Tensor, bias_form: str = "exp") -> cases.Tensors:
-    """Results of the three calls; the score is one with a gradient of its own."""
+    """Results of the three calls, among them the score, which has a gradient of its own."""
     score, bias = flash_dmattn.score(*tensors[2:5], dt_bias=tensors[5], bias_form=bias_form)
     selection = flash_dmattn.select(score, cases.WINDOW)
     out, lse = flash_dmattn.attention(*tensors[:3], bias=bias, selection=selection, causal=True)
@@ -38,7 +38,7 @@ def stepwise_with(*tensors: torch.Tensor, bias_form: str = "exp") -> cases.Tenso
     ("device", "kernel", "dtype"), cases.runs_of(KERNELS, cases.DTYPES[:3]) + cases.CUDA_RUNS
 )
 def test_score_against_float64(device: str, kernel: str | None, dtype: torch.dtype) -> None:
-    """In float32 whatever the dtype of value is, as dt_bias may be."""
+    """The score is float32, and dt_bias may be float32, whatever value's dtype is."""
     tensors = [x.detach() for x in make_tensors(131, dtype=dtype, device=device)[2:]]
     value, dt_proj, a_coef, dt_bias = (x.cpu() for x in tensors)
     exact = evaluate.score(value, dt_proj, a_coef, torch.float64, dt_bias)
@@ -47,7 +47,7 @@ def test_score_against_float64(device: str, kernel: str | None, dtype: torch.dty
         weights = dt_proj.unflatten(1, (-1, value.shape[3]))[..., order].flatten(1)
         shuffled = value[..., order]
         plain.append(evaluate.score(shuffled, weights, a_coef, torch.float32, dt_bias))
-    for given in (tensors[3], tensors[3].to(dtype)):  # which holds these numbers exactly
+    for given in (tensors[3], tensors[3].to(dtype)):  # both hold these numbers exactly
         score, bias = flash_dmattn.score(*tensors[:3], dt_bias=given, backend=kernel)
         evaluate.assert_within(score.cpu(), exact, *plain)
         torch.testing.assert_close(bias, score.exp())
@@ -56,7 +56,7 @@ def test_score_against_float64(device: str, kernel: str | None, dtype: torch.dty
 @pytest.mark.parametrize("form", ["exp", "linear", "none"])
 @pytest.mark.parametrize("function", [fused_with, stepwise_with])
 def test_gradcheck(function: Any, form: str) -> None:
-    """Against finite differences in float64, which only the reference supports."""
+    """Compare with finite differences in float64, which only the reference supports."""
     tensors = make_tensors(60, dtype=torch.float64, head_dim=16)
     if form == "none" and function is fused_with:
         tensors[3:] = [tensor.detach() for tensor in tensors[3:]]
@@ -70,7 +70,6 @@ def test_gradcheck(function: Any, form: str) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_gradients_against_float64(causal: bool, backend: str) -> None:
-    """All six gradients."""
     tensors = make_tensors(70, head_dim=16)
     with torch.no_grad():
         score, _ = flash_dmattn.score(*tensors[2:5], dt_bias=tensors[5])
@@ -96,7 +95,7 @@ def test_one_call_is_its_three_steps(device: str, deterministic: None) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_none_is_zero(device: str, deterministic: None) -> None:
-    """In every bit of the results and of the other gradients."""
+    """Every bit of the results and of the other gradients is the same."""
     *tensors, dt_bias = make_tensors(300, device=device)
     zeros = torch.zeros_like(dt_bias)
 
@@ -125,7 +124,7 @@ def test_packed_sequences() -> None:
 
 
 def test_autocast() -> None:
-    """A narrow dt_bias is cast as dt_proj is; a float32 one stays."""
+    """A narrow dt_bias is cast, like dt_proj; a float32 one is not."""
     tensors = make_tensors(60, head_dim=16)
     with torch.autocast("cpu", torch.bfloat16):
         kept = fused_with(*tensors)

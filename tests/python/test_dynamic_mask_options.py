@@ -1,4 +1,4 @@
-"""DynamicMaskOptions: what each option changes, which values are refused, and why."""
+"""DynamicMaskOptions: effects of each option, and refused values with their reasons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(kind: type[Exception], words: str, **options: Any) -> None:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch, dispatched_only: None) -> list[str]:
-    """The operators that calls use, in their order, where no call is a direct one."""
+    """The operators that calls use, in order. No call is a direct one."""
     names: list[str] = []
     for operator in (ops.SCORE, ops.ATTENTION, ops.FUSED, ops.FUSED_OUT):
 
@@ -46,7 +46,7 @@ def called(monkeypatch: pytest.MonkeyPatch, dispatched_only: None) -> list[str]:
 
 
 def test_defaults() -> None:
-    """Frozen, and those of the call without options."""
+    """Options are frozen, and defaults are as in a call without options."""
     options = DynamicMaskOptions()
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.keep_window_size = 3
@@ -71,7 +71,7 @@ def test_window_and_method(method: str) -> None:
 
 @pytest.mark.parametrize("bias_form", ["exp", "linear", "none"])
 def test_mixed_processing(bias_form: str, called: list[str]) -> None:
-    """The same results and gradients from other operators, if all keys are kept."""
+    """If all keys are kept, other operators give the same results and gradients."""
     tensors = make_tensors()
     weights = [] if bias_form == "none" else tensors[3:]
     both = []
@@ -88,7 +88,7 @@ def test_mixed_processing(bias_form: str, called: list[str]) -> None:
 
 
 def test_the_threshold(called: list[str]) -> None:
-    """Dense from the number of keys on, with and without a threshold of 1."""
+    """Calls are dense from that number of keys on, with and without a threshold of 1."""
     tensors = [x.detach() for x in make_tensors()]
     for threshold in (None, 1, 1.0):
         for window, operators in ((39, ["flash_dma_output"]), (40, ["score", "attention"])):
@@ -107,7 +107,7 @@ def test_dense_calls_with_other_options() -> None:
         one.name
         for one in _library.kernels()
         if one.operation == "decode" and one.missing is None and one.name.startswith("cpu/")
-    )  # a name that score has no kernel of
+    )  # score has no kernel of this name
     results = []
     for mixed in (True, False):
         random = torch.Generator().manual_seed(1)
@@ -260,7 +260,7 @@ def make_layer(
 
 
 def test_packed_sequences(called: list[str]) -> None:
-    """The window, the dense calls and every limit are those of flash_dma_attention()."""
+    """The window, the dense calls and every limit are as in flash_dma_attention()."""
     want = pack(None, keep_window_size=5)
     for given in ({}, {"keep_window_size": 5}, {"keep_window_size": 2048}):
         assert torch.equal(pack(DynamicMaskOptions(5), **given), want)
@@ -292,7 +292,7 @@ def test_packed_calls_that_contradict_options() -> None:
 
 
 def test_layers(called: list[str]) -> None:
-    """A layer without options, limited, and dense where the window has all keys."""
+    """Layers without options, with limits, and dense if the window has all keys."""
     x = torch.randn(2, 20, 32)
     limited = DynamicMaskOptions(8, max_sequence_length=20, max_batch_size=2)
     assert torch.equal(make_layer(limited)(x), make_layer(None)(x))

@@ -1,4 +1,4 @@
-"""torch.export: programs of layers and models give their results at other lengths."""
+"""torch.export: programs of layers and models give the same results at other lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_layer(kind: str) -> torch.nn.Module:
 
 
 class SelfAttention(torch.nn.Module):
-    """MultiheadAttention of one input."""
+    """MultiheadAttention of a single input."""
 
     def __init__(self, attention: torch.nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_layers(kind: str, tmp_path: Path) -> None:
 
 
 def test_operators_stay_whole() -> None:
-    """The graph has the package's operator, and its decompositions leave it there."""
+    """The graph has the package's operator, and decompositions do not replace it."""
     layer = make_layer("causal")
     program = torch.export.export(layer, (torch.randn(2, 40, 32),))
     targets = {str(node.target) for node in program.run_decompositions().graph.nodes}

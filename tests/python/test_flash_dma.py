@@ -1,4 +1,4 @@
-"""The modules flash_dma and flash_dma_cuda: results against PyTorch alone, and what they refuse."""
+"""The modules flash_dma and flash_dma_cuda: results against PyTorch alone, and refusals."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_out() -> None:
 
 
 def test_anomaly_detection() -> None:
-    """The example of the debug mode."""
+    """The example of PyTorch's debug mode."""
     query, key, value, _ = make_rows()
     mask, zoh = make_pairs(PAIRS)
     with torch.autograd.set_detect_anomaly(True):

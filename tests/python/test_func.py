@@ -49,7 +49,6 @@ Function = Callable[..., torch.Tensor]
 
 
 def gradients(function: Function, tensors: list[torch.Tensor]) -> Any:
-    """By autograd alone."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     found = torch.autograd.grad(function(*leaves).cos().sum(), leaves, allow_unused=True)
     return [torch.zeros_like(x) if one is None else one for x, one in zip(leaves, found)]

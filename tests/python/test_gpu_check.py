@@ -1,4 +1,4 @@
-"""tools/gpu_check.sh without a GPU; whether the stored figures are of these kernels."""
+"""tools/gpu_check.sh without a GPU, and the test that stored figures belong to these kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bad_usage(arguments: list[str], words: str) -> None:
 
 
 def test_without_a_device(tmp_path: Path) -> None:
-    """Where neither nvidia-smi nor torch knows of one."""
+    """Neither nvidia-smi nor torch knows a device."""
     for name in ("sh", "mkdir", "dirname", "date", "head", "tr", "grep"):
         (tmp_path / name).symlink_to(
             next(p for d in os.environ["PATH"].split(":") if (p := Path(d) / name).exists())
@@ -60,8 +60,8 @@ def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_results_are_of_these_kernels(path: Path) -> None:
-    """Says so if gpu_check.sh makes them, and they are older: only a machine with a GPU makes new
-    ones."""
+    """Skip with a message if gpu_check.sh makes these figures and they are older: only a machine
+    with a GPU makes new ones."""
     machine = json.loads(path.read_text().splitlines()[0])
     assert machine["machine"] and machine["device"] == "cuda"
     assert machine["date"] and machine["commit"]

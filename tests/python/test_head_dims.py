@@ -1,5 +1,5 @@
-"""Heads whose head_dim is no multiple of 8: results and gradients are those of the formula, in
-every function, layer and cache. Kernels get zeros in the place of the missing channels."""
+"""Heads whose head_dim is not a multiple of 8: every function, layer and cache has the results and
+gradients of the formula. Kernels get zeros for the missing channels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def make(head_dim: int, length: int = LENGTH) -> list[torch.Tensor]:
 def attend_in_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added: torch.Tensor
 ) -> torch.Tensor:
-    """`added` [..., q_len, kv_len] is added to the logits of each query head."""
+    """Attention in float64; `added` [..., q_len, kv_len] is added to the logits of each query
+    head."""
     rows = (x.transpose(1, 2) for x in (query, key, value))
     out = nn.functional.scaled_dot_product_attention(*rows, added, enable_gqa=True)
     return out.transpose(1, 2)
@@ -43,7 +44,7 @@ def scores_in_torch(value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Te
 
 
 def of_selection(score: torch.Tensor, window: int) -> torch.Tensor:
-    """The bias of each query's `window` best keys, and -inf for others."""
+    """A mask of logits: the bias of each query's `window` best keys, and -inf for others."""
     rows = score[:, :, None].expand(-1, -1, score.shape[-1], -1)
     future = torch.ones(rows.shape[-2:], dtype=torch.bool).triu(1)
     best = rows.detach().masked_fill(future, -torch.inf).topk(window, -1).indices
@@ -86,7 +87,7 @@ def test_dynamic_mask_attention(head_dim: int) -> None:
     score = scores_in_torch(*leaves[2:])
     want = attend_in_torch(*leaves[:3], of_selection(score, 7))
     options = {"keep_window_size": 7, "causal": True}
-    for _ in range(3):  # a call that is repeated takes a shorter way
+    for _ in range(3):  # a repeated call takes a shorter way
         found = flash_dmattn.flash_dma_attention(*leaves, **options)
         check_gradients(found, want, leaves)
     scores, bias = flash_dmattn.score(*leaves[2:])
@@ -132,7 +133,7 @@ def test_packed(head_dim: int) -> None:
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_decode(draft: bool) -> None:
-    """A prompt, single tokens, and drafts that are committed, against the whole sequence."""
+    """A prompt, single tokens, and committed drafts, against the whole sequence."""
     leaves = [x.detach() for x in make(12)]
     want = attend_in_torch(*leaves[:3], of_selection(scores_in_torch(*leaves[2:]), 7))
     cache = DynamicMaskCache(layers=1, batch=1, kv_heads=KV_HEADS, head_dim=12, window=7, recent=0)
@@ -160,7 +161,7 @@ def test_a_cache_of_unpadded_rows_is_refused() -> None:
 
 
 def test_tensors_that_do_not_fit_each_other() -> None:
-    """Messages have the numbers of the caller's tensors."""
+    """Messages have the sizes of the caller's tensors."""
     query, key, value, dt_proj, a_coef = (x.detach() for x in make(12))
     with pytest.raises(ValueError, match="^key: axis 3 has 10 elements, query has 12"):
         flash_dmattn.attention(query, key[..., :10], value)
@@ -170,8 +171,8 @@ def test_tensors_that_do_not_fit_each_other() -> None:
 
 @pytest.mark.parametrize("rope_base", [None, 1e4])
 def test_a_layer(rope_base: float | None) -> None:
-    """Of head_dim 12, with and without a cache, and its gradients beside those of a layer whose
-    head_dim is 16, with zeros in the place of the weights of the other channels."""
+    """A layer of head_dim 12, with and without a cache, and its gradients beside a layer of
+    head_dim 16 whose weights of the other channels are 0."""
     torch.manual_seed(3)
     sizes = {"hidden": 48, "heads": HEADS, "kv_heads": KV_HEADS, "window": 6, "recent": 2}
     layer = DynamicMaskAttention(**sizes, rope_base=rope_base)
@@ -204,7 +205,7 @@ def test_compiled_and_workspace() -> None:
 
 
 def test_a_layer_over_ranks(tmp_path: Path) -> None:
-    """With one rank it is the layer without a process group."""
+    """With one rank it equals the layer without a process group."""
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -223,7 +224,7 @@ def test_a_layer_over_ranks(tmp_path: Path) -> None:
 
 
 def test_a_cached_layer_of_onnx() -> None:
-    """As a function of the tensors of its cache, before it is exported."""
+    """As a function of the cache's tensors, before it is exported."""
     onnx = pytest.importorskip("flash_dmattn.onnx")
     torch.manual_seed(3)
     layer = DynamicMaskAttention(48, HEADS, KV_HEADS, 6, recent=2).eval()

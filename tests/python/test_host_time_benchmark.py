@@ -43,7 +43,7 @@ def test_goals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As on a device: 1.0 is below the bar of two cases, 1.3 of none."""
+    """As on a device: 1.0 is below the bar of two cases, 1.3 below none."""
     times = {"fdma": [2 * ours, ours, ours], "sdpa": [1.0, 1.0, 1.0]}
     monkeypatch.setattr(host_time, "alternate", lambda timers, rounds: times)
     inputs = host_time.Inputs("cpu", True)

@@ -1,5 +1,5 @@
-"""Sequences of which only the first keys exist: each has the results and the gradients that it has
-with its tensors cut to these keys, whatever stands behind them."""
+"""Sequences with kv_used: each has the same results and gradients as with its tensors cut to the
+keys that exist, whatever stands behind them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_used(numbers: tuple[int, ...] = USED, device: str = "cpu") -> torch.Ten
 
 
 def make_tensors(poison: float = torch.nan, device: str = "cpu") -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef, which require gradients; poison stands behind keys.
-    On CUDA they are in bfloat16."""
+    """query, key, value, dt_proj and a_coef, which require gradients. `poison` stands behind the
+    used keys. On CUDA they are in bfloat16."""
     generator = torch.Generator().manual_seed(3)
     key_shape = (len(USED), KV_LEN, 2, 16)
     shapes = ((len(USED), Q_LEN, 4, 16), key_shape, key_shape, (2, 32), (2,))
@@ -43,8 +43,8 @@ def make_tensors(poison: float = torch.nan, device: str = "cpu") -> list[torch.T
 
 
 def one_by_one(tensors: list[torch.Tensor], causal: bool, **options: Any) -> Tensors:
-    """out and lse of the sequences, each in a call of its own that has the keys that exist, and,
-    with a causal mask, only the queries that stand at one."""
+    """out and lse of the sequences, each in a call of its own, with the keys that exist and, under
+    a causal mask, only the queries that stand at one."""
     query, key, value, *weights = tensors
     outs, lses = [], []
     for b, used in enumerate(USED):
@@ -155,7 +155,8 @@ def test_selection_is_that_of_the_cut_scores(scope: str, device: str) -> None:
 
 
 def test_numbers_may_change_from_call_to_call() -> None:
-    """A cache that fills up: the layout of the call is remembered, what kv_used holds is not."""
+    """A cache that fills up: the layout of the call is remembered, the values of kv_used are
+    not."""
     query, key, value = (x.detach()[-1:] for x in make_tensors()[:3])
     used = make_used((0,))
     for length in (1, 40, KV_LEN):
@@ -173,7 +174,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
 @on_device
 @torch.no_grad()
 def test_one_graph_serves_a_cache_that_fills_up() -> None:
-    """A step is captured once. What kv_used holds at a replay counts, however wrong it is."""
+    """A step is captured once. It reads kv_used at each replay, even if the values are wrong."""
     tensors, used = make_tensors(0.0, "cuda"), make_used(device="cuda")
 
     def attend() -> Tensors:

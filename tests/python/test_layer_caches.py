@@ -52,7 +52,7 @@ def test_layers_of_different_windows(layers: list[DynamicMaskAttention]) -> None
 
 @torch.no_grad()
 def test_drafts_of_layers(layers: list[DynamicMaskAttention]) -> None:
-    """Four drafts, of which three stay after crop() and two enter."""
+    """Four drafts: three stay after crop(), and two enter."""
     x, other = states(), states()
     cache, plain = LayerCaches(layers, BATCH), LayerCaches(layers, BATCH)
     for one in (cache, plain):
@@ -103,7 +103,7 @@ def test_a_layer_makes_its_cache(dtype: torch.dtype) -> None:
 
 
 def test_recent_is_window_by_default() -> None:
-    """As in a layer; functions keep what the method's documents say, 0."""
+    """As in a layer; functions have 0, as in the method's documents."""
     assert DynamicMaskCache(1, 1, 2, 8, window=5).keys.recent == 5
     assert DynamicMaskCache(1, 1, 2, 8, window=5, recent=0).keys.recent == 0
     assert DynamicMaskAttention(HIDDEN, 4, 2, 5).recent == 5

@@ -1,4 +1,4 @@
-"""examples/lm: the program in C has the losses of PyTorch, writes the bytes that PyTorch finds
+"""examples/lm: the C program has the losses of PyTorch, writes the bytes that PyTorch finds
 likeliest, draws bytes by their probabilities, and refuses broken files."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Tensors = "dict[str, torch.Tensor]"
 
 
 def random_weights(has_scores: bool, has_qk_norm: bool = False) -> Tensors:
-    """With these sizes attention decides much, so that greedy texts do not repeat soon."""
+    """Random weights. With these sizes attention decides much, so that greedy texts do not repeat
+    soon."""
     random = torch.Generator().manual_seed(1)
 
     def normal(*shape: int, size: float) -> torch.Tensor:
@@ -74,7 +75,7 @@ def random_weights(has_scores: bool, has_qk_norm: bool = False) -> Tensors:
 
 @pytest.fixture
 def write(lm: ModuleType, tmp_path: Path) -> Write:
-    """Writes a model file with random weights of so many bits."""
+    """Write a model file with random weights of so many bits."""
     import convert
 
     def write_model(form: str, bits: int = 32) -> Path:
@@ -88,7 +89,7 @@ def write(lm: ModuleType, tmp_path: Path) -> Write:
 
 
 def logits_before(lm: ModuleType, model: Path, prompt: bytes, written: bytes) -> torch.Tensor:
-    """PyTorch's logits [len, 256] from which each of the written bytes was chosen."""
+    """PyTorch's logits [len, 256] that predict the written bytes."""
     text = torch.tensor([[*(prompt or b"\n"), *written]])
     with torch.no_grad():
         return lm.run(lm.read_model(model), text)[0, -len(written) - 1 : -1]
@@ -99,7 +100,7 @@ def logits_before(lm: ModuleType, model: Path, prompt: bytes, written: bytes) ->
 def test_losses_are_those_of_pytorch(
     form: str, bits: int, lm: ModuleType, write: Write, tmp_path: Path
 ) -> None:
-    """Pieces of 300 bytes, the last one of 99."""
+    """Pieces of 300 bytes; the last one has 99."""
     model, text = write(form, bits), tmp_path / "text"
     text.write_bytes(TEXT.read_bytes()[:1000])
     found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "300"))
@@ -110,7 +111,7 @@ def test_losses_are_those_of_pytorch(
 def test_losses_are_those_of_the_formulas(
     form: str, lm: ModuleType, write: Write, tmp_path: Path
 ) -> None:
-    """Without the library: kept keys are found one query at a time, in float64."""
+    """Kept keys are found one query at a time, in float64, without the library."""
 
     def attend(model: Any, layer: int, *heads: torch.Tensor) -> torch.Tensor:
         length, double = heads[0].shape[1], torch.float64
@@ -121,7 +122,7 @@ def test_losses_are_those_of_the_formulas(
             weights = (model.weights[f"{name}{one}"] for one in ("dt_proj.weight", "A"))
             score = evaluate.score(heads[2], *weights, double)
             rules = {one: model.size(one) for one in ("recent", "sinks")}
-            rounded = score.float()  # in which equal bytes are equal whatever their sums' order
+            rounded = score.float()  # makes equal bytes equal in any order of sums
             kept = evaluate.kept_keys(rounded, model.window(layer), "causal", **rules)
             mask = evaluate.visible_keys(length, length, True, kept)
             bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
@@ -138,7 +139,7 @@ def test_losses_are_those_of_the_formulas(
 
 @pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks", "qk_norm"])
 def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
-    """The parameters have the names and meanings of those of DynamicMaskAttention."""
+    """Parameters have the same names and meanings as in DynamicMaskAttention."""
     rules, has_norms = FORMS[form], form == "qk_norm"
     eps = float(rules.get("norm_eps", 1e-5))
     weights = random_weights(form != "dense", has_norms)
@@ -182,7 +183,7 @@ def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
         torch.testing.assert_close(model["head"](model["norm"](x)), want)
 
 
-PROMPTS = {  # and their lengths; pieces of a prompt have 512 bytes
+PROMPTS = {  # with their lengths; pieces of a prompt have 512 bytes
     "none": 0,
     "one byte": 1,
     "shorter than the window": 9,
@@ -196,8 +197,8 @@ PROMPTS = {  # and their lengths; pieces of a prompt have 512 bytes
 def test_greedy_text_is_that_of_pytorch(
     form: str, prompt: str, lm: ModuleType, write: Write
 ) -> None:
-    """The bounded cache against the whole sequence: each byte is the likeliest after those before,
-    so that PyTorch, too, writes this text."""
+    """The bounded cache against the whole sequence: PyTorch finds each written byte likeliest after
+    the bytes before it, so it would write the same text."""
     model, start = write(form), bytes(RANDOM_BYTES[: PROMPTS[prompt]].tolist())
     written = generate(model, start, "--temperature", "0", "--bytes", "200")
     assert len(written) == 200 and len(set(written)) > 20
@@ -248,7 +249,7 @@ def test_unlikely_bytes_are_left_out(rule: str, lm: ModuleType, write: Write) ->
     drawn = generate(model, b"", *options, rule, "0.5")
     p = logits_before(lm, model, b"", drawn).double().softmax(1)
     chosen = p.gather(1, torch.tensor([*drawn])[:, None])
-    likelier = torch.where(p > chosen, p, torch.zeros_like(p)).sum(1)  # their probability
+    likelier = torch.where(p > chosen, p, torch.zeros_like(p)).sum(1)  # sum over likelier bytes
     ratio = (chosen / p.amax(1, keepdim=True))[:, 0]
     if rule == "--top-p":
         assert 0.4 < likelier.max() < 0.5001 and ratio.min() < 0.4
@@ -288,7 +289,7 @@ def test_steady_times(write: Write) -> None:
 
 
 def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
-    """Its loss in C is that of PyTorch, on a text longer than its window that it has not read."""
+    """Its loss in C equals PyTorch's, on unseen text that is longer than its window."""
     model, text = FOLDER / "model.safetensors", tmp_path / "text"
     text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:3000])
     found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "2000"))
@@ -307,7 +308,7 @@ def test_the_reference_as_a_script(lm: ModuleType, write: Write, tmp_path: Path)
 
 
 def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> None:
-    """Each weight is at most half a step of its row away; dt_proj and vectors are as they were."""
+    """Each weight changes by at most half a step of its row; dt_proj and vectors stay the same."""
     weights = random_weights(True)
     weights["blocks.0.expand.weight"][5] = 0
     checkpoint, out = tmp_path / "checkpoint.pt", tmp_path / "model.safetensors"
@@ -480,7 +481,7 @@ def test_bad_usage(message: str, write: Write, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_demo_ends_with_the_model(tmp_path: Path) -> None:
-    """Where there is one."""
+    """The model's part runs only if the file exists."""
     model = tmp_path / "model.safetensors"
     bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "-n", "demo", f"LM_MODEL={model}")
     assert "examples/lm" not in output_of(run(*bare, cwd=ROOT))

@@ -1,5 +1,5 @@
-"""examples/lm: files of models with NoPE heads, written by research/quality_model.py, have the
-losses and the texts of those models."""
+"""examples/lm: model files with NoPE heads, written by research/quality_model.py, have the losses
+and the texts of those models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEADS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
 def test_losses_are_those_of_the_trained_model(
     heads: str, window: int, lm: ModuleType, tmp_path: Path
 ) -> None:
-    """Of the program and of reference.py, where queries keep some of the keys and where all."""
+    """The program and reference.py, with queries that keep some keys, or all."""
     path, text = tmp_path / "model.safetensors", tmp_path / "text"
     model = write_trained(path, window, 8, **HEADS[heads])
     text.write_bytes(TEXT.read_bytes()[:400])
@@ -55,12 +55,12 @@ def test_losses_are_those_of_the_trained_model(
 
 
 def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
-    """The losses above differ by far more than what the comparison tolerates, so that no other
-    heads than those of the file can have been rotated."""
+    """The losses above differ by far more than the comparison tolerates, so that the program cannot
+    have rotated other heads than the file's."""
     text = TEXT.read_bytes()[:400]
     others = ("sliding", "nope_window")
     rules = {name: rule for name, rule in HEADS.items() if not any(one in rule for one in others)}
-    del rules["one, with all channels rotated"]  # is as none
+    del rules["one, with all channels rotated"]  # equals no NoPE heads
     losses = [
         trained_loss(write_trained(tmp_path / "model", 1000, 8, **rule), text)
         for rule in rules.values()
@@ -81,8 +81,8 @@ def test_greedy_text_is_that_of_the_trained_model(heads: str, prompt: int, tmp_p
 
 
 def test_the_window_of_layers_with_nope_heads_matters(tmp_path: Path) -> None:
-    """Each of these windows has a loss of its own, by far more than what the comparisons above
-    tolerate."""
+    """Each of these windows has a loss of its own, which differs by far more than the comparisons
+    above tolerate."""
     path, text = tmp_path / "model.safetensors", TEXT.read_bytes()[:400]
     for nope in ((0, 1), (1, 0)):
         losses = [

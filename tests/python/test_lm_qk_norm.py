@@ -1,5 +1,5 @@
-"""examples/lm: files of models with normalized queries and keys, written by
-research/quality_model.py, have the losses and the texts of those models."""
+"""examples/lm: model files with normalized queries and keys, written by research/quality_model.py,
+have the losses and the texts of those models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(path: Path, kind: str) -> Model:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_the_trained_model(kind: str, lm: ModuleType, tmp_path: Path) -> None:
-    """Of the program and of reference.py."""
+    """The program and reference.py."""
     path, text = tmp_path / "model.safetensors", tmp_path / "text"
     model = write(path, kind)
     text.write_bytes(TEXT.read_bytes()[:400])
@@ -55,8 +55,7 @@ def test_losses_are_those_of_the_trained_model(kind: str, lm: ModuleType, tmp_pa
 @pytest.mark.parametrize("prompt", [0, 9, 513, 700])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_the_trained_model(kind: str, prompt: int, tmp_path: Path) -> None:
-    """A prompt in pieces of 512 bytes, of which the last may be a single byte, and then byte by
-    byte."""
+    """A prompt in pieces of 512 bytes, which may end with a single byte, and then byte by byte."""
     path, start = tmp_path / "model.safetensors", bytes(RANDOM_BYTES[:prompt].tolist())
     model = write(path, kind)
     written = generate(path, start, "--temperature", "0", "--bytes", "100")

@@ -1,5 +1,5 @@
-"""What `make` passes to CMake: the architectures of the GPUs here, and targets that can be
-installed."""
+"""The arguments that `make` passes to CMake: the architectures of this machine's GPUs, and targets
+that can be installed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def commands(target: str, *, smi: str | None, folder: Path, argument: str = "") -> str:
-    """What make would run, on a machine whose nvidia-smi prints `smi`, or fails if it is None."""
+    """Commands that make would run on a machine whose nvidia-smi prints `smi`, or fails if it is
+    None."""
     program = folder / "nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\nprintf '{smi}'\n")
     program.chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    # what a make that runs the tests passes on
+    # variables that a make which runs the tests exports
     bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "-u", "WERROR", "-u", "FDMA_FULL")
     made = run(*bare, "make", "-n", target, *argument.split(), cwd=ROOT, env={"PATH": path})
     return output_of(made)
@@ -43,7 +44,7 @@ def test_architectures(smi: str | None, argument: str, architectures: str, tmp_p
 
 @pytest.mark.parametrize(("argument", "value"), [("", "OFF"), ("WERROR=ON", "ON")])
 def test_warnings_as_errors(argument: str, value: str, tmp_path: Path) -> None:
-    """The gates compile less where .ci/run has passed WERROR=ON to both of its targets."""
+    """.ci/run passes WERROR=ON to both of its targets, so that the gates compile less."""
     for target in ("test", "gates"):
         printed = commands(target, smi=None, folder=tmp_path, argument=argument)
         assert f"-DFDMA_WERROR={value} " in printed

@@ -43,7 +43,6 @@ def moved(given: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def results(rows: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    """out, lse and the gradients."""
     out, lse = flash_dmattn.attention(*rows, **options)
     kept = torch.where(lse == -torch.inf, 0, lse)
     return [out, lse, *torch.autograd.grad(out.float().cos().sum() + kept.sum(), rows)]

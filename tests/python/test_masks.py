@@ -28,7 +28,6 @@ def make_rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.T
 def make_pairs(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask and a bias of that shape."""
     random = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=random) < 0.4
     return mask, torch.randn(shape, generator=random).to(dtype)
@@ -49,7 +48,7 @@ def attend_in_torch(
     causal: bool = False,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """The definition, one step after another, in float64."""
+    """The definition, step by step, in float64."""
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     s = q @ repeat_heads(k).mT * HEAD_DIM**-0.5
     s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
@@ -67,7 +66,7 @@ def attend_in_torch(
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """Every combination of axes that are broadcast; heads also as kv heads."""
+    """Every combination of broadcast axes; the heads may also be kv heads."""
     lengths = (1, BATCH), (1, KV_HEADS, Q_HEADS), (1, Q_LEN), (1, KV_LEN)
     return list(itertools.product(*lengths))
 
@@ -93,7 +92,7 @@ def test_against_torch(shape: tuple[int, ...], backend: str) -> None:
 
 
 def test_gradcheck() -> None:
-    """Against finite differences in float64, which only the reference supports."""
+    """Compare with finite differences in float64, which only the reference supports."""
     rows = make_rows(torch.float64)
     mask, attn_bias = make_pairs((1, KV_HEADS, Q_LEN, KV_LEN), torch.float64)
 
@@ -131,7 +130,7 @@ def test_against_sdpa(dtype: torch.dtype, is_float: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", shapes()[::5], ids=str)
 def test_gradient_in_16_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """It is that in float32, rounded once."""
+    """The gradient in 16 bits is the float32 one, rounded once."""
     query, key, value, bias = make_rows(dtype)
     mask, short_bias = make_pairs(shape, dtype)
 
@@ -145,7 +144,7 @@ def test_gradient_in_16_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradient_has_the_dtype_of_its_tensor(dtype: torch.dtype) -> None:
-    """The operator makes it, so that autograd casts nothing."""
+    """The operator returns this dtype, so that autograd casts nothing."""
     query, key, value, _ = (x.detach() for x in make_rows(torch.bfloat16))
     _, attn_bias = make_pairs((1, 1, Q_LEN, KV_LEN), dtype)
     if dtype == torch.float16:
@@ -260,7 +259,7 @@ def test_wrong_dtypes() -> None:
 @pytest.mark.parametrize("heads", [1, KV_HEADS, Q_HEADS])
 @pytest.mark.parametrize("axes", list(itertools.product((False, True), repeat=3)))
 def test_spread_biases_are_the_broadcast_ones(heads: int, axes: tuple[bool, ...]) -> None:
-    """As calls on a device need them whose gradients are to be the same from run to run."""
+    """Calls on a device need spread biases if gradients have to be the same from run to run."""
     sizes = [size if whole else 1 for size, whole in zip((BATCH, Q_LEN, KV_LEN), axes)]
     rows = make_rows()[:3]
     _, attn_bias = make_pairs((sizes[0], heads, *sizes[1:]))

@@ -1,4 +1,4 @@
-"""Messages for bad input: each names the argument, says what is wrong and what is wanted.
+"""Messages for bad input: each names the argument, and says what is wrong and what is wanted.
 
 messages.txt lists them, for the tests and for readers. test_wrong_calls.py tries every argument of
 every function.
@@ -104,7 +104,7 @@ def drafts(layers: int = 1, **changes: Any) -> flash_dmattn.DynamicMaskCache:
 
 
 def step(**changes: Any) -> Any:
-    """Three tokens in a cache that has no drafts."""
+    """Three tokens in a cache without drafts."""
     given = {"layer": 0, **filled(), **changes}
     return new_cache(1, 1, 2, 16, 4, recent=2).attend(**given)
 
@@ -202,7 +202,7 @@ def test_second_derivatives_say_that_they_are_missing(name: str) -> None:
 
 
 def test_sinks_above_the_window_under_the_name_of_the_window() -> None:
-    """As a compiled graph asks, in which numbers are symbols that Python does not check."""
+    """Compiled graphs ask in this way: their numbers are symbols that Python does not check."""
     query, key, value = torch.randn(1, 8, 2, 8), *torch.randn(2, 1, 8, 1, 8)
     rules = (7, 0, 9, "causal")
     options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
@@ -242,7 +242,7 @@ def test_cuda_by_name_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_device_without_kernels() -> None:
-    """On the meta device there are shapes only."""
+    """The meta device has only shapes."""
     shapes = CORRECT[flash_dmattn.flash_dma_attention]
     out = fused(**{name: randn(*shape, device="meta") for name, shape in shapes.items()})
     assert out.device.type == "meta" and out.shape == QUERY

@@ -1,5 +1,5 @@
-"""MultiheadAttention: without a window against torch.nn.MultiheadAttention, with one against its
-formula in PyTorch."""
+"""MultiheadAttention: without a window against torch.nn.MultiheadAttention, with a window against
+its formula in PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = dict[str, Any]
 
 
 def make_layer(embed_dim: int = 32, **options: Any) -> Any:
-    """A layer whose parameters are all random, those that begin with 0 too."""
+    """A layer whose parameters are all random, even those that are initialised with 0."""
     torch.manual_seed(0)
     layer = flash_dmattn.MultiheadAttention(embed_dim, HEADS, **options)
     for name, parameter in layer.named_parameters():
@@ -103,8 +103,8 @@ CALLS: dict[str, Inputs] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_against_torch(name: str, call: str, need_weights: bool, batched: bool) -> None:
-    """Outputs, weights, and gradients of inputs, masks and parameters; for as many queries as keys,
-    fewer, and one more, as many as keys with an appended one."""
+    """Outputs, weights, and gradients of inputs, masks and parameters. Queries are as many as keys,
+    fewer, or one more: as many as keys with an appended one."""
     layer, other = make_pair(**LAYERS[name])
     for q_len, kv_len in ((6, 6), (5, 9), (6, 5)):
         kinds = {key: one for key, one in CALLS[call].items() if key != "is_causal"}
@@ -139,7 +139,7 @@ def test_inputs_that_are_one_tensor(same: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("embed_dim", [32, 52])
 def test_16_bits(dtype: torch.dtype, embed_dim: int) -> None:
-    """Within twice the error of torch.nn's module in the same dtype, and a rounding step."""
+    """Within twice the error of torch.nn's module in the same dtype, plus a rounding step."""
     layer, other = make_pair(embed_dim, dtype=dtype)
     exact = copy.deepcopy(other).double()
     rows = make_rows(layer, 6, 9)
@@ -156,7 +156,7 @@ def test_16_bits(dtype: torch.dtype, embed_dim: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}])
 def test_float64(options: dict[str, Any]) -> None:
-    """Masks of floats of another dtype are taken too, which torch.nn refuses."""
+    """Masks of floats of another dtype are accepted too; torch.nn refuses them."""
     layer, other = make_pair(dtype=torch.float64, **options)
     rows = make_rows(layer, 6, 9)
     kinds = {"attn_mask": "3-D float", "key_padding_mask": "padding float"}
@@ -300,7 +300,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 def window_cases() -> list[tuple[str, bool, str]]:
-    """recent and gap are for causal calls, and these do not read a mask of pairs."""
+    """recent and gap need causal calls, which do not read a mask of pairs."""
     padding = ("none", "bool padding", "float padding")
     causal = [(name, True, masks) for name in WINDOWS for masks in padding]
     others = [name for name, one in WINDOWS.items() if not {"recent", "gap"} & {*one}]
@@ -309,7 +309,7 @@ def window_cases() -> list[tuple[str, bool, str]]:
 
 @pytest.mark.parametrize(("name", "causal", "masks"), window_cases())
 def test_the_formula_of_a_window(name: str, causal: bool, masks: str) -> None:
-    """Outputs, weights and gradients; a mask of pairs counts after the ranking of keys."""
+    """Outputs, weights and gradients. A mask of pairs is applied after the ranking of keys."""
     layer = make_layer(batch_first=True, **WINDOWS[name])
     length = 20
     x = torch.randn(BATCH, length, layer.embed_dim, requires_grad=True)
@@ -345,7 +345,7 @@ def test_the_formula_of_a_window(name: str, causal: bool, masks: str) -> None:
 
 
 def test_a_window_of_other_keys() -> None:
-    """Keys and values of another length and width; the windows of all queries are the same."""
+    """Keys and values have another length and width. The windows of all queries are the same."""
     layer = make_layer(batch_first=True, window=3, kdim=20, vdim=12)
     query, key, value = (x.detach() for x in make_rows(layer, 7, 11))
     _, weights = layer(query, key, value, average_attn_weights=False)

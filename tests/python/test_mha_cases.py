@@ -1,9 +1,9 @@
 """The cases of PyTorch's own tests of nn.MultiheadAttention, on this package's MultiheadAttention.
 
 They are written anew after test/nn/test_multihead_attention.py of PyTorch 2.13. A test here has the
-name of the one there, and the functions inside of its test_multihead_attention are the rows of
-HELPER_CASES. Not here are test_multihead_self_attn_two_masks_fast_path_mock, which asks that
-PyTorch's kernel for inference is called, and test_multihead_attn_saved_kv and
+same name as there, and the functions inside its test_multihead_attention are the rows of
+HELPER_CASES. These are left out: test_multihead_self_attn_two_masks_fast_path_mock, which requires
+that PyTorch's kernel for inference is called; and test_multihead_attn_saved_kv and
 test_multihead_attn_all_arguments1 to 3, which give static keys to the function
 torch.nn.functional.multi_head_attention_forward and do not call the module.
 """
@@ -35,8 +35,8 @@ HELPER_CASES: dict[str, dict[str, bool]] = {
 def in_numpy(
     layer: Any, query: np.ndarray, key: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Result and weights in float64, for [batch, len, width] and seen [batch, q_len, kv_len]; keys
-    are values, and those that the layer appends are seen by all queries."""
+    """Result and weights in float64, for [batch, len, width] and seen [batch, q_len, kv_len]. Keys
+    are also the values, and all queries see the keys that the layer appends."""
 
     def numbers(tensor: torch.Tensor) -> np.ndarray:
         return tensor.detach().double().numpy()
@@ -71,7 +71,8 @@ def in_numpy(
 @pytest.mark.parametrize("average_attn_weights", [True, False])
 @pytest.mark.parametrize("name", HELPER_CASES)
 def test_multihead_attention(name: str, average_attn_weights: bool) -> None:
-    """Random shapes against numpy. The first key is seen, as a row without keys is not NaN here."""
+    """Random shapes against numpy. The first key is seen, because a row without keys is not NaN
+    here."""
     options = dict(HELPER_CASES[name])
     padded = options.pop("padded", False)
     choose, numbers = random.Random(name), np.random.default_rng(len(name))
@@ -100,7 +101,8 @@ def test_multihead_attention(name: str, average_attn_weights: bool) -> None:
 
 
 def test_multihead_attn_3d_attn_mask() -> None:
-    """A mask for each batch entry gives each what its own mask gives it alone."""
+    """Under one mask per batch entry, each entry has the same result as alone under its own
+    mask."""
     torch.manual_seed(0)
     batch, q_len, kv_len, heads = 8, 2, 3, 4
     layer = MultiheadAttention(8, heads)
@@ -193,7 +195,8 @@ def test_multihead_attn_fast_path_invalid_shape() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_multihead_attn_nested_tensor_outside_fast_path(layout: torch.layout) -> None:
-    """Each sequence gets what it gets alone; with gradients, without, and in inference mode."""
+    """Each sequence has the same results as alone, with gradients, without, and in inference
+    mode."""
     torch.manual_seed(0)
 
     def nested(*lengths: int) -> torch.Tensor:
@@ -219,7 +222,7 @@ def test_multihead_attn_nested_tensor_outside_fast_path(layout: torch.layout) ->
 def test_multihead_self_attn_two_masks_fast_path() -> None:
     torch.manual_seed(0)
     layer = MultiheadAttention(14, 7, batch_first=True).eval()
-    other = torch.nn.MultiheadAttention(14, 7, batch_first=True).train()  # as it is computed there
+    other = torch.nn.MultiheadAttention(14, 7, batch_first=True).train()  # avoids the fast path
     other.load_state_dict(layer.state_dict())
     x = torch.rand(8, 5, 14)
     mask, padding = torch.rand(5, 5) < 0.5, torch.rand(8, 5) < 0.5

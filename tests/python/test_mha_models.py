@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounter
 
 
 def test_state_dict() -> None:
-    """To torch.nn's module and from it; with a window the two parameters of the score are more."""
+    """To torch.nn's module and from it. With a window there are two more parameters, for the
+    score."""
     options = {"add_bias_kv": True, "kdim": 20, "dtype": torch.float64}
     layer, other = make_pair(**options)
     rows = make_rows(layer, 5, 5)
@@ -39,7 +40,7 @@ def test_state_dict() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": 4, "sinks": 1}])
 def test_initial_parameters(options: dict[str, Any]) -> None:
-    """Those of torch.nn's module under the same seed; A is 0."""
+    """As in torch.nn's module under the same seed; A is 0."""
     torch.manual_seed(5)
     other = torch.nn.MultiheadAttention(32, HEADS).state_dict()
     torch.manual_seed(5)
@@ -141,7 +142,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
 def test_transformer_encoder(masks: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's kernel for whole encoder layers does not take the place of forward()."""
+    """PyTorch's kernel for whole encoder layers does not replace forward()."""
     torch.manual_seed(0)
     calls = count_calls(monkeypatch)
     block = torch.nn.TransformerEncoderLayer(32, HEADS, 64, dropout=0.0, batch_first=True)
@@ -168,7 +169,7 @@ def test_transformer_encoder(masks: str, train: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"window": 3, "recent": 1}])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_causal_calls_of_nested_tensors(options: dict[str, Any], layout: torch.layout) -> None:
-    """Each sequence has the results and gradients that it has alone; weights are padded."""
+    """Each sequence has the same results and gradients as alone; weights are padded."""
     layer = make_layer(batch_first=True, **options)
     pieces = [torch.randn(length, 32) for length in (4, 7)]
     alone = [piece.clone().requires_grad_() for piece in pieces]
@@ -206,7 +207,7 @@ def test_transformer_decoder_with_windows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_offloaded_weights() -> None:
-    """accelerate has them on meta, but during a call of the module."""
+    """accelerate keeps them on meta, except during a call of the module."""
     accelerate = pytest.importorskip("accelerate")
     torch.manual_seed(0)
     layer = flash_dmattn.MultiheadAttention(16, 2, batch_first=True)

@@ -33,7 +33,7 @@ def make_states() -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by complex numbers, whose parts are channels d and d + half."""
+    """Rotary embedding by complex numbers with the parts d and d + half."""
     half = x.shape[-1] // 2
     angles = positions[..., None] * torch.tensor(10000.0) ** (-torch.arange(half) / half)
     factor = torch.polar(torch.ones_like(angles), angles)[:, :, None, :]
@@ -133,7 +133,7 @@ def test_training_starts_from_a_sliding_window(recent: int) -> None:
 
 
 def test_defaults() -> None:
-    """A causal layer keeps as many recent keys as keys of high scores; there are no sinks."""
+    """A causal layer keeps as many recent keys as keys of high scores. There are no sinks."""
     layer, x = make_layer(), make_states()
     assert (layer.recent, layer.sinks, layer.gap) == (WINDOW, 0, None)
     assert make_layer(causal=False).recent == make_layer(None).recent == 0
@@ -147,7 +147,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("heads", [{"sliding_heads": 1}, {"nope_heads": 1, "nope_rotary_dim": 2}])
 def test_kinds_of_heads_in_a_cache(heads: dict[str, int]) -> None:
-    """Tokens that enter a cache have the results of the whole sequence."""
+    """Tokens that enter a cache have the same results as in the whole sequence."""
     layer, x = make_layer(recent=5, **heads), make_states()
     rules = {"recent": layer.recent, "sinks": layer.sinks}
     cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, layer.head_dim, layer.window, **rules)
@@ -228,7 +228,8 @@ def test_state_dict() -> None:
 
 
 def test_adapters_of_dt_proj() -> None:
-    """A module in its place, whose weight is not all of it, is refused; parametrizations count."""
+    """A replaced dt_proj that computes more than its weight is refused; parametrizations are
+    accepted."""
     layer, x = make_layer(), make_states()
     before = layer(x)
 
@@ -305,7 +306,7 @@ def test_bad_memories() -> None:
 
 def test_key_valid_hides_what_stands_there() -> None:
     """Padding on the right changes nothing before it. Padding on the left changes nothing after it,
-    if `positions` are those of the text."""
+    if `positions` belong to the text."""
     layer, x = make_layer(), make_states()
     padding = torch.full((2, 9, HIDDEN), 1e3)
     expected = layer(x)
@@ -341,10 +342,10 @@ def test_angles_are_exact_in_16_bits() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None:
-    """Parameters in float32, attention in 16 bits; steps of training lower the loss."""
+    """Parameters in float32, attention in 16 bits. Training steps lower the loss."""
     torch.manual_seed(0)
     layer = flash_dmattn.DynamicMaskAttention(256, 4, 2, 40).to(device)
-    torch.nn.init.normal_(layer.A)  # from 0 dt_proj has no gradient in the first step
+    torch.nn.init.normal_(layer.A)  # with A = 0 dt_proj has no gradient in the first step
     x, target = torch.randn(2, 2, 300, 256, device=device)
     losses = []
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
@@ -364,7 +365,7 @@ def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None
     with torch.autocast(device, dtype):
         out = layer(x)
     found = copy.deepcopy(layer).to(dtype)(x.to(dtype))
-    # Their scores differ a little, and so some kept keys.
+    # Their scores differ a little, and so do some kept keys.
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 

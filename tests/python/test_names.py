@@ -1,5 +1,5 @@
-"""The functions that flash-dmattn has too: their arguments, masks of 1.0 and 0.0, and results,
-against PyTorch alone."""
+"""Functions that flash-dmattn has too: their arguments, masks of 1.0 and 0.0, and results, against
+PyTorch alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (BATCH, Q_HEADS, Q_LEN, KV_LEN)
 
 
 def test_arguments() -> None:
-    """The positional ones are flash-dmattn's, in its order."""
+    """Positional arguments are flash-dmattn's, in its order."""
     names = list(inspect.signature(flash_dmattn_func).parameters)
     assert names[:10] == [
         *("q", "k", "v", "attn_mask", "attn_bias", "scale", "is_causal", "softcap"),
@@ -40,7 +40,7 @@ def test_arguments() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [SHAPE, (1, KV_HEADS, Q_LEN, KV_LEN), (BATCH, 1, 1, KV_LEN)])
 def test_masks_of_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """1.0 and 0.0 in the tensors' dtype, with a bias; gradients too."""
+    """1.0 and 0.0 in the tensors' dtype, with a bias, and gradients."""
     query, key, value, _ = make_rows(dtype)
     mask, attn_bias = make_pairs(shape, dtype)
     leaves = (query, key, value, attn_bias.requires_grad_())
@@ -71,7 +71,7 @@ def test_what_numbers_of_a_mask_mean() -> None:
 
 
 def test_a_mask_of_zeros_gives_zeros_without_a_warning() -> None:
-    """As the quick starts of flash-dmattn do, which drop the result of scatter()."""
+    """The quick starts of flash-dmattn do this: they drop the result of scatter()."""
     query, key, value, _ = make_rows()
     zeros = torch.zeros(SHAPE)
     with warnings.catch_warnings():
@@ -230,7 +230,8 @@ def test_probabilities_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_this_machine() -> None:
-    """2^24 queries and as many keys are beyond every machine; without storage they cost nothing."""
+    """No machine can hold 2^24 queries times as many keys; without storage the tensors cost
+    nothing."""
     long = torch.zeros(1).expand(1, 1 << 24, 1, 8)
     with pytest.raises(MemoryError, match=r"take 1048576.0 GiB, and cpu has [\d.]+ GiB in all"):
         flash_dmattn_func(long, long, long, return_attn_probs=True)

@@ -1,5 +1,5 @@
-"""The extension module _native: what it does for a device, what it refuses, where it is found, and
-what the calls that it repeats leave out."""
+"""The extension module _native: its work for a device, its refusals, where it is found, and the
+results that repeated calls leave out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flash_dmattn import _call, _library, _repeat
 NATIVE = _repeat.NATIVE
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="there is no extension module")
 Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-DEVICE = 3  # of which there need be none: PyTorch's functions for devices are stood in for
+DEVICE = 3  # need not exist: PyTorch's functions for devices are replaced
 
 
 class Fake:
-    """A call of a C function on `words` that only looks at them, and its DirectCall."""
+    """A call of a C function that only reads `words`, and its DirectCall."""
 
     def __init__(self, **changes: Any) -> None:
         self.words = (ctypes.c_uint64 * 8)()
@@ -178,10 +178,10 @@ def test_keys() -> None:
 
 
 def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the library; not if it is another version's, or no module."""
+    """Beside the library; a module of another version or another file is not taken."""
     file = Path(NATIVE.__spec__.origin)
     assert file.name == _repeat.FILE
-    assert _repeat.load_native() is NATIVE  # once for a process
+    assert _repeat.load_native() is NATIVE  # loaded once per process
     monkeypatch.delitem(_repeat.sys.modules, _repeat.NAME)
     monkeypatch.setattr(_library, "find", lambda: tmp_path / "libfdma.so")
     monkeypatch.setattr(_repeat.sys.modules["flash_dmattn"], "__path__", [str(tmp_path)])

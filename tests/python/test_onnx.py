@@ -1,5 +1,5 @@
-"""flash_dmattn.onnx: exported layers and models give PyTorch's numbers in ONNX Runtime, and what
-has no operator there is refused at export."""
+"""flash_dmattn.onnx: exported layers and models have the same results in ONNX Runtime as in
+PyTorch, and export refuses what the operators there lack."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
-    """PyTorch's exporter warns of itself."""
+    """PyTorch's exporter warns about itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -160,7 +160,7 @@ def test_doge(tmp_path: Path) -> None:
 
 
 def step_through(session: Any, cache: Tensors, x: torch.Tensor, lengths: list[int]) -> Any:
-    """The outs of pieces of x, one after the other, and the cache after them."""
+    """Outputs for pieces of x, one after the other, and the cache after them."""
     outs = []
     for piece in x.split(lengths, 1):
         out, *after = run(session, {"x": piece, **cache})
@@ -276,8 +276,8 @@ def test_export_refuses(message: str) -> None:
 
 
 def test_no_argument_is_dropped() -> None:
-    """Each argument of the operator goes to the node or is refused. One that is added to the
-    operator is dropped at export unless flash_dmattn.onnx knows it."""
+    """Each argument of the operator goes to the node or is refused. Export would drop a new
+    argument that flash_dmattn.onnx does not know."""
     on_node = {"query", "key", "value", "dt_proj", "a_coef", *ours.OPTIONAL, "keep_window_size"}
     on_node |= {"recent", "sinks", "scope", "bias_form", "causal", "softmax_scale", "softcap"}
     refused = {"starts", "kv_used", "rng_state", "dropout_p", "gap", "backend"}

@@ -1,4 +1,5 @@
-"""libfdma_ort: its nodes give the bits of the package's calls, and refuse what those refuse."""
+"""libfdma_ort: its nodes give the same bits as the package's calls, and refuse the same
+arguments."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def call_in_torch(states: Tensors, cache: Tensors, optional: Any = (None,) * 3) 
 @dtypes
 @pytest.mark.parametrize("lengths", [(1, 1, 5), (64, 1), (65, 1, 70)], ids=str)
 def test_decode(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
-    """Prompts and single tokens; cache after cache."""
+    """Prompts and single tokens, each over the cache before."""
     found = wanted = make_cache(dtype)
     for length in lengths:
         states = make_states(length, dtype)
@@ -142,8 +143,8 @@ def test_padding_of_a_prompt(length: int) -> None:
 
 
 def run_chain(known: bool, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """The outs of a chain of Decode nodes and, last, the tokens that have passed. Where the shapes
-    of caches between them are known, ONNX Runtime lets a node reuse their memory."""
+    """The outputs of a chain of Decode nodes and, last, the number of tokens so far. If the shapes
+    of caches between nodes are known, ONNX Runtime lets a node reuse their memory."""
     cache = make_cache()
     inputs = {f"{name}0": tensor for name, tensor in cache.items()}
     nodes, outputs, values = [], {}, {}
@@ -169,7 +170,7 @@ def test_memory_that_is_reused_gives_the_same_bits() -> None:
 
 
 def test_a_cache_bound_to_one_memory() -> None:
-    """A session whose inputs and outputs are the same tensors advances them in place."""
+    """A session whose inputs and outputs are the same tensors updates them in place."""
     value = sessions.onnxruntime.OrtValue.ortvalue_from_numpy
     cache = make_cache()
     states = make_states(3)
@@ -271,7 +272,7 @@ def test_runs_that_overlap() -> None:
 
 
 def test_a_run_after_a_refusal() -> None:
-    """A session that has refused a run is as good as before."""
+    """A session that has refused a run still works."""
     cache, states = make_cache(), make_states(3)
     outputs = {"out": states["q"], **{f"new_{name}": tensor for name, tensor in cache.items()}}
     node = make_node("Decode", [*states, *cache], list(outputs), RULES)
@@ -292,7 +293,7 @@ def test_the_library_exports_one_function() -> None:
 
 
 def test_an_old_onnxruntime_is_refused() -> None:
-    """One that knows no interface but the first: the status that a false OrtApi makes of it."""
+    """The status for an onnxruntime that has only the first interface, made by a fake OrtApi."""
     said = []
     get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
     get_version = ctypes.CFUNCTYPE(ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""The kernels of operators, which the dispatcher and compiled graphs call: which direct calls they
+"""Kernels of operators, which the dispatcher and compiled graphs call: the direct calls that they
 remember, and that these are made for nothing else."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def nothing_is_compiled() -> None:
 
 
 def shift(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers at an address that no multiple of 16 is."""
+    """The same numbers at an address that is not a multiple of 16."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
 
@@ -69,7 +69,8 @@ def gradients(function: Callable[..., Any], tensors: Tensors) -> tuple[torch.Ten
 
 
 def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `run` returns where no layout is looked for: all its calls are remembered."""
+    """The result of `run`, which fails if a layout is looked for: all its calls must be
+    remembered."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a layout is looked for")
@@ -80,7 +81,7 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `run` returns where operators remember no direct call."""
+    """The result of `run` if operators remember no direct call."""
     with monkeypatch.context() as patch:
         patch.setattr(_repeat, "call_operator", _call.call)
         patch.setattr(_call, "memory", _call.Memory())
@@ -105,8 +106,8 @@ def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch, seen: list[Seen]) -> None:
-    """Calls of other shapes, strides, alignments and dtypes, in turns. The results are those of
-    calls that are looked for by their layouts."""
+    """Calls of other shapes, strides, alignments and dtypes alternate. The results are as from
+    calls that are looked up by layout."""
     whole = [x.contiguous() for x in make_small(24)]
     layouts = [
         whole,
@@ -141,7 +142,7 @@ def test_compiled_layouts_are_told_apart() -> None:
 
 
 def test_requires_grad_is_told_apart() -> None:
-    """Of any tensor, grad mode and inference mode, after each other."""
+    """requires_grad of any tensor, grad mode and inference mode change in turn."""
     tensors, graph = make_small(), compiled()
     plain = attend(*tensors)
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor at one argument is not taken for one like it at another."""
+    """A tensor at one argument is not taken for an equal one at another."""
     query, key, value = make_small()[:3]
     length = torch.tensor([9, 20], dtype=torch.int32)
     options = (0, 0, 0, "causal", True, 0.0, 0.0, 0.0, False, None)
@@ -229,7 +230,7 @@ def test_the_number_of_threads_is_followed(seen: list[Seen]) -> None:
 
 
 def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
-    """By a graph that was made before it was turned."""
+    """A graph that was made before follows a change of the switch."""
     leaves, graph, switches = (
         require_gradients(make_small()),
         compiled(),
@@ -246,7 +247,7 @@ def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
 
 
 def test_threads_have_their_own() -> None:
-    """Calls of one layout at once."""
+    """Threads make calls of one layout at once."""
     inputs = [require_gradients(make_small()) for _ in range(2)]
     inputs[1][0].data *= 2
     graph = compiled()
@@ -274,7 +275,7 @@ class Subclass(torch.Tensor):
 
 
 def test_tensors_that_no_guard_tells() -> None:
-    """After a call with plain tensors of their layouts."""
+    """After a call with plain tensors of the same layouts."""
     query, key, value = make_small()[:3]
 
     def dense(*tensors: torch.Tensor) -> torch.Tensor:
@@ -318,7 +319,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(found)
 
     def attend_to(cache: Any, given: Tensors) -> torch.Tensor:
-        with monkeypatch.context() as patch:  # as where something watches
+        with monkeypatch.context() as patch:  # as if something watches
             patch.setattr(ops.Operator, "__call__", ops.Operator.dispatch)
             return cache.attend(0, *given, dt_proj, a_coef)
 
@@ -332,7 +333,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_calls_that_are_remembered() -> None:
-    """The C library's message, and the next call is fine."""
+    """The message is the C library's, and the next call works."""
     tensors = make_small()
     wanted = dispatch(*tensors)
     (prepared,) = _call.memory.in_kernels
@@ -345,7 +346,7 @@ def test_errors_of_calls_that_are_remembered() -> None:
 
 
 def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many: those that were forgotten are used again. Lengths are not forgotten."""
+    """However many there are, forgotten ones are used again. Lengths are not forgotten."""
     made: list[Any] = []
     prepare = _repeat.DirectCall.__init__
 
@@ -383,13 +384,13 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(_call.memory.direct) <= 4
     tensors = make_small()
     with torch.no_grad():
-        for at in range(32):  # all say which of them require gradients
+        for at in range(32):  # all combinations of tensors that require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
     assert max(map(len, _call.memory.in_kernels.values())) <= _repeat.STATES_MAX
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PyTorch whose guards are others."""
+    """A PyTorch with other guards."""
     tensors = make_small()
     wanted = dispatch(*tensors)
     with monkeypatch.context() as patch:

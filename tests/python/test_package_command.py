@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn`: it finds what the `fdma` command finds."""
+"""`python -m flash_dmattn` reports the same as the `fdma` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed sequences: each has the results and the gradients that it has by itself."""
+"""Packed sequences: each has the same results and gradients as by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import kernels_of, on_device
 
-# Sequences of 1, 59, 0 and 40 positions; 3 more positions belong to none.
+# Sequences of 1, 59, 0 and 40 positions. The last 3 positions belong to none.
 STARTS = (0, 1, 60, 60, 100)
 LENGTH = 103
 RULES = [
@@ -39,7 +39,7 @@ def spans() -> list[slice]:
 
 
 def one_by_one(tensors: list[torch.Tensor], **options: Any) -> Tensors:
-    """out and lse of the sequences, each in a call of its own; 0 and -inf for no sequence."""
+    """out and lse of the sequences, each in a call of its own; 0 and -inf outside of sequences."""
     rows, weights = tensors[:3], tensors[3:]
     found = [
         flash_dmattn.flash_dma_attention(
@@ -109,7 +109,7 @@ def test_selection_is_exact(kernel: str, scope: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_function_of_flash_attn(causal: bool) -> None:
-    """Dense without dt_proj and a_coef, as PyTorch computes it for each sequence."""
+    """Without dt_proj and a_coef attention is dense, as PyTorch computes it for each sequence."""
     rows = [x.detach()[0] for x in make_tensors(3)[:3]]
     starts = make_starts()
     out, lse = flash_dmattn.flash_dmattn_varlen_func(
@@ -157,7 +157,7 @@ def test_compiled() -> None:
 
 
 def test_starts_are_checked_in_every_call() -> None:
-    """The layout of the call is remembered, what starts hold is not."""
+    """The layout of the call is remembered, the values of starts are not."""
     tensors = [x.detach() for x in make_tensors()]
     for last in (100, 103):
         starts = torch.tensor([0, 10, last], dtype=torch.int32)

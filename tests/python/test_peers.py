@@ -22,7 +22,7 @@ FIELDS = {"case", "peer", "threads", "ms", "spread", "useful_gflops", "ratio"}
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """peers.main() sets PyTorch's number of threads."""
+    """Restore PyTorch's number of threads, which peers.main() sets."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -163,7 +163,7 @@ def test_a_wrong_output_is_found(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """A mistake is found in a query that is not sampled too, and no figures are written."""
+    """A mistake is found even in a query that is not sampled, and no figures are written."""
     right = flash_dmattn.attention
     fewer = flash_dmattn.select(torch.arange(64.0)[None, None], 33)
 

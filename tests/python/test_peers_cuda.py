@@ -1,6 +1,5 @@
-"""Tests what benchmarks/peers_cuda.py does without a device: its cases, the numbers of a row, and
-its checks of outputs; and the programs that print and draw its rows. CPU tensors stand in for its
-inputs."""
+"""benchmarks/peers_cuda.py without a device: its cases, the numbers of a row, its checks of
+outputs, and the programs that print and draw its rows. CPU tensors stand in for its inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_names_and_goals(installed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(case.length for case in quick) == peers_cuda_cases.QUICK_LENGTH
 
 
-# Name of a case, and the goal of fdma, or of the peer that is named.
+# Name of a case, and the goal of fdma or of the named peer.
 GOALS = """
 dense-backward/bf16/h32g8/d128/n32768: >= 1 of dense (aim 1.1)
 dense-backward/bf16/h32g8/d128/n8192: >= 0.95 of dense (aim 1.1)
@@ -231,14 +230,14 @@ def test_table_and_picture(tmp_path: Path) -> None:
     output_of(python(ROOT / "benchmarks" / "peers_picture.py", path, "--out", picture))
     cases = (tmp_path / "figures-cases.svg").read_text()
     assert cases.rstrip().endswith("</svg>")
-    # the least that each case of flash_dmattn must reach
+    # the minimum that each case of flash_dmattn must reach
     assert cases.count("stroke: #d55e00") == 2
     drawn = picture.read_text()
     assert drawn.rstrip().endswith("</svg>") and "stroke: #0072b2" in drawn
 
 
 def test_words_of_cases() -> None:
-    """Every case that has a bar has words of its own."""
+    """Every case with a bar has its own words."""
     results = (ROOT / "benchmarks" / "results" / "peers-cuda.json").read_text().splitlines()[1:]
     rows = [row for row in map(json.loads, results) if row["of_dense"] is not None]
     words = [peers_picture.words_of(row) for row in rows if row["peer"].startswith("fdma")]

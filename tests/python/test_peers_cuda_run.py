@@ -1,6 +1,6 @@
-"""benchmarks/peers_cuda.py from inputs to rows without a device: tensors are made on the CPU, SDPA
-runs with any back end, and times are given. FlashAttention-4 is a module of this file's making, or
-is absent."""
+"""benchmarks/peers_cuda.py from inputs to rows without a device: tensors are on the CPU, SDPA runs
+with any back end, and times are given. FlashAttention-4 is a module made by this file, or is
+absent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def flash_attn_func(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    """flash_attn.cute with that flash_attn_func()."""
+    """Install flash_attn.cute with this flash_attn_func()."""
     modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
     modules["flash_attn.cute"].flash_attn_func = function  # type: ignore[attr-defined]
     for name, module in modules.items():
@@ -113,7 +113,7 @@ def test_rows_of_a_case(kind: str, window: int, batch: int) -> None:
 
 @pytest.mark.parametrize("kind", ["selected", "selected-backward"])
 def test_peers_of_selected_cases(kind: str) -> None:
-    """SDPA runs beside forward only where a goal is relative to it."""
+    """SDPA runs beside forward only if a goal is relative to it."""
     names = [peer.name for peer in peers_cuda.peers_of(case_of(kind, 24))]
     assert names[:5] == ["fdma", "fdma-rising", "fdma-falling", "fdma-equal", "fdma-sawtooth"]
     assert ("cudnn" in names) == (kind == "selected-backward")
@@ -211,7 +211,7 @@ PACKAGES = {
 def test_whether_flash4_is_installed(
     packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither package is imported to find out."""
+    """Neither package is imported for this."""
     monkeypatch.undo()  # is_installed() itself
     files, found = PACKAGES[packages]
     for file in files:

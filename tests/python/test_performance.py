@@ -1,4 +1,5 @@
-"""The benchmarks that time calls by their sizes, and those of the original's tables, on the CPU."""
+"""Benchmarks that time calls by their sizes, and benchmarks of the original's tables, on the
+CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SMALL = square(1, 4, 2, 16, 24, 5)
 @pytest.mark.parametrize("pairs", [1, 1 << 20])
 @pytest.mark.parametrize("sizes", [{}, {"q_len": 1}, {"q_len": 7}, {"window": 24}, {"window": 99}])
 def test_masks(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], pairs: int) -> None:
-    """With equal scores, of which the definition has an order."""
+    """Equal scores are ordered by the definition."""
     monkeypatch.setattr(definition_times, "PAIRS_AT_ONCE", pairs)
     case = SMALL._replace(**sizes)
     score = torch.randint(4, (1, 2, 24), generator=torch.Generator().manual_seed(1)) / 4
@@ -49,7 +50,7 @@ def test_performance(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @with_sdpa
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_sizes(q_len: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every combination of sizes is a case; all peers have equal outputs, or it would fail."""
+    """Every combination of sizes is a case. It fails if outputs of peers differ."""
     sizes = f"--lengths 40 --windows 8 50 --q-len {q_len} --batch 2 --heads 6 3 --head-dim 16 24"
     options = f"--device cpu --quick {sizes} --out {tmp_path}".split()
     assert forward_performance.main(options) == 0
@@ -61,7 +62,7 @@ def test_sizes(q_len: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_equal_scores_are_no_disagreement() -> None:
-    """The masks keep the keys that the package keeps, whatever their scores."""
+    """The masks keep the same keys as the package, whatever their scores."""
     case = SMALL._replace(is_tied=True, kv_len=300, q_len=300, window=64)
     inputs = Inputs(case, "cpu", torch.float32)
     outs = [run() for run in definition_times.peers_of(inputs, training=False).values()]
@@ -104,7 +105,7 @@ def test_usage(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_published_rows() -> None:
-    """Speed-ups are the quotients of the times, as far as these are known."""
+    """Speed-ups are the quotients of the times, if these are known."""
     assert len(original_tables.FORWARD) == 43 and len(original_tables.BACKWARD) == 19
     for row in (*original_tables.FORWARD, *original_tables.BACKWARD):
         low, high = ((row.sdpa_ms + x) / (row.fdma_ms - x) for x in (-0.005, 0.005))
@@ -122,7 +123,7 @@ def test_cases_of_the_tables_have_names_of_their_own() -> None:
 @with_sdpa
 @pytest.mark.parametrize("program", PERFORMANCE, ids=lambda x: x.__name__)
 def test_original(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every row, divided by 256. Outputs of calls to the same keys are compared, or it fails."""
+    """Every row, divided by 256. It fails if outputs of calls to the same keys differ."""
     sizes = "--original --divide 256 --head-dim 32"
     assert program.main(f"--device cpu --quick {sizes} --out {tmp_path}".split()) == 0
     _, *lines = capsys.readouterr().out.splitlines()
@@ -143,7 +144,7 @@ def test_original(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_masks_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their columns are left out, with a word."""
+    """Their columns are left out, with a note."""
     monkeypatch.setattr(original_times, "free_memory", lambda device: 24 * 2 * 100 * 100)
     options = f"--device cpu --quick --original --divide 256 --head-dim 16 --out {tmp_path}"
     assert forward_performance.main(options.split()) == 0
@@ -159,7 +160,7 @@ def test_masks_that_do_not_fit(
 
 @with_sdpa
 def test_gradients_of_the_original() -> None:
-    """A backward call of ours has a gradient for all that it was given."""
+    """Our backward calls have a gradient for every input."""
     (case, _), *_ = original_times.make_cases(True, [16], 8)
     inputs = Inputs(case, "cpu", torch.float32)
     peers = original_times.peers_of(inputs, training=True)

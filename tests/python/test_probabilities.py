@@ -27,7 +27,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def probabilities_of(name: str, given: cases.Input, lse: torch.Tensor, backend: str | None) -> Any:
-    """Those of a case, on the device of lse."""
+    """The probabilities of a case, on the device of lse."""
     case, device = CASES[name], lse.device
     query, key, _, score, bias, key_valid, _ = (
         None if one is None else one.to(device) for one in given
@@ -44,7 +44,7 @@ def probabilities_of(name: str, given: cases.Input, lse: torch.Tensor, backend: 
 def evaluated(
     name: str, given: cases.Input, lse: torch.Tensor, dtype: torch.dtype, order: torch.Tensor
 ) -> torch.Tensor:
-    """The formula in `dtype`, whose products are summed over the channels in an order."""
+    """The formula in `dtype`, with products summed over the channels in the given order."""
     rows = (given.query[..., order], given.key[..., order], given.value)
     mask, options = make_mask(name), cases.options_of(name, given)
     heads = evaluate.make_logits(*rows, mask, dtype, options["bias"], None, options["softcap"])
@@ -69,7 +69,7 @@ def test_probabilities(name: str, device: str, kernel: str | None, dtype: torch.
 @every_device
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_fused_form_returns_them(options: dict[str, Any], device: str) -> None:
-    """P v is out, and what has gradients keeps them."""
+    """P v equals out, and results with gradients keep them."""
     tensors = make_fused(130, device=device)
     options = {"causal": True, "recent": 5, **options}
     if "kv_used" in options:
@@ -96,7 +96,7 @@ def test_the_fused_form_returns_them(options: dict[str, Any], device: str) -> No
 
 
 def test_packed_sequences_have_blocks() -> None:
-    """Each sequence gets what it gets by itself, and queries give nothing to other sequences."""
+    """Each sequence has the same probabilities as by itself, and 0 for other sequences."""
     starts = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(20, heads, 16, generator=generator) for heads in (4, 2, 2))
@@ -134,7 +134,7 @@ def test_every_name_of_a_kernel_of_forward_will_do() -> None:
 
 
 def test_an_lse_of_more_keys() -> None:
-    """Rows sum to what some of the keys have of the whole."""
+    """A row sums to the share that its keys have in the whole."""
     query, key = torch.randn(1, 5, 2, 16), torch.randn(1, 12, 1, 16)
     halves = key.split(6, 1)
     lses = [flash_dmattn.attention(query, half, half)[1] for half in halves]

@@ -1,8 +1,7 @@
-"""The programs in benchmarks/, examples/, research/ and tools/, as someone meets them who starts
-one.
+"""The programs in benchmarks/, examples/, research/ and tools/, as their users meet them.
 
---help and wrong options are answered without PyTorch; programs say what they do, without a terminal
-too; Ctrl-C ends them with what there is; a package that is missing is named.
+--help and wrong options are answered without PyTorch. Programs say what they do, also without a
+terminal. Ctrl-C ends them with the results so far. A missing package is named.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 
 
 def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsers repeat names and numbers of modules that import PyTorch."""
+    """Parsers repeat names and numbers from modules that import PyTorch."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import adapt
     import adapt_layers
@@ -156,7 +155,7 @@ def test_progress_without_a_terminal(tmp_path: Path, seconds: str) -> None:
         assert started.stdout is not None and started.stderr is not None
         assert started.stdout.readline() == "a row\n"
         said = started.stderr.readline()
-        while "the first of two" not in said:  # at first it imports
+        while "the first of two" not in said:  # the program imports before that
             said = started.stderr.readline()
         started.send_signal(signal.SIGINT)
         assert started.wait(timeout=60) == 130
@@ -165,7 +164,7 @@ def test_progress_without_a_terminal(tmp_path: Path, seconds: str) -> None:
 
 
 def heed_ctrl_c() -> None:
-    """Which a shell's background jobs ignore."""
+    """A shell's background jobs ignore Ctrl-C; heed it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -180,7 +179,7 @@ def test_one_of_several_ranks_is_silent(tmp_path: Path) -> None:
 
 
 def test_training_keeps_its_curves(tmp_path: Path) -> None:
-    """Progress is said at every step; Ctrl-C reports what there is, and writes it."""
+    """Progress is printed at every step. Ctrl-C reports and writes the results so far."""
     path, text = tmp_path / "curves.json", tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     sizes = "--steps 100000 --length 64 --window 16 --layers 1 --width 64 --batch 1 --device cpu"
@@ -227,7 +226,7 @@ def test_a_comparison_keeps_whole_rounds(
 ) -> None:
     import compare
 
-    times = iter([2.0, 3.0, 2.0])  # of the first round, and of one command in the second
+    times = iter([2.0, 3.0, 2.0])  # the first round, and one command in the second
 
     def bench(*_: object) -> dict[str, float]:
         if (ms := next(times, None)) is None:

@@ -1,5 +1,5 @@
-"""Programs for flash-dmattn run as they are: with the names, keywords and values of its quick
-starts, and smaller sizes, on the device that there is or on the CPU. Also the files on citing and
+"""Programs for flash-dmattn run unchanged: with the names, keywords and values of its quick starts,
+and smaller sizes, on the device if there is one, or on the CPU. Also the files on citing and
 conduct."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from programs import ROOT, output_of, python
 BATCH, LENGTH, HEADS, HEAD_DIM, WINDOW = 2, 96, 6, 32, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# The result of scatter() is dropped in `dropped`, so that the mask stays 0.
+# `dropped` ignores the result of scatter(), so that the mask stays 0.
 MASKED = """
 import math, warnings
 import torch
@@ -118,7 +118,7 @@ def test_importable() -> None:
 
 
 def test_checkpointing() -> None:
-    """With positional arguments, as one long-sequence recipe has it, and queries in pieces."""
+    """With positional arguments, as in a recipe for long sequences, and queries in pieces."""
     from flash_dmattn import flash_dmattn_func
     from torch.utils.checkpoint import checkpoint
 
@@ -135,7 +135,7 @@ def test_checkpointing() -> None:
 
 
 def test_citation() -> None:
-    """The version is that of the header."""
+    """The version equals the header's."""
     header = (ROOT / "include" / "fdma.h").read_text()
     version = re.findall(r"#define FDMA_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header)
     text = (ROOT / "CITATION.cff").read_text()

@@ -1,5 +1,5 @@
 """benchmarks/ranks.py: its lines, the bytes that it counts, the mistakes that it finds, with three
-processes and tiny sizes on the CPU; and the picture of a file that is made up."""
+processes and tiny sizes on the CPU; and the picture of an invented file."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
 
 
 def test_figures(lines: list[dict[str, Any]]) -> None:
-    """Those that follow from others in the line."""
+    """Figures that follow from others in the line."""
     rows = {(row["item"], row["ranks"]): row for row in lines[1:]}
     kept = WINDOW + RECENT
     alone = sum(min(query + 1, kept) for query in range(KEYS))
@@ -107,9 +107,9 @@ def test_figures(lines: list[dict[str, Any]]) -> None:
 
 
 def test_bytes(lines: list[dict[str, Any]]) -> None:
-    """What the shapes say, whatever the number of tokens. Forward: from each other rank the key,
-    the value, score, position and bias of each candidate. Backward: from each later rank the
-    gradients of key, value and bias of each."""
+    """The bytes follow from the shapes, whatever the number of tokens. Forward: from each other
+    rank the key, value, score, position and bias of each candidate. Backward: from each later rank
+    the gradients of key, value and bias of each."""
     rows = [row for row in lines[1:] if row["item"] == "bytes"]
     assert [row["keys"] for row in rows] == [KEYS // 4, KEYS] * 2
     candidates = KV_HEADS * (WINDOW + RECENT)
@@ -126,7 +126,7 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 
 # ---- what goes wrong ----
 
-# ranks.py after a change, which is the last line but one.
+# ranks.py with one change, in the last line but one.
 CHANGED = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -150,7 +150,7 @@ def run_changed(folder: Path, change: str, *options: str) -> Done:
 
 
 def test_wrong_results_are_found(tmp_path: Path) -> None:
-    """Those of one rank; then all of them end."""
+    """One rank has wrong results; then all ranks end."""
     done = run_changed(tmp_path, "context_autograd.attend = wrong", "--only", "bytes")
     assert done.returncode == 1
     assert "ranks.py: 3 ranks and one differ by" in done.stderr
@@ -158,7 +158,7 @@ def test_wrong_results_are_found(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
-    """On devices that have room for 64 tokens, and with no time for the ring."""
+    """On devices with room for 64 tokens, and with no time for the ring."""
     change = "ranks_common.Job.fits = lambda job, keys: keys <= 64"
     items = ("--only", "strong", "ring", "longest", "--seconds", "0")
     output_of(run_changed(tmp_path, change, *items))

@@ -1,8 +1,8 @@
 """The examples of the README and of all pages of docs/ are true: each ```c block compiles and runs,
 each ```python block runs, the lines that install the library and build with it work, README_zh.md
-has the same code, links lead somewhere, and the documents' tables are current.
+has the same code, links are valid, and the documents' tables are current.
 
-A ```text block that follows an example directly is what it prints.
+A ```text block directly after an example is its output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
 
 def examples(language: str, document: str = "README.md") -> list[Example]:
-    """The blocks of one language, each with the text block that it is followed by, if any."""
+    """The blocks of one language, each with the text block that follows it, if any."""
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     found = []
@@ -91,7 +91,7 @@ def test_c(document: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_c_with_cuda(tmp_path: Path) -> None:
-    """Compiled and linked; run where there is a device."""
+    """Compile and link; run if there is a device."""
     found = [x for name in documents_with("c") for x in examples("c", name) if has_cuda(x)]
     assert found
     for example in found:
@@ -118,7 +118,7 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "README_zh.md", "CONTRIBUTING.md"])
 def test_links(document: str) -> None:
-    """Every link to a file of the project, and to a heading of a page, leads there."""
+    """Every link to a file of the project, and to a heading of a page, is valid."""
     path = ROOT / document
     text = FENCE.sub("", path.read_text(encoding="utf-8"))
     for link in LINK.findall(text):
@@ -132,7 +132,7 @@ def test_links(document: str) -> None:
 
 
 def test_installing(tmp_path: Path) -> None:
-    """The lines from `cmake --install` on, as they stand, in an empty home."""
+    """The lines from `cmake --install` on, unchanged, in an empty home."""
     (tmp_path / "example.c").write_text(examples("c")[0].code)
     (tmp_path / "build").symlink_to(LIBRARY.parent)
     lines = re.search(
@@ -175,7 +175,7 @@ def test_tables_are_current() -> None:
 
 
 def test_old_tables_are_found(tmp_path: Path) -> None:
-    """A figure that differs, and a table that tables.txt does not have."""
+    """A figure that differs, and a table that tables.txt lacks."""
     table = [ROOT / "benchmarks" / "table.py", "--check", "README.md"]
     text = (ROOT / "README.md").read_text()
     (tmp_path / "README.md").write_text(re.sub(r"\| \d+\.", "| 9999.", text, count=1))
@@ -186,7 +186,7 @@ def test_old_tables_are_found(tmp_path: Path) -> None:
     assert done.returncode == 1 and "has 0 tables none" in done.stderr
 
 
-C_EXAMPLES = {  # what each prints
+C_EXAMPLES = {  # output of each
     "train_step": ["slope by differences", "loss before the step"],
     "generate": [
         "cache 86.0 kB for any number of tokens; all keys would take 3072.0 kB",
@@ -198,7 +198,7 @@ C_EXAMPLES = {  # what each prints
 
 @pytest.mark.parametrize("name", C_EXAMPLES)
 def test_examples_in_c(name: str, tmp_path: Path) -> None:
-    """The first commands in the head of the file compile it and run it, as they stand."""
+    """The first commands in the head of the file compile it and run it, unchanged."""
     for folder in ("include", "examples"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "build").symlink_to(LIBRARY.parent)

@@ -1,4 +1,4 @@
-"""Malformed files are refused with one line and exit status 2, and outputs keep what they hold."""
+"""Malformed files are refused with one line and exit status 2, and outputs keep their content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUT = "not a safetensors file, or a truncated one"
 HUGE = b'{"x":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}'
 TWICE = b'{"x":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 
-# Changes of the one entry of a header before 8 bytes, and words of the message.
+# Changes of the only entry of a header before 8 bytes, and words of the message.
 FIELDS: list[tuple[dict[str, Any], str]] = [
     (dict(dtype=None), "'x': dtype is missing"),
     (dict(shape=None), "'x': shape is missing"),

@@ -1,4 +1,4 @@
-"""flash_dmattn.score_target_loss: scores that learn which keys get attention."""
+"""flash_dmattn.score_target_loss: scores learn which keys get attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_of_head(
     scale: float = 1 / math.sqrt(8),
     cap: float = 0.0,
 ) -> float:
-    """Of one sequence, by the definition, in float64."""
+    """The loss of one sequence by the definition, in float64."""
     length, q_heads, _ = query.shape
     group = q_heads // key.shape[1]
     targets, dt = [], []
@@ -93,7 +93,7 @@ def test_logits_are_those_of_attention(rules: dict[str, float], own: dict[str, f
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_packed_sequences(as_tensor: bool) -> None:
-    """The loss is the mean over the sequences without the empty one and the one that is too short.
+    """The loss is the mean over the sequences except the empty one and the one that is too short.
     The last tokens belong to none."""
     tensors, starts = states(4, 2), [0, 12, 12, 20, 37]
     spans = [slice(0, 12), slice(20, 37)]
@@ -169,7 +169,7 @@ def test_only_dt_proj_of_these_heads_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("rope_base", [None, 100.0])
 def test_loss_of_a_layer(rope_base: float | None) -> None:
-    """That of the tensors which the layer attends with; without heads, of those that learn."""
+    """The loss of the tensors with which the layer attends; by default of the heads that learn."""
     torch.manual_seed(3)
     rules = {"recent": 4, "sinks": 2, "softcap": 3.0, "softmax_scale": 0.7, "qk_norm": True}
     layer = DynamicMaskAttention(32, 4, 2, 8, sliding_heads=1, rope_base=rope_base, **rules)
@@ -192,7 +192,7 @@ def test_loss_of_a_layer(rope_base: float | None) -> None:
 
 @pytest.mark.parametrize("given", ["starts", "list", "padding"])
 def test_loss_of_a_layer_with_several_lengths(given: str) -> None:
-    """The loss of packed or padded sequences is the mean of their losses one by one, with rotary
+    """The loss of packed or padded sequences is the mean of their single losses, with rotary
     embedding."""
     torch.manual_seed(3)
     layer = DynamicMaskAttention(32, 4, 2, 8, recent=4, rope_base=100.0)
@@ -229,7 +229,7 @@ def test_layers_without_targets(rules: dict[str, Any]) -> None:
 
 
 def test_under_autocast() -> None:
-    """The loss is that of bfloat16 states, and dt is not computed in bfloat16."""
+    """The loss is computed from bfloat16 states, but dt is not computed in bfloat16."""
     tensors = states(4, 2)
     narrow = [one.bfloat16() for one in tensors]
     want = score_target_loss(*narrow[:2], tensors[2], weight(2), recent=5)
@@ -239,8 +239,8 @@ def test_under_autocast() -> None:
 
 
 def test_scores_learn_which_keys_later_queries_need() -> None:
-    """Of 256 keys 16 are marked in one channel of their values, and are what the second half of the
-    queries attend to. The heads learn to keep them, though random scores do not."""
+    """16 of 256 keys are marked in one channel of their values, and the second half of the queries
+    attends to them. The heads learn to keep them, though random scores do not."""
     query, key, value = (one / 3 for one in states(2, 1, 256))
     marked = torch.randperm(120, generator=torch.Generator().manual_seed(1))[:16]
     value[..., 0], key[..., 0], query[:, 128:, :, 0] = 0.0, 0.0, 8.0

@@ -1,4 +1,4 @@
-"""Against scaled_dot_product_attention: dense, causal, and under a selection as a mask."""
+"""Compare with scaled_dot_product_attention: dense, causal, and under a selection as a mask."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CASES += [(200, 400, 77, "global", False)]
 
 
 def best(score: torch.Tensor, window: int, scope: str) -> torch.Tensor:
-    """bool [batch, kv_heads, positions, kv_len]: the keys of the `window` largest scores, of each
-    prefix or of all keys. No two scores are equal."""
+    """bool [batch, kv_heads, positions, kv_len]: the keys of the `window` largest scores, among
+    each prefix or all keys. No two scores are equal."""
     kv_len = score.shape[-1]
     assert all(row.unique().numel() == kv_len for row in score.flatten(0, 1))
     ranked = torch.ones(kv_len, kv_len, dtype=torch.bool)
@@ -45,7 +45,7 @@ def test_against_sdpa(
     if window is not None:
         selection = flash_dmattn.select(score, window, scope=scope)
         mask = mask & best(score, window, scope)[:, :, -q_len:]
-    bias = score.to(dtype).float() if has_bias else None  # which a mask of this dtype holds exactly
+    bias = score.to(dtype).float() if has_bias else None  # exact in a mask of this dtype
     out, _ = flash_dmattn.attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),
         bias=bias,

@@ -84,7 +84,6 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
 
 
 def rules_for(kv_len: int, scope: str) -> list[tuple[int, int, int]]:
-    """Windows, with `recent` and `sinks`."""
     windows = [(window, sinks) for window in (1, 2, 5) for sinks in range(window + 1)]
     windows.append((ALL_KEYS, 2))
     newest = [0, 1, 3, kv_len, kv_len + 7, ALL_KEYS] if scope == "causal" else [0]
@@ -135,7 +134,7 @@ def test_gaps_equal_brute_force(pattern: str, gap: float, padding: str) -> None:
 
 def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:
     """The keys that a query keeps have the slots 0, 1, 2, ... without gaps, so that a table with a
-    row for each slot holds them. kept bool [batch, kv_heads, positions, kv_len]."""
+    row for each slot holds them. kept is bool [batch, kv_heads, positions, kv_len]."""
     none = torch.iinfo(slot.dtype).max
     found = torch.where(kept, slot[:, :, None], none).sort(-1).values
     numbers = torch.arange(slot.shape[-1], dtype=slot.dtype)
@@ -151,7 +150,7 @@ def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:
 def test_slots_under_recent_and_sinks(
     window: int, recent: int, sinks: int, pattern: str, padding: str
 ) -> None:
-    """Each query keeps the keys of the definition, under slots that are its own."""
+    """Each query keeps the keys of the definition, in slots of their own."""
     score, key_valid = make_scores(pattern), make_padding(padding)
     rules = {"recent": recent, "sinks": sinks}
     kept = evaluate.kept_keys(score, window, "causal", key_valid, **rules)

@@ -1,5 +1,5 @@
-"""examples/serve.py: tokens of a batch are those of each request alone, of dense attention where no
-key is evicted, and of the model without drafts."""
+"""examples/serve.py: a batch gives the same tokens as each request alone, as dense attention if no
+key is evicted, and as the model without drafts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serve(example: Any, server: Any, options: Any) -> Any:
 def test_dense_attention_makes_the_same_tokens(
     piece: int, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With pieces of prompts that ride in batches, and with prefills."""
+    """Pieces of prompts run inside batches, or as prefills."""
     arguments = f"{SMALL} {ON_CPU} --check --window 110 --draft 2 --piece {piece}"
     assert example.main(arguments.split()) == 0
     words = "9 of 9 requests have the same tokens as fdma"
@@ -77,7 +77,7 @@ def test_a_sequence_that_is_not_emptied_is_found(
 def test_a_batch_makes_the_tokens_of_each_request_alone(
     name: str, piece: int, example: Any
 ) -> None:
-    """Also where each sequence has a row in every step, as in a CUDA graph."""
+    """The same holds if each sequence has a row in every step, as in a CUDA graph."""
     options, servers = make(example, f"{EVICTING} {ON_CPU} --piece {piece}")
     server = servers[name]
     batched = serve(example, server, options)
@@ -99,8 +99,8 @@ def test_evicted_keys_matter(example: Any) -> None:
 
 @pytest.mark.parametrize(("draft", "layers"), [(1, 1), (4, 1), (3, 2)])
 def test_drafts_do_not_change_the_tokens(draft: int, layers: int, example: Any) -> None:
-    """Layers that are the whole model are always right; one layer, after some training, is at
-    times."""
+    """Drafts of the whole model are always right; drafts of one layer, after some training,
+    sometimes."""
     drafting = f"--draft {draft} --draft-layers {layers} --train 30"
     options, servers = make(example, f"{EVICTING} {ON_CPU} {drafting}")
     plain = serve(example, servers["fdma"], options)
@@ -184,7 +184,7 @@ def test_bad_usage(message: str, example: Any, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def fake_graphs(example: Any, monkeypatch: pytest.MonkeyPatch) -> type:
-    """Graphs that run the step again on the CPU, with the inputs that a graph would have."""
+    """Graphs that run the step again on the CPU, with the inputs of a real graph."""
     graphs = example.serve_loop.Graphs
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
@@ -211,7 +211,7 @@ def fake_graphs(example: Any, monkeypatch: pytest.MonkeyPatch) -> type:
 
 @pytest.mark.parametrize("name", ["fdma", "full", "drafts"])
 def test_inputs_of_graphs(name: str, example: Any, fake_graphs: type) -> None:
-    """Capturing leaves no trace in a cache, and a replay finds its tokens and sequences."""
+    """Capturing leaves no trace in a cache, and a replay uses its own tokens and sequences."""
     options, servers = make(example, f"{EVICTING} {ON_CPU} --draft 2 --piece 70")
     server = servers[name]
     expected = serve(example, server, options).tokens
@@ -245,7 +245,7 @@ def test_graphs_make_the_tokens_of_single_kernels(name: str, example: Any) -> No
 
 @on_device
 def test_every_kernel_of_the_full_cache(example: Any) -> None:
-    """Within rounding of float32, at lengths of their own."""
+    """Within rounding of float32, at different lengths."""
     full = example.serve_full
     new = dict(device="cuda", dtype=torch.bfloat16)
     query, keys = torch.randn(3, 1, 8, 64, **new), torch.randn(2, 3, 512, 2, 64, **new)

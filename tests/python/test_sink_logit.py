@@ -57,7 +57,7 @@ def test_dense_against_torch(backend: str) -> None:
 
 @pytest.mark.parametrize("form", ["exp", "linear", "none"])
 def test_gradcheck(form: str) -> None:
-    """Against finite differences in float64, which only the reference supports."""
+    """Compare with finite differences in float64, which only the reference supports."""
     tensors = make_tensors(40, dtype=torch.float64)
     if form == "none":
         tensors[3:5] = [tensor.detach() for tensor in tensors[3:5]]

@@ -130,7 +130,8 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_figures() -> None:
-    """Of the packed sequences by useful operations; of several other libraries the fastest."""
+    """Figures of packed sequences count useful operations; of other libraries the fastest
+    counts."""
     goal = streams_inputs.Goal("of_other", 1.25, 1.1)
     case = case_of("packed", True)._replace(goal=goal)
     times = {"fdma": [2.0, 2.0, 2.2], "one-sequence": [4.0, 5.0, 4.0]}
@@ -206,8 +207,8 @@ def test_varlen_attention(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Called as its signature wants it, and checked. SDPA of nested tensors has no causal form on
-    the CPU, and is left out with the reason."""
+    """Called with its real signature, and checked. SDPA of nested tensors has no causal form on the
+    CPU, and is left out with the reason."""
     module = SimpleNamespace(varlen_attn=varlen_attn)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     inputs = streams_inputs.Inputs(case_of("packed-dense", True), "cpu")
@@ -237,7 +238,7 @@ def test_a_wrong_peer_is_left_out(
 
 
 class Doubled(torch.autograd.Function):
-    """Its output is right, its gradient is not."""
+    """The output is right, the gradient is not."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
@@ -255,7 +256,7 @@ def with_nan(out: torch.Tensor) -> torch.Tensor:
 
 
 def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make a function of the package wrong; the cases that find it."""
+    """Make a function of the package wrong, and return the cases that find it."""
     attend, cache = flash_dmattn.flash_dma_attention, flash_dmattn.DynamicMaskCache
     packed, carried = flash_dmattn.flash_dmattn_varlen_func, cache.attend
     given = flash_dmattn.attention

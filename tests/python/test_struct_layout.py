@@ -1,6 +1,5 @@
-"""What the package reads in fdma.h is what the C compiler reads: size and fields of structs,
-enumerators, functions. Its tensors, and those of the operators, are the ones that
-src/core/signatures.c lists."""
+"""The package reads fdma.h as the C compiler does: size and fields of structs, enumerators,
+functions. Its tensors, and the operators' tensors, agree with the list in src/core/signatures.c."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 
 def fields_of(name: str) -> list[str]:
-    """The fields of a struct, by the header."""
     body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.DOTALL).group(1)
     return re.findall(r"(\w+)(?:\[\d+\])*[;,]", body)
 
@@ -100,7 +98,7 @@ def test_a_struct_has_its_size() -> None:
 
 
 class Listed(NamedTuple):
-    """A line of src/core/signatures.c, where the words are explained."""
+    """A line of src/core/signatures.c, which explains the words."""
 
     dims: str
     dtypes: str
@@ -108,7 +106,7 @@ class Listed(NamedTuple):
 
 
 def with_macros(text: str, body: str) -> str:
-    """A table of tensors in which the rows that a macro stands for are written out."""
+    """A table of tensors with the rows of its macros written out."""
     macros = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)+[^\n]*)", text))
     body = re.sub(r"(CARRIED(?:_GRADIENTS)?|PAIRS)\(\w+\)", lambda one: macros[one[1]], body)
     body = re.sub(
@@ -166,7 +164,7 @@ DIMENSIONS = {
     **dict(zip("BHIJ", _arguments.PAIR_SHAPE)),
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
-# Options for the selection, for the gradients, or for the allocation of results.
+# Options for the selection, the gradients, or the allocation of results.
 NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
 NO_FIELD |= {"wants_dbias", "wants_dbias_carried", "wants_dattn_bias"}
 
@@ -193,12 +191,12 @@ def test_the_tensors_of_a_struct(operation: str) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda one: one.name)
 def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
-    """Each has a field; tensors have the shapes, and results the dtypes, of the library's list."""
+    """Each has a field. Tensors have the shapes, and results the dtypes, of the library's list."""
     operation = operator.operation
     listed = TENSORS[operation.function]
     for name in (*operation.tensors, *operation.results):
         one = listed[_arguments.field_of(name)]
-        # of a selection that counts carried keys
+        # tensors of a selection that counts carried keys
         dimensions = {**DIMENSIONS, "j": "all_len" if name.endswith("_all") else "kv_len"}
         assert _arguments.shape_of(name) == tuple(dimensions[letter] for letter in one.dims)
         if name in operation.results:

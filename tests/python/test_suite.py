@@ -1,5 +1,5 @@
-"""benchmarks/suite.py: its lines, operations, ranges and energy, the mistakes and the slow
-calls that it finds, and its picture, with tiny sizes on the CPU."""
+"""benchmarks/suite.py: its lines, operations, ranges and energy, the mistakes and the slow calls
+that it finds, and its picture, with tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_settings(written: Path) -> None:
 
 def test_operations_counted_by_hand() -> None:
     """4 queries keep 1, 2, 2 and 2 keys, and see 1, 2, 3 and 4."""
-    products, pairs, visible, width = 2 * 2, 7, 10, 2 * 8  # of forward, a multiply-add being two
+    products, pairs, visible, width = 2 * 2, 7, 10, 2 * 8  # of forward; a multiply-add is two
     score = 2 * 4 * 8
     assert suite_calls.count_selected(FORWARD) == products * width * pairs + score == 512
     assert suite_calls.count_selected(TRAINING) == 14 * width * pairs + 3 * score == 1760
@@ -156,14 +156,14 @@ def test_operations_are_those_that_pytorch_counts(setting: Setting) -> None:
 
 
 def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a profiler sees of each call on a CUDA device."""
+    """The ranges of calls that a profiler sees on a CUDA device."""
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
     inputs = TRAINING.make_inputs("cpu", torch.float32)
     suite_calls.selected(inputs, True)()
     assert seen == []
-    inputs.device = "cuda"  # whose tensors stay on the CPU
+    inputs.device = "cuda"  # its tensors stay on the CPU
     suite_calls.selected(inputs, True)()
     assert seen == ["forward", "end", "backward", "end"]
     seen.clear()
@@ -186,7 +186,7 @@ def test_ranges_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_that_would_take_too_long(tmp_path: Path) -> None:
-    """With a limit that no call keeps, which is known from the second length on."""
+    """Every call exceeds this limit, which is known from the second length on."""
     path = tmp_path / "suite.json"
     arguments = [*TINY, "--only", "length", "--limit", "1e-7", "--out", str(path)]
     assert suite.main(arguments) == 0
@@ -235,7 +235,7 @@ def test_stated_peak(tmp_path: Path) -> None:
 def test_wrong_outputs_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Attention to one key less than it should keep."""
+    """Attention to one key too few."""
     attend = flash_dmattn.flash_dma_attention
 
     def fewer(*tensors: torch.Tensor, keep_window_size: int, **rest: Any) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_wrong_outputs_are_found(
 
 
 class FakeNvml(types.SimpleNamespace):
-    """A counter of millijoules, which calls on the device raise."""
+    """A counter of millijoules, which calls on the device increase."""
 
     class NVMLError(Exception):
         pass
@@ -316,7 +316,7 @@ def test_no_energy(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change(path: Path, new: Path, wanted: str, **factors: float) -> str:
-    """Write a copy in which the first row of this peer has fields multiplied; return its name."""
+    """Write a copy with fields of this peer's first row multiplied, and return the row's name."""
     machine, rows = read(path)
     row = next(row for row in rows if row["peer"] == wanted and "ms" in row)
     row.update({name: factor * row[name] for name, factor in factors.items()})
@@ -330,7 +330,7 @@ def compare(old: Path, new: Path, *options: str) -> int:
 
 @pytest.fixture
 def steady(written: Path, tmp_path: Path) -> Path:
-    """The run's file, without the spreads of a machine that does other work."""
+    """The run's file, without the spreads of a busy machine."""
     machine, rows = read(written)
     path = tmp_path / "steady.json"
     steady = [{**row, "spread": 0.02} if "spread" in row else row for row in rows]

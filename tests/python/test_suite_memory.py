@@ -1,4 +1,4 @@
-"""The memory of a call in benchmarks/suite.py: the most at once, and the mean over its time."""
+"""The memory of a call in benchmarks/suite.py: the maximum, and the mean over its time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_the_most_at_once() -> None:
 
 
 def test_the_mean_is_over_the_time_of_the_call() -> None:
-    """Of 10 microseconds 100 bytes are held for 8, and 50 more for 3 of them."""
+    """Over 10 microseconds 100 bytes are held for 8, and 50 more for 3 of them."""
     call = {"name": "call", "ts": 100.0, "dur": 10.0}
     trace = [event(107, -50), event(102, 100), call, event(104, 50), event(110, -100)]
     assert suite_measure.replay_memory(trace) == (150, pytest.approx((8 * 100 + 3 * 50) / 10))
-    kept = suite_measure.replay_memory([call, event(105, 60)])  # by the result
+    kept = suite_measure.replay_memory([call, event(105, 60)])  # held by the result
     assert kept == (60, pytest.approx(30))
 
 

@@ -1,4 +1,4 @@
-"""sum_order.py: products in another order have other last bits, and exact_linear() has not."""
+"""sum_order.py: other orders of products change the last bits, except with exact_linear()."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_replaced_products() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_orders(rows: int) -> None:
-    """Each seed has one of its own. In float64 all are equal within rounding."""
+    """Each seed has its own order. In float64 all are equal within rounding."""
     random = torch.Generator().manual_seed(3)
     one = torch.randn(rows, 200, generator=random)
     other = torch.randn(200, 40, generator=random)

@@ -1,4 +1,4 @@
-"""examples/tensor_parallel.py: ranks that each have some heads decode as the whole layer does."""
+"""examples/tensor_parallel.py: ranks with some heads each decode the same as the whole layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_ranks(ranks: int) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results_and_cache(ranks: int) -> None:
-    # gloo writes to standard output, too, at times in the middle of a line.
+    # gloo writes to standard output too, sometimes in the middle of a line.
     line = r"rank (\d) of \d: (\d) kv heads, a cache of (\d+) bytes, \D* ([\d.]+(?:e-\d+)?)"
     found = list(re.finditer(line, run_ranks(ranks)))
     assert sorted(int(one[1]) for one in found) == list(range(ranks))

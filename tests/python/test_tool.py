@@ -99,7 +99,7 @@ def test_bad_usage(arguments: str, tmp_path: Path) -> None:
 
 
 def test_info_names_kernels_and_choices() -> None:
-    """What would run comes first, and is marked in the list of all kernels."""
+    """The kernel that would run comes first, and is marked in the list of all kernels."""
     done = run_tool("info")
     assert done.returncode == 0
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -134,7 +134,7 @@ def test_output_replaces_and_leaves_no_temporary(example: Path, tmp_path: Path) 
 
 
 def test_output_to_a_pipe(example: Path) -> None:
-    """The pipe gets the tensors alone; the report goes to stderr."""
+    """The pipe gets only the tensors; the report goes to stderr."""
     done = subprocess.run(
         [TOOL, "attend", example, "--window", "4", "--json", "--out", "/dev/stdout"],
         capture_output=True,
@@ -154,7 +154,7 @@ def test_output_to_a_fifo(example: Path, tmp_path: Path) -> None:
 
 
 def test_output_through_a_dangling_link(example: Path, tmp_path: Path) -> None:
-    """The file that the links point to is created; the links stay."""
+    """The file at the end of the links is created; the links stay."""
     folder, middle, link = tmp_path / "folder", tmp_path / "middle", tmp_path / "link"
     folder.mkdir()
     middle.symlink_to("folder/out.safetensors")
@@ -194,7 +194,7 @@ def test_hostile_path_in_reports(tmp_path: Path) -> None:
 
 
 def run_on_terminal(*arguments: str) -> tuple[str, str]:
-    """Runs `fdma` with stderr on a terminal; returns stdout and what the terminal received."""
+    """Run `fdma` with stderr on a terminal; return stdout and the terminal's text."""
     terminal, end = pty.openpty()
     done = subprocess.run([TOOL, *arguments], stdout=subprocess.PIPE, stderr=end, text=True)
     os.close(end)
@@ -231,14 +231,14 @@ def test_check_reports_every_kernel() -> None:
 
 
 def heed_signals() -> None:
-    """Which a shell's background jobs ignore."""
+    """A shell's background jobs ignore these signals; heed them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_check_reports_as_it_goes(number: signal.Signals) -> None:
-    """Also into a pipe; and a signal ends it with the results so far."""
+    """It also reports into a pipe, and a signal ends it with the results so far."""
     arguments = [TOOL, "check", "padding", "--kernel", "cpu/scalar"]
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
@@ -292,7 +292,7 @@ def test_info_as_json() -> None:
 
 
 def test_check_takes_each_case_in_one_dtype() -> None:
-    """In turn, so that some case has each dtype."""
+    """Dtypes alternate, so that each dtype has some case."""
     counted = {}
     for option in ((), ("--one-dtype",)):
         arguments = ("check", "padding/", "--kernel", "reference", *option)
@@ -395,7 +395,7 @@ def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_interrupted_bench_keeps_its_rows(tmp_path: Path, number: signal.Signals) -> None:
-    """The file takes the place of the old one with its first row, and is valid from then on."""
+    """The file replaces the old one with its first row, and is valid from then on."""
     path = tmp_path / "bench.json"
     path.write_text("old")
     arguments = [TOOL, "bench", "score/", "--json", path]

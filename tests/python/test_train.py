@@ -11,7 +11,7 @@ from typing import Callable
 import pytest
 from programs import ROOT, output_of, python
 
-# A small model, because the command line and the loop are tested here.
+# A small model, because these tests are for the command line and the loop.
 SMALL = ["--length", "96", "--window", "16", "--width", "64", "--layers", "2", "--batch", "2"]
 
 Run = Callable[..., int]
@@ -27,7 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def run(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the example in an empty folder; returns its exit status."""
+    """Run the example in an empty folder, and return its exit status."""
 
     def run_in_process(*arguments: str) -> int:
         monkeypatch.chdir(tmp_path)
@@ -42,7 +42,8 @@ def run(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both curves are in one file and one picture; held-out losses fall from that of guessing."""
+    """Both curves are in one file and one picture. Held-out losses fall below the loss of
+    guessing."""
     files = ["--json", "curves.json", "--picture", "curves.svg", "--device", "cpu"]
     for form in ([], ["--dense"]):
         assert run("--steps", "3", *SMALL, *files, *form) == 0
@@ -63,7 +64,6 @@ def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def said(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the program says that it is doing."""
     words: list[str] = []
     monkeypatch.setattr(example.program, "doing", words.append)
     return words

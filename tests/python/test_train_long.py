@@ -1,5 +1,5 @@
-"""examples/train_long.py: its losses and gradients do not depend on the number of ranks, and are
-those of a plain loop over whole sequences."""
+"""examples/train_long.py: its losses and gradients do not depend on the number of ranks, and equal
+a plain loop over whole sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = re.compile(
     r"step (\d+): loss ([\d.]+) bits per byte, gradient norm ([\d.]+), (\d+) tokens/s, "
     r"memory ([\d ]+) MiB"
 )
-DIGITS = 1e-6  # what a printed number is rounded to
+DIGITS = 1e-6  # rounding of a printed number
 
 
 class Printed(NamedTuple):
@@ -36,7 +36,7 @@ class Printed(NamedTuple):
 
 
 def run(ranks: int, *options: str | Path) -> Printed:
-    """What the program prints: with one rank as a plain program, with more under torchrun."""
+    """The output of the program: with one rank as a plain program, with more under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     alone = {"RANK": None, "WORLD_SIZE": None, "OMP_NUM_THREADS": "1"}
     done = python(*(launcher if ranks > 1 else ()), PROGRAM, *options, env=alone, timeout=120)
@@ -76,7 +76,7 @@ def train_plainly(train_text: ModuleType, rounding: float, seed: int) -> torch.T
     generator, found = torch.Generator().manual_seed(SEED), []
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            # The first steps of the linear rise, times half a cosine from 1 to LAST_RATE.
+            # The first steps of the linear warm-up, times half a cosine from 1 to LAST_RATE.
             fall = (1 + torch.cos(torch.tensor(step / STEPS * torch.pi, dtype=torch.float64))) / 2
             fall = train_text.LAST_RATE + (1 - train_text.LAST_RATE) * fall.item()
             group["lr"] = train_text.PEAK_RATE * (step + 1) / train_text.WARM_UP * fall
@@ -91,9 +91,9 @@ def train_plainly(train_text: ModuleType, rounding: float, seed: int) -> torch.T
 
 
 def test_any_number_of_ranks_trains_alike(examples: tuple[ModuleType, ModuleType]) -> None:
-    """97 bytes are 49 and 48, or 33, 32 and 32, on 2 and 3 ranks. What is allowed is twice what
-    errors of one rounding in each parameter make of the results of the plain loop, the rounding of
-    printed numbers, and that of four float32 operations on a result: both programs add up and then
+    """97 bytes are 49 and 48, or 33, 32 and 32, on 2 and 3 ranks. The tolerance is twice the effect
+    of one rounding error in each parameter on the plain loop's results, plus the rounding of
+    printed numbers and of four float32 operations on a result: both programs add up and then
     divide."""
     want = train_plainly(examples[1], 0.0, 0)
     others = torch.stack([train_plainly(examples[1], 2.0**-23, seed) for seed in range(4)])
@@ -112,7 +112,7 @@ def test_any_number_of_ranks_trains_alike(examples: tuple[ModuleType, ModuleType
 
 
 def test_it_learns() -> None:
-    """From Python's documentation, without a file. Guessing costs 8 bits per byte."""
+    """It trains on Python's documentation, without a file. Guessing costs 8 bits per byte."""
     found = run(2, "--length", "256", *SMALL[2:-6], "--steps", "12", "--device", "cpu")
     assert 7.5 < found.losses[0] < 8.5
     assert sum(found.losses[-3:]) / 3 < found.losses[0] - 0.2

@@ -1,4 +1,4 @@
-"""flash_dmattn.transformers: models of transformers give the numbers of its eager attention."""
+"""flash_dmattn.transformers: models of transformers have the results of its eager attention."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_logits(name: str, left: int, right: int) -> None:
 def test_gradients(name: str) -> None:
     pair = make_models(name)
     tokens, mask = make_tokens(), padding(9, 5)
-    # a query that is padding sees no key: eager attention then takes the mean of all values
+    # a padding query sees no key: eager attention then takes the mean of all values
     is_predicted = mask.bool() & mask.roll(1, 1).bool()
     labels = tokens.masked_fill(~is_predicted, -100)
     for model in pair:
         model.train()
         model(tokens, attention_mask=mask, labels=labels).loss.backward()
     for (parameter_name, found), wanted in zip(pair[1].named_parameters(), pair[0].parameters()):
-        if wanted.grad is None:  # of a layer that keeps all keys equally
+        if wanted.grad is None:  # a layer keeps all keys equally
             assert found.grad is None or found.grad.abs().max() == 0, parameter_name
             continue
         assert_near(found.grad, wanted.grad)
@@ -93,7 +93,7 @@ def test_packed(name: str) -> None:
 @pytest.mark.parametrize("begins", [(5, 5), (0, 1), (4, 100)])
 @pytest.mark.usefixtures("decided")
 def test_positions_that_begin_anew(name: str, begins: tuple[int, int], use_cache: bool) -> None:
-    """Sequences are packed where transformers says so: at any jump, without a cache."""
+    """transformers defines where sequences are packed: at any jump, without a cache."""
     eager, selected = make_separate(name)
     positions = torch.cat([torch.arange(20) + begin for begin in begins])[None]
     given = {"position_ids": positions, "use_cache": use_cache}
@@ -118,7 +118,7 @@ def test_generated_tokens(name: str, cache: str | None) -> None:
 
 
 def test_saved_models(tmp_path: Path) -> None:
-    """from_pretrained() takes the implementation, too."""
+    """from_pretrained() accepts the implementation too."""
     eager, _ = make_models("doge with biases")
     eager.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -145,7 +145,7 @@ def test_checkpointed(name: str) -> None:
 
 
 def test_other_implementations_stay() -> None:
-    """The layers that replace Doge's compute as before with any other implementation."""
+    """The layers that replace Doge's compute the same as before with any other implementation."""
     eager, _ = make_models("doge")
     assert type(eager.model.layers[0].self_attn) is ours.DogeAttention
     plain = ours.StockDogeAttention(eager.config, 0).eval()
@@ -175,7 +175,7 @@ def test_probabilities_of_eager_attention_are_recorded() -> None:
 
 
 def test_a_model_made_before_registering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own mask would let queries see the keys after them."""
+    """Its own mask would let queries see later keys."""
     monkeypatch.setattr(modeling_doge, "DogeAttention", ours.StockDogeAttention)
     config = copy.deepcopy(CONFIGS["doge"])
     config._attn_implementation = "dynamic_mask"
@@ -205,7 +205,7 @@ def test_nothing_grows_with_the_square_of_the_length() -> None:
 
 
 def test_a_model_with_rules_of_its_own() -> None:
-    """Which are a mask for each query and key."""
+    """Its rules are a mask of pairs of a query and a key."""
     eager, selected = make_models("llama")
     tokens = make_tokens()
     mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
@@ -239,9 +239,9 @@ def test_the_package_does_not_import_transformers() -> None:
 @pytest.mark.parametrize("name", ["doge", "doge with biases", "llama", "mistral"])
 @pytest.mark.parametrize("left", [0, 20])
 def test_bfloat16(left: int, name: str) -> None:
-    """Logits, and the gradient of all parameters, are no further from those in float32 than twice
-    what eager's are, and a rounding. (Of parameters of two numbers, such as A, either may be the
-    nearer one by chance: keys whose scores are close change places.)"""
+    """Errors of logits, and of the gradient of all parameters, relative to float32 are at most
+    twice eager's errors, plus a rounding. (For parameters of two numbers, such as A, either may be
+    nearer by chance: keys with close scores change places.)"""
     models = make_models(name)
     for parameter_name, parameter in models[0].named_parameters():
         if parameter_name.endswith(("dt_proj.weight", "v_proj.weight")):  # scores that differ
@@ -275,7 +275,7 @@ def test_experts() -> None:
 
 @pytest.mark.parametrize("name", ["doge", "doge with biases"])
 def test_the_layer_of_this_package_is_that_of_doge(name: str) -> None:
-    """DynamicMaskAttention has the parameters of Doge's layer, and its results."""
+    """DynamicMaskAttention has the parameters and results of Doge's layer."""
     eager, _ = make_models(name)
     config, stock = eager.config, eager.model.layers[0].self_attn
     layer = flash_dmattn.DynamicMaskAttention(

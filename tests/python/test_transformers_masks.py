@@ -1,4 +1,4 @@
-"""What a mask of transformers says, and the arguments of attention() that it becomes."""
+"""Masks of transformers, and the arguments of attention() that they become."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flash_dmattn import functional, transformers_masks  # noqa: E402
 __all__ = ["registered"]  # a fixture
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-PAIRS = ("attn_mask", "attn_bias")  # of numbers for each query and key
+PAIRS = ("attn_mask", "attn_bias")  # with numbers for each query and key
 ENDS = [0, 30, 31, LENGTH]
 POSITIONS = torch.cat([torch.arange(b - a) for a, b in zip(ENDS, ENDS[1:])])[None]
 
 
 def options_of(model: Any, *given: Any, **more: Any) -> list[dict[str, Any]]:
-    """What each layer gives attention(), without what is None."""
+    """The arguments of each layer for attention(), except None."""
     with mock.patch.object(functional, "attention", wraps=functional.attention) as watched:
         with torch.no_grad():
             model(*given, **more)
@@ -41,7 +41,7 @@ def options_of(model: Any, *given: Any, **more: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name, windows", [("llama", ()), ("mistral", (0, 1)), ("gemma", (0,))])
 def test_no_mask_of_pairs(name: str, windows: tuple[int, ...], padded: bool) -> None:
-    """Causal masks, sliding windows, padding and packed sequences go without one."""
+    """Causal masks, sliding windows, padding and packed sequences need no mask of pairs."""
     _, selected = make_models(name)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, : 9 * padded] = 0
@@ -91,7 +91,7 @@ def test_packed_sequences_in_several_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma"])
 def test_padding_in_the_middle_of_a_window(name: str) -> None:
-    """It has its place in the window, which then holds fewer keys."""
+    """Padding takes up places in the window, which then holds fewer keys."""
     eager, selected = make_models(name)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[:, 40:55] = 0
@@ -134,7 +134,7 @@ def test_masks_of_the_model_beside_a_position_bias() -> None:
 def eager_attention_forward(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, slopes: Any = None, **_: Any
 ) -> None:
-    """What a layer of this file says that transformers' eager attention takes."""
+    """A stand-in for transformers' eager attention, with the arguments that it takes."""
 
 
 class Layer(torch.nn.Module):
@@ -142,7 +142,7 @@ class Layer(torch.nn.Module):
 
 
 def test_unknown_arguments() -> None:
-    """Those that eager attention takes are refused, and those that it ignores are ignored."""
+    """Arguments that eager attention takes are refused, those that it ignores are ignored."""
     rows = torch.randn(3, 2, 4, 10, 16)
     wanted, _ = ours.attend(Layer(), *rows, None)
     found, _ = ours.attend(Layer(), *rows, None, slopes=None, use_cache=True, indices=rows)
@@ -154,7 +154,7 @@ def test_unknown_arguments() -> None:
 
 
 def test_sinks_of_queries() -> None:
-    """One for each query, or the same for all queries of a head."""
+    """One sink for each query, or the same for all queries of a head."""
     query, key, value = torch.randn(3, 2, 4, 10, 16)
     sinks = torch.randn(4)
     wanted, _ = ours.attend(Layer(), query, key, value, None, s_aux=sinks)
@@ -173,8 +173,8 @@ def test_heads_of_other_sizes() -> None:
 
 @pytest.mark.parametrize("name, count, left", [("llama", 1, 3), ("mistral", 2, 0)])
 def test_static_caches_compile_once(name: str, count: int, left: int) -> None:
-    """generate() compiles one graph for single tokens, and none more as the length grows, but for a
-    second one of transformers' cache of a sliding window."""
+    """generate() compiles one graph for single tokens, and no more as the length grows, except a
+    second one for transformers' cache of a sliding window."""
     _, selected = make_models(name)
     graphs = []
 

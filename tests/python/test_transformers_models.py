@@ -1,8 +1,7 @@
-"""Models of all types that transformers has: with our attention they give what they give with
-eager attention, or they are refused when they are made.
+"""Models of all types in transformers: with our attention they have the same results as with eager
+attention, or are refused when they are made.
 
-FDMA_FULL=1 takes all types; otherwise those whose attention has something of its own are taken, and
-a few others.
+FDMA_FULL=1 takes all types; otherwise types with special attention are taken, and a few others.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from doge_models import registered  # noqa: E402
 
 __all__ = ["registered"]  # a fixture
 
-# They compute their attention in code of their own, or some of their layers do.
+# These models, or some of their layers, compute attention in their own code.
 REFUSED = """
 big_bird bigbird_pegasus bloom canine convbert cpmant data2vec-vision deberta deberta-v2 falcon
 fastspeech2_conformer flaubert fsmt gpt_neox_japanese ibert imagegpt led longformer
@@ -30,7 +29,7 @@ megatron-bert mobilevit mpnet mpt mra mvp nystromformer openai-gpt rembert rofor
 sam_hq_vision_model sam_vision_model sew-d squeezebert swiftformer tapas visual_bert vitdet vits
 wavlm xglm xlm yoso
 """.split()
-# They have convolutions, recurrences or Fourier transforms in place of attention.
+# These have convolutions, recurrences or Fourier transforms in place of attention.
 WITHOUT_ATTENTION = """
 bit dinov3_convnext falcon_mamba fnet focalnet mamba mobilenet_v1 mobilenet_v2 poolformer regnet
 resnet textnet
@@ -90,7 +89,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 class OwnModel(transformers.LlamaForCausalLM):
-    """A model of a user, in whose file the attention is not."""
+    """A user's model; its file does not contain the attention."""
 
 
 def test_models_of_a_user() -> None:

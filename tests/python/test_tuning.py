@@ -1,4 +1,4 @@
-"""tune() and load_tuning(): what they measure and keep, what calls make of it, what is refused."""
+"""tune() and load_tuning(): measurements, files, their effect on calls, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines() -> list[str]:
 
 
 def write(path: Path, *entries: str) -> Path:
-    """A file of this machine with these entries."""
+    """Write a file of this machine with these entries."""
     _library.check(_library.library.fdma_tuning_save(os.fsencode(path)))
     path.write_text(path.read_text() + "".join(f"{entry}\n" for entry in entries))
     return path

@@ -1,5 +1,5 @@
-"""The programs that compare every stage with its definition: faults that they find, by stage; what
-they print and write; their exit status, on the CPU."""
+"""The programs that compare every stage with its definition: the planted faults that they find, by
+stage; their output and files; their exit status, on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from programs import assert_refused, help_of
 EQUIVALENCE = (forward_equivalence, backward_equivalence, grad_equivalence)
 CPU = ["--device", "cpu"]
 FLOAT32 = [*CPU, "--dtype", "float32"]
-# Together they have every gradient and every stage.
+# Together they cover every gradient and every stage.
 SMALL = (
     Case("small", q_len=20, kv_len=30, window=6, has_dt_bias=True, head_dim=16),
     Case("small/sink", q_len=20, kv_len=30, window=6, has_sink_logit=True, head_dim=16),
@@ -61,7 +61,7 @@ def test_equivalence(
 
 
 class LeakGradient(torch.autograd.Function):
-    """The same numbers, with gradients that are not 0 where they have to be."""
+    """The same numbers, with gradients that are not 0 where they must be."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_wrong_results_are_found(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first tensor that is wrong is that of the stage which has the fault."""
+    """The first wrong tensor belongs to the stage with the fault."""
     function = getattr(flash_dmattn, name)
 
     def wrong(*tensors: Any, **options: Any) -> Any:
@@ -277,13 +277,13 @@ def test_json(small: None, tmp_path: Path) -> None:
 
 
 def test_names_of_cases() -> None:
-    """A name is that of one case, and fits in its column."""
+    """A name belongs to one case, and fits in its column."""
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) and max(map(len, names)) <= 60
 
 
 def test_lines_of_cases(small: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """--verbose has a line for each comparison, --cases some of the cases."""
+    """--verbose has a line for each comparison, --cases selects cases."""
     assert backward_equivalence.main([*FLOAT32, "--verbose", "--cases", "small/pairs"]) == 0
     header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert header.split() == ["case", "dtype", "tensor", "error", "plain", "allowed"]

@@ -1,5 +1,5 @@
-"""The oldest Python, PyTorch, CMake and CUDA: every file names the same, and older ones are
-refused with a message or, for Python, do not appear in the sources of the package."""
+"""The oldest Python, PyTorch, CMake and CUDA: every file names the same versions. Older ones are
+refused with a message. The package's sources use nothing that the oldest Python lacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from programs import ROOT, python
 
 PACKAGE = sorted((ROOT / "python").glob("*/*.py"))
 OLDEST_PYTHON = (3, 8)
-# What Python 3.8 lacks: items of built-in types, and these methods and functions. dict.update() is
-# there, but torch.compile of PyTorch 2.4 does not trace it.
+# Python 3.8 lacks items of built-in types, and these methods and functions. It has dict.update(),
+# but torch.compile of PyTorch 2.4 does not trace it.
 BUILT_IN = {"dict", "frozenset", "list", "set", "tuple", "type"}
 LACKING = {"is_relative_to", "removeprefix", "removesuffix"}
 LACKING |= {"ast.unparse", "functools.cache", "itertools.pairwise", "math.lcm"}
@@ -27,7 +27,7 @@ def find(path: str, pattern: str) -> str:
 
 
 def oldest(program: str) -> str:
-    """What the table of docs/install.md has."""
+    """The version in the table of docs/install.md."""
     return find("docs/install.md", rf"(?m)^\| {program} \| ([\d.]+) \|")
 
 
@@ -67,7 +67,7 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def newer_than_oldest(source: str) -> list[str]:
-    """What of the source Python 3.8 does not run, or PyTorch 2.4 does not compile."""
+    """Parts of the source that Python 3.8 cannot run, or PyTorch 2.4 cannot compile."""
     tree = ast.parse(source, feature_version=OLDEST_PYTHON)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     abstract = {x.name for one in imports if one.module == "collections.abc" for x in one.names}

@@ -1,4 +1,4 @@
-"""Installing: a wheel is built without torch, holds the package with the library in it, and works
+"""Installing: a wheel is built without torch, contains the package with the library, and works
 unpacked; an editable install finds the library."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from flash_dmattn import _library
 from programs import ROOT, output_of, python, run
 
-# The extension module is built where Python's headers are.
+# The extension module is built if Python's headers exist.
 HAS_HEADERS = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 PROGRAM = f"""
 import torch, flash_dma, flash_dma_cuda, flash_dmattn
@@ -31,7 +31,7 @@ PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index")
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy the files that pip reads; their folder."""
+    """Copy the files that pip reads, and return their folder."""
     source = folder / "source"
     source.mkdir()
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
@@ -52,7 +52,7 @@ def make_wheel(folder: Path, **env: str | None) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From the sources, without optimisation, which takes a fraction of the time."""
+    """A wheel from the sources, without optimisation, which takes a fraction of the time."""
     env = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
     return make_wheel(tmp_path_factory.mktemp("wheel"), **env)
 

@@ -1,4 +1,4 @@
-"""workspace_bytes(): a bound for every call within the limits, and not far above them."""
+"""workspace_bytes(): a bound for every call within the limits, not far above them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from flash_dmattn import DynamicMaskOptions, _call, _library, workspace
 from programs import Seen
 
-# The CPU and, as meta tensors need none of its memory, a device, even an emulated one.
+# The CPU and, because meta tensors need no device memory, a device, even an emulated one.
 INDICES = [-1, 0] if _library.library.fdma_device_count() > 1 else [-1]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -85,7 +85,6 @@ def bytes_of(
     options: DynamicMaskOptions,
     call: dict[str, Any],
 ) -> int:
-    """What one call of this shape needs."""
     needed = _call.Workspaces(index)
     workspace._ask(needed, shape, tensors, {**call, "options": options})
     return needed.most
@@ -111,7 +110,7 @@ def test_no_call_within_the_limits_needs_more(
 
 
 def test_shorter_calls_that_need_more_than_longer_ones(set_threads: Callable[[int], None]) -> None:
-    """On a CPU with AVX-512 3131 keys are cut into more tiles than 3216 are."""
+    """On a CPU with AVX-512 3131 keys are cut into more tiles than 3216 keys."""
     set_threads(64)
     tensors = make_tensors((2, 2), 64, torch.bfloat16, is_learning=False)
     options = DynamicMaskOptions(64, max_sequence_length=3216, max_batch_size=1)
@@ -133,7 +132,7 @@ def test_the_longest_call_needs_most_of_it(causal: bool, index: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_real_calls(dtype: torch.dtype, seen: list[Seen]) -> None:
-    """What calls and their gradients take, of many lengths, from the allocator."""
+    """The memory that calls and gradients of many lengths take from the allocator."""
     longest = 120
     options = DynamicMaskOptions(30, max_sequence_length=longest, max_batch_size=1)
     tensors = make_tensors((4, 2), 16, dtype, "cpu", longest)

@@ -1,5 +1,5 @@
-"""Every argument of every public callable, given something else: each call is refused, with the
-name of the argument and what is wanted, or is legal."""
+"""Every argument of every public callable, replaced by something else: each call is legal, or is
+refused with the name of the argument and what is wanted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import wrong_calls
 from flash_dmattn import distributed
 from wrong_calls import Call, wrong_values
 
-# Arguments that may be something else than their annotation says.
+# Arguments that may differ from their annotation.
 UNUSED = {"None", "text", "a list", "an ndarray", "a number"}
 LEGAL = {
     # Part of flash-attn's order, but not needed here.
@@ -23,13 +23,13 @@ LEGAL = {
     ("flash_dmattn_varlen_func with scores", "max_seqlen_q"): UNUSED,
     ("flash_dmattn_varlen_func with scores", "max_seqlen_k"): UNUSED,
     ("flash_dmattn_varlen_qkvpacked_func", "max_seqlen"): UNUSED,
-    # Not looked at without dt_proj.
+    # Not read without dt_proj.
     ("flash_dmattn_varlen_func", "keep_window_size"): UNUSED,
     ("flash_dmattn_varlen_func", "recent"): UNUSED,
     ("flash_dmattn_varlen_func", "sinks"): UNUSED,
     ("flash_dmattn_varlen_func", "bias_form"): UNUSED,
     ("flash_dmattn_varlen_func", "scope"): UNUSED,
-    # Says how the selection was made.
+    # Describes how the selection was made.
     ("Selection", "gap"): UNUSED,
     # A mask of 1.0 and 0.0.
     ("mask_lists", "attn_mask"): {"another dtype"},
@@ -45,7 +45,7 @@ LEGAL = {
     ("MultiheadAttention.forward", "need_weights"): {"None"},
     ("MultiheadAttention.forward", "average_attn_weights"): {"None"},
     ("MultiheadAttention.forward", "is_causal"): {"None"},
-    # Any tensor has tokens.
+    # Every tensor has tokens.
     ("split_sequence", "tensor"): {"another rank", "another dtype", "another device"},
     ("gather_sequence", "tensor"): {"another rank", "another dtype"},
     # The name of a new file.
@@ -67,7 +67,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """tune() may write a file; no tuning is left."""
+    """tune() may write a file. No tuning is left."""
     monkeypatch.chdir(tmp_path)
     yield
     flash_dmattn.load_tuning(None)
@@ -87,7 +87,7 @@ def is_legal(name: str, argument: str, annotation: str, kind: str) -> bool:
 
 
 def fault_of(name: str, argument: str, value: object, may_pass: bool) -> str | None:
-    """What is wrong with how the call of this name takes this value of an argument."""
+    """The fault in the call's answer to this value of an argument; None if it is right."""
     call = CALLS[name]
     errors = OF_TORCH if name == "MultiheadAttention.forward" else ERRORS
     try:
@@ -131,7 +131,7 @@ def test_what_is_legal(name: str, argument: str) -> None:
 
 
 def public_methods(of: type) -> set[str]:
-    """Its own, with the class itself."""
+    """The public methods of a class, with the class itself."""
     own = (name for name, one in vars(of).items() if callable(one) and not name.startswith("_"))
     return {of.__name__, *(f"{of.__name__}.{name}" for name in own if name != "extra_repr")}
 

@@ -19,14 +19,14 @@ EXAMPLE = ROOT / "examples" / "data" / "minilm.safetensors"
 
 
 def run_tool(*arguments: str | Path, **options: Any) -> Done:
-    """Runs `fdma` with the arguments; asserts that it did not crash."""
+    """Run `fdma` with the arguments; assert that it did not crash."""
     done = run(TOOL, *arguments, **options)
     assert done.returncode in (0, 1, 2), f"exit {done.returncode}: {done.stderr}"
     return done
 
 
 def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
-    """Runs `fdma`, which must fail with `code` and one line on stderr; returns the line."""
+    """Run `fdma`, which must fail with `code` and one line on stderr; return the line."""
     done = run_tool(*arguments, **options)
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -35,7 +35,7 @@ def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
 
 
 def attend_json(*arguments: str | Path) -> dict[str, Any]:
-    """Runs `fdma attend --json`, which must succeed; returns the object that it prints."""
+    """Run `fdma attend --json`, which must succeed; return the object that it prints."""
     done = run_tool("attend", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -45,7 +45,7 @@ def attend_json(*arguments: str | Path) -> dict[str, Any]:
 def attend_tensors(
     folder: Path, tensors: dict[str, np.ndarray], *arguments: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The report and the outputs of `fdma attend` on a file of these tensors."""
+    """The report and the outputs of `fdma attend` for a file of these tensors."""
     path, out_path = folder / "in.safetensors", folder / "out.safetensors"
     save_file(tensors, path)
     report = attend_json(path, *arguments, "--out", out_path)

@@ -1,4 +1,4 @@
-"""A valid call of every public callable, and what can be wrong with each of its arguments."""
+"""A valid call of every public callable, and wrong values for each of its arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HIDDEN = 64  # 4 heads of 16
 
 
 class Call(NamedTuple):
-    """A function, and arguments that it takes."""
+    """A function, and valid arguments for it."""
 
     function: Callable[..., Any]
     given: dict[str, Any]
-    signature: Callable[..., Any] | None = None  # what has the arguments' names, if not function
+    signature: Callable[..., Any] | None = None  # has the arguments' names, if function has not
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         found = inspect.signature(self.signature or self.function).parameters
@@ -134,7 +134,7 @@ def attending() -> dict[str, Call]:
 
 
 def packed_rows(packed: dict[str, Any]) -> dict[str, Call]:
-    """Functions of query, key and value in one tensor."""
+    """Functions that take query, key and value in one tensor."""
     package = flash_dmattn
     q, k, starts = packed["q"], packed["k"], packed["cu_seqlens_q"]
     sizes = {name: packed[name] for name in packed if name not in ("q", "k", "v")}
@@ -157,7 +157,7 @@ def packed_rows(packed: dict[str, Any]) -> dict[str, Call]:
 
 
 def records() -> dict[str, Call]:
-    """Records are checked by the functions that take them."""
+    """Records, which are checked by the functions that take them."""
     package = flash_dmattn
     selection = package.select(randn(1, 2, 6), 3)._asdict()
     cache = new_cache().keys._asdict()
@@ -257,7 +257,7 @@ def layers() -> dict[str, Call]:
 
 
 def ranks() -> dict[str, Call]:
-    """Functions that need a process group, which has one rank."""
+    """Functions that need a process group; it has one rank."""
     given = {**rows(), **weights(), "key_valid": keys()["key_valid"], "sink_logit": randn(4)}
     dense = {**rows(), "key_valid": keys()["key_valid"], "sink_logit": randn(4)}
     of_ranks = distributed.context_parallel_attention
@@ -272,7 +272,7 @@ def ranks() -> dict[str, Call]:
 
 
 def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an argument is given in place of `value`, and its name."""
+    """Replacements for `value`, each with a name."""
     yield "None", None
     yield "text", "text"
     yield "a list", [1.5]

@@ -13,7 +13,8 @@ __all__ = ["flash_dynamic_mask_attention_forward"]
 
 
 def _dtype_of(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
-    """What float32 states are cast to: the dtype of autocast or of the layer's projections."""
+    """The dtype to which float32 states are cast: autocast's, or the dtype of the layer's
+    projections."""
     if query.dtype != torch.float32:
         return None
     device = query.device.type
@@ -39,17 +40,17 @@ def flash_dynamic_mask_attention_forward(
     """Attention of a layer under a mask and a bias, over the window_size keys of largest bias.
 
     Args:
-        module: the layer. Its is_causal counts unless it is given; so does its keep_window_size,
-            if it has one, in place of window_size.
+        module: the layer. Its is_causal is used if the argument is not given. Its keep_window_size,
+            if it has one, is used in place of window_size.
         query: [batch, heads, query_len, head_dim].
         key: [batch, kv_heads, key_len, head_dim].
         value: like key.
         attention_mask: optional [batch, key_len], bool or integers, 0 for padding; or bool
             [batch or 1, heads or kv_heads or 1, query_len or 1, key_len].
-        attention_bias: optional, with axes as the latter, or [batch, kv_heads, key_len].
+        attention_bias: optional, with the axes of such a mask, or [batch, kv_heads, key_len].
         scaling: multiplies <query, key>; None for 1 / sqrt(head_dim).
-        window_size: keys that a query keeps: those of largest bias that the mask allows, whether or
-            not a causal query sees them. None for all.
+        window_size: a query keeps so many keys of largest bias among those that the mask allows,
+            whether or not a causal query sees them. None for all.
         softcap: as in attention(); None for 0.
         kwargs: is_causal, keep_window_size (another name of window_size), scale (of scaling),
             dropout, deterministic, cu_seq_lens_q (where packed sequences begin), position_ids (of

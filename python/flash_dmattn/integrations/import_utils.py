@@ -8,6 +8,6 @@ __all__ = ["is_flash_dmattn_available"]
 
 
 def is_flash_dmattn_available() -> bool:
-    """Whether there is a CUDA device, and the library has kernels for it, as in flash-dmattn. The
+    """True if there is a CUDA device and the library has kernels for it, as in flash-dmattn. The
     functions take CPU tensors on every machine."""
     return "cuda" in _library.backends()

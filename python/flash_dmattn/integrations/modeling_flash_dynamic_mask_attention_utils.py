@@ -19,7 +19,7 @@ def fdma_peft_integration_check(
     bias: torch.Tensor | None = None,
     target_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """The tensors in target_dtype, if it is given and q is float32."""
+    """The tensors, cast to target_dtype if it is given and q is float32."""
     tensors = (q, k, v, bias)
     if target_dtype is None or q.dtype != torch.float32:
         return tensors
@@ -29,8 +29,8 @@ def fdma_peft_integration_check(
 def _starts_of(
     position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """`starts` of attention(): cu_seq_lens_q, or where position_ids [1, length] are 0; None if they
-    are so only once."""
+    """`starts` of attention(): cu_seq_lens_q, or the places where position_ids [1, length] are 0;
+    None if there is only one such place."""
     if cu_seq_lens_q is not None:
         return cu_seq_lens_q.to(torch.int32)
     if position_ids is None or position_ids.numel() != length:

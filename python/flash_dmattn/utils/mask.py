@@ -1,6 +1,6 @@
-"""Masks of the keys of largest bias, under the names that flash-dmattn has for them.
+"""Masks of the keys of largest bias, under flash-dmattn's names.
 
-Where a bias is of keys, not of pairs, flash_dmattn.flash_dma_attention() selects without a mask.
+If a bias belongs to keys, not to pairs, flash_dmattn.flash_dma_attention() selects without a mask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["create_mask", "dynamic_mask"]
 
 
 def _of_blocks(mask: torch.Tensor, size: int) -> torch.Tensor:
-    """`mask` with all keys of a block kept if more than half of them are, and otherwise none."""
+    """Keep all keys of a block if `mask` keeps more than half of them, and none otherwise."""
     key_len = mask.shape[-1]
     added = (0, -key_len % size)
     kept, keys = (
@@ -36,7 +36,7 @@ def dynamic_mask(
             not kept.
         window_size: keys that are kept, at most; all, if there are fewer.
         min_dtype: a bias that no kept key has, such as torch.finfo(dtype).min.
-        block_size: optional: neighbouring keys that are kept or left out together, by the majority.
+        block_size: optional: blocks of neighbouring keys are kept or left out by majority.
 
     Returns:
         Bool, of the shape of attention_bias and attention_mask together.
@@ -66,7 +66,7 @@ def create_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """dynamic_mask() whose attention_mask may be one of padding.
+    """dynamic_mask() that also takes a padding mask as attention_mask.
 
     Args:
         attention_bias: [batch or 1, heads or 1, query_len or 1, key_len].

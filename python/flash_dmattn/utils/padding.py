@@ -1,4 +1,4 @@
-"""Padded batches as packed sequences and back, under the names that flash-dmattn has for it.
+"""Padded batches as packed sequences and back, under flash-dmattn's names.
 
 attention() needs neither: it takes padding as key_valid.
 """
@@ -14,23 +14,23 @@ __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "up
 
 
 def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows `indices` of the first two axes of a tensor taken as one."""
+    """Rows `indices` of a tensor whose first two axes are merged."""
     return tensor.flatten(0, 1)[indices]
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """[sequences + 1] int32: where sequences of these lengths begin, and the end of all."""
+    """The starts of sequences of these lengths, and the end of all: [sequences + 1] int32."""
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where the tokens of a padded batch are.
+    """Find the tokens of a padded batch.
 
     Args:
         attention_mask: [batch, len], bool or integers, 0 for padding.
 
     Returns:
-        Their numbers in the batch taken as one row, where each sequence begins among them
+        Indices of the tokens in the flattened batch, the start of each sequence among these
         [batch + 1] int32, and the length of the longest.
     """
     lengths = attention_mask.sum(-1, dtype=torch.int32)
@@ -65,7 +65,7 @@ def pad_input(
 ) -> torch.Tensor:
     """The padded batch [batch, seqlen, ...] of packed tokens [total, ...], with zeros as padding.
 
-    `indices` are those of get_unpad_data().
+    `indices` come from get_unpad_data().
     """
     rows = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return rows.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
@@ -83,16 +83,16 @@ def upad_input(
 
     Args:
         query_layer: [batch, query_length, heads, head_dim].
-        key_layer: [batch, kv_len, kv_heads, head_dim]; keys behind those of the mask are left out.
+        key_layer: [batch, kv_len, kv_heads, head_dim]; keys beyond the mask's length are left out.
         value_layer: like key_layer.
         attention_mask: [batch, kv_len], bool or integers, 0 for padding.
         query_length: queries of a sequence: as many as keys, one, or the last ones.
         unpad_input_func: unpad_input(), for the last queries.
 
     Returns:
-        Query, key and value [total, heads, head_dim]; the numbers of the queries, as
-        get_unpad_data() has them; where sequences begin, as a pair of those of queries and of keys;
-        and the longest ones, likewise.
+        Query, key and value [total, heads, head_dim]; the indices of the queries, as in
+        get_unpad_data(); a pair of the starts of sequences among queries and among keys; and a pair
+        of the longest lengths.
     """
     indices, starts, longest = get_unpad_data(attention_mask)
     batch, filled = attention_mask.shape
