@@ -17,7 +17,7 @@ LM_MODEL := examples/lm/model.safetensors
 # `make full` runs all tests of research/, `make test` a run of each of its two trainings.
 RESEARCH_TESTS := research/tests$(if $(filter 1,$(FDMA_FULL)),,/test_smoke.py)
 
-.PHONY: build setup setup-tests setup-gates demo test gates full format bench clean help
+.PHONY: build setup setup-format setup-tests setup-gates demo test gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
@@ -27,6 +27,9 @@ build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fd
 
 setup: ## install what the build needs and this machine does not have
 	@tools/setup.sh
+
+setup-format:
+	@tools/setup.sh format
 
 setup-tests:
 	@tools/setup.sh tests
@@ -71,7 +74,7 @@ full: ## run every test and the gates, with what takes long: all model types of 
 	@FDMA_FULL=1 $(MAKE) --no-print-directory test
 	@FDMA_FULL=1 $(MAKE) --no-print-directory gates
 
-format: setup-tests ## format all C and Python
+format: setup-format ## format all C and Python
 	@tools/gates/format.sh --fix
 
 bench: build ## run the benchmarks; BENCH holds options, such as BENCH="forward/dense --threads 1"

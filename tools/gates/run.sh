@@ -1,11 +1,13 @@
 #!/bin/sh
 # Runs every gate, and prints a line for each. The exit status is 1 if any failed. The output of
 # each gate is in build/gates/NAME.log.
-#   run.sh [FUZZ_SECONDS]    how long each fuzzer runs; 30 by default
+#   run.sh            all gates; each fuzzer runs for FDMA_FUZZ_SECONDS, 30 by default
+#   run.sh NAME...    these gates alone
 # Builds and emulators that are slow run a sample of the tests, and FDMA_FULL=1 runs all of it.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-fuzz_seconds=${1:-30}
+fuzz_seconds=${FDMA_FUZZ_SECONDS:-30}
+chosen=" $* " # names, or two spaces: all
 full=${FDMA_FULL:-0}
 jobs=$(nproc)
 logs=build/gates
@@ -19,9 +21,21 @@ reason() { # reason LOG: the last line that names a fault
         grep -v 'Errors while running CTest' | tail -n 1 | sed 's/^[[:space:]]*//' | cut -c 1-160
 }
 
+is_chosen() { # is_chosen NAME
+    case $chosen in
+    "  " | *" $1 "*) ;;
+    *) return 1 ;;
+    esac
+}
+
+say() { # say NAME TEXT: what a gate that takes minutes does
+    ! is_chosen "$1" || echo "      $2"
+}
+
 gate() { # gate NAME COMMAND...
     name=$1
     shift
+    is_chosen "$name" || return 0
     since=$(date +%s)
     if "$@" >"$logs/$name.log" 2>&1; then
         if ! sed -n "s/^skipped:/skip  $name:/p" "$logs/$name.log" | grep .; then
@@ -350,15 +364,15 @@ form_and_cpus() {
     gate cpu_headers cpu_headers_alone
     gate refused refused_builds
     gate demo_installs install_after_demo
-    echo "      running tests of models with matrix products of other last bits"
+    say last_bits "running tests of models with matrix products of other last bits"
     gate last_bits last_bits
-    echo "      compiling with gcc and clang, and running the C tests of clang's build"
+    say clang "compiling with gcc and clang, and running C tests of clang's build"
     gate gcc gcc_build
     gate clang clang_tests
-    echo "      running the C tests under the address and undefined behaviour sanitizers"
+    say sanitizers "running the C tests under the address and undefined behaviour sanitizers"
     gate sanitizers sanitized_tests
     if command -v valgrind >/dev/null; then
-        echo "      running C tests of the scalar and the AVX2 rows under valgrind"
+        say valgrind "running C tests of the scalar and the AVX2 rows under valgrind"
         gate valgrind valgrind_tests
         if [ "$(uname -m)" = x86_64 ]; then # its limits are for AVX2
             gate instructions_find_plants "$python" tools/gates/check_instructions.py --self-test
@@ -369,7 +383,7 @@ form_and_cpus() {
     fi
     gate fuzz_build build_fuzzers
     if neon_runs 2>/dev/null; then
-        echo "      running the C tests on an emulated CPU with NEON"
+        say neon "running the C tests on an emulated CPU with NEON"
         gate neon neon_tests
     else
         echo "skip  neon: no gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user here"
@@ -378,9 +392,9 @@ form_and_cpus() {
 
 on_devices() {
     if command -v nvcc >/dev/null; then
-        echo "      compiling the CUDA kernels, without a spilled register"
+        say cuda "compiling the CUDA kernels, without a spilled register"
         gate cuda cuda_build
-        echo "      running the CUDA kernels on an emulated device"
+        say emulated "running the CUDA kernels on an emulated device"
         gate emulated emulated_tests
     else
         echo "skip  cuda, emulated: nvcc is not installed"
@@ -395,9 +409,14 @@ if ! wait "$devices"; then
     echo "FAIL  gates of CUDA devices: the shell that runs them was ended"
     echo failed >>"$results"
 fi
-echo "      fuzzing, $fuzz_seconds seconds each"
+say fuzzers "fuzzing, $fuzz_seconds seconds each"
 gate fuzzers fuzz_both
 
+for name; do
+    [ -e "$logs/$name.log" ] && continue
+    echo "FAIL  $name: there is no such gate"
+    echo failed >>"$results"
+done
 passed=$(grep -c passed "$results")
 failed=$(grep -c failed "$results")
 echo "gates: $passed passed, $failed failed"
