@@ -38,10 +38,10 @@ typedef struct gradient_problem {
     expected_gradients *expected;
 } gradient_problem;
 
-/* Out and lse of a problem in its dtype, by whichever kernel takes it. Tests judge gradients for
- * the given out and lse. */
+/* Out and lse of a problem in its dtype, by the reference. Gradients are judged for these inputs,
+ * which have to be the same on every CPU. */
 static inline attended gradient_forward(const problem *x) {
-    fdma_forward_args args = problem_args(x, NULL);
+    fdma_forward_args args = problem_args(x, "reference");
     if (x->dtype == FDMA_FLOAT64)
         args.lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1);
     CHECK_OK(run_forward(&args));
