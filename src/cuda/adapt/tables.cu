@@ -287,9 +287,8 @@ static __global__ void __launch_bounds__(stream_threads)
 }
 
 /* Writes the selection from the selections of the sequences. Slots of a sequence count its valid
- * keys: with n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s
- * - n. If slots are not rows they stay, and some of the carried keys may have been evicted by
- * others. */
+ * keys. With n carried keys, slot s < n is the row of carried key s, and slot n + e is empty row e.
+ * If slots are not rows they stay, and some of the carried keys may have been evicted by others. */
 static __global__ void __launch_bounds__(stream_threads)
     write_selection(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);

@@ -144,10 +144,10 @@ __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
            ~low_bits((uint32_t)max(range.x, begin) - begin);
 }
 
-/* Clears the elements that are not kept in row `row` of a lane, in the k-th 32 columns. bits: a bit
- * for each of these that is kept, from the lane's first column on. The lane's columns are 8n and 8n
- * + 1 after that: the two lowest bits of byte n. Shifted to the sign of the byte, each becomes half
- * a pair. */
+/* Clears the elements that are not kept in row `row` of a lane, in the k-th 32 columns. Bit c of
+ * `bits` is set if column c is kept, counted from the lane's first column. The lane has columns 8n
+ * and 8n + 1 for each n, which are the two lowest bits of byte n. Shifted to the sign of the byte,
+ * each becomes half a pair. */
 template <int steps>
 __device__ static void mask_columns(uint32_t bits, int k, int row, uint32_t (&packed)[steps][4]) {
 #pragma unroll
