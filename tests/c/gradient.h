@@ -38,10 +38,9 @@ typedef struct gradient_problem {
     expected_gradients *expected;
 } gradient_problem;
 
-/* Out and lse of a problem in its dtype, by the reference. Gradients are judged for these inputs,
- * which have to be the same on every CPU. */
+/* Out and lse of a problem in its dtype. */
 static inline attended gradient_forward(const problem *x) {
-    fdma_forward_args args = problem_args(x, "reference");
+    fdma_forward_args args = problem_args(x, input_kernels(x->dtype));
     if (x->dtype == FDMA_FLOAT64)
         args.lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1);
     CHECK_OK(run_forward(&args));

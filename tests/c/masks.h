@@ -103,7 +103,7 @@ typedef struct masked_gradients {
 /* A backward problem with the out and lse of attention with `given`. */
 static inline gradient_problem gradient_masked(const problem *x, pairs given) {
     gradient_problem p = gradient_of(x, 1);
-    const attended done = attend_masked(x, NULL, given, 1);
+    const attended done = attend_masked(x, input_kernels(x->dtype), given, 1);
     p.out = done.out, p.lse = done.lse;
     return p;
 }

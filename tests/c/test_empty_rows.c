@@ -64,7 +64,7 @@ static empty_case new_case(int n, fdma_dtype dtype) {
 
 static fdma_backward_args args_of(const empty_case *c, const char *kernel) {
     const problem *const x = &c->x;
-    fdma_forward_args forward = problem_args(x, NULL);
+    fdma_forward_args forward = problem_args(x, input_kernels(x->dtype));
     forward.attn_mask = c->attn_mask, forward.sink_logit = c->sinks;
     gradient_problem p = gradient_of(x, 1);
     CHECK_OK(run_forward(&forward));

@@ -203,7 +203,7 @@ static void for_each_kernel_of(const shape *n, void (*holds)(const problem *x, c
                          dtype_name(test_dtypes[type]), n->name, (int)n->sizes.head_dim);
             problem x = make_problem(n, test_dtypes[type]);
             problem_select(&x);
-            const attended forward = problem_attend(&x, NULL, 1);
+            const attended forward = problem_attend(&x, input_kernels(x.dtype), 1);
             holds(&x, &forward, kernels.name[kernel]);
             test_free_all();
         }

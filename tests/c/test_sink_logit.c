@@ -175,7 +175,7 @@ static problem with_key(const problem *x, fdma_tensor sinks) {
 }
 
 static gradient_problem gradient_with(const problem *x, fdma_tensor sinks) {
-    const attended done = attend_with(x, NULL, sinks);
+    const attended done = attend_with(x, input_kernels(x->dtype), sinks);
     gradient_problem p = gradient_of(x, 1);
     p.out = done.out, p.lse = done.lse;
     return p;
