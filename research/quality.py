@@ -78,14 +78,15 @@ def require_same_kind(
 ) -> None:
     """Exit if the model of a file has other NoPE heads, which its weights do not show, or if only
     one of the two models has normalized queries and keys. With is_same_model, also exit if layers
-    with NoPE heads have another window; a training that starts from the file may change that."""
+    with NoPE heads have another window or number of newest keys; a training that starts from the file may change that."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:
             refuse(path, f"{name} is '{found}', want '{wanted}'")
-    found, wanted = (of.get("nope_window", "none") for of in (model, config.metadata()))
-    if is_same_model and found != wanted:
-        refuse(path, f"nope_window is {found}, want {wanted}")
+    for name in ("nope_window", "nope_recent"):
+        found, wanted = (of.get(name, "none") for of in (model, config.metadata()))
+        if is_same_model and found != wanted:
+            refuse(path, f"{name} is {found}, want {wanted}")
 
 
 class Run:
@@ -108,6 +109,7 @@ class Run:
             nope_rotary_dim=options.nope_rotary_dim or 0,
             qk_norm=options.qk_norm,
             nope_keys=options.nope_keys,
+            nope_recent=options.nope_recent,
         )
         self.model = quality_model.Model(config)
         quality_model.initialise(

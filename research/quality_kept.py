@@ -96,7 +96,9 @@ class Kept:
         for layer, heads in enumerate(layers):
             for kv_head, positions in enumerate(heads):
                 self.is_kept[layer, kv_head, positions] = True
-        self.newest = settings["recent"] if settings["form"].endswith("recent") else 0
+        own = settings.get("nope_recent")
+        recent = settings["recent"] if own is None else own
+        self.newest = recent if settings["form"].endswith("recent") else 0
         self.distances = [row["distance"] for row in found["values"]]
         rows = [row["by_head"] for row in found["values"]]
         self.values = np.array(rows).transpose(1, 2, 0)  # [layers, kv_heads, distances]

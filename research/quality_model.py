@@ -72,6 +72,7 @@ class Config:
     nope_rotary_dim: int = 0  # channels of a NoPE head that have a rotary embedding, the first ones
     qk_norm: bool = False  # true if each head of queries and keys is normalized
     nope_window: int | None = None  # window of the layers with NoPE heads; None: as in other layers
+    nope_recent: int | None = None  # newest keys in the layers with NoPE heads, likewise
 
     @property
     def width(self) -> int:
@@ -80,8 +81,9 @@ class Config:
     def metadata(self) -> dict[str, str]:
         """The strings in a file of the model, beside the weights."""
         values = {**dataclasses.asdict(self), "width": self.width, "head_dim": HEAD_DIM}
-        if self.nope_window is None:
-            del values["nope_window"]
+        for name in ("nope_window", "nope_recent"):
+            if values[name] is None:
+                del values[name]
         window = "all" if self.window is None else self.window
         values.update(norm_eps=NORM_EPS, window=window, qk_norm=int(self.qk_norm))
         for name in ("sliding", "nope"):
@@ -98,6 +100,7 @@ class Config:
             nope_rotary_dim=int(strings.get("nope_rotary_dim", 0)),
             qk_norm=bool(int(strings.get("qk_norm", 0))),
             nope_window=int(strings["nope_window"]) if "nope_window" in strings else None,
+            nope_recent=int(strings["nope_recent"]) if "nope_recent" in strings else None,
             window=None if strings["window"] == "all" else int(strings["window"]),
             bias_form=strings["bias_form"],
             rotary_base=float(strings["rotary_base"]),
@@ -124,13 +127,15 @@ def config_of(
     nope_rotary_dim: int = 0,
     qk_norm: bool = False,
     nope_keys: int | None = None,
+    nope_recent: int | None = None,
 ) -> Config:
     """The model of a form in which a query keeps `keys` keys in all. In each layer the first
     `sliding_heads` kv heads have a sliding window; with score_layers, all heads have one except in
     every score_layers-th layer. The last `nope_heads` of all layers, or of nope_layers (counted
     from 0), are NoPE heads, even if they were among the sliding ones; nope_rotary_dim of their
     channels have a rotary embedding. In these layers, also in their other heads, a query keeps
-    `nope_keys` keys in all; None: `keys`. qk_norm: as in DynamicMaskAttention."""
+    `nope_keys` keys in all, the nope_recent newest among them; None: `keys` and `recent`. qk_norm:
+    as in DynamicMaskAttention."""
     layers, _, kv_heads = SIZES[size]
     nope: tuple[int, ...] = ()
     if nope_heads > 0:
@@ -149,6 +154,7 @@ def config_of(
         sliding = layers * (sliding_heads,)
     if nope:
         sliding = tuple(min(a, kv_heads - b) for a, b in zip(sliding, nope))
+    own = newest if nope_recent is None else nope_recent
     return Config(
         *SIZES[size],
         window=keys - newest,
@@ -160,7 +166,8 @@ def config_of(
         nope=nope,
         nope_rotary_dim=nope_rotary_dim,
         qk_norm=qk_norm,
-        nope_window=None if nope_keys is None else nope_keys - newest,
+        nope_window=None if nope_keys is None else nope_keys - own,
+        nope_recent=nope_recent,
     )
 
 
@@ -183,12 +190,13 @@ class Attention(DynamicMaskAttention):
     def __init__(self, config: Config, layer: int) -> None:
         nope = config.nope[layer] if config.nope else 0
         has_own = nope > 0 and config.nope_window is not None
+        has_own_recent = nope > 0 and config.nope_recent is not None
         super().__init__(
             config.width,
             config.q_heads,
             config.kv_heads,
             config.nope_window if has_own else config.window,
-            recent=config.recent,
+            recent=config.nope_recent if has_own_recent else config.recent,
             sinks=config.sinks,
             qk_norm=config.qk_norm,
             norm_eps=NORM_EPS,

@@ -13,7 +13,7 @@ RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
 NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
 TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
-OF_NOPE = ("nope_layers", "nope_keys", "nope_a_rate", *NOPE)  # options that need NoPE heads
+OF_NOPE = ("nope_layers", "nope_keys", "nope_recent", "nope_a_rate", *NOPE)  # options that need NoPE heads
 # settings that a resumed run must repeat
 SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS, "target_recent")
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
@@ -27,6 +27,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     add("--nope-heads", type=int, default=0, help="NoPE kv heads of a layer (0)")
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
     add("--nope-keys", type=int, help="keys of a query in all heads of these layers (--keys)")
+    add("--nope-recent", type=int, help="of which the newest ones (--recent)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the learning rate of their scores (0.03)")
@@ -43,7 +44,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     every = "these scores learn in one of so many steps, from all pairs of one sequence (4)"
     add("--target-every", type=int, help=every)
     add("--target-rate", type=float, help="multiplies the learning rate of these scores (1)")
-    beyond = "these scores learn from queries that are further from a key than this (--recent)"
+    beyond = "these scores learn from queries that are further from a key than this (the newest)"
     add("--target-recent", type=int, help=beyond)
 
 
@@ -165,11 +166,17 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if not 0 <= layer < layers:
             parser.error(f"--nope-layers: is {layer}, want 0 to {layers - 1}")
     if (keys := options.nope_keys) is not None:
-        least = max(1, options.sinks) + quality_model.newest_of(options.form, options.recent)
+        newest = options.recent if options.nope_recent is None else options.nope_recent
+        least = max(1, options.sinks) + quality_model.newest_of(options.form, newest)
         if options.form == "dense":
             parser.error("--nope-keys: is given with --form dense, which keeps all keys")
         if keys < least:
             parser.error(f"--nope-keys: is {keys}, want {least} or more, for --recent and --sinks")
+    if (newest := options.nope_recent) is not None:
+        if options.nope_keys is None or not options.form.endswith("recent"):
+            parser.error("--nope-recent: is given without --nope-keys and a form with newest keys")
+        if newest < 0:
+            parser.error(f"--nope-recent: is {newest}, want 0 or more")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:
             parser.error(f"{flag(name)}: is {getattr(options, name)}, want 0 to 1")
@@ -196,7 +203,8 @@ def check_start(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def check_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     which, every, rate = options.score_targets, options.target_every, options.target_rate
     start = options.target_start
-    recent = options.recent if options.target_recent is None else options.target_recent
+    recents = (options.target_recent, options.nope_recent, options.recent)
+    recent = next(number for number in recents if number is not None)
     if which is None:
         for name in (*TARGETS, "target_recent"):
             if getattr(options, name) is not None:
