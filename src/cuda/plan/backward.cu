@@ -40,7 +40,8 @@ __device__ static bool is_empty_beside_sink(const backward_plan &plan,
     const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
     const float sink = forward.sink_logit != NULL ? forward.sink_logit[h] : -INFINITY;
     // lse was an exponent of 2 in between, which costs its last bits
-    const bool is_sink = i < forward.q_len && fabsf(lse - sink) <= 1e-6f * fabsf(sink);
+    const bool is_sink =
+        sink != -INFINITY && i < forward.q_len && fabsf(lse - sink) <= 1e-6f * fabsf(sink);
     if (!__any_sync(~0u, is_sink))
         return false;
     float zero = delta * 0; // NaN if a number is not finite
@@ -60,8 +61,8 @@ __device__ static bool is_empty_beside_sink(const backward_plan &plan,
     return is_searched && count == 0;
 }
 
-/* Writes row_lse and row_delta of the rows of a query head from row `first` on. row_lanes lanes
- * take a row. */
+/* Writes row_lse, row_delta and the element of empty_blocks of the rows of a query head from row
+ * `first` on. row_lanes lanes take a row. */
 template <typename element>
 __device__ static void find_row_stats(const backward_plan &plan, const selection_view &selection,
                                       int64_t head, int32_t first, bool aligned) {
@@ -90,6 +91,10 @@ __device__ static void find_row_stats(const backward_plan &plan, const selection
         delta -= plan.dlse.at(b, h)[i];
     const bool empty = // a row of NaN is not empty
         is_empty_beside_sink<element>(plan, selection, head, i, lse, delta) || lse == -INFINITY;
+    static_assert(empty_rows == block_rows, "a thread block writes one element");
+    const bool has_empty = __syncthreads_or(there && empty);
+    if (threadIdx.x == 0)
+        plan.empty_blocks[(head * plan.rows + first) / empty_rows] = has_empty;
     if (lane != 0)
         return;
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
@@ -394,6 +399,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     plan.partitions = (int32_t)divide_up(lists, plan.partition_lists);
     plan.row_lse = take<float>(arena, heads * plan.rows);
     plan.row_delta = take<float>(arena, heads * plan.rows);
+    plan.empty_blocks = take<uint8_t>(arena, heads * plan.rows / empty_rows);
     if (plan.partitions > 1) {
         plan.boundary.dk = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
         plan.boundary.dv = take<float>(arena, boundary_rows(&plan) * forward->head_dim);

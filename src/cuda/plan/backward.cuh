@@ -26,6 +26,8 @@
 
 #include "cuda/plan/plan.cuh"
 
+static constexpr int empty_rows = 32; // that share an element of empty_blocks
+
 /* The requirements of a backward kernel on its plan. */
 struct backward_shape {
     int32_t block_slots; // slots of a slot block
@@ -77,6 +79,9 @@ struct backward_plan {
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len
+    // [batch * q_heads][rows / empty_rows]: 1 if some of these rows is empty, and 0 otherwise; rows
+    // past q_len do not count
+    uint8_t *empty_blocks;
     boundary_sums boundary;
     cleared_range cleared[2]; // boundary or key_sums, and the kernel's own sums, if any
     int32_t rows;             // q_len rounded up to a multiple of list_queries

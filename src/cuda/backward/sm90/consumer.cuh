@@ -268,7 +268,8 @@ template <class config> struct backward_consumer {
     float softcap_scale;
     int32_t index; // of the consumer
     int32_t generation;
-    float dbias[2]; // of this thread's rows
+    bool meets_empty; // see meets_empty_rows()
+    float dbias[2];   // of this thread's rows
     float dk[sum_registers], dv[sum_registers];
 
     __device__ int32_t first_slot(void) const {
@@ -290,7 +291,34 @@ template <class config> struct backward_consumer {
 
     __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
-        clear_empty(stage_of(step));
+        if (meets_empty)
+            clear_empty(stage_of(step));
+    }
+
+    /* True if some query that this thread block may load is an empty row; the same in all warps. */
+    __device__ bool meets_empty_rows(const backward_plan &plan) const {
+        static_assert(list_queries == sizeof(uint32_t) * empty_rows, "a word has a list's rows");
+        const backward_work &work = memory->work;
+        const int32_t words = plan.rows / list_queries,
+                      block_words = plan.forward.block_queries / list_queries;
+        int32_t block = work.query_block, end = work.end;
+        if (config::is_listed) {
+            block = work.list;
+            end = block + 1;
+        } else if (config::is_diagonal) {
+            block /= config::diagonal_blocks;
+            end /= config::diagonal_blocks;
+        }
+        end = min(end * block_words, words);
+        const uint32_t *from =
+            (const uint32_t *)plan.empty_blocks + (int64_t)work.head * plan.forward.group * words;
+        uint32_t found = 0;
+#pragma unroll 1
+        for (int32_t h = 0; h < plan.forward.group; h++, from += words)
+#pragma unroll 4
+            for (int32_t n = block * block_words + threadIdx.x % 32; n < end; n += 32)
+                found |= from[n];
+        return __any_sync(~0u, found != 0);
     }
 
     /* Clears q and dout of empty rows. These have no gradient, but their contents may not be
@@ -699,6 +727,7 @@ template <class config> struct backward_consumer {
 
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t step = 0; // since the start of the kernel
+        meets_empty = meets_empty_rows(plan);
         for (generation = 0; take_slots(plan, pass); generation++) {
             wait(&memory->keys_ready, generation & 1);
             fence_proxy_async();
