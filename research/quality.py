@@ -78,7 +78,8 @@ def require_same_kind(
 ) -> None:
     """Exit if the model of a file has other NoPE heads, which its weights do not show, or if only
     one of the two models has normalized queries and keys. With is_same_model, also exit if layers
-    with NoPE heads have another window or number of newest keys; a training that starts from the file may change that."""
+    with NoPE heads have another window or another number of newest keys; a training that starts
+    from the file may change both."""
     for name in ("nope", "nope_rotary_dim", "qk_norm"):
         found, wanted = model.get(name), config.metadata()[name]
         if found is not None and found != wanted:

@@ -13,7 +13,13 @@ RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
 NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
 TARGETS = {"target_start": 0, "target_every": 4, "target_rate": 1.0}
-OF_NOPE = ("nope_layers", "nope_keys", "nope_recent", "nope_a_rate", *NOPE)  # options that need NoPE heads
+OF_NOPE = (
+    "nope_layers",
+    "nope_keys",
+    "nope_recent",
+    "nope_a_rate",
+    *NOPE,
+)  # options that need NoPE heads
 # settings that a resumed run must repeat
 SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS, "target_recent")
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps

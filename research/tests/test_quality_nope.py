@@ -159,6 +159,16 @@ def test_keys_of_layers_with_nope_heads(
     assert torch.equal(found, model(text))
 
 
+def test_newest_keys_of_layers_with_nope_heads(corpus: Path, tmp_path: Path) -> None:
+    kinds = {"nope_heads": 1, "nope_layers": 1, "nope_keys": 3 * KEYS}
+    run = train(corpus, tmp_path, "recent", **kinds, nope_recent=2 * KEYS)
+    model = quality_model.load(tmp_path / "recent-tiny-0.safetensors")
+    found = [(layer.window, layer.recent) for layer in model.attentions()]
+    assert found == [(KEYS - RECENT, RECENT), (KEYS, 2 * KEYS)]
+    _, (nope,) = run["final"]["kept"]["last_query"]
+    assert set(nope) >= set(range(LENGTH - 2 * KEYS, LENGTH)) and len(nope) == 3 * KEYS
+
+
 def test_files_with_other_nope_heads(
     corpus: Path,
     tmp_path: Path,
@@ -166,6 +176,7 @@ def test_files_with_other_nope_heads(
 ) -> None:
     train(corpus, tmp_path, "recent", nope_heads=1, nope_layers=1)
     file = tmp_path / "recent-tiny-0.safetensors"
+    own = {"nope_heads": 1, "nope_layers": 1, "nope_keys": KEYS}
     for flags, rules in (
         (["--resume"], {}),
         ([], {"start": file, "name": "other"}),
@@ -177,6 +188,7 @@ def test_files_with_other_nope_heads(
             ["--evaluate"],
             {"nope_heads": 1, "nope_layers": 1, "nope_keys": 40, "start": file, "name": "other"},
         ),
+        (["--resume"], {**own, "nope_recent": 20}),
     ):
         assert "recent-tiny-0" in refusal_of(capsys, corpus, tmp_path, "recent", *flags, **rules)
     kinds = {"nope_heads": 1, "nope_layers": 1, "start": file}

@@ -441,6 +441,7 @@ BROKEN_METADATA = {
     "metadata 'nope_window': is '9', want no entry for window 'all'": {
         **{"nope_window": "9", "window": "all", "bias_form": "none"}
     },
+    "metadata 'nope_recent': is '9', want no entry": {"nope_recent": "9"},
 }
 
 
