@@ -64,8 +64,9 @@ SETTINGS = (
     "form size keys recent sinks bias_form initial_a score_rate rate warm_up steps batch length "
     "recall recall_weight curriculum seed compile start dt_std sliding_heads score_layers "
     "shortest_span nope_heads nope_layers nope_keys nope_recent nope_rotary_dim nope_a nope_rate "
-    "nope_a_rate start_step new_scores score_targets target_start target_every target_rate target_recent "
-    "rotary_base decay clip schedule_steps pieces questions optimizer hidden_rate qk_norm"
+    "nope_a_rate start_step new_scores score_targets target_start target_every target_rate "
+    "target_recent rotary_base decay clip schedule_steps pieces questions optimizer hidden_rate "
+    "qk_norm"
 ).split()
 SAME_TEXT = ("corpus", "length")  # settings that must be equal to compare runs
 OF_PIECES = ("by_position", "of_pieces", "by_repetition")  # kept for the end only

@@ -178,10 +178,8 @@ static bool read_nope(reader *from) {
 static bool read_windows(reader *from) {
     const model *const it = from->it;
     int64_t nope_window = from->window;
-    if (has_text(from, "nope_recent"))
-        return refuse(from,
-                      "metadata 'nope_recent': is '%.32s', want no entry: all layers have the "
-                      "same number of newest keys here",
+    if (has_text(from, "nope_recent")) // all layers have the same number of newest keys here
+        return refuse(from, "metadata 'nope_recent': is '%.32s', want no entry",
                       find_text(from, "nope_recent"));
     if (has_text(from, "nope_window")) {
         const int64_t least = it->sinks > 1 ? it->sinks : 1;
