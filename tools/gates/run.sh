@@ -173,6 +173,25 @@ sanitized_tests() {
         OMP_NUM_THREADS=2 c_tests "$divisor" build/asan -E "$left_out"
 }
 
+# The C tests as on older CPUs, whose fastest kernels are those of AVX2 or the scalar ones. The sample
+# are tests that give a call what another call has written, whose last bits decide their tolerances.
+older_cpus() {
+    tests=$(printf 'test_%s ' kernels forward backward_shapes empty_rows probabilities sink_logit masks \
+        mask_gradients)
+    set -- 16 -R "^($(echo "${tests% }" | tr ' ' '|'))\$"
+    if [ "$full" = 1 ]; then
+        tests=all
+        set -- 4 -LE install
+    fi
+    divisor=$1
+    shift
+    # shellcheck disable=SC2086 # a list of options
+    narrow_build "$tests" && c_tests "$divisor" build/gates/narrow "$@" &&
+        build_targets "$tests" scalar -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release $narrow \
+            -DFDMA_COMPILES_avx2=OFF &&
+        c_tests "$divisor" build/gates/scalar "$@"
+}
+
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
     tests=$(printf 'test_%s ' kernels vocabulary fresh select attention)
@@ -357,7 +376,7 @@ types_checked() {
 # the last file that is compiled, the longest test.
 form_and_cpus() {
     gate format tools/gates/format.sh
-    for check in arrows calls words commits messages sizes symbols; do
+    for check in arrows calls words commits messages sizes symbols full; do
         gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
         gate "$check" "$python" "tools/gates/check_$check.py"
     done
@@ -374,6 +393,8 @@ form_and_cpus() {
     gate clang clang_tests
     say sanitizers "running the C tests under the address and undefined behaviour sanitizers"
     gate sanitizers sanitized_tests
+    say older_cpus "running C tests with the AVX2 and with the scalar kernels alone"
+    gate older_cpus older_cpus
     if command -v valgrind >/dev/null; then
         say valgrind "running C tests of the scalar and the AVX2 rows under valgrind"
         gate valgrind valgrind_tests
