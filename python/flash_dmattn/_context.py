@@ -95,6 +95,10 @@ class Call(NamedTuple):
         """True if any rank reads candidates of another."""
         return not self.causal or any(layout.head > 0 for layout in self.layouts)
 
+    def joins(self, segment: Segment) -> bool:
+        """True if queries of the segment attend to the carried keys and to own ones."""
+        return self.causal and segment.reads_carried
+
     def select_backend(self) -> str | None:
         return ops.backend_for(self.backend, "select")
 
@@ -146,7 +150,7 @@ class Segment(NamedTuple):
     first: int
     last: int
     reads_carried: bool  # the tokens continue the sequence of the carried keys
-    starts: MaybeTensor
+    starts: MaybeTensor  # None without causal masking
     expiry: torch.Tensor
     slot: torch.Tensor
 
@@ -195,15 +199,17 @@ def find_table(call: Call, gathered: torch.Tensor) -> Table | None:
     return Table(*(join_ranks(one, 2) for one in (found.score, position, found.bias)))
 
 
-def take_rows(call: Call, gathered: torch.Tensor) -> Tensors:
+def take_rows(call: Call, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """key and value of the carried keys, [batch, rows, kv_heads, head_dim]. Empty rows are never
     read."""
     owners = call.owners(call.ranks.rank)
-    return join_ranks(gathered[owners.start : owners.stop], 1).chunk(2, -1)
+    key, value = join_ranks(gathered[owners.start : owners.stop], 1).chunk(2, -1)
+    return key, value
 
 
-def select_carried(call: Call, table: Table, tokens: slice) -> Tensors:
+def select_carried(call: Call, table: Table | None, tokens: slice) -> Tensors:
     """expiry and slot of the carried keys and of the own keys `tokens`, which follow them."""
+    assert table is not None
     score, valid = call.score[..., tokens], call.key_valid
     seen = int32_on(score.device, score.shape[0] * [call.own.offset])
     tensors = (score, None if valid is None else valid[:, tokens], table.score, table.position)
@@ -237,34 +243,45 @@ class Carried(NamedTuple):
     bias: MaybeTensor  # [batch, kv_heads, rows]
 
 
-def options_of(call: Call) -> tuple[Any, ...]:
-    scope = "causal" if call.causal else "global"
-    return (*call.rules[:3], scope, call.causal, call.softmax_scale, call.softcap)
-
-
 def cut(segment: Segment, rows: Tensors, bias: MaybeTensor) -> MaybeTensors:
     """query, key, value and bias of a segment."""
     tokens = slice(segment.first, segment.last)
     return (*(one[:, tokens] for one in rows), None if bias is None else bias[..., tokens])
 
 
+def arguments_of(
+    call: Call,
+    segment: Segment,
+    tensors: MaybeTensors,
+    carried: MaybeTensors,
+    sink_logit: MaybeTensor,
+) -> tuple[Any, ...]:
+    """The arguments of a segment's operator, from query to softcap, from its query, key, value and
+    bias and the carried keys' key, value and bias."""
+    scope = "causal" if call.causal else "global"
+    numbers = (*call.rules[:3], scope, call.causal, call.softmax_scale, call.softcap)
+    kept = (segment.expiry, segment.slot)
+    if call.joins(segment):
+        return (*tensors, *carried, sink_logit, *kept, *numbers)
+    key_valid = None
+    if not call.causal:
+        tensors = (tensors[0], *carried)
+    elif call.key_valid is not None:
+        key_valid = call.key_valid[:, segment.first : segment.last]
+    masks = (key_valid, segment.starts, None, sink_logit, *4 * [None])
+    return (*tensors, *masks, *kept, *numbers)
+
+
 def attend(
     call: Call,
     segment: Segment,
     tensors: MaybeTensors,
-    carried: Carried | None,
+    carried: MaybeTensors,
     sink_logit: MaybeTensor,
 ) -> Tensors:
-    """out and lse of a segment, from its query, key, value and bias."""
+    """out and lse of a segment."""
+    given = arguments_of(call, segment, tensors, carried, sink_logit)
     last = (call.deterministic, call.backend)
-    if not call.causal:
-        given = (tensors[0], *carried, None, None, None, sink_logit, *4 * [None])
-        kept = (segment.expiry, segment.slot)
-        return ops.ATTENTION(*given, *kept, *options_of(call), 0.0, *last)
-    if segment.reads_carried:
-        kept = (sink_logit, segment.expiry, segment.slot)
-        return ops.CARRIED_ATTENTION(*tensors, *carried, *kept, *options_of(call), *last)
-    key_valid = None if call.key_valid is None else call.key_valid[:, segment.first : segment.last]
-    masks = (key_valid, segment.starts, None, sink_logit, *4 * [None])
-    kept = (segment.expiry, segment.slot)
-    return ops.ATTENTION(*tensors, *masks, *kept, *options_of(call), 0.0, *last)
+    if call.joins(segment):
+        return ops.CARRIED_ATTENTION(*given, *last)
+    return ops.ATTENTION(*given, 0.0, *last)

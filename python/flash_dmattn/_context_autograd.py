@@ -12,7 +12,7 @@ Dimensions are as in _context.py.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,11 +25,11 @@ from ._context import (
     MaybeTensors,
     Segment,
     Tensors,
+    arguments_of,
     attend,
     cut,
     find_candidates,
     find_table,
-    options_of,
     select_segments,
     take_rows,
 )
@@ -72,30 +72,22 @@ def differentiate(
 ) -> Gradients:
     """The gradients of attend() for one segment."""
     tokens = slice(segment.first, segment.last)
-    rows = (saved.query, saved.key, saved.value)
-    tensors = cut(segment, rows, saved.bias)
-    results = (dout[:, tokens], None if dlse is None else dlse[..., tokens])
-    results += (saved.out[:, tokens], saved.lse[..., tokens])
-    wants_dbias = saved.bias is not None
+    tensors = cut(segment, (saved.query, saved.key, saved.value), saved.bias)
     carried = (saved.key_carried, saved.value_carried, saved.bias_carried)
-    if not call.causal:
-        given = (tensors[0], *carried, None, None, None, saved.sink_logit, *4 * [None])
-        kept = (segment.expiry, segment.slot)
-        last = (0.0, call.deterministic, wants_dbias, False, call.backend)
-        found = ops.ATTENTION_BACKWARD(*results, *given, *kept, *options_of(call), *last)
-        return Gradients(found[0], None, None, None, found[4], Carried(*found[1:4]))
-    if segment.reads_carried:
-        kept = (saved.sink_logit, segment.expiry, segment.slot)
+    dlse = None if dlse is None else dlse[..., tokens]
+    results = (dout[:, tokens], dlse, saved.out[:, tokens], saved.lse[..., tokens])
+    given = (*results, *arguments_of(call, segment, tensors, carried, saved.sink_logit))
+    wants_dbias = saved.bias is not None
+    found: Any  # a tuple whose length depends on the operator
+    if call.joins(segment):
         last = (call.deterministic, wants_dbias, wants_dbias, call.backend)
-        given = (*tensors, *carried, *kept, *options_of(call), *last)
-        found = ops.CARRIED_ATTENTION_BACKWARD(*results, *given)
-        return Gradients(*found[:4], found[7], Carried(*found[4:7]))
-    key_valid = None if call.key_valid is None else call.key_valid[:, tokens]
-    masks = (key_valid, segment.starts, None, saved.sink_logit, *4 * [None])
-    last = (0.0, call.deterministic, wants_dbias, False, call.backend)
-    given = (*tensors, *masks, segment.expiry, segment.slot, *options_of(call), *last)
-    found = ops.ATTENTION_BACKWARD(*results, *given)
-    return Gradients(*found[:5], None)
+        found = ops.CARRIED_ATTENTION_BACKWARD(*given, *last)
+        return Gradients._make((*found[:4], found[7], Carried._make(found[4:7])))
+    last = (call.deterministic, wants_dbias, False, call.backend)
+    found = ops.ATTENTION_BACKWARD(*given, 0.0, *last)
+    if not call.causal:
+        return Gradients(found[0], None, None, None, found[4], Carried._make(found[1:4]))
+    return Gradients._make((*found[:5], None))
 
 
 def split_by_rank(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
@@ -109,7 +101,7 @@ class ReturnedGradient(NamedTuple):
     transfer: Transfer  # [ranks, ...], in the order of ranks
     # [batch, room, kv_heads]: the row of each candidate in the gradient of the own keys, viewed as
     # [-1, head_dim], or [-1, 1] for bias; None: nothing has to be added
-    index: MaybeTensor
+    row: MaybeTensor
     # [batch, room, kv_heads]: the candidate whose sum each row writes: its own, or another one if
     # the row is empty; None: no row is empty
     source: MaybeTensor
@@ -119,6 +111,7 @@ def send_back(call: Call, carried: Carried | None, saved: Saved) -> list[Returne
     """Begin to return the gradients of carried keys to the ranks that own the keys. The list has
     bias, if there is one, then key and value. Bias comes first because the gradients of the weights
     need it."""
+    assert saved.position is not None
     rank, ranks = call.ranks.rank, range(call.ranks.size)
     batch, kv_heads, room = saved.position.shape
     owners, readers = call.owners(rank), call.readers
@@ -145,10 +138,11 @@ def send_back(call: Call, carried: Carried | None, saved: Saved) -> list[Returne
 
 
 def locate_candidates(call: Call, saved: Saved) -> MaybeTensors:
-    """ReturnedGradient.index for key and value, the same for bias, and ReturnedGradient.source. All
+    """ReturnedGradient.row for key and value, the same for bias, and ReturnedGradient.source. All
     are None if this rank has no candidates, or if no rank reads them."""
     if call.own.length == call.own.tail or not call.readers:
         return None, None, None
+    assert saved.position is not None
     batch, length, kv_heads, _ = saved.key.shape
     position = saved.position.transpose(1, 2)  # [batch, room, kv_heads]
     source, room = None, position.shape[1]
@@ -182,10 +176,10 @@ def add_returned(returned: ReturnedGradient, gradient: torch.Tensor, dtype: torc
     flat.index_copy_(0, at, sums.flatten(0, 2).to(gradient.dtype))
 
 
-def join(tensors: list[MaybeTensor], dim: int) -> MaybeTensor:
-    if len(tensors) == 1 or tensors[0] is None:
-        return tensors[0]
-    return torch.cat(tensors, dim)
+def join(tensors: Sequence[MaybeTensor], dim: int) -> MaybeTensor:
+    """The tensors along the axis `dim`, all of which are there, or none."""
+    found = [one for one in tensors if one is not None]
+    return torch.cat(found, dim) if len(found) > 1 else tensors[0]
 
 
 def gradients_of_keys(call: Call, found: list[Gradients], like: Saved) -> MaybeTensors:
@@ -206,10 +200,17 @@ class ContextAttention(torch.autograd.Function):
     tokens."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *given: MaybeTensor) -> Tensors:
-        query, key, value, *_, sink_logit = given
-        bias = call.bias
-        table, carried, position = None, None, None
+    def forward(
+        ctx: Any,
+        call: Call,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: MaybeTensor,
+    ) -> Tensors:
+        bias, sink_logit = call.bias, rest[-1]
+        table, position = None, None
+        carried: MaybeTensors = (None, None, None)
         if call.exchanges:
             found = find_candidates(call, key, value)
             numbers, rows = call.ranks.gather(found.packed), call.ranks.gather(found.rows)
@@ -219,23 +220,21 @@ class ContextAttention(torch.autograd.Function):
         if call.exchanges:
             gathered = rows.wait()
             if table is not None:
-                bias_carried = None if bias is None else table.bias
-                carried = Carried(*take_rows(call, gathered), bias_carried)
+                carried = (*take_rows(call, gathered), None if bias is None else table.bias)
             # The rows of the own candidates are free before attention begins.
             del found, numbers, rows, gathered
-        outs, lses = [], []
+        results = []
         for segment in segments:
             tensors = cut(segment, (query, key, value), bias)
-            out, lse = attend(call, segment, tensors, carried, sink_logit)
-            outs.append(out)
-            lses.append(lse)
-        out, lse = join(outs, 1), join(lses, 2)
-        rows = (None, None, None) if carried is None else carried
-        saved = Saved(*given, call.key_valid, bias, out, lse, *rows, position)
+            results.append(attend(call, segment, tensors, carried, sink_logit))
+        out, lse = join([one[0] for one in results], 1), join([one[1] for one in results], 2)
+        assert out is not None and lse is not None
+        saved = (query, key, value, *rest, call.key_valid, bias, out, lse, *carried, position)
         selected = [one for segment in segments for one in segment[3:]]
         ctx.save_for_backward(*saved, *selected)
         ctx.set_materialize_grads(False)
-        ctx.call = call._replace(score=None, bias=None, key_valid=None)
+        freed: dict[str, Any] = dict.fromkeys(("score", "bias", "key_valid"))
+        ctx.call = call._replace(**freed)
         ctx.segments = [segment[:3] for segment in segments]
         return out, lse
 
@@ -256,6 +255,7 @@ class ContextAttention(torch.autograd.Function):
         returned = send_back(call, found[0].carried, saved) if call.exchanges else []
         dweights: MaybeTensors = (None, None, None)
         if saved.bias is not None:
+            assert dbias is not None
             if returned:
                 add_returned(returned.pop(0), dbias, saved.lse.dtype)
             weights = (saved.value, saved.dt_proj, saved.a_coef, saved.dt_bias)
@@ -264,6 +264,7 @@ class ContextAttention(torch.autograd.Function):
             ddt_proj, da_coef, ddt_bias = ops.SCORE_BACKWARD_ADDED(dbias, *weights, *rest)
             dweights = (ddt_proj, da_coef, None if saved.dt_bias is None else ddt_bias)
         for one, gradient in zip(returned, (dkey, dvalue)):
+            assert gradient is not None
             add_returned(one, gradient, saved.lse.dtype)
         dsink = None
         if saved.sink_logit is not None:
