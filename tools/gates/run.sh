@@ -145,7 +145,9 @@ words_tested() {
 
 # The tests of a sample where the compiler or the CPU is another one: those of the vocabulary, and of
 # the arithmetic of every operation.
-of_arithmetic='(test_(vocabulary|vocabulary_rows|math|pairs|kernels|select|attention|forward|backward|decode)|check_(window|softcap))$'
+arithmetic=$(printf 'test_%s ' vocabulary vocabulary_rows math pairs kernels select attention forward \
+    backward decode)
+of_arithmetic="($(echo "$arithmetic" | tr ' ' '|')check_(window|softcap))\$"
 
 clang_tests() {
     set -- -R "$of_arithmetic"
@@ -255,14 +257,14 @@ cpu_headers_alone() {
 
 # Tests of models where matrix products have other last bits: those of another order of the sums
 # (tests/python/sum_order.py), or of other CPUs. Such bits must not decide which keys or tokens are
-# chosen. With FDMA_FULL=1 all tests of these files, under every setting.
+# chosen. The sample has both at once; with FDMA_FULL=1 all tests of these files, under every setting.
 last_bits() {
-    set -- FDMA_TEST_SUM_ORDER=1 \
-        ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
+    avx2=ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
+    set -- FDMA_TEST_SUM_ORDER=1,$avx2
     chosen='generated or assist or greedy or formulas or alone or same_tokens'
-    if [ "${FDMA_FULL:-0}" = 1 ]; then
+    if [ "$full" = 1 ]; then
         chosen='test'
-        set -- "$@" FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
+        set -- FDMA_TEST_SUM_ORDER=1 $avx2 FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
             ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX,OMP_NUM_THREADS=2
@@ -294,9 +296,12 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 # test_parallel does.
 neon_tests() {
     set -- -R "$of_arithmetic"
-    [ "$full" != 1 ] ||
+    targets="fdma_shared fdma_tool $arithmetic"
+    if [ "$full" = 1 ]; then
+        targets=all
         set -- -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$'
-    build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
+    fi
+    build_targets "$targets" neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon "$@" &&
         QEMU_CPU=cortex-a72 FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
             -R 'test_(kernels|vocabulary|pairs|select|attention)$'
