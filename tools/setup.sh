@@ -4,7 +4,7 @@
 #   setup.sh format   also .venv with the formatters alone, unless it is there
 #   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt, and
 #                     the header of ONNX Runtime in build/onnxruntime
-#   setup.sh gates    all of these, mypy, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
+#   setup.sh gates    all of these, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
 #                     emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
@@ -149,7 +149,7 @@ tests | gates)
     make_venv
     ;;
 esac
-if [ "$what" = gates ] && ! .venv/bin/python -c 'import mypy' 2>/dev/null; then
-    .venv/bin/python -m pip --quiet --disable-pip-version-check install mypy==2.4.1 ||
-        echo "setup: going on without mypy"
+if [ "$what" = gates ] && ! .venv/bin/python -c 'import codespell_lib, mypy' 2>/dev/null; then
+    .venv/bin/python -m pip --quiet --disable-pip-version-check install codespell==2.4.3 mypy==2.4.1 ||
+        echo "setup: going on without mypy and codespell"
 fi

@@ -17,7 +17,7 @@ mkdir -p "$logs"
 : >"$results"
 
 reason() { # reason LOG: the last line that names a fault
-    grep -iE 'error|fail|crash|[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
+    grep -iE 'error|fail|crash| ==> |[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
         grep -v 'Errors while running CTest' | tail -n 1 | sed 's/^[[:space:]]*//' | cut -c 1-160
 }
 
@@ -377,6 +377,17 @@ types_checked() {
     fi
 }
 
+# The spelling of all text in the repository but for data; it must find a planted mistake.
+spelling() {
+    if ! "$python" -c 'import codespell_lib'; then
+        echo "skipped: codespell is not installed, and tools/setup.sh could not install it"
+        return
+    fi
+    set -- "$python" -m codespell_lib --ignore-words-list dout,paddin,rarified,refrence,selct,skalar,steams
+    ! echo 'recieve' | "$@" - || return 1
+    git ls-files | grep -vE '\.(svg|json|safetensors|inc|npz|gz|bin|bz3|png)$|/corpus/' | xargs "$@"
+}
+
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
 form_and_cpus() {
@@ -385,6 +396,7 @@ form_and_cpus() {
         gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
         gate "$check" "$python" "tools/gates/check_$check.py"
     done
+    gate spelling spelling
     gate types types_checked
     gate vocabulary words_tested
     gate header header_alone
