@@ -32,7 +32,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _context, _context_autograd, _ring, _sequences, _types, ops
+from . import _arguments, _context, _ring, _sequences, _types, ops
 from ._arguments import autocast, check_same_device, kernel_scale, refuse_tangents
 from ._ranks import LENGTH, Ranks, ranks_of
 from ._sequences import GatherTokens, check_lengths, describe_starts, lay_out, list_starts
@@ -147,7 +147,7 @@ def _attend(
         *(options["softcap"], options["deterministic"], options["backend"]),
     )
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "sink_logit")
-    return _context_autograd.ContextAttention.apply(call, *(tensors[name] for name in names))
+    return _context.ContextAttention.apply(call, *(tensors[name] for name in names))
 
 
 @torch.compiler.disable
