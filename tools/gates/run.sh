@@ -388,6 +388,21 @@ spelling() {
     git ls-files | grep -vE '\.(svg|json|safetensors|inc|npz|gz|bin|bz3|png)$|/corpus/' | xargs "$@"
 }
 
+# clang-tidy, by the settings in .clang-tidy, for the library on the host and the command. It must find
+# a planted mistake.
+tidy() {
+    if ! command -v clang-tidy; then
+        echo "skipped: clang-tidy is not installed, and tools/setup.sh could not install it"
+        return
+    fi
+    flags="-std=c11 -D_GNU_SOURCE -Iinclude -Isrc -Itools -Itests"
+    echo 'long f(int x) { return (long)(x * x); }' >"$logs/planted.c"
+    ! clang-tidy --quiet "$logs/planted.c" -- -std=c11 || return 1
+    # shellcheck disable=SC2016 # the inner shell has the flags as $0
+    git ls-files 'src/*.c' 'tools/*.c' | grep -vE '^src/(cuda|ort|python|cpu/isa)/|^tools/gates/' |
+        xargs -n 20 -P "$jobs" sh -c 'flags=$0 && clang-tidy --quiet "$@" -- $flags' "$flags"
+}
+
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
 form_and_cpus() {
@@ -397,6 +412,7 @@ form_and_cpus() {
         gate "$check" "$python" "tools/gates/check_$check.py"
     done
     gate spelling spelling
+    gate tidy tidy
     gate types types_checked
     gate vocabulary words_tested
     gate header header_alone
