@@ -202,8 +202,7 @@ def context_parallel_attention(
             the first rank: a list, or a tensor on the CPU. batch is 1.
         sink_logit: optional [q_heads] float32, as in attention().
         bias_form: as in flash_dma_attention().
-        softmax_scale: as in attention().
-        softcap: as in attention().
+        softmax_scale, softcap: as in attention().
         deterministic: as in attention(); what ranks exchange is always added in their order.
         backend: as in score().
         return_lse: also return lse.
@@ -291,8 +290,7 @@ def ring_attention(
         key_valid: optional [batch, q_len] bool or uint8, false for padding; on all ranks or on
             none.
         sink_logit: optional [q_heads] float32, as in attention().
-        softmax_scale: as in attention().
-        softcap: as in attention().
+        softmax_scale, softcap: as in attention().
         deterministic: as in attention(); what ranks exchange is always added in one order.
         backend: as in score().
         return_lse: also return lse.
@@ -428,8 +426,7 @@ def gather_sequence(
         tensor: [..., length, ...]: the own tokens; the length may differ between ranks, nothing
             else.
         dim: the axis of tokens.
-        group: as in context_parallel_attention().
-        lengths: as there.
+        group, lengths: as in context_parallel_attention().
 
     Returns:
         [..., total, ...], the same on all ranks.
