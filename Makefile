@@ -14,10 +14,13 @@ WERROR ?= OFF
 ORT_HEADER := build/onnxruntime/include/onnxruntime_c_api.h
 EXAMPLE := examples/data/minilm.safetensors
 LM_MODEL := examples/lm/model.safetensors
-# `make full` runs all tests of research/, `make test` a run of each of its two trainings.
-RESEARCH_TESTS := research/tests$(if $(filter 1,$(FDMA_FULL)),,/test_smoke.py)
+# What Python tests need to find what was built.
+TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
+	FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so OMP_WAIT_POLICY=passive
+# The part that `make full` runs; see tools/gates/check_full.py.
+PART ?= all
 
-.PHONY: build setup setup-format setup-tests setup-gates demo test gates full format bench clean help
+.PHONY: build setup setup-format setup-tests setup-gates demo test run-tests gates run-gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
@@ -54,25 +57,26 @@ ifneq ($(wildcard $(LM_MODEL)),)
 endif
 
 # The Python tests, and some of the C tests, are of one thread: both run at a time.
-test: setup-tests build ## run the tests, those in C and those in Python
+test: setup-tests build run-tests ## run the tests, those in C and those in Python
+
+run-tests:
 	@status=0; \
 	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) >build/ctest.log 2>&1 & c_tests=$$!; \
 	trap 'kill $$c_tests' INT TERM; \
 	echo "== Python tests, while those in C run"; \
-	FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
-		FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so OMP_WAIT_POLICY=passive \
-		$(PYTHON) -m pytest tests/python $(RESEARCH_TESTS) -q || status=1; \
+	$(TEST_VARIABLES) $(PYTHON) -m pytest tests/python research/tests/test_smoke.py -q || status=1; \
 	echo "== C tests"; \
 	wait $$c_tests || status=1; \
 	cat build/ctest.log; \
 	exit $$status
 
-gates: setup-gates build ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
+gates: setup-gates build run-gates ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
+
+run-gates:
 	@tools/gates/run.sh
 
-full: ## run every test and the gates, with what takes long: all model types of transformers, all of research (FDMA_FULL=1)
-	@FDMA_FULL=1 $(MAKE) --no-print-directory test
-	@FDMA_FULL=1 $(MAKE) --no-print-directory gates
+full: setup-gates build ## run whole what `test` and `gates` take a sample of; PART=NAME: that part alone (tools/gates/check_full.py)
+	@FDMA_FULL=1 $(TEST_VARIABLES) $(PYTHON) tools/gates/check_full.py --run $(PART)
 
 format: setup-format ## format all C and Python
 	@tools/gates/format.sh --fix

@@ -37,18 +37,8 @@ def fwd(
 
     Args:
         q: on a CUDA device, float16 or bfloat16; otherwise, and all others, as in flash_dma.fwd().
-        k: as there.
-        v: as there.
-        zoh: as there.
-        active_mask: as there.
-        out: as there.
-        p_dropout: as there.
-        softmax_scale: as there.
-        is_causal: as there.
-        keep_window_size: as there.
-        softcap: as there.
-        return_softmax: as there.
-        gen: as there.
+        k, v, zoh, active_mask, out, p_dropout, softmax_scale, is_causal, keep_window_size, softcap,
+            return_softmax, gen: as there.
 
     Returns:
         As flash_dma.fwd().

@@ -111,6 +111,7 @@ class RingAttention(torch.autograd.Function):
             # Merged in float32, because each partial result has been rounded once.
             found = (found[0].to(found[1].dtype), found[1])
             results = found if results is None else ops.MERGE(*results, *found, None)
+        assert results is not None  # the own keys are seen
         out, lse = results[0].to(query.dtype), results[1]
         ctx.save_for_backward(query, key, value, sink_logit, call.key_valid, out, lse)
         ctx.set_materialize_grads(False)
@@ -139,6 +140,7 @@ class RingAttention(torch.autograd.Function):
             shapes = [(one.shape[0], length, *one.shape[2:]) for one in sums]
             passing = call.ranks.pass_on(sums, shapes)
         # After one step per rank the sums of the own keys are here.
+        assert passing is not None
         dkey, dvalue = passing.wait()
         gradients = (dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype))
         return (None, *gradients, dsink)

@@ -182,9 +182,7 @@ class DynamicMaskCache:
             query: [batch, len, q_heads, head_dim].
             key: [batch, len, kv_heads, head_dim], of the cache's dtype.
             value: like key.
-            dt_proj: as in score().
-            a_coef: as in score().
-            dt_bias: as in score().
+            dt_proj, a_coef, dt_bias: as in score().
             index: optional [streams] int32: the sequences of the batch that these tokens continue;
                 query, key and value are then [streams, ...]. -1: none (not in a prefill).
             key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept,
@@ -194,8 +192,7 @@ class DynamicMaskCache:
             draft: the tokens do not enter the cache. Drafts have no index and no key_valid; where
                 they have n_tokens, commit() has to follow.
             sink_logit: optional [q_heads] float32, as in attention().
-            softmax_scale: as in attention().
-            softcap: as in attention().
+            softmax_scale, softcap: as in attention().
             backend: as in score().
 
         Returns:

@@ -32,7 +32,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _context, _context_autograd, _ring, _sequences, _types, ops
+from . import _arguments, _context, _ring, _sequences, _types, ops
 from ._arguments import autocast, check_same_device, kernel_scale, refuse_tangents
 from ._ranks import LENGTH, Ranks, ranks_of
 from ._sequences import GatherTokens, check_lengths, describe_starts, lay_out, list_starts
@@ -147,7 +147,7 @@ def _attend(
         *(options["softcap"], options["deterministic"], options["backend"]),
     )
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "sink_logit")
-    return _context_autograd.ContextAttention.apply(call, *(tensors[name] for name in names))
+    return _context.ContextAttention.apply(call, *(tensors[name] for name in names))
 
 
 @torch.compiler.disable
@@ -202,8 +202,7 @@ def context_parallel_attention(
             the first rank: a list, or a tensor on the CPU. batch is 1.
         sink_logit: optional [q_heads] float32, as in attention().
         bias_form: as in flash_dma_attention().
-        softmax_scale: as in attention().
-        softcap: as in attention().
+        softmax_scale, softcap: as in attention().
         deterministic: as in attention(); what ranks exchange is always added in their order.
         backend: as in score().
         return_lse: also return lse.
@@ -291,8 +290,7 @@ def ring_attention(
         key_valid: optional [batch, q_len] bool or uint8, false for padding; on all ranks or on
             none.
         sink_logit: optional [q_heads] float32, as in attention().
-        softmax_scale: as in attention().
-        softcap: as in attention().
+        softmax_scale, softcap: as in attention().
         deterministic: as in attention(); what ranks exchange is always added in one order.
         backend: as in score().
         return_lse: also return lse.
@@ -428,8 +426,7 @@ def gather_sequence(
         tensor: [..., length, ...]: the own tokens; the length may differ between ranks, nothing
             else.
         dim: the axis of tokens.
-        group: as in context_parallel_attention().
-        lengths: as there.
+        group, lengths: as in context_parallel_attention().
 
     Returns:
         [..., total, ...], the same on all ranks.

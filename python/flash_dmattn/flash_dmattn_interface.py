@@ -62,13 +62,9 @@ def flash_dmattn_qkvpacked_func(
 
     Args:
         qkv: query, key and value.
-        attn_mask: as in flash_dmattn_func().
-        attn_bias: as there.
+        attn_mask, attn_bias: as in flash_dmattn_func().
         is_causal: as there. It stands in front of scale, as in flash-dmattn.
-        scale: as there.
-        softcap: as there.
-        deterministic: as there.
-        return_attn_probs: as there.
+        scale, softcap, deterministic, return_attn_probs: as there.
 
     Returns:
         As flash_dmattn_func().
@@ -105,13 +101,8 @@ def flash_dmattn_kvpacked_func(
     Args:
         q: as in flash_dmattn_func().
         kv: key and value.
-        attn_mask: as in flash_dmattn_func().
-        attn_bias: as there.
-        scale: as there.
-        is_causal: as there.
-        softcap: as there.
-        deterministic: as there.
-        return_attn_probs: as there.
+        attn_mask, attn_bias, scale, is_causal, softcap, deterministic, return_attn_probs: as in
+            flash_dmattn_func().
 
     Returns:
         As flash_dmattn_func().
@@ -145,8 +136,7 @@ def flash_dmattn_varlen_qkvpacked_func(
 
     Args:
         qkv: query, key and value.
-        attn_mask: as in flash_dmattn_varlen_func().
-        attn_bias: as there.
+        attn_mask, attn_bias: as in flash_dmattn_varlen_func().
         cu_seqlens: as cu_seqlens_q there.
         max_seqlen: as max_seqlen_q there.
         options: scale, is_causal, softcap, deterministic and return_attn_probs, as there.
@@ -187,8 +177,7 @@ def flash_dmattn_varlen_kvpacked_func(
     Args:
         q: as in flash_dmattn_varlen_func().
         kv: key and value.
-        attn_mask: as there.
-        attn_bias: as there.
+        attn_mask, attn_bias: as there.
         options: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, softcap,
             deterministic and return_attn_probs, as there.
         named: the same by name.

@@ -35,10 +35,7 @@ def mask_lists(
         key: as in attention().
         attn_mask: as in flash_dmattn_func().
         selection: as in attention(), like the next four. Calls with the lists must have the same.
-        key_valid: as there.
-        starts: as there.
-        kv_used: as there.
-        causal: as there.
+        key_valid, starts, kv_used, causal: as there.
         backend: as in score().
 
     Returns:

@@ -47,16 +47,8 @@ def attention_probabilities(
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         lse: [batch, q_heads, q_len] float32 (float64 if query is), in nats: attention()'s for the
             same arguments.
-        bias: as in attention().
-        selection: as there.
-        key_valid: as there.
-        starts: as there.
-        kv_used: as there.
-        attn_mask: as there.
-        attn_bias: as there.
-        causal: as there.
-        softmax_scale: as there.
-        softcap: as there.
+        bias, selection, key_valid, starts, kv_used, attn_mask, attn_bias, causal, softmax_scale,
+            softcap: as in attention().
         dropout_p: as there; probabilities that are dropped are 0, the others divided by
             1 - dropout_p.
         rng_state: as there; not None with dropout.

@@ -68,8 +68,7 @@ def score_target_loss(
         starts: optional [sequences + 1] int32 or a list, for packed sequences: batch is 1, and
             sequence n has the tokens starts[n] to starts[n + 1] - 1. Tokens from starts[-1] on
             belong to no sequence.
-        softmax_scale: as in attention().
-        softcap: as there.
+        softmax_scale, softcap: as in attention().
         backend: as in score().
 
     Returns:

@@ -33,9 +33,7 @@ class KeyCache(NamedTuple):
         position: [sequences, kv_heads, rows] int32: of each key in its stream; -1 marks an empty
             row.
         seen: [sequences] int32: the number of tokens of each stream so far.
-        window: as in select().
-        recent: as there.
-        sinks: as there.
+        window, recent, sinks: as in select().
         page_table: optional [sequences, n] int32. With one, `key` and `value` are pools [pages,
             page_len, kv_heads, head_dim], page_len a power of 2, and row r of sequence s is row
             r % page_len of page page_table[s, r // page_len]. Rows fill in the order 0, 1, ...,
@@ -138,8 +136,7 @@ def decode(
             None for all tokens.
         sink_logit: optional [q_heads] float32, as in attention().
         bias_form: as in score(): the same in every call on a cache.
-        softmax_scale: as in attention().
-        softcap: as in attention().
+        softmax_scale, softcap: as in attention().
         backend: as in score().
         return_lse: also return lse.
 

@@ -316,8 +316,7 @@ def best_in_window(
         q_len: number of queries.
         window: keys of the window, the query's own included; more than `keep`.
         keep: as select()'s window.
-        key_valid: as there.
-        starts: as there.
+        key_valid, starts: as there.
     """
     batch, kv_heads, kv_len = score.shape
     at = torch.arange(kv_len, device=score.device)

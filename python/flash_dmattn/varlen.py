@@ -258,13 +258,8 @@ def flash_dmattn_varlen_func(
         a_coef: [kv_heads].
         dt_bias: optional [kv_heads], beside them; None for 0.
         sink_logit: optional [q_heads] float32, as in attention().
-        keep_window_size: as in flash_dma_attention().
-        recent: as there.
-        sinks: as there.
-        gap: as there.
-        scope: as there.
-        bias_form: as there.
-        softcap: as there.
+        keep_window_size, recent, sinks, gap, scope, bias_form, softcap: as in
+            flash_dma_attention().
         generator: as in attention(), on q's device.
         backend: as in score().
         deterministic: as in flash_dma_attention().

@@ -20,7 +20,8 @@
 
 enum {
     dynamic_bytes = 227 * 1024, // of shared memory
-    stack_bytes = 96 * 1024,
+    // not a multiple of the page size, or the frames of all threads share a set of the cache
+    stack_bytes = 96 * 1024 + 17 * 64,
     most_threads = 1024, // of a block
     named_barriers = 16,
     patience = 60, // seconds without progress before the program ends

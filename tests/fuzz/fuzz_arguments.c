@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "caches.h"
+#include "common/calls.h"
 
 enum {
     max_workspace = 1 << 20, /* bytes */
@@ -337,36 +338,26 @@ static void make_probabilities(call *to) {
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
-/* The calls, through pointers to their argument structs. */
-#define DEFINE_OPERATION(name)                                                                     \
-    static fdma_status run_##name(const void *args) { return fdma_##name(args); }                  \
-    static fdma_status ask_##name(const void *args, size_t *bytes) {                               \
-        return fdma_##name##_workspace(args, bytes);                                               \
-    }
-#define OPERATION(name)                                                                            \
-    {sizeof(fdma_##name##_args), offsetof(fdma_##name##_args, exec), make_##name, ask_##name,      \
-     run_##name}
+DEFINE_CALL(score)
+DEFINE_CALL(select)
+DEFINE_CALL(forward)
+DEFINE_CALL(attention)
+DEFINE_CALL(decode)
+DEFINE_CALL(cache_store)
+DEFINE_CALL(cache_copy)
+DEFINE_CALL(lists)
+DEFINE_CALL(backward)
+DEFINE_CALL(score_backward)
+DEFINE_CALL(attention_backward)
+DEFINE_CALL(merge)
+DEFINE_CALL(merge_backward)
+DEFINE_CALL(probabilities)
 
-DEFINE_OPERATION(score)
-DEFINE_OPERATION(select)
-DEFINE_OPERATION(forward)
-DEFINE_OPERATION(attention)
-DEFINE_OPERATION(decode)
-DEFINE_OPERATION(cache_store)
-DEFINE_OPERATION(cache_copy)
-DEFINE_OPERATION(lists)
-DEFINE_OPERATION(backward)
-DEFINE_OPERATION(score_backward)
-DEFINE_OPERATION(attention_backward)
-DEFINE_OPERATION(merge)
-DEFINE_OPERATION(merge_backward)
-DEFINE_OPERATION(probabilities)
+#define OPERATION(name) {CALL_OF(name), make_##name}
 
 static const struct operation {
-    size_t size, exec; /* of the argument struct, and offset in it */
+    library_call to;
     void (*make)(call *);
-    fdma_status (*workspace)(const void *args, size_t *bytes);
-    fdma_status (*run)(const void *args);
 } operations[] = {
     OPERATION(score),          OPERATION(select),
     OPERATION(forward),        OPERATION(attention),
@@ -403,7 +394,7 @@ static void check_refusal(fdma_status status) {
 /* Runs the call with a workspace of `bytes`, which is `asked` or less. */
 static void run(call *c, const struct operation *operation, void *args, size_t asked,
                 size_t bytes) {
-    fdma_exec *const exec = (fdma_exec *)((char *)args + operation->exec);
+    fdma_exec *const exec = exec_of(&operation->to, args);
     const size_t shift = bytes % 64; /* any alignment will do */
     uint8_t *const workspace = malloc(shift + bytes);
     MUST(workspace != NULL || bytes == 0);
@@ -417,7 +408,7 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
     const fdma_selection selection = c->selection;
     char message[512];
     snprintf(message, sizeof message, "%s", fdma_last_error());
-    const fdma_status status = operation->run(args);
+    const fdma_status status = operation->to.run(args);
     if (status != FDMA_OK)
         check_refusal(status);
     MUST(status != FDMA_OK || strncmp(message, fdma_last_error(), sizeof message - 1) == 0);
@@ -432,7 +423,7 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
         free(b->before);
     }
     MUST(status == FDMA_OK || memcmp(&selection, &c->selection, sizeof selection) == 0);
-    if (status == FDMA_OK && operation->run == run_lists)
+    if (status == FDMA_OK && operation->to.run == run_lists)
         check_lists(&c->args.lists);
     free(workspace);
 }
@@ -443,21 +434,21 @@ static void try_call(call *c, const struct operation *operation) {
     /* The struct states its own size and lies in a block of that size, with zeros after the known
      * fields. */
     const bool honest = !seldom(in);
-    const size_t size = honest ? operation->size : (size_t)strange_number(in);
+    const size_t size = honest ? operation->to.size : (size_t)strange_number(in);
     const size_t bytes = size < sizeof(size_t) ? sizeof(size_t) : size;
     uint8_t *const args = calloc(1, bytes < max_struct ? bytes : max_struct);
     MUST(args != NULL);
     c->args.size = size;
-    memcpy(args, &c->args, bytes < operation->size ? bytes : operation->size);
-    if (size < operation->size) /* the struct may end before the tensors without memory */
+    memcpy(args, &c->args, bytes < operation->to.size ? bytes : operation->to.size);
+    if (size < operation->to.size) /* the struct may end before the tensors without memory */
         c->unbacked = false;
 
     size_t asked = SIZE_MAX;
-    const fdma_status status = operation->workspace(args, &asked);
+    const fdma_status status = operation->to.workspace(args, &asked);
     if (status != FDMA_OK) {
         check_refusal(status);
         MUST(asked == SIZE_MAX);
-        if (size >= operation->size)
+        if (size >= operation->to.size)
             run(c, operation, args, asked, 0);
     } else if (asked > max_workspace) {
         run(c, operation, args, asked, 0);

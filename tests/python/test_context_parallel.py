@@ -26,7 +26,7 @@ from context_cases import (
     make_tensors,
 )
 from context_ranks import own_tokens
-from flash_dmattn import _arguments, _context, _context_autograd, distributed
+from flash_dmattn import _arguments, _context, distributed
 
 SELECTED = [name for name, case in CASES.items() if case.window is not None]
 # Cases that keep keys with NaN scores have results of NaN.
@@ -202,7 +202,7 @@ def to_device(found: Any, device: torch.device) -> Any:
 def record_case(name: str, rank: int, group: Any) -> Tensors:
     device = context_ranks.device_of(CASES[name], rank)
     given = to_device(make_tensors(name), device)
-    select_segments = _context_autograd.select_segments
+    select_segments = _context.select_segments
     kept = []
 
     def recording(call: _context.Call, table: _context.Table | None) -> list[_context.Segment]:
@@ -210,11 +210,11 @@ def record_case(name: str, rank: int, group: Any) -> Tensors:
         kept.append(kept_of_rank(call, table, segments))
         return segments
 
-    _context_autograd.select_segments = recording
+    _context.select_segments = recording
     try:
         found = run_case(name, rank, group, given)
     finally:
-        _context_autograd.select_segments = select_segments
+        _context.select_segments = select_segments
     if kept:
         (found["kept"],) = kept
     found["again"] = run_case(name, rank, group, to_device(poisoned(name), device))

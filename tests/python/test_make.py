@@ -44,11 +44,11 @@ def test_architectures(smi: str | None, argument: str, architectures: str, tmp_p
 
 @pytest.mark.parametrize(("argument", "value"), [("", "OFF"), ("WERROR=ON", "ON")])
 def test_warnings_as_errors(argument: str, value: str, tmp_path: Path) -> None:
-    """.ci/run passes WERROR=ON to both of its targets, so that the gates compile less."""
+    """.ci/run passes WERROR=ON to the build, so that the gates compile less."""
     for target in ("test", "gates"):
         printed = commands(target, smi=None, folder=tmp_path, argument=argument)
         assert f"-DFDMA_WERROR={value} " in printed
-        assert f"make {target} WERROR=ON" in (ROOT / ".ci" / "run").read_text()
+    assert "make setup-gates build WERROR=ON" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_demo_builds_what_is_installed(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_the_demo_builds_what_is_installed(tmp_path: Path) -> None:
 
 
 def test_full_runs_what_takes_long(tmp_path: Path) -> None:
-    printed = commands("full", smi=None, folder=tmp_path)
-    for target in ("test", "gates"):
-        assert f"FDMA_FULL=1 make --no-print-directory {target}" in printed
-    assert "-m pytest tests/python research/tests -q" in printed
+    for argument, part in (("", "all"), ("PART=neon", "neon")):
+        printed = commands("full", smi=None, folder=tmp_path, argument=argument)
+        assert "FDMA_FULL=1" in printed
+        assert f"tools/gates/check_full.py --run {part}" in printed
     printed = commands("test", smi=None, folder=tmp_path)
     assert "-m pytest tests/python research/tests/test_smoke.py -q" in printed

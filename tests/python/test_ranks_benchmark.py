@@ -130,11 +130,11 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 CHANGED = """
 import sys
 sys.path.insert(0, {folder!r})
-import flash_dmattn._context_autograd as context_autograd
+import flash_dmattn._context as context
 import ranks
 import ranks_common
 
-attend = context_autograd.attend
+attend = context.attend
 def wrong(*arguments):
     out, lse = attend(*arguments)
     return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
@@ -151,7 +151,7 @@ def run_changed(folder: Path, change: str, *options: str) -> Done:
 
 def test_wrong_results_are_found(tmp_path: Path) -> None:
     """One rank has wrong results; then all ranks end."""
-    done = run_changed(tmp_path, "context_autograd.attend = wrong", "--only", "bytes")
+    done = run_changed(tmp_path, "context.attend = wrong", "--only", "bytes")
     assert done.returncode == 1
     assert "ranks.py: 3 ranks and one differ by" in done.stderr
     assert not (tmp_path / "ranks.json").exists()

@@ -75,15 +75,6 @@ static int select_by_reference(comparison *work) {
     return status != FDMA_OK ? refuse(work) : EXIT_DONE;
 }
 
-static fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64_t length) {
-    if (tensor.rank == 0)
-        return tensor;
-    tensor.data =
-        (char *)tensor.data + (size_t)(first * tensor.stride[axis]) * dtype_bytes(tensor.dtype);
-    tensor.shape[axis] = length;
-    return tensor;
-}
-
 /* The expiry of the keys of a prefix: keys that outlive it are kept to its end. */
 static fdma_tensor clip_expiry(const comparison *work, int64_t prefix) {
     const int32_t *expiry = work->expiry.data;

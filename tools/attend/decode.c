@@ -47,13 +47,6 @@ static int check_options(const attend_options *options, const attend_inputs *inp
     return EXIT_DONE;
 }
 
-static fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64_t length) {
-    tensor.data =
-        (char *)tensor.data + (size_t)(first * tensor.stride[axis]) * dtype_bytes(tensor.dtype);
-    tensor.shape[axis] = length;
-    return tensor;
-}
-
 static fdma_exec exec_of(const decoding *work) {
     return (fdma_exec){.kernel = work->options->kernel,
                        .device = work->options->device,

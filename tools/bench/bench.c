@@ -1,7 +1,7 @@
 /* `fdma bench`: the time of each kernel, and how much of the machine it uses. */
 #define _POSIX_C_SOURCE 200809L
 
-#include "bench/run.h"
+#include "bench/job.h"
 
 #include "commands.h"
 #include "common/device.h"

@@ -2,26 +2,68 @@
  * run of the program. */
 #include "bench/job.h"
 
+#include "bench/peak.h"
 #include "common/arrays.h"
+#include "common/calls.h"
 #include "common/device.h"
 #include "common/random.h"
+#include "common/timing.h"
 
 #include <math.h>
 #include <stdlib.h>
+
+#define DEFINE_OPERATION(name)                                                                     \
+    DEFINE_CALL(name)                                                                              \
+    static fdma_status kernel_of_##name(bench_job *job) {                                          \
+        return fdma_##name##_kernel(&job->name##_args, &job->kernel);                              \
+    }
+
+DEFINE_OPERATION(forward)
+DEFINE_OPERATION(select)
+DEFINE_OPERATION(score)
+DEFINE_CALL(attention)
+static fdma_status kernel_of_attention(bench_job *job) { return kernel_of_forward(job); }
+DEFINE_OPERATION(lists)
+DEFINE_OPERATION(backward)
+DEFINE_OPERATION(score_backward)
+
+/* The calls, the offsets of their arguments in a job, and functions that find its kernel. */
+#define OPERATION(name) {CALL_OF(name), offsetof(bench_job, name##_args), kernel_of_##name}
+static const struct {
+    library_call to;
+    size_t args;
+    fdma_status (*find_kernel)(bench_job *job);
+} calls[] = {
+    [BENCH_FORWARD] = OPERATION(forward),
+    [BENCH_SELECT] = OPERATION(select),
+    [BENCH_SCORE] = OPERATION(score),
+    [BENCH_ATTENTION] = OPERATION(attention),
+    [BENCH_LISTS] = OPERATION(lists),
+    [BENCH_BACKWARD] = OPERATION(backward),
+    [BENCH_SCORE_BACKWARD] = OPERATION(score_backward),
+};
+enum { call_count = sizeof calls / sizeof calls[0] };
+
+static void *args_of(bench_job *job, bench_operation operation) {
+    return (char *)job + calls[operation].args;
+}
+
+/* Memory of the job's device, which close_job() frees. */
+static void *own(bench_job *job, void *memory) { return job->owned[job->owned_count++] = memory; }
 
 /* This many random elements are repeated, because a gigabyte of them would take a minute. The
  * number is prime, so that no row is equal to another. */
 enum { DISTINCT = 1048573 };
 
-static fdma_tensor allocate_there(const bench_job *job, fdma_dtype dtype, int32_t rank,
+static fdma_tensor allocate_there(bench_job *job, fdma_dtype dtype, int32_t rank,
                                   const int64_t *shape) {
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
     const size_t bytes = (size_t)element_count(&tensor) * dtype_bytes(dtype);
-    tensor.data = device_allocate(job->target.device, bytes);
+    tensor.data = own(job, device_allocate(job->target.device, bytes));
     return tensor;
 }
 
-static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t rank,
+static fdma_tensor random_array(bench_job *job, fdma_dtype dtype, int32_t rank,
                                 const int64_t *shape, double scale, uint64_t *state) {
     const fdma_tensor tensor = allocate_there(job, dtype, rank, shape);
     const int64_t count = element_count(&tensor);
@@ -39,10 +81,11 @@ static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t 
     return tensor;
 }
 
-static fdma_tensor move_there(const bench_job *job, fdma_tensor host) {
+static fdma_tensor move_there(bench_job *job, fdma_tensor host) {
     const fdma_tensor copy = device_copy_of(job->target.device, &host);
     if (copy.data != host.data)
         free(host.data);
+    own(job, copy.data);
     return copy;
 }
 
@@ -133,8 +176,7 @@ static void fill_tensors(const bench_case *item, bench_job *job) {
         job->a = random_array(job, item->dtype, 1, &item->kv_heads, 1, &state);
     }
     if (bench_case_reads(item) && job->target.device > 0)
-        job->copy = device_allocate(job->target.device,
-                                    (size_t)element_count(&job->v) * dtype_bytes(item->dtype));
+        job->copy = allocate_there(job, item->dtype, 4, keys).data;
     if (item->operation == BENCH_SCORE) {
         const int64_t scores[] = {1, item->kv_heads, item->kv_len};
         job->score = allocate_there(job, FDMA_FLOAT32, 3, scores);
@@ -244,7 +286,151 @@ static void describe_job(const bench_case *item, bench_job *job) {
     };
 }
 
-void fill_job(const bench_case *item, bench_job *job) {
+/* ---- running and timing ---- */
+
+/* Every call of the job uses the same workspace. */
+static void give_workspace(bench_job *job, size_t bytes) {
+    void *const workspace = own(job, device_allocate(job->target.device, bytes));
+    for (int c = 0; c < call_count; c++) {
+        fdma_exec *const exec = exec_of(&calls[c].to, args_of(job, (bench_operation)c));
+        exec->workspace = workspace;
+        exec->workspace_size = bytes;
+    }
+}
+
+static fdma_status plan_job(const bench_case *item, bench_job *job) {
+    const bench_operation operation = item->operation;
+    size_t bytes = 0, select_bytes = 0, forward_bytes = 0;
+    fdma_status status = calls[operation].find_kernel(job);
+    if (status == FDMA_OK)
+        status = calls[operation].to.workspace(args_of(job, operation), &bytes);
+    if (status == FDMA_OK && item->window > 0 && item->operation != BENCH_SELECT)
+        status = fdma_select_workspace(&job->select_args, &select_bytes);
+    if (status == FDMA_OK &&
+        (item->operation == BENCH_LISTS || item->operation == BENCH_BACKWARD)) {
+        // the forward call beside them runs on the kernel that would be dispatched
+        job->forward_args.exec.kernel = NULL;
+        status = fdma_forward_workspace(&job->forward_args, &forward_bytes);
+    }
+    if (status != FDMA_OK)
+        return status;
+    bytes = select_bytes > bytes ? select_bytes : bytes;
+    bytes = forward_bytes > bytes ? forward_bytes : bytes;
+    give_workspace(job, bytes);
+    return FDMA_OK;
+}
+
+/* Computes the results of other calls that the job takes as inputs. */
+static fdma_status prepare_job(const bench_case *item, bench_job *job) {
+    fdma_status status = FDMA_OK;
+    if (item->window > 0 && !job->selects)
+        status = fdma_select(&job->select_args);
+    if (status == FDMA_OK && item->operation == BENCH_BACKWARD)
+        status = fdma_forward(&job->forward_args);
+    return status;
+}
+
+bench_job *open_job(const bench_case *item, const bench_target *target) {
+    bench_job *job = allocate(sizeof *job);
+    job->operation = item->operation;
+    job->target = *target;
     fill_tensors(item, job);
     describe_job(item, job);
+    job->selects = item->window > 0 && item->q_len == 0 && item->operation != BENCH_LISTS &&
+                   item->operation != BENCH_BACKWARD;
+    if (plan_job(item, job) == FDMA_OK && prepare_job(item, job) == FDMA_OK)
+        return job;
+    close_job(job);
+    return NULL;
+}
+
+void close_job(bench_job *job) {
+    for (int n = 0; n < job->owned_count; n++)
+        device_free(job->target.device, job->owned[n]);
+    free(job);
+}
+
+static fdma_status run_job(bench_job *job) {
+    if (job->operation == BENCH_FORWARD && job->selects) {
+        const fdma_status status = fdma_select(&job->select_args);
+        if (status != FDMA_OK)
+            return status;
+    }
+    return calls[job->operation].to.run(args_of(job, job->operation));
+}
+
+/* Milliseconds of a plain read of one tensor. On a device it is half of a copy, which reads and
+ * writes the same number of bytes. */
+static double read_array(const bench_job *job, const peak_loop *peak, const void *data,
+                         size_t bytes) {
+    const int32_t device = job->target.device;
+    if (data == NULL)
+        return 0;
+    return device > 0 ? time_copy(device, job->copy, data, bytes) / 2
+                      : measure_read(peak, data, bytes);
+}
+
+/* Milliseconds of a plain read of the tensors that the job reads; NaN if reading is not most of its
+ * work. */
+static double time_read(const bench_case *item, const bench_job *job, const peak_loop *peak) {
+    const int64_t keys = item->window > 0 ? item->window + item->recent : item->kv_len;
+    const size_t bytes =
+        (size_t)(keys * item->kv_heads * item->head_dim) * dtype_bytes(item->dtype);
+    if (!bench_case_reads(item))
+        return (double)NAN;
+    return read_array(job, peak, job->v.data, bytes) + read_array(job, peak, job->k.data, bytes);
+}
+
+/* Milliseconds of one run; `runs` of them are timed together, so that the clock is accurate. */
+static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
+    start_clock(job->target.device);
+    for (int64_t run = 0; run < runs && *status == FDMA_OK; run++)
+        *status = run_job(job);
+    return stop_clock(job->target.device) / (double)runs;
+}
+
+/* Milliseconds of the attention that uses the lists; NaN for other jobs. */
+static double time_forward(const bench_case *item, bench_job *job, fdma_status *status) {
+    if (item->operation != BENCH_LISTS)
+        return (double)NAN;
+    start_clock(job->target.device);
+    *status = fdma_forward(&job->forward_args);
+    return stop_clock(job->target.device);
+}
+
+fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures) {
+    enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
+    const double sample_ms = 0.1;
+    const double flops = bench_case_flops(item);
+    const bool keys = item->operation == BENCH_SELECT || item->operation == BENCH_LISTS;
+    const double key_count = (double)(item->kv_len * item->kv_heads);
+    samples times = {.count = 0};
+    samples peaks = {.count = 0};
+    samples reads = {.count = 0};
+    samples forwards = {.count = 0};
+    peak_loop peak;
+    const bool has_peak = job->target.device == 0 && flops > 0 &&
+                          prepare_peak(job->kernel, job->target.threads, &peak) == 0;
+    fdma_status status = run_job(job); // warms up
+    const int64_t runs = 1 + (int64_t)(sample_ms / time_runs(job, 1, &status));
+    const double start = now_ms();
+    while (status == FDMA_OK && (times.count < LEAST_RUNS ||
+                                 (times.count < SAMPLE_LIMIT && now_ms() - start < ENOUGH_MS))) {
+        if (has_peak)
+            add_sample(&peaks, measure_peak(&peak));
+        if (has_peak || job->target.device > 0)
+            add_sample(&reads, time_read(item, job, &peak));
+        add_sample(&forwards, time_forward(item, job, &status));
+        add_sample(&times, time_runs(job, runs, &status));
+    }
+    *figures = (bench_figures){
+        .ms = median(&times),
+        .spread = spread(&times),
+        .useful_gflops = flops > 0 ? flops / (median(&times) * 1e6) : (double)NAN,
+        .ns_per_key = keys ? median(&times) * 1e6 / key_count : (double)NAN,
+    };
+    figures->of_read = median(&reads) / median(&times);
+    figures->of_forward = median(&times) / median(&forwards);
+    figures->of_peak = figures->useful_gflops / median(&peaks); // NaN if no peak was measured
+    return status;
 }

@@ -1,4 +1,4 @@
-/* A case of `fdma bench` on its device: tensors, workspace and calls. */
+/* A case of `fdma bench` on its device: tensors, workspace and calls, which run and are timed. */
 #pragma once
 
 #include "bench/cases.h"
@@ -25,12 +25,28 @@ typedef struct bench_job {
     fdma_attention_args attention_args;
     fdma_backward_args backward_args;
     fdma_score_backward_args score_backward_args;
-    void *workspace;
+    void *owned[32]; /* memory of the device */
+    int owned_count;
     void *copy;         /* on a device: the destination of a plain read */
     const char *kernel; /* the kernel of the main part */
     bool selects;       /* each run makes its selection */
 } bench_job;
 
-/*! fill_job() - the tensors of a case, random if they are inputs, and the calls' arguments.
- *  job->target is set. */
-void fill_job(const bench_case *item, bench_job *job);
+/*! open_job() - a job that is ready to run, or NULL if no such kernel takes the case:
+ *  fdma_last_error() says why. */
+bench_job *open_job(const bench_case *item, const bench_target *target);
+void close_job(bench_job *job);
+
+/* Figures are NaN where they do not apply. */
+typedef struct bench_figures {
+    double ms, spread;
+    double useful_gflops, of_peak; /* cases with useful operations, where the peak is known */
+    double ns_per_key;             /* and kv head: select and lists */
+    double of_read;                /* time of a plain read / ms, where reading is the work */
+    double of_forward;             /* lists: ms / time of attention over the same selection */
+} bench_figures;
+
+/*! measure_job() - times the job in turn with its comparison: the peak loop, a plain read, or the
+ *  attention that lists are for. On a device there is no peak loop, and a plain read takes half the
+ *  time of a copy. Returns the status of the calls. */
+fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures);

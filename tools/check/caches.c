@@ -34,30 +34,6 @@ static void fill_cache(const check_case *test, fdma_cache *cache) {
         ((int32_t *)cache->table.seen.data)[s] = (int32_t)(rows * s / 4);
 }
 
-static fdma_cache new_cache(const check_problem *problem, int64_t sequences) {
-    const check_case *const test = problem->test;
-    const int64_t rows = test->window + test->recent;
-    const int64_t row_shape[4] = {sequences, rows, test->kv_heads, test->head_dim};
-    const int64_t number_shape[3] = {sequences, test->kv_heads, rows};
-    fdma_cache cache = {
-        .k = check_layout_tensor(problem->dtype, test->layout, row_shape),
-        .v = check_layout_tensor(problem->dtype, test->layout, row_shape),
-        .bias = check_tensor(FDMA_FLOAT32, 3, number_shape),
-        .table = {.score = check_tensor(FDMA_FLOAT32, 3, number_shape),
-                  .position = check_tensor(FDMA_INT32, 3, number_shape),
-                  .seen = check_tensor(FDMA_INT32, 1, &sequences)},
-        .sequences = sequences,
-        .kv_heads = test->kv_heads,
-        .head_dim = test->head_dim,
-        .window = test->window,
-        .recent = test->recent,
-        .sinks = test->sinks,
-        .dtype = problem->dtype,
-    };
-    fill_cache(test, &cache);
-    return cache;
-}
-
 /* ---- pages ---- */
 
 /* The page that has a row of a cache: the last page has the first rows. */
@@ -116,7 +92,9 @@ static fdma_status run(const check_problem *problem, check_operation_id id, cons
                        bool in_pages, fdma_tensor tensors[cache_tensors]) {
     const check_case *const test = problem->test;
     const int64_t stored = check_is_packed(test) ? test->sequences : test->batch;
-    const fdma_cache cache = new_cache(problem, id == CHECK_CACHE_COPY ? copied_sequences : stored);
+    fdma_cache cache =
+        check_empty_cache(problem, id == CHECK_CACHE_COPY ? copied_sequences : stored);
+    fill_cache(test, &cache);
     check_problem given = *problem;
     given.cache = in_pages ? check_in_pages(problem, &cache) : cache;
     given.from = list_of(copied_from, copies);

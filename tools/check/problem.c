@@ -182,6 +182,28 @@ static void fill_cache(check_problem *problem, int64_t first, int64_t past) {
         ((int32_t *)cache->table.seen.data)[b] = (int32_t)past;
 }
 
+fdma_cache check_empty_cache(const check_problem *problem, int64_t sequences) {
+    const check_case *const test = problem->test;
+    const int64_t rows = test->window + test->recent;
+    const int64_t row_shape[4] = {sequences, rows, test->kv_heads, test->head_dim};
+    const int64_t number_shape[3] = {sequences, test->kv_heads, rows};
+    return (fdma_cache){
+        .k = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .v = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .bias = check_tensor(FDMA_FLOAT32, 3, number_shape),
+        .table = {.score = check_tensor(FDMA_FLOAT32, 3, number_shape),
+                  .position = check_tensor(FDMA_INT32, 3, number_shape),
+                  .seen = check_tensor(FDMA_INT32, 1, &sequences)},
+        .sequences = sequences,
+        .kv_heads = test->kv_heads,
+        .head_dim = test->head_dim,
+        .window = test->window,
+        .recent = test->recent,
+        .sinks = test->sinks,
+        .dtype = problem->dtype,
+    };
+}
+
 static void make_decode_inputs(check_problem *problem) {
     const check_case *test = problem->test;
     const int64_t tokens = tokens_of(test), before = test->kv_len - tokens;
@@ -189,25 +211,9 @@ static void make_decode_inputs(check_problem *problem) {
     const int64_t past = before < rows ? before : rows;
     const int64_t q_shape[4] = {test->batch, tokens, test->q_heads, dim};
     const int64_t new_shape[4] = {test->batch, tokens, test->kv_heads, dim};
-    const int64_t row_shape[4] = {test->batch, rows, test->kv_heads, dim};
-    const int64_t number_shape[3] = {test->batch, test->kv_heads, rows};
     const int64_t score_shape[3] = {test->batch, test->kv_heads, tokens};
     const int64_t lse_shape[3] = {test->batch, test->q_heads, tokens};
-    problem->cache = (fdma_cache){
-        .k = check_layout_tensor(problem->dtype, test->layout, row_shape),
-        .v = check_layout_tensor(problem->dtype, test->layout, row_shape),
-        .bias = check_tensor(FDMA_FLOAT32, 3, number_shape),
-        .table = {.score = check_tensor(FDMA_FLOAT32, 3, number_shape),
-                  .position = check_tensor(FDMA_INT32, 3, number_shape),
-                  .seen = check_tensor(FDMA_INT32, 1, &test->batch)},
-        .sequences = test->batch,
-        .kv_heads = test->kv_heads,
-        .head_dim = dim,
-        .window = test->window,
-        .recent = test->recent,
-        .sinks = test->sinks,
-        .dtype = problem->dtype,
-    };
+    problem->cache = check_empty_cache(problem, test->batch);
     problem->new_q = check_layout_tensor(problem->dtype, test->layout, q_shape);
     problem->new_k = check_layout_tensor(problem->dtype, test->layout, new_shape);
     problem->new_v = check_layout_tensor(problem->dtype, test->layout, new_shape);

@@ -67,6 +67,9 @@ typedef struct check_problem {
     check_result results[check_operation_count][check_output_limit];
 } check_problem;
 
+/*! check_empty_cache() - a cache of the case's sizes and rules, filled with zeros. */
+fdma_cache check_empty_cache(const check_problem *problem, int64_t sequences);
+
 /*! check_has_decode() - whether fdma_decode() is checked with the last tokens of the case. */
 bool check_has_decode(const check_case *test);
 

@@ -4,6 +4,7 @@
 #include "core/signatures.h"
 
 #include "commands.h"
+#include "common/calls.h"
 #include "common/device.h"
 #include "common/text.h"
 
@@ -22,43 +23,28 @@ typedef struct check_call {
     bool is_output[most_tensors];
 } check_call;
 
-/* ---- operations, through pointers to their arguments ---- */
-
-#define DEFINE_OPERATION(name)                                                                     \
-    static fdma_status call_##name(const void *args) { return fdma_##name(args); }                 \
-    static fdma_status ask_##name(const void *args, size_t *bytes) {                               \
-        return fdma_##name##_workspace(args, bytes);                                               \
-    }
-#define OPERATION(name)                                                                            \
-    {sizeof(fdma_##name##_args), offsetof(fdma_##name##_args, exec), ask_##name, call_##name}
-
-DEFINE_OPERATION(score)
-DEFINE_OPERATION(select)
-DEFINE_OPERATION(lists)
-DEFINE_OPERATION(forward)
-DEFINE_OPERATION(backward)
-DEFINE_OPERATION(score_backward)
-DEFINE_OPERATION(merge)
-DEFINE_OPERATION(merge_backward)
-DEFINE_OPERATION(decode)
-DEFINE_OPERATION(cache_store)
-DEFINE_OPERATION(cache_copy)
-DEFINE_OPERATION(probabilities)
+DEFINE_CALL(score)
+DEFINE_CALL(select)
+DEFINE_CALL(lists)
+DEFINE_CALL(forward)
+DEFINE_CALL(backward)
+DEFINE_CALL(score_backward)
+DEFINE_CALL(merge)
+DEFINE_CALL(merge_backward)
+DEFINE_CALL(decode)
+DEFINE_CALL(cache_store)
+DEFINE_CALL(cache_copy)
+DEFINE_CALL(probabilities)
 
 _Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
 
-static const struct {
-    size_t size; /* size of the argument struct */
-    size_t exec; /* offset of that field */
-    fdma_status (*ask)(const void *args, size_t *bytes);
-    fdma_status (*call)(const void *args);
-} operations[check_operation_count] = {
-    [CHECK_SCORE] = OPERATION(score),           [CHECK_SELECT] = OPERATION(select),
-    [CHECK_LISTS] = OPERATION(lists),           [CHECK_FORWARD] = OPERATION(forward),
-    [CHECK_BACKWARD] = OPERATION(backward),     [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
-    [CHECK_MERGE] = OPERATION(merge),           [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
-    [CHECK_DECODE] = OPERATION(decode),         [CHECK_CACHE_STORE] = OPERATION(cache_store),
-    [CHECK_CACHE_COPY] = OPERATION(cache_copy), [CHECK_PROBABILITIES] = OPERATION(probabilities),
+static const library_call calls[check_operation_count] = {
+    [CHECK_SCORE] = CALL_OF(score),           [CHECK_SELECT] = CALL_OF(select),
+    [CHECK_LISTS] = CALL_OF(lists),           [CHECK_FORWARD] = CALL_OF(forward),
+    [CHECK_BACKWARD] = CALL_OF(backward),     [CHECK_SCORE_BACKWARD] = CALL_OF(score_backward),
+    [CHECK_MERGE] = CALL_OF(merge),           [CHECK_MERGE_BACKWARD] = CALL_OF(merge_backward),
+    [CHECK_DECODE] = CALL_OF(decode),         [CHECK_CACHE_STORE] = CALL_OF(cache_store),
+    [CHECK_CACHE_COPY] = CALL_OF(cache_copy), [CHECK_PROBABILITIES] = CALL_OF(probabilities),
 };
 
 /* The problem with the tensors that an operation takes in place of others. */
@@ -212,7 +198,7 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     default:
         break;
     }
-    *(size_t *)&call->args = operations[id].size; // the first field of each
+    *(size_t *)&call->args = calls[id].size; // the first field of each
 }
 
 /* True for carried keys and tables, which no case has: test_streams.c checks them. */
@@ -245,18 +231,14 @@ static void set_tensors(check_call *call, const check_problem *problem, check_op
     }
 }
 
-static fdma_exec *exec_of(check_call *call, check_operation_id id) {
-    return (fdma_exec *)((char *)&call->args + operations[id].exec);
-}
-
 /* Fills in a call whose tensors are still in host memory, and asks for its workspace. */
 static fdma_status prepare(check_call *call, const check_problem *problem, check_operation_id id,
                            const char *kernel, const fdma_tensor *outputs, size_t *bytes) {
     *call = (check_call){.device = runs_on(kernel, 0) ? 0 : problem->device};
     set_options(call, problem, id);
     set_tensors(call, problem, id, outputs);
-    *exec_of(call, id) = (fdma_exec){.kernel = kernel, .device = call->device};
-    return operations[id].ask(&call->args, bytes);
+    *exec_of(&calls[id], &call->args) = (fdma_exec){.kernel = kernel, .device = call->device};
+    return calls[id].workspace(&call->args, bytes);
 }
 
 bool check_takes(const check_problem *problem, check_operation_id id, const char *kernel,
@@ -274,12 +256,12 @@ fdma_status check_run(const check_problem *problem, check_operation_id id, const
     if (status != FDMA_OK)
         return status;
     const int32_t device = call.device;
-    fdma_exec *const exec = exec_of(&call, id);
+    fdma_exec *const exec = exec_of(&calls[id], &call.args);
     for (int i = 0; i < call.count; i++)
         *call.fields[i] = device_copy_of(device, &call.hosts[i]);
     exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
     exec->workspace_size = bytes;
-    status = operations[id].call(&call.args);
+    status = calls[id].run(&call.args);
     device_wait(device);
     for (int i = 0; i < call.count; i++) {
         if (call.is_output[i])

@@ -174,6 +174,15 @@ fdma_tensor swap_axes(const fdma_tensor *source) {
     return copy;
 }
 
+fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64_t length) {
+    if (tensor.rank == 0)
+        return tensor;
+    tensor.data =
+        (char *)tensor.data + (size_t)(first * tensor.stride[axis]) * dtype_bytes(tensor.dtype);
+    tensor.shape[axis] = length;
+    return tensor;
+}
+
 int64_t count_nans(const fdma_tensor *tensor) {
     int64_t nans = 0;
     for (int64_t index = element_count(tensor) - 1; index >= 0; index--)

@@ -25,6 +25,9 @@ fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype);
  *  exchanged. */
 fdma_tensor swap_axes(const fdma_tensor *source);
 
+/*! axis_slice() - a view of `length` positions along an axis; the tensor itself if it is absent. */
+fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64_t length);
+
 /*! count_nans() - of a contiguous array in a floating dtype. */
 int64_t count_nans(const fdma_tensor *tensor);
 

@@ -17,7 +17,7 @@ mkdir -p "$logs"
 : >"$results"
 
 reason() { # reason LOG: the last line that names a fault
-    grep -iE 'error|fail|crash|[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
+    grep -iE 'error|fail|crash| ==> |[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
         grep -v 'Errors while running CTest' | tail -n 1 | sed 's/^[[:space:]]*//' | cut -c 1-160
 }
 
@@ -145,7 +145,9 @@ words_tested() {
 
 # The tests of a sample where the compiler or the CPU is another one: those of the vocabulary, and of
 # the arithmetic of every operation.
-of_arithmetic='(test_(vocabulary|vocabulary_rows|math|pairs|kernels|select|attention|forward|backward|decode)|check_(window|softcap))$'
+arithmetic=$(printf 'test_%s ' vocabulary vocabulary_rows math pairs kernels select attention forward \
+    backward decode)
+of_arithmetic="($(echo "$arithmetic" | tr ' ' '|')check_(window|softcap))\$"
 
 clang_tests() {
     set -- -R "$of_arithmetic"
@@ -171,6 +173,25 @@ sanitized_tests() {
     cmake --preset asan -DFDMA_CHECK_BY_FAMILY=ON "$@" &&
         cmake --build --preset asan -j "$jobs" &&
         OMP_NUM_THREADS=2 c_tests "$divisor" build/asan -E "$left_out"
+}
+
+# The C tests as on older CPUs, whose fastest kernels are those of AVX2 or the scalar ones. The sample
+# are tests that give a call what another call has written, whose last bits decide their tolerances.
+older_cpus() {
+    tests=$(printf 'test_%s ' kernels forward backward_shapes empty_rows probabilities sink_logit masks \
+        mask_gradients)
+    set -- 16 -R "^($(echo "${tests% }" | tr ' ' '|'))\$"
+    if [ "$full" = 1 ]; then
+        tests=all
+        set -- 4 -LE install
+    fi
+    divisor=$1
+    shift
+    # shellcheck disable=SC2086 # a list of options
+    narrow_build "$tests" && c_tests "$divisor" build/gates/narrow "$@" &&
+        build_targets "$tests" scalar -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release $narrow \
+            -DFDMA_COMPILES_avx2=OFF &&
+        c_tests "$divisor" build/gates/scalar "$@"
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
@@ -236,14 +257,14 @@ cpu_headers_alone() {
 
 # Tests of models where matrix products have other last bits: those of another order of the sums
 # (tests/python/sum_order.py), or of other CPUs. Such bits must not decide which keys or tokens are
-# chosen. With FDMA_FULL=1 all tests of these files, under every setting.
+# chosen. The sample has both at once; with FDMA_FULL=1 all tests of these files, under every setting.
 last_bits() {
-    set -- FDMA_TEST_SUM_ORDER=1 \
-        ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
+    avx2=ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
+    set -- FDMA_TEST_SUM_ORDER=1,$avx2
     chosen='generated or assist or greedy or formulas or alone or same_tokens'
-    if [ "${FDMA_FULL:-0}" = 1 ]; then
+    if [ "$full" = 1 ]; then
         chosen='test'
-        set -- "$@" FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
+        set -- FDMA_TEST_SUM_ORDER=1 $avx2 FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
             ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX,OMP_NUM_THREADS=2
@@ -275,9 +296,12 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 # test_parallel does.
 neon_tests() {
     set -- -R "$of_arithmetic"
-    [ "$full" != 1 ] ||
+    targets="fdma_shared fdma_tool $arithmetic"
+    if [ "$full" = 1 ]; then
+        targets=all
         set -- -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$'
-    build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
+    fi
+    build_targets "$targets" neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon "$@" &&
         QEMU_CPU=cortex-a72 FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
             -R 'test_(kernels|vocabulary|pairs|select|attention)$'
@@ -353,14 +377,42 @@ types_checked() {
     fi
 }
 
+# The spelling of all text in the repository but for data; it must find a planted mistake.
+spelling() {
+    if ! "$python" -c 'import codespell_lib'; then
+        echo "skipped: codespell is not installed, and tools/setup.sh could not install it"
+        return
+    fi
+    set -- "$python" -m codespell_lib --ignore-words-list dout,paddin,rarified,refrence,selct,skalar,steams
+    ! echo 'recieve' | "$@" - || return 1
+    git ls-files | grep -vE '\.(svg|json|safetensors|inc|npz|gz|bin|bz3|png)$|/corpus/' | xargs "$@"
+}
+
+# clang-tidy, by the settings in .clang-tidy, for the library on the host and the command. It must find
+# a planted mistake.
+tidy() {
+    if ! command -v clang-tidy; then
+        echo "skipped: clang-tidy is not installed, and tools/setup.sh could not install it"
+        return
+    fi
+    flags="-std=c11 -D_GNU_SOURCE -Iinclude -Isrc -Itools -Itests"
+    echo 'long f(int x) { return (long)(x * x); }' >"$logs/planted.c"
+    ! clang-tidy --quiet "$logs/planted.c" -- -std=c11 || return 1
+    # shellcheck disable=SC2016 # the inner shell has the flags as $0
+    git ls-files 'src/*.c' 'tools/*.c' | grep -vE '^src/(cuda|ort|python|cpu/isa)/|^tools/gates/' |
+        xargs -n 20 -P "$jobs" sh -c 'flags=$0 && clang-tidy --quiet "$@" -- $flags' "$flags"
+}
+
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
 form_and_cpus() {
     gate format tools/gates/format.sh
-    for check in arrows calls words commits messages sizes symbols; do
+    for check in arrows calls words commits messages sizes symbols full; do
         gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
         gate "$check" "$python" "tools/gates/check_$check.py"
     done
+    gate spelling spelling
+    gate tidy tidy
     gate types types_checked
     gate vocabulary words_tested
     gate header header_alone
@@ -374,6 +426,8 @@ form_and_cpus() {
     gate clang clang_tests
     say sanitizers "running the C tests under the address and undefined behaviour sanitizers"
     gate sanitizers sanitized_tests
+    say older_cpus "running C tests with the AVX2 and with the scalar kernels alone"
+    gate older_cpus older_cpus
     if command -v valgrind >/dev/null; then
         say valgrind "running C tests of the scalar and the AVX2 rows under valgrind"
         gate valgrind valgrind_tests

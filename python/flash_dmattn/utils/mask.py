@@ -75,9 +75,7 @@ def create_mask(
         batch_size: sequences.
         query_len: queries of a sequence.
         key_len: keys of a sequence.
-        window_size: as in dynamic_mask().
-        min_dtype: as there.
-        block_size: as there.
+        window_size, min_dtype, block_size: as in dynamic_mask().
 
     Returns:
         As dynamic_mask().

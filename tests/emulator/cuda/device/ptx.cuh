@@ -29,22 +29,25 @@ struct mma_operands {
 };
 
 template <typename element> static inline void mma_warp(void *const *lanes, uint32_t) {
-    float a[16][16], b[16][8];
+    float a[16][16], b[16][8], d[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const mma_operands *const mine = (const mma_operands *)lanes[lane];
         for (int i = 0; i < 8; i++)
             a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] =
                 unpacked<element>(mine->a, i);
-        for (int i = 0; i < 4; i++)
-            b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = unpacked<element>(mine->b, i);
-    }
-    for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) {
-            float *const sum = &((mma_operands *)lanes[lane])->d[i];
-            const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            for (int x = 0; x < 16; x++)
-                *sum += a[row][x] * b[x][column];
+            b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = unpacked<element>(mine->b, i);
+            d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = mine->d[i];
         }
+    }
+    for (int row = 0; row < 16; row++)
+        for (int x = 0; x < 16; x++)
+            for (int column = 0; column < 8; column++) // vectors; the order of each sum stays
+                d[row][column] += a[row][x] * b[x][column];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++)
+            ((const mma_operands *)lanes[lane])->d[i] =
+                d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
 }
 
 template <typename element>

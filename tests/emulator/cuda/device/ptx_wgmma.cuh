@@ -48,11 +48,17 @@ struct wgmma_operands {
     uint64_t a_matrix, b_matrix;
 };
 
+/* The sum of a row of a warp and a column, which a lane holds. */
+static inline float *sum_at(void *const *lanes, int row, int column) {
+    const int lane = row % 8 * 4 + column % 8 / 2;
+    return &((const wgmma_operands *)lanes[lane])->d[column / 8 * 4 + row / 8 * 2 + column % 2];
+}
+
 template <typename element, int columns, int accumulate, int transpose_a, int transpose_b>
 static void wgmma_warp(void *const *lanes, uint32_t) {
     const wgmma_operands *const first = (const wgmma_operands *)lanes[0];
     const int warp = (int)(threadIdx.x / 32 % 4);
-    static thread_local float a[16][16], b[16][columns];
+    static thread_local float a[16][16], b[16][columns], d[16][columns];
     if (first->a == NULL) {
         const matrix_view view = view_of(first->a_matrix);
         for (int row = 0; row < 16; row++)
@@ -70,16 +76,16 @@ static void wgmma_warp(void *const *lanes, uint32_t) {
         for (int column = 0; column < columns; column++)
             b[k][column] = transpose_b ? element_at<element>(view, column, k, false)
                                        : element_at<element>(view, k, column, true);
-    for (int lane = 0; lane < 32; lane++)
-        for (int n = 0; n < columns / 8; n++)
-            for (int i = 0; i < 4; i++) {
-                float *const sum = &((wgmma_operands *)lanes[lane])->d[4 * n + i];
-                const int row = lane / 4 + i / 2 * 8, column = 8 * n + lane % 4 * 2 + i % 2;
-                float total = accumulate ? *sum : 0;
-                for (int k = 0; k < 16; k++)
-                    total += a[row][k] * b[k][column];
-                *sum = total;
-            }
+    for (int row = 0; row < 16; row++)
+        for (int column = 0; column < columns; column++)
+            d[row][column] = accumulate ? *sum_at(lanes, row, column) : 0;
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int column = 0; column < columns; column++) // vectors; the order of each sum stays
+                d[row][column] += a[row][k] * b[k][column];
+    for (int row = 0; row < 16; row++)
+        for (int column = 0; column < columns; column++)
+            *sum_at(lanes, row, column) = d[row][column];
 }
 
 template <typename element, int columns, int accumulate, int transpose_a, int transpose_b>
