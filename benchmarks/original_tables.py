@@ -1,5 +1,5 @@
-"""The tables of the original's README: its own measurements, for forward_performance.py --original
-and backward_performance.py --original.
+"""The tables of the original's README: its own measurements, for forward_performance --original and
+backward_performance --original.
 
 Source: https://github.com/SmallDoges/flash-dmattn, README.md at commit a60de65 (v1.0.0). Measured
 on an NVIDIA A100-SXM4-80GB, in bfloat16, for one sequence, 2 query heads, 1 kv head and head_dim

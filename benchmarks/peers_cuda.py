@@ -1,4 +1,4 @@
-"""The measurements of benchmarks/peers.py on a CUDA device.
+"""The measurements of the benchmark `peers` on a CUDA device.
 
 The cases and their tensors are in peers_cuda_cases.py, and the gradients in peers_cuda_backward.py.
 Peers alternate. A call is timed by events on its stream, after a kernel that only waits, so that
@@ -18,7 +18,7 @@ import flash_dmattn
 import peers_cuda_backward
 import peers_flash4
 import torch
-from benchmarking import Disagreement, Rounds, median_ratio, quantiles, summary
+from benchmarking import Column, Disagreement, Rounds, Row, Table, median_ratio, quantiles, summary
 from flash_dmattn import ops
 from peers_cuda_cases import (
     LONGEST_DENSE,
@@ -297,7 +297,7 @@ def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[fl
 
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
-) -> dict[str, Any]:
+) -> Row:
     """One peer's row of a case. `earlier` has fdma's medians in earlier cases."""
     own, ours = times[peer.name], times["fdma"]
     measured = summary(own)
@@ -341,54 +341,34 @@ def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> 
     return None
 
 
-def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
-    """The rows of each case whose outputs agree.
+def measure(case: Case, rounds: Rounds, earlier: list[tuple[Case, float]]) -> Iterator[Row]:
+    """The rows of a case, which is added to `earlier`.
 
     Raises:
-        Disagreement: outputs of a case did not agree; raised at the end, after the other cases.
+        Disagreement: outputs did not agree.
     """
-    earlier: list[tuple[Case, float]] = []
-    wrong = []
-    for case in cases:
-        inputs = Inputs(case)
-        try:
-            peers = checked_peers(inputs, peers_of(case))
-        except Disagreement as error:
-            wrong.append(str(error))
-            continue
-        torch.cuda.empty_cache()
-        times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
-        for peer in peers:
-            yield make_row(case, peer, times, earlier)
-        earlier.append((case, quantiles(times["fdma"])[1]))
-        del inputs
-        torch.cuda.empty_cache()
-    if wrong:
-        raise Disagreement("; ".join(wrong))
+    torch.cuda.empty_cache()
+    inputs = Inputs(case)
+    peers = checked_peers(inputs, peers_of(case))
+    torch.cuda.empty_cache()
+    times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
+    for peer in peers:
+        yield make_row(case, peer, times, earlier)
+    earlier.append((case, quantiles(times["fdma"])[1]))
 
 
-FIGURES = {
-    "of_dense": "of dense",
-    "of_flash4": "of flash4",
-    "of_read": "of read",
-    "of_iid": "of iid",
-    "of_fast": "of fast",
-    "of_shorter": "of shorter",
-    "times_cudnn": "times cudnn",
-    "ratio": "as fast",
-}
-
-
-def print_row(row: dict[str, Any]) -> None:
-    cells = [f"{row['case']:46} {row['peer']:18} {row['ms']:10.4f} {row['spread']:7.3f}"]
-    tflops = row["useful_gflops"] / 1e3 if row["useful_gflops"] else None
-    for value in (tflops, *(row[figure] for figure in FIGURES)):
-        cells.append(f"{value:11.3f}" if value is not None else " " * 11)
-    if row["goal"]:
-        cells.append(f" {'met   ' if row['met'] else 'MISSED'} {row['goal']}")
-    print(" ".join(cells).rstrip(), flush=True)
-
-
-def print_head() -> None:
-    heads = " ".join(f"{head:>11}" for head in ("TFLOP/s", *FIGURES.values()))
-    print(f"{'case':46} {'peer':18} {'ms':>10} {'spread':>7} {heads}")
+TABLE = Table(
+    46,
+    18,
+    Column("ms", "ms", "10.4f"),
+    Column("spread", "spread", "7.3f"),
+    Column("useful_gflops", "TFLOP/s", "11.3f", 1e-3),
+    Column("of_dense", "of dense", "11.3f"),
+    Column("of_flash4", "of flash4", "11.3f"),
+    Column("of_read", "of read", "11.3f"),
+    Column("of_iid", "of iid", "11.3f"),
+    Column("of_fast", "of fast", "11.3f"),
+    Column("of_shorter", "of shorter", "11.3f"),
+    Column("times_cudnn", "times cudnn", "11.3f"),
+    Column("ratio", "as fast", "11.3f"),
+)

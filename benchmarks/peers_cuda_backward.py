@@ -1,4 +1,4 @@
-"""Gradients of flash_dmattn and its peers on a CUDA device, for the cases of benchmarks/peers.py
+"""Gradients of flash_dmattn and its peers on a CUDA device, for the cases of the benchmark `peers`
 whose kinds end in backward, and for training, which is forward and backward.
 
 A backward pass is timed repeatedly over the graph of one forward pass. Gradients are checked with

@@ -1,4 +1,4 @@
-"""The cases of a CUDA device that benchmarks/peers.py measures: their sizes, goals and tensors.
+"""The cases of a CUDA device that the benchmark `peers` measures: their sizes, goals and tensors.
 
 All are bfloat16 and causal. The peers of a case read the same tensors, whose memory is
 [batch, length, heads, head_dim].
@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
+from benchmarking import visible_pairs
 
 QUICK_LENGTH = 32768  # the largest length with --quick
 SAMPLES = 32  # queries whose outputs are compared with float64, or have gradients
@@ -63,10 +64,9 @@ class Case(NamedTuple):
 
     def flops(self, window: int) -> float:
         """Useful floating-point operations if each query keeps `window` keys; 0: all keys."""
-        full = min(window or self.length, self.length)
-        pairs = full * (full + 1) // 2 + (self.length - full) * full
+        pairs = visible_pairs(self.length, window)
         if self.kind == "one-query":
-            pairs = full
+            pairs = min(window or self.length, self.length)
         rows = self.batch * self.q_heads
         return PASSES.get(self.kind, 1) * 4.0 * self.head_dim * rows * pairs
 

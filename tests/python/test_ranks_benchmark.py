@@ -1,17 +1,16 @@
-"""benchmarks/ranks.py: its lines, the bytes that it counts, the mistakes that it finds, with three
-processes and tiny sizes on the CPU; and the picture of an invented file."""
+"""The benchmark `ranks`: its lines, the bytes that it counts, the mistakes that it finds, with
+three processes and tiny sizes on the CPU; and the picture of an invented file."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import benchmarking
+import picture
 import pytest
-import ranks
-import ranks_picture
-from programs import ROOT, Done, assert_refused, help_of, output_of, python
+from benches import Row, main, read, refuse
+from programs import ROOT, Done, output_of, python
 
 RANKS, Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW, RECENT, KEYS = 3, 4, 2, 16, 8, 3, 64
 SIZES = {
@@ -68,11 +67,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def lines(written: tuple[Path, str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in written[0].read_text().splitlines()]
+def lines(written: tuple[Path, str]) -> list[Row]:
+    machine, rows = read(written[0])
+    return [machine, *rows]
 
 
-def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
+def test_lines(written: tuple[Path, str], lines: list[Row]) -> None:
     machine, *rows = lines
     assert machine["device"] == "cpu" and machine["ranks"] == RANKS
     assert machine["date"] and "commit" in machine and machine["dtype"] == "bf16"
@@ -87,7 +87,7 @@ def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
     assert printed == [(item, str(size)) for item, size in LINES]
 
 
-def test_figures(lines: list[dict[str, Any]]) -> None:
+def test_figures(lines: list[Row]) -> None:
     """Figures that follow from others in the line."""
     rows = {(row["item"], row["ranks"]): row for row in lines[1:]}
     kept = WINDOW + RECENT
@@ -106,7 +106,7 @@ def test_figures(lines: list[dict[str, Any]]) -> None:
     assert ring["times_ideal"] == pytest.approx(ring["ring_ideal_ms"] / ring["context_ms"])
 
 
-def test_bytes(lines: list[dict[str, Any]]) -> None:
+def test_bytes(lines: list[Row]) -> None:
     """The bytes follow from the shapes, whatever the number of tokens. Forward: from each other
     rank the key, value, score, position and bias of each candidate. Backward: from each later rank
     the gradients of key, value and bias of each."""
@@ -126,10 +126,13 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 
 # ---- what goes wrong ----
 
-# ranks.py with one change, in the last line but one.
+# ranks.py with devices that have room for 64 tokens, and with one rank whose results are wrong once
+# the first measurements are done.
 CHANGED = """
 import sys
 sys.path.insert(0, {folder!r})
+import bench
+import commands
 import flash_dmattn._context_autograd as context_autograd
 import ranks
 import ranks_common
@@ -138,32 +141,29 @@ attend = context_autograd.attend
 def wrong(*arguments):
     out, lse = attend(*arguments)
     return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
-{change}
-sys.exit(ranks.main())
+
+def fails(job, keys):
+    job.args.out = None  # nothing else is written
+    context_autograd.attend = wrong
+    ranks_common.check(job, keys)
+
+ranks_common.Job.fits = lambda job, keys: keys <= 64
+ranks.ITEMS["longest"], longest = lambda job: fails(job, 64), ranks.ITEMS["longest"]
+ranks.ITEMS["memory"] = longest
+sys.exit(bench.main("ranks"))
 """
 
 
-def run_changed(folder: Path, change: str, *options: str) -> Done:
-    program = folder / "changed.py"
-    program.write_text(CHANGED.format(folder=str(ROOT / "benchmarks"), change=change))
-    return run(folder, *options, program=program)
-
-
-def test_wrong_results_are_found(tmp_path: Path) -> None:
-    """One rank has wrong results; then all ranks end."""
-    done = run_changed(tmp_path, "context_autograd.attend = wrong", "--only", "bytes")
+def test_what_goes_wrong(tmp_path: Path) -> None:
+    """What is too large or takes too long is not run. One rank has wrong results; then all ranks
+    end."""
+    program = tmp_path / "changed.py"
+    program.write_text(CHANGED.format(folder=str(ROOT / "benchmarks")))
+    items = ("--only", "strong", "ring", "memory", "longest", "--seconds", "0")
+    done = run(tmp_path, *items, program=program)
     assert done.returncode == 1
     assert "ranks.py: 3 ranks and one differ by" in done.stderr
-    assert not (tmp_path / "ranks.json").exists()
-
-
-def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
-    """On devices with room for 64 tokens, and with no time for the ring."""
-    change = "ranks_common.Job.fits = lambda job, keys: keys <= 64"
-    items = ("--only", "strong", "ring", "longest", "--seconds", "0")
-    output_of(run_changed(tmp_path, change, *items))
-    _, *rows = [json.loads(line) for line in (tmp_path / "ranks.json").read_text().splitlines()]
-    two, three, ring, longest = rows
+    two, three, ring, longest = read(tmp_path / "ranks.json")[1]
     assert two.keys() == FIELDS["strong"] - {"ms", "spread", "rounds", "efficiency"} | {"not_run"}
     assert two["not_run"].startswith("65 tokens on a device take about ")
     assert three.keys() == FIELDS["strong"]
@@ -172,37 +172,12 @@ def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
     assert longest["not_run"].startswith("67 tokens on a device take about ")
 
 
-# ---- arguments ----
-
-REFUSED = {
-    "": "the following arguments are required: FOLDER",
-    "/no/such/folder": "is '/no/such/folder', want a folder",
-    ". --only weak all": "invalid choice: 'all'",
-    ". --device cpu": "is not a rank, want it started by torchrun",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_bad_usage(
-    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert_refused(ranks.main, arguments, REFUSED[arguments], capsys)
-
-
 def test_too_few_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    arguments = ". --device cpu --total 7"
-    assert_refused(ranks.main, arguments, "too few tokens for the ranks", capsys)
-
-
-def test_help_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = help_of(ranks.main, capsys)
-    for item in ranks.ITEMS:
-        assert f"\n  {item} " in printed.partition("Items,")[2]
+    refuse("ranks", ". --device cpu --total 7", "too few tokens for the ranks", capsys)
 
 
 # ---- picture ----
@@ -222,22 +197,21 @@ MACHINE = {
 }
 
 
-def made_up(item: str, ranks: int, **fields: Any) -> dict[str, Any]:
+def made_up(item: str, ranks: int, **fields: Any) -> Row:
     return {"item": item, "ranks": ranks, "keys": 65536, **fields}
 
 
-def draw(rows: list[dict[str, Any]], folder: Path) -> int:
+def draw(rows: list[Row], folder: Path) -> int:
     benchmarking.write_whole(folder / "ranks.json", [MACHINE, *rows])
-    out = ["--out", str(folder / "ranks.svg")]
-    return ranks_picture.main([str(folder / "ranks.json"), *out])
+    return main("picture", f"{folder}/ranks.json --out {folder}/ranks.svg")
 
 
 def test_picture(tmp_path: Path) -> None:
     rows = [made_up("weak", n, efficiency=e) for n, e in ((4, 0.973), (1, 0.999), (2, 0.985))]
     rows += [made_up("strong", 2, efficiency=0.941), made_up("strong", 4, not_run="too large")]
     rows += [made_up("bytes", 2)]
-    assert ranks_picture.points(rows, "weak") == [(1, 0.999), (2, 0.985), (4, 0.973)]
-    assert ranks_picture.points(rows, "strong") == [(2, 0.941)]
+    assert picture.efficiencies(rows, "weak") == [(1, 0.999), (2, 0.985), (4, 0.973)]
+    assert picture.efficiencies(rows, "strong") == [(2, 0.941)]
     assert draw(rows, tmp_path) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
     assert drawn.rstrip().endswith("</svg>")
