@@ -30,9 +30,13 @@ from peers_cuda_cases import (
     Peer,
     best_keys,
     build_mask,
+    dense,
+    fused,
+    masked,
+    sdpa,
+    selected,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
 ROUNDS = Rounds(5, 100, 2.0)  # of each case
@@ -44,37 +48,6 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     rules = (inputs.case.window, 0, 0, "causal")
     options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
     return ops.FUSED.op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
-
-
-def fused(inputs: Inputs) -> torch.Tensor:
-    window = inputs.case.window
-    return flash_dmattn.flash_dma_attention(
-        *inputs.fdma, inputs.dt_proj, inputs.a_coef, keep_window_size=window, causal=True
-    )
-
-
-def selected(inputs: Inputs, order: str, backend: str | None = None) -> torch.Tensor:
-    selection = flash_dmattn.select(inputs.scores[order], inputs.case.window)
-    out, _ = flash_dmattn.attention(*inputs.fdma, selection=selection, causal=True, backend=backend)
-    return out
-
-
-def dense(inputs: Inputs) -> torch.Tensor:
-    return flash_dmattn.attention(*inputs.fdma, causal=True)[0]
-
-
-def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
-    causal = inputs.case.kind != "one-query"  # SDPA aligns a single query with the first key
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(*inputs.sdpa, is_causal=causal, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def masked(inputs: Inputs) -> torch.Tensor:
-    """SDPA with keys repeated for each head: only the slowest back end supports groups under a
-    mask."""
-    query, key, value = inputs.sdpa[0], *inputs.expanded
-    return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
 
 def copy(inputs: Inputs) -> None:

@@ -4,6 +4,7 @@ benchmarks that write NAME-cpu.json, with small sizes on the CPU."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,8 +206,9 @@ def test_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found == [(case, peer) for case, peers in ROWS[name].items() for peer in peers]
     path = tmp_path / f"{name}-cpu.json"
     machine, _ = read(path)
-    assert machine["machine"] and machine["device"] == "cpu" and machine["date"]
-    assert "commit" in machine and machine["torch"] == torch.__version__
+    assert machine["machine"] and machine["cores"] >= 1 and "commit" in machine
+    assert machine["device"] == "cpu" and machine["torch"] == torch.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", machine["date"])
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in printed[3:]] == [list(one) for one in found]
     tables = table.table(path)

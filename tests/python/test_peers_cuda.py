@@ -17,7 +17,6 @@ import benchmarking
 import evaluate
 import flash_dmattn
 import peers_cuda
-import peers_cuda_backward
 import peers_cuda_cases
 import peers_flash4
 import picture
@@ -280,8 +279,8 @@ def time_call(peer: Any, inputs: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not SDPA_HAS_GROUPS:
         pytest.skip("PyTorch before 2.5: no enable_gqa")
-    for module in (peers_cuda, peers_cuda_backward):
-        monkeypatch.setattr(module, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    no_kernel = contextlib.nullcontext()
+    monkeypatch.setattr(peers_cuda_cases, "sdpa_kernel", lambda backend: no_kernel)
     monkeypatch.setattr(peers_cuda, "time_call", time_call)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers_flash4, "is_installed", lambda: False)
@@ -477,8 +476,7 @@ def test_a_wrong_batch_entry_is_found(
         out = right(query, *rest, **options)
         return torch.cat((out[:1], 1.25 * out[1:]))
 
-    for module in (peers_cuda, peers_cuda_backward):
-        monkeypatch.setattr(module.flash_dmattn, "flash_dma_attention", wrong)
+    monkeypatch.setattr(flash_dmattn, "flash_dma_attention", wrong)
     cases, file = [case_of(kind, 24, 2), case_of("dense", 0)], tmp_path / "figures.json"
     assert run(cases, file, monkeypatch, "") == 1
     assert capsys.readouterr().err.startswith(f"peers.py: {kind}/bf16/b2/h4g2/d64/n128/w24: fdma")
@@ -488,9 +486,11 @@ def test_a_wrong_batch_entry_is_found(
 @pytest.mark.usefixtures("device")
 def test_a_wrong_rival_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only FlashAttention-4 may be left out."""
-    right = peers_cuda.scaled_dot_product_attention
-    monkeypatch.setattr(
-        peers_cuda, "scaled_dot_product_attention", lambda *rows, **rules: -right(*rows, **rules)
-    )
+    right = peers_cuda_cases.scaled_dot_product_attention
+
+    def negative(*rows: torch.Tensor, **rules: Any) -> torch.Tensor:
+        return -right(*rows, **rules)
+
+    monkeypatch.setattr(peers_cuda_cases, "scaled_dot_product_attention", negative)
     with pytest.raises(benchmarking.Disagreement, match="cudnn"):
         rows_of(case_of("attention", 24))
