@@ -261,8 +261,8 @@ Peers: flash_dma_attention() with scores and selection, and without their bias; 
 and SDPA with a ready mask of the same keys; SDPA over all keys. times is the median of the ratios
 to flash_dma_attention().
 
---original times the rows of the tables in the original's README (see benchmarks/original_tables.py
-for where they are from), which have 2 query heads on 1 kv head, with head_dim 128 and 64. Columns:
+--original times the rows of the tables in the original's README (original_tables.json names the
+commit), which have 2 query heads on 1 kv head, with head_dim 128 and 64. Columns:
 fused, ms of flash_dma_attention(), which computes scores and selects keys; given, of
 flash_dmattn_func() under a mask and a bias of every pair; masked, of SDPA under the same; dense, of
 SDPA over all keys; how many times as fast as masked are fused and given, and as dense is fused; the

@@ -38,6 +38,7 @@ from benchmarking import (
     time_pass,
     visible_pairs,
 )
+from peers_cuda_cases import best_keys
 from torch.nn.functional import scaled_dot_product_attention
 
 HEAD_DIM = 128
@@ -153,17 +154,6 @@ def evaluate(
     return torch.softmax(logits.masked_fill(~kept, -torch.inf), 1) @ value
 
 
-def keys_kept(inputs: Inputs, rows: torch.Tensor, window: int) -> torch.Tensor:
-    """bool [rows, keys up to the last row], by sorting; window 0: all keys up to the row."""
-    key = torch.arange(int(rows[-1]) + 1)
-    visible = key <= rows[:, None]
-    if not 0 < window < len(key):
-        return visible
-    scores = inputs.score[0, 0, : len(key)].expand_as(visible).masked_fill(~visible, -torch.inf)
-    best = torch.zeros_like(visible).scatter(1, scores.topk(window).indices, True)
-    return best & visible
-
-
 class Block(NamedTuple):
     """The exact outputs of some of BLOCK consecutive queries."""
 
@@ -180,7 +170,7 @@ def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
         sample = torch.linspace(start, end - 1, min(SAMPLES, end - start)).round().long()
-        kept = keys_kept(inputs, sample, window)
+        kept = best_keys(inputs.score[0, 0, :end], sample, window)
         exact = evaluate(exact_inputs, sample, kept)
         allowed = plain_allowance(evaluate(inputs.sdpa, sample, kept), exact)
         blocks.append(Block(slice(start, end), sample, exact, allowed))
@@ -220,7 +210,7 @@ def check_gradients(case: Case, peers: tuple[Peer, ...], inputs: Inputs) -> None
         Disagreement: a gradient is further away.
     """
     rows = torch.linspace(0, case.length - 1, min(GRADIENT_SAMPLES, case.length)).round().long()
-    kept = keys_kept(inputs, rows, inputs.window)
+    kept = best_keys(inputs.score[0, 0], rows, inputs.window)
     dout = torch.zeros_like(inputs.dout)
     dout[0, 0, rows] = inputs.dout[0, 0, rows]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict
 
 import bench
 import pytest
 
-Row = dict[str, Any]
+Row = Dict[str, Any]
 
 
 def main(name: str, arguments: str) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import benchmarking
 import definition
 import flash_dmattn
-import original_tables
 import performance
 import pytest
 import table
@@ -93,15 +92,16 @@ def test_training_computes_gradients() -> None:
 
 def test_published_rows() -> None:
     """Speed-ups are the quotients of the times, if these are known."""
-    assert len(original_tables.FORWARD) == 43 and len(original_tables.BACKWARD) == 19
-    for row in (*original_tables.FORWARD, *original_tables.BACKWARD):
+    forward, backward = performance.read_tables().values()
+    assert len(forward) == 43 and len(backward) == 19
+    for row in (*forward, *backward):
         low, high = ((row.sdpa_ms + x) / (row.fdma_ms - x) for x in (-0.005, 0.005))
         assert low - 0.05 <= row.times <= high + 0.05
 
 
 def test_cases_of_the_tables_have_names_of_their_own() -> None:
-    for training in (False, True):
-        cases = performance.make_cases(training, [128, 64], 1)
+    for direction in ("forward", "backward"):
+        cases = performance.make_cases(direction, [128, 64], 1)
         assert len({case.name for case, _ in cases}) == len(cases)
         for case, row in cases:
             assert case[5:8] == row[:3] and (case.q_heads, case.kv_heads) == (2, 1)
@@ -115,7 +115,7 @@ def test_original(direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(f"{direction}_performance", f"--device cpu --quick {sizes} --out {tmp_path}") == 0
     _, *lines = capsys.readouterr().out.splitlines()
     _, rows = table.read(tmp_path / f"{direction}-original-cpu.json")
-    published = getattr(original_tables, direction.upper())
+    published = performance.read_tables()[direction]
     assert len(lines) == len(published) and len(rows) == 4 * len(published)
     for one, line, group in zip(published, lines, zip(*[iter(rows)] * 4)):
         assert [row["peer"] for row in group] == ["fused", "given", "sdpa-mask", "sdpa"]
@@ -147,7 +147,7 @@ def test_masks_that_do_not_fit(
 @with_sdpa
 def test_gradients_of_the_original() -> None:
     """Our backward calls have a gradient for every input."""
-    (case, _), *_ = performance.make_cases(True, [16], 8)
+    (case, _), *_ = performance.make_cases("backward", [16], 8)
     inputs = Inputs(case, "cpu", torch.float32)
     peers = performance.original_peers(inputs, training=True)
     assert {name: len(peer.leaves) for name, peer in peers.items()} == {
