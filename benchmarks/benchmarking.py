@@ -44,6 +44,21 @@ def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, wha
         raise Disagreement(f"{what} differ by {error:.3g}, allowed {allowed:.3g}")
 
 
+def reason_of(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def passes(case: str, peer: str, check: Callable[[], None]) -> bool:
+    """True if the check of a peer passes. If it raises any error, a line says why the case is
+    measured without the peer."""
+    try:
+        check()
+    except Exception as error:
+        print(f"{case}: without {peer}: {reason_of(error)}", file=sys.stderr)
+        return False
+    return True
+
+
 def visible_pairs(length: int, keys: int) -> int:
     """Number of pairs of a query and a key that it keeps. A query keeps at most `keys` keys; 0:
     all."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -18,7 +17,17 @@ import flash_dmattn
 import peers_cuda_backward
 import peers_flash4
 import torch
-from benchmarking import Column, Disagreement, Rounds, Row, Table, median_ratio, quantiles, summary
+from benchmarking import (
+    Column,
+    Disagreement,
+    Rounds,
+    Row,
+    Table,
+    median_ratio,
+    passes,
+    quantiles,
+    summary,
+)
 from flash_dmattn import ops
 from peers_cuda_cases import (
     LONGEST_DENSE,
@@ -217,15 +226,12 @@ def checked_peers(inputs: Inputs, peers: list[Peer]) -> list[Peer]:
     """
     right = []
     for peer in peers:
-        try:
-            check_peer(inputs, peer)
-        except Exception as error:  # any kind: flash4 compiles at its first call
-            if peer.name != peers_flash4.NAME:
-                raise
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
-        else:
-            right.append(peer)
+        check = functools.partial(check_peer, inputs, peer)
+        if peer.name != peers_flash4.NAME:
+            check()
+        elif not passes(inputs.case.name(), peer.name, check):  # it compiles at its first call
+            continue
+        right.append(peer)
     return right
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Callable
@@ -23,12 +22,12 @@ from benchmarking import (
     QUICK,
     USUAL,
     Column,
-    Disagreement,
     Row,
     Table,
     alternate,
     choose_device,
     median_ratio,
+    passes,
     quantiles,
     run_cases,
     summary,
@@ -184,15 +183,12 @@ def checked_peers(inputs: Inputs) -> list[Peer]:
     for peer in peers_of(inputs.case, inputs.device):
         if peer.unless in [other.name for other in found]:
             continue
-        try:
-            check(inputs, peer)
-        except (Disagreement, ImportError, RuntimeError, TypeError, ValueError) as error:
-            if peer.ours:
-                raise
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
-        else:
-            found.append(peer)
+        own_check = functools.partial(check, inputs, peer)
+        if peer.ours:
+            own_check()
+        elif not passes(inputs.case.name(), peer.name, own_check):
+            continue
+        found.append(peer)
     return found
 
 

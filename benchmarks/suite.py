@@ -19,12 +19,22 @@ if __name__ == "__main__":
 
 import program
 import torch
-from benchmarking import MS, Column, Row, Table, choose_device, collect, find_machine, kept
+from benchmarking import (
+    MS,
+    Column,
+    Row,
+    Table,
+    choose_device,
+    collect,
+    find_machine,
+    kept,
+    reason_of,
+)
 from commands import LIMIT, QUICK_LIMIT, QUICK_SECONDS, SECONDS, SHORTEST
 from compare import Comparison, print_comparisons
 from definition_cases import DTYPES, choose_dtype, has_kernels
 from suite_items import ITEMS, Plan, Setting
-from suite_measure import Bench, reason_of
+from suite_measure import Bench
 
 Key = tuple[str, str, int]  # case, peer, threads
 

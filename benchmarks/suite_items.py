@@ -12,12 +12,12 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
-from benchmarking import Row, plain_allowance, require_close, visible_pairs
+from benchmarking import Row, plain_allowance, reason_of, require_close, visible_pairs
 from commands import LONGEST, QUICK_LONGEST, SHORTEST
 from definition_cases import Inputs, square
 from flash_dmattn import DynamicMaskOptions, _library
 from peers_cuda_cases import best_keys
-from suite_measure import Bench, Call, Peer, measure_energy, reason_of
+from suite_measure import Bench, Call, Peer, measure_energy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import torch
-from benchmarking import Rounds, Row, alternate, median_ratio, quantiles, summary, time_pass
+from benchmarking import (
+    Rounds,
+    Row,
+    alternate,
+    median_ratio,
+    quantiles,
+    reason_of,
+    summary,
+    time_pass,
+)
 
 try:
     import pynvml  # of the package nvidia-ml-py
@@ -251,10 +260,6 @@ class Bench:
                 row["times_dense"] = median_ratio(found[fastest].times, ours)
                 row["fastest_dense"] = fastest
             yield row
-
-
-def reason_of(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- energy ----
