@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 import bench
 import pytest
@@ -37,3 +37,11 @@ def refuse(name: str, arguments: str, words: str, capsys: pytest.CaptureFixture[
     assert refused.value.code == 2 and printed.out == ""
     assert words in printed.err and printed.err.count("\n") == 1
     assert printed.err.startswith(f"{name}.py: ")
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]
+) -> None:
+    """Call change(the function, its arguments) in place of a function."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *rows, **given: change(right, *rows, **given))

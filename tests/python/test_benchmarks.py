@@ -19,7 +19,7 @@ import pytest
 import streams_inputs
 import table
 import torch
-from benches import main, measured, read, refuse
+from benches import main, measured, plant, read, refuse
 from cases import with_sdpa
 from programs import ROOT, python
 
@@ -225,18 +225,13 @@ def test_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             assert row["goal"] is None and row["met"] is None  # they are for CUDA devices
 
 
-def wrong(change: Any) -> Any:
-    """A function whose results `change` gets, with the arguments."""
-    return lambda right: lambda *rows, **given: change(right, rows, given)
-
-
-def with_nan(right: Any, rows: Any, given: Any) -> torch.Tensor:
+def with_nan(right: Any, *rows: Any, **given: Any) -> torch.Tensor:
     out = right(*rows, **given)
     out[0, 0, 1, 5] = torch.nan
     return out
 
 
-def one_more(right: Any, rows: Any, given: Any) -> torch.Tensor:
+def one_more(right: Any, *rows: Any, **given: Any) -> torch.Tensor:
     out = right(*rows, **given)
     rows[3].seen[0] += 1
     return out
@@ -248,13 +243,13 @@ MISTAKES = {  # a benchmark, the wrong function, and what it says
     "causal": (
         "host_time",
         "attention",
-        lambda right, rows, given: right(*rows, causal=not given["causal"]),
+        lambda right, *rows, causal: right(*rows, causal=not causal),
         "host_time.py: dense: fdma and sdpa differ",
     ),
     "unmasked": (
         "options",
         "attention",
-        lambda right, rows, given: right(*rows, **{**given, "attn_mask": None}),
+        lambda right, *rows, attn_mask=None, **given: right(*rows, **given),
         "options.py: mask: fdma and without differ",
     ),
 }
@@ -270,7 +265,7 @@ def test_wrong_outputs_are_found(
 ) -> None:
     """Cases with wrong outputs are not written."""
     name, function, change, words = MISTAKES[mistake]
-    monkeypatch.setattr(flash_dmattn, function, wrong(change)(getattr(flash_dmattn, function)))
+    plant(monkeypatch, flash_dmattn, function, change)
     status, rows = measured(name, tmp_path, SMALL.get(name, ""))
     assert status == 1 and capsys.readouterr().err.startswith(words)
     left = {row["case"].split("/")[0] for row in rows}
@@ -348,12 +343,10 @@ def test_doge(
     ]
     assert all(row["ms"] > 0 and row["times"] > 0 for row in rows)
 
-    attend = ours.fused.flash_dma_attention
+    def other_window(right: Any, *given: Any, **rest: Any) -> torch.Tensor:
+        return right(*given[:-1], given[-1] // 2, **rest)
 
-    def other_window(*given: Any, **rest: Any) -> torch.Tensor:
-        return attend(*given[:-1], given[-1] // 2, **rest)
-
-    monkeypatch.setattr(ours.fused, "flash_dma_attention", other_window)
+    plant(monkeypatch, ours.fused, "flash_dma_attention", other_window)
     monkeypatch.setitem(doge.CASES, "cpu", cases[:1])
     assert measured("doge", tmp_path, "--divide 64")[0] == 1
     assert "forward: fdma and sdpa differ" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import equivalence
 import flash_dmattn
 import pytest
 import torch
-from benches import main, read, refuse
+from benches import main, plant, read, refuse
 from definition_cases import CASES, Case
 
 FORWARD, BACKWARD, GRAD = "forward_equivalence", "backward_equivalence", "grad_equivalence"
@@ -120,7 +120,9 @@ def first_wrong(program: str, path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(program, f"{FLOAT32} --json {path}") == 1
     head, rows = read(path)
     found = [row["tensor"] for row in rows if row["wrong"]]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("WRONG")]
+    printed, _, summary = capsys.readouterr().out.partition("of allowed")
+    lines = [line for line in printed.splitlines() if line.endswith("WRONG")]
+    assert sum(int(line.split()[-2]) for line in summary.splitlines()[1:-1]) == len(found)
     assert len(lines) == len(found) == head["wrong"] > 0
     assert f" {found[0]} " in lines[0]
     return found[0]
@@ -141,13 +143,12 @@ def test_wrong_results_are_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The first wrong tensor belongs to the stage with the fault."""
-    function = getattr(flash_dmattn, name)
 
-    def wrong(*tensors: Any, **options: Any) -> Any:
-        results = function(*tensors, **options)
+    def wrong(right: Any, *tensors: Any, **options: Any) -> Any:
+        results = right(*tensors, **options)
         return change(*results) if isinstance(results, tuple) else change(results)
 
-    monkeypatch.setattr(flash_dmattn, name, wrong)
+    plant(monkeypatch, flash_dmattn, name, wrong)
     assert first_wrong(FORWARD, tmp_path / "found.json", capsys) == tensor
 
 
@@ -156,15 +157,14 @@ ROWS = ("query", "key", "value")
 
 def change_leaf(monkeypatch: pytest.MonkeyPatch, name: str, leaf: str, change: Any) -> None:
     """Pass an argument of one of the package's functions through `change`."""
-    function = getattr(flash_dmattn, name)
 
-    def wrong(*rows: torch.Tensor, **options: Any) -> Any:
+    def wrong(right: Any, *rows: torch.Tensor, **options: Any) -> Any:
         options.update(zip(("query", "key", "value", "attn_mask", "attn_bias"), rows))
         if options.get(leaf) is not None:
             options[leaf] = WrongGradient.apply(options[leaf], change)
-        return function(*[options.pop(x) for x in ROWS if rows], **options)
+        return right(*[options.pop(x) for x in ROWS if rows], **options)
 
-    monkeypatch.setattr(flash_dmattn, name, wrong)
+    plant(monkeypatch, flash_dmattn, name, wrong)
 
 
 GRADIENT_FAULTS = [

@@ -14,7 +14,7 @@ import peers
 import pytest
 import table
 import torch
-from benches import Row, main, read
+from benches import Row, main, plant, read
 
 LENGTHS, WINDOW = [64, 128], 48
 TINY = f"--device cpu --lengths 64,128 --window {WINDOW} --rounds 1"
@@ -121,10 +121,9 @@ def test_a_wrong_output_is_found(
     tmp_path: Path,
 ) -> None:
     """A mistake is found even in a query that is not sampled, and no figures are written."""
-    right = flash_dmattn.attention
     fewer = flash_dmattn.select(torch.arange(64.0)[None, None], 33)
 
-    def wrong(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(right: Any, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         out, lse = right(*tensors, **options)
         if mistake == "nan":
             out[0, 33, 0, 5] = torch.nan
@@ -134,7 +133,7 @@ def test_a_wrong_output_is_found(
             out, lse = right(*tensors, **{**options, "selection": fewer})
         return out, lse
 
-    monkeypatch.setattr(flash_dmattn, "attention", wrong)
+    plant(monkeypatch, flash_dmattn, "attention", wrong)
     file = tmp_path / "figures.json"
     assert main("peers", f"{ONE_LENGTH} --json {file} forward/dense/{dtype}/") == 1
     printed = capsys.readouterr().err
@@ -147,7 +146,6 @@ def test_a_wrong_selection_is_found(
     dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The mask is made from the wrong selection, so that fdma and SDPA agree with each other."""
-    right = flash_dmattn.select
-    monkeypatch.setattr(flash_dmattn, "select", lambda score, window: right(-score, window))
+    plant(monkeypatch, flash_dmattn, "select", lambda right, score, window: right(-score, window))
     assert main("peers", f"{ONE_LENGTH} --window 32 forward/selected/{dtype}/") == 1
     assert "of fdma and of float64 differ by" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import performance
 import pytest
 import table
 import torch
-from benches import main, read
+from benches import main, plant, read
 from cases import with_sdpa
 from definition_cases import Inputs, square
 
@@ -66,12 +66,10 @@ def test_equal_scores_are_no_disagreement() -> None:
 def test_wrong_outputs_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    function = flash_dmattn.flash_dmattn_func
+    def unmasked(right: Any, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(*rows[:3], **options)
 
-    def unmasked(*rows: torch.Tensor, **options: Any) -> torch.Tensor:
-        return function(*rows[:3], **options)
-
-    monkeypatch.setattr(flash_dmattn, "flash_dmattn_func", unmasked)
+    plant(monkeypatch, flash_dmattn, "flash_dmattn_func", unmasked)
     assert main("forward_performance", "--device cpu --quick --lengths 64 --window 16") == 1
     assert "b1/h8g2/d64/n64/w16: outputs differ by " in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ import streams
 import streams_inputs
 import table
 import torch
-from benches import measured
+from benches import measured, plant
 from cases import with_sdpa
 
 TINY = streams_inputs.Sizes((4, 2, 16), (5, 60, 3, 30), 8, (216, 72, 24), (90, 20, 6))
@@ -214,9 +214,11 @@ def test_varlen_attention(
 def test_a_wrong_peer_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = streams.scaled_dot_product_attention
-    monkeypatch.setattr(
-        streams, "scaled_dot_product_attention", lambda *rows, **rules: 1.5 * right(*rows, **rules)
+    plant(
+        monkeypatch,
+        streams,
+        "scaled_dot_product_attention",
+        lambda right, *rows, **rules: 1.5 * right(*rows, **rules),
     )
     status, rows = measured("streams", tmp_path)
     assert status == 0 and not [row for row in rows if row["peer"] == "sdpa"]
@@ -239,53 +241,44 @@ class Doubled(torch.autograd.Function):
         return 2 * dout
 
 
-def with_nan(out: torch.Tensor) -> torch.Tensor:
+def of_one_sequence(right: Any, q: Any, k: Any, v: Any, *_: Any, **options: Any) -> torch.Tensor:
+    one = torch.tensor([0, 60], dtype=torch.int32)
+    return right(q, k, v, one, one, 60, 60, **options)
+
+
+def without_recent(right: Any, *rows: Any, recent: int = 0, **options: Any) -> torch.Tensor:
+    return right(*rows, **options)
+
+
+def forgets(right: Any, cache: Any, *rows: Any) -> torch.Tensor:
+    cache.reset()
+    return right(cache, *rows)
+
+
+def with_nan(right: Any, *rows: Any, **options: Any) -> Any:
+    out, lse = right(*rows, **options)
     out = out.clone()
     out[0, 30, 1, 5] = torch.nan
-    return out
+    return out, lse
 
 
-def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make a function of the package wrong, and return the cases that find it."""
-    attend, cache = flash_dmattn.flash_dma_attention, flash_dmattn.DynamicMaskCache
-    packed, carried = flash_dmattn.flash_dmattn_varlen_func, cache.attend
-    given = flash_dmattn.attention
-    if mistake == "starts":
-        one = torch.tensor([0, 60], dtype=torch.int32)
-        monkeypatch.setattr(
-            flash_dmattn,
-            "flash_dmattn_varlen_func",
-            lambda q, k, v, *_, **options: packed(q, k, v, one, one, 60, 60, **options),
-        )
-        return [name for name in OWN if name.startswith(("packed-f", "packed-t", "packed-d"))]
-    if mistake == "recent":
-        monkeypatch.setattr(
-            flash_dmattn,
-            "flash_dma_attention",
-            lambda *rows, recent=0, **options: attend(*rows, **options),
-        )
-        return [name for name in OWN if name.startswith("recent")]
-    if mistake == "forgotten":
+def with_wrong_gradient(right: Any, *rows: Any, **options: Any) -> Any:
+    out, lse = right(*rows, **options)
+    return Doubled.apply(out), lse
 
-        def forgets(self: Any, *rows: Any) -> torch.Tensor:
-            self.reset()
-            return carried(self, *rows)
 
-        monkeypatch.setattr(cache, "attend", forgets)
-        return [name for name in OWN if name.startswith("prefill")]
-    change = with_nan if mistake == "nan" else Doubled.apply
-
-    def wrong(*rows: Any, **options: Any) -> Any:
-        out, lse = given(*rows, **options)
-        return change(out), lse
-
-    monkeypatch.setattr(flash_dmattn, "attention", wrong)
-    found = [name for name in OWN if name.startswith("packed-selected")]
-    return found if mistake == "nan" else [name for name in found if "training" in name]
+MISTAKES = {  # the wrong function, and how the names of the cases begin that find it
+    "starts": (flash_dmattn, "flash_dmattn_varlen_func", of_one_sequence,
+               ("packed-f", "packed-t", "packed-d")),
+    "recent": (flash_dmattn, "flash_dma_attention", without_recent, "recent"),
+    "forgotten": (flash_dmattn.DynamicMaskCache, "attend", forgets, "prefill"),
+    "nan": (flash_dmattn, "attention", with_nan, "packed-selected"),
+    "gradient": (flash_dmattn, "attention", with_wrong_gradient, "packed-selected-training"),
+}  # fmt: skip
 
 
 @with_sdpa
-@pytest.mark.parametrize("mistake", ["starts", "recent", "forgotten", "nan", "gradient"])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_outputs_are_found(
     mistake: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,7 +286,9 @@ def test_wrong_outputs_are_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The other cases are measured and written."""
-    wrong = plant(mistake, monkeypatch)
+    *function, begin = MISTAKES[mistake]
+    plant(monkeypatch, *function)
+    wrong = [name for name in OWN if name.startswith(begin)]
     status, rows = measured("streams", tmp_path)
     assert status == 1
     lines = capsys.readouterr().err.splitlines()

@@ -19,7 +19,7 @@ import suite
 import suite_items
 import suite_measure
 import torch
-from benches import main, read
+from benches import main, plant, read
 from cases import with_sdpa
 from commands import SUITE_ITEMS
 from suite_items import Setting
@@ -225,12 +225,11 @@ def test_wrong_outputs_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Attention to one key too few."""
-    attend = flash_dmattn.flash_dma_attention
 
-    def fewer(*tensors: torch.Tensor, keep_window_size: int, **rest: Any) -> torch.Tensor:
-        return attend(*tensors, keep_window_size=keep_window_size - 1, **rest)
+    def fewer(right: Any, *tensors: Any, keep_window_size: int, **rest: Any) -> torch.Tensor:
+        return right(*tensors, keep_window_size=keep_window_size - 1, **rest)
 
-    monkeypatch.setattr(flash_dmattn, "flash_dma_attention", fewer)
+    plant(monkeypatch, flash_dmattn, "flash_dma_attention", fewer)
     assert main("suite", f"{TINY} --only heads") == 1
     assert "outputs and float64 differ by" in capsys.readouterr().err
 
@@ -402,13 +401,11 @@ def test_a_planted_slow_down(
 def test_a_slow_call_is_measured_and_found(
     steady: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attend = flash_dmattn.flash_dma_attention
-
-    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
+    def slow(right: Any, *arguments: Any, **options: Any) -> torch.Tensor:
         time.sleep(0.02)
-        return attend(*arguments, **options)
+        return right(*arguments, **options)
 
-    monkeypatch.setattr(flash_dmattn, "flash_dma_attention", slow)
+    plant(monkeypatch, flash_dmattn, "flash_dma_attention", slow)
     assert main("suite", f"{TINY} --only batch --peak 1 --compare {steady}") == 1
     lines = capsys.readouterr().out.splitlines()
     slower = [line.split()[1] for line in lines if line.endswith("  slower")]
