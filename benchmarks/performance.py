@@ -35,6 +35,7 @@ from benchmarking import (
     summary,
     time_pass,
     time_wall,
+    write_whole,
 )
 from commands import ORIGINAL_HEAD_DIMS, WINDOW
 from definition_cases import Case, Inputs, choose_dtype
@@ -392,6 +393,13 @@ def run(args: argparse.Namespace) -> int:
         header, show = table.head(), table.show
     name = f"{direction}-{'original' if args.original else 'performance'}-{args.device}.json"
     machine = {**find_machine(args.device), "dtype": str(choose_dtype(args)).split(".")[1]}
+    path = args.out and args.out / name
     print(header)
-    with torch.set_grad_enabled(args.training), kept(args.out and args.out / name, machine) as rows:
-        return collect(args, cases, rows, show)
+    with torch.set_grad_enabled(args.training), kept(path, machine) as lines:
+
+        def show_and_write(rows: list[Row]) -> None:
+            show(rows)
+            if path:
+                write_whole(path, lines)
+
+        return collect(args, cases, lines, show_and_write)
