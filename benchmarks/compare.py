@@ -1,17 +1,5 @@
 #!/usr/bin/env python3
-"""Time two builds of the `fdma` command against each other, in alternation.
-
-    python benchmarks/compare.py OLD/fdma NEW/fdma [FILTER] [--rounds N] [--tolerance T]
-                                 [--rename A=B] [--device D] [--threads N]
-                                 [--kernel NAME] [--json FILE]
-
-Each round runs all cases with one command and then with the other, and the next round in the other
-order, so that a lasting change of the machine's load affects both. A case's ratio is the least time
-of the new build over the least time of the old one; the median of the rounds' ratios is printed
-beside it. The exit status is 1 if a case's two ratios both exceed 1 + tolerance, or if the two
-commands do not time the same cases. --rename A=B reads A in the old build's case names as B, for
-renamed cases: forward/row=forward/decode.
-"""
+"""The command `compare`: two builds of the `fdma` command, timed in alternation."""
 
 from __future__ import annotations
 
@@ -19,12 +7,16 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    import bench
+
+    bench.start("compare")
 
 import program
 
@@ -120,28 +112,7 @@ def print_comparisons(compared: Iterable[Comparison], titles: tuple[str, str]) -
     return slower
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("old", help="the fdma command of the build to compare with")
-    parser.add_argument("new", help="the fdma command of the build to judge")
-    parser.add_argument("filter", nargs="?", default="*", help="cases, as for fdma bench")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: at most 3 %% slower")
-    parser.add_argument("--rename", default="=", help="A=B: read A in the old names of cases as B")
-    parser.add_argument("--device", help="passed on to fdma bench")
-    parser.add_argument("--threads", help="passed on to fdma bench")
-    parser.add_argument("--kernel", help="passed on to fdma bench")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}, want 1 or more")
-    if "=" not in options.rename:
-        parser.error(f"--rename is {options.rename}, want A=B")
-    return options
-
-
-def main() -> int:
-    args = parse()
+def run(args: argparse.Namespace) -> int:
     passed_on = [
         word
         for name in ("device", "threads", "kernel")
@@ -179,8 +150,3 @@ def main() -> int:
     if not is_whole:
         raise KeyboardInterrupt
     return 1 if slower or unmatched or not times else 0
-
-
-if __name__ == "__main__":
-    program.begin(parse)
-    sys.exit(main())

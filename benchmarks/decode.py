@@ -1,64 +1,34 @@
 #!/usr/bin/env python3
-"""Time a decoding step over a cache, beside a plain read of the cache and dense attention.
-
-It runs on a CUDA device, or with --device cpu on the CPU, with flash_dmattn installed, or with
-PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
-
-    python benchmarks/decode.py --out FOLDER
-
-FOLDER gets decode-cuda.json or decode-cpu.json, which benchmarks/table.py reads. A pass calls each
-peer once for each of many caches. Together they are larger than the processor's cache, so that none
-is read from it. On a device a pass is one CUDA graph. In each round every peer makes one pass. Exit
-status: 0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
-"""
+"""The benchmark `decode`: a step over a cache, a plain read of the cache, and dense attention."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import program
-from arguments import Parser, make_parser
-
-MORE = """
-Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
-/draftsN: N new tokens, none of which enters the cache; else one, which does.
-Peers:
-  fdma   flash_dmattn.decode(), the scores of the new tokens included
-  read   the sum of the numbers in the cache's key and value
-  sdpa   scaled_dot_product_attention() of one query over 131072 keys, for batch 1
-Columns:
-  us             median of the rounds, for each call
-  spread         (90th percentile - 10th percentile) / median
-  of read        the time of read over that of fdma
-  times as fast  the peer's time over fdma's
-"""
-
-
-def own_parser() -> Parser:
-    return make_parser("decode.py", __doc__, MORE)
-
-
 if __name__ == "__main__":
-    program.begin(own_parser().parse_args)
+    import bench
+
+    bench.start("decode")
 
 import flash_dmattn
 import torch
 from benchmarking import (
     QUICK,
     USUAL,
+    Column,
     Disagreement,
-    Rounds,
+    Row,
+    Table,
     alternate,
+    choose_device,
     median_ratio,
-    parse,
+    run_cases,
     summary,
     time_pass,
-    write_rows,
 )
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -184,18 +154,18 @@ def check(inputs: Inputs) -> None:
             raise Disagreement(f"{name}: wrong outputs, or another number of tokens than {want}")
 
 
-def measure(inputs: Inputs, rounds: Rounds) -> Iterator[dict[str, Any]]:
+def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of a case. Raises Disagreement if outputs are wrong."""
+    inputs = Inputs(case, args.device)
     check(inputs)
-    peers = passes_of(inputs)
     timers = {
-        name: lambda run=run, calls=calls: time_pass(run, inputs.device) / calls
-        for name, (run, calls) in peers.items()
+        name: lambda run=run, calls=calls: time_pass(run, args.device) / calls
+        for name, (run, calls) in passes_of(inputs).items()
     }
-    times = alternate(timers, rounds)
+    times = alternate(timers, QUICK if args.quick else USUAL)
     for name, own in times.items():
         yield {
-            "case": inputs.case.name(),
+            "case": case.name(),
             "peer": name,
             **summary(own),
             "of_read": median_ratio(times["read"], own) if name == "fdma" else None,
@@ -203,23 +173,19 @@ def measure(inputs: Inputs, rounds: Rounds) -> Iterator[dict[str, Any]]:
         }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    cells = (f"{row[name]:.2f}" if row[name] is not None else "" for name in ("of_read", "ratio"))
-    line = f"{row['case']:48} {row['peer']:5} {1e3 * row['ms']:10.1f} {row['spread']:7.2f} "
-    print((line + "{:>8} {:>14}".format(*cells)).rstrip(), flush=True)
+TABLE = Table(
+    48,
+    5,
+    Column("ms", "us", "10.1f", 1e3),
+    Column("spread", "spread", "7.2f"),
+    Column("of_read", "of read", "8.2f"),
+    Column("ratio", "times as fast", "14.2f"),
+)
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for case in all_cases(args.device):
-        program.doing(case.name())
-        yield from measure(Inputs(case, args.device), QUICK if args.quick else USUAL)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(own_parser(), arguments)
-    print(f"{'case':48} {'peer':5} {'us':>10} {'spread':>7} {'of read':>8} {'times as fast':>14}")
-    return write_rows("decode", args, rows_of(args), print_row)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(args: argparse.Namespace) -> int:
+    choose_device(args)
+    cases = [
+        (case.name(), functools.partial(measure, case, args)) for case in all_cases(args.device)
+    ]
+    return run_cases(args, TABLE, cases)

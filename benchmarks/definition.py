@@ -1,6 +1,6 @@
 """The definition of dynamic mask attention in PyTorch alone: every stage by its formula in
-docs/algorithm.md, in the precision of the given tensors. forward_equivalence.py and its like
-compare the package with it.
+docs/algorithm.md, in the precision of the given tensors. equivalence.py compares the package with
+it.
 
 Tensors have the names of the package's arguments, and AXES has the axes of each. A function takes
 tensors by name and returns results by name; dX is the gradient of X.

@@ -1,5 +1,4 @@
-"""The cases of forward_equivalence.py and its like; forward_performance.py and its like use their
-inputs too."""
+"""The cases of the benchmarks of equivalence. Performance and suite use their inputs, too."""
 
 from __future__ import annotations
 
@@ -180,10 +179,6 @@ class Inputs:
     @property
     def rows(self) -> Tensors:
         return self.query, self.key, self.value
-
-
-def default_device() -> str:
-    return "cuda" if "cuda" in flash_dmattn.get_available_backends() else "cpu"
 
 
 def choose_dtype(args: argparse.Namespace) -> torch.dtype:

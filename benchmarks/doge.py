@@ -1,68 +1,36 @@
 #!/usr/bin/env python3
-"""Time Doge, a model of transformers, with its attention here, beside transformers' own.
-
-It needs transformers, and flash_dmattn installed, or PYTHONPATH=python and
-FDMA_LIBRARY=build/libfdma.so. It runs on a CUDA device, or with --device cpu on two threads:
-
-    python benchmarks/doge.py --out FOLDER
-
-FOLDER gets doge-cuda.json or doge-cpu.json. In each round every peer of a case runs once. The
-hidden states of both are compared in float32. Exit status: 0 done; 1 outputs that differ or a file
-that could not be written; 2 bad usage.
-"""
+"""The benchmark `doge`: a model of transformers with its attention here, and transformers' own."""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
-import sys
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import program
-from arguments import Parser, make_parser
-
-MORE = """
-Cases: KIND/DTYPE/LAYERS/nTOKENS/wWINDOW, of a model with 8 heads on 4, head_dim 128, random weights
-  forward      the hidden states of all tokens
-  training     the same and the gradients of all weights
-  generate     generate(), for one of 64 greedy tokens after TOKENS tokens that are in the cache
-Peers:
-  fdma         attn_implementation "dynamic_mask". It generates with a DogeCache; on a CUDA device
-               that is static, so that transformers compiles the model for single tokens
-  sdpa         attn_implementation "sdpa". It generates with a DynamicCache, but on a CUDA device
-               with a StaticCache, for which transformers compiles the model, too
-  linear       in forward: the linear layers of the model alone
-  fdma-eager   on a CUDA device: not compiled, with a DogeCache that is not static
-  sdpa-eager   on a CUDA device: not compiled, with a DynamicCache
-Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10th percentile) /
-median; times, the median of the rounds' ratios to fdma; GiB, the most memory above the weights (on
-a CUDA device, but not of generate).
-"""
-
-
-def own_parser() -> Parser:
-    parser = make_parser("doge.py", __doc__, MORE)
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    return parser
-
-
 if __name__ == "__main__":
-    program.begin(own_parser().parse_args)
+    import bench
+
+    bench.start("doge")
 
 import flash_dmattn.transformers
 import torch
 from benchmarking import (
+    MS,
     QUICK,
+    Column,
     Disagreement,
     Rounds,
+    Row,
+    Table,
     alternate,
+    choose_device,
     make_rows,
-    parse,
     require_close,
+    run_cases,
     time_wall,
-    write_rows,
 )
 from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, StaticCache
 
@@ -93,6 +61,10 @@ GENERATED = 64  # tokens of a call of generate()
 ROUNDS = Rounds(5, 20, 3.0)
 CALLS_MAX = ROUNDS.most + 2
 IMPLEMENTATIONS = {"fdma": "dynamic_mask", "sdpa": "sdpa"}
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def make_models(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -190,9 +162,8 @@ def check(case: Case, device: str) -> None:
     Raises:
         Disagreement: they differ.
     """
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     small = case._replace(layers=1, tokens=min(case.tokens, 512), window=min(case.window, 64))
-    models = make_models(small, device, dtype)
+    models = make_models(small, device, dtype_of(device))
     tokens = torch.randperm(SHAPE["vocab_size"], device=device)[None, : small.tokens]
     found, wanted = (forward(model, tokens, use_cache=False) for model in models.values())
     if device == "cpu":
@@ -208,9 +179,13 @@ def memory_of(run: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
+    device = args.device
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     check(case, device)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = dtype_of(device)
     models = make_models(case, device, dtype)
     tokens = torch.randint(SHAPE["vocab_size"], (1, case.tokens), device=device)
     runs = runs_of(case, models, tokens)
@@ -219,35 +194,23 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
         run()
     count = GENERATED if case.kind == "generate" else 1
     timers = {peer: lambda run=run: time_wall(run, device) / count for peer, run in runs.items()}
-    for row in make_rows(case.name(dtype), alternate(timers, rounds)):
+    times = alternate(timers, QUICK if args.quick else ROUNDS)
+    for row in make_rows(case.name(dtype), times):
         yield {**row, "GiB": memory_of(runs[row["peer"]])} if has_memory else row
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for case in CASES[args.device]:
-        small = case._replace(
-            tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
-        )
-        program.doing(f"{small.kind}, {small.tokens} tokens")
-        yield from measure(small, args.device, QUICK if args.quick else ROUNDS)
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+TABLE = Table(36, 8, *MS, Column("times", "times", "7.3f"), Column("GiB", "GiB", "7.2f"))
 
 
-def print_row(row: dict[str, Any]) -> None:
-    line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
-    print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(own_parser(), arguments)
+def run(args: argparse.Namespace) -> int:
+    choose_device(args)
     flash_dmattn.transformers.register()
     if args.device == "cpu":
         torch.set_num_threads(2)
-    print(f"{'case':36} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7} {'GiB':>7}")
-    return write_rows("doge", args, rows_of(args), print_row)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cases = []
+    for case in CASES[args.device]:
+        window = max(case.window // args.divide, 1)
+        small = case._replace(tokens=case.tokens // args.divide, window=window)
+        name = small.name(dtype_of(args.device))
+        cases.append((name, functools.partial(measure, small, args)))
+    return run_cases(args, TABLE, cases)

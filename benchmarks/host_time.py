@@ -1,67 +1,36 @@
 #!/usr/bin/env python3
-"""Time what the host does in an eager call of PyTorch, beside scaled_dot_product_attention().
-
-The tensors are so small that the host's time dominates. It runs on a CUDA device, or with --device
-cpu on one thread of the CPU, with flash_dmattn installed, or with PYTHONPATH=python and
-FDMA_LIBRARY=build/libfdma.so:
-
-    python benchmarks/host_time.py --out FOLDER
-
-FOLDER gets host_time-cuda.json or host_time-cpu.json. In each round every peer of a case makes a
-few calls, so few that a device's queue does not fill up, and the device is idle when they begin.
-Exit status: 0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
-"""
+"""The benchmark `host_time`: what the host does in an eager call of PyTorch, and in SDPA."""
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
-import program
-from arguments import Parser, make_parser
-
-Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-KEYS, WINDOW = 8, 4
-MORE = f"""
-All: batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM}, {KEYS} keys, causal
-Cases:
-  no-gradients  flash_dma_attention() of inputs that require no gradient, window {WINDOW}
-  recording     the same of inputs that do
-  backward      torch.autograd.grad() of such a call
-  dense         attention() without a selection and without gradients
-  decode        DynamicMaskCache.attend() of one token
-Peers:
-  fdma          these calls
-  sdpa          scaled_dot_product_attention() with as many kv heads as query heads: in decode, of
-                one query over {WINDOW} keys
-Columns: us, the median of the rounds for each call; spread, (90th - 10th percentile) / median;
-times, the median of the rounds' ratios to fdma; of sdpa, that of fdma's ratios to sdpa, which has
-goals on a CUDA device.
-"""
-
-
-def own_parser() -> Parser:
-    return make_parser("host_time.py", __doc__, MORE)
-
-
 if __name__ == "__main__":
-    program.begin(own_parser().parse_args)
+    import bench
+
+    bench.start("host_time")
 
 import flash_dmattn
 import torch
 from benchmarking import (
     QUICK,
+    Column,
     Rounds,
+    Row,
+    Table,
     alternate,
+    choose_device,
     make_rows,
     median_ratio,
-    parse,
     require_close,
-    write_rows,
+    run_cases,
 )
+from commands import HEAD_DIM, KEYS, KV_HEADS, Q_HEADS
+from commands import HOST_WINDOW as WINDOW
 from peers_cuda_cases import Goal
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -183,15 +152,19 @@ def of_sdpa(times: dict[str, list[float]], peer: str, goal: Goal | None) -> dict
     return {"of_sdpa": median, "goal": words, "met": met}
 
 
-def print_row(row: dict[str, Any]) -> None:
-    ratio = f"{row['of_sdpa']:8.3f}" if row["of_sdpa"] is not None else ""
-    goal = f"  {'met   ' if row['met'] else 'MISSED'} {row['goal']}" if row["goal"] else ""
-    line = "{case:14} {peer:5} {us:8.1f} {spread:7.3f} {times:7.3f}".format(**row)
-    print(f"{line} {ratio}{goal}".rstrip())
+def measure(
+    case: str, timers: dict[str, Callable[[], float]], args: argparse.Namespace
+) -> Iterator[Row]:
+    check(args.device)
+    for timer in timers.values():  # the first calls do more
+        timer()
+    times = alternate(timers, QUICK if args.quick else HOST_ROUNDS)
+    goal = GOALS.get(case) if args.device == "cuda" else None
+    for row in make_rows(case, times):
+        yield {**row, "us": 1e3 * row["ms"], **of_sdpa(times, row["peer"], goal)}
 
 
-def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
-    check(device)
+def make_timers(device: str) -> dict[str, dict[str, Callable[[], float]]]:
     timers = {
         case: {name: functools.partial(time_calls, run, device) for name, run in peers.items()}
         for case, peers in make_cases(device).items()
@@ -201,34 +174,23 @@ def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
         "fdma": lambda: time_backward(learned.fused, learned.fdma, device),
         "sdpa": lambda: time_backward(learned.padded, learned.sdpa, device),
     }
-    for case, own in timers.items():
-        program.doing(case)
-        for timer in own.values():  # the first calls do more
-            timer()
-        times = alternate(own, rounds)
-        goal = GOALS.get(case) if device == "cuda" else None
-        for row in make_rows(case, times):
-            yield {**row, "us": 1e3 * row["ms"], **of_sdpa(times, row["peer"], goal)}
+    return timers
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(own_parser(), arguments)
+TABLE = Table(
+    14,
+    5,
+    Column("us", "us", "8.1f"),
+    Column("spread", "spread", "7.3f"),
+    Column("times", "times", "7.3f"),
+    Column("of_sdpa", "of sdpa", "8.3f"),
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    choose_device(args)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7} {'of sdpa':>8}")
-    held: list[bool] = []
-
-    def show(row: dict[str, Any]) -> None:
-        print_row(row)
-        if row["met"] is not None:
-            held.append(row["met"])
-
-    rows = measure(args.device, QUICK if args.quick else HOST_ROUNDS)
-    status = write_rows("host_time", args, rows, show)
-    if held and status == 0:
-        print(f"{sum(held)} of {len(held)} goals reached")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    timers = make_timers(args.device)
+    cases = [(case, functools.partial(measure, case, own, args)) for case, own in timers.items()]
+    return run_cases(args, TABLE, cases)

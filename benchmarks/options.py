@@ -1,68 +1,33 @@
 #!/usr/bin/env python3
-"""Time attention with a mask, a bias, dropout or sink logits, beside the same call without them.
-
-It runs on a CUDA device, or with --device cpu on one thread of the CPU, with flash_dmattn
-installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
-
-    python benchmarks/options.py --out FOLDER
-
-FOLDER gets options-cuda.json or options-cpu.json. In each round every peer of a case runs once. The
-outputs of masked calls are compared with the selection that makes the mask. Exit status: 0 done; 1
-wrong outputs or a file that could not be written; 2 bad usage.
-"""
+"""The benchmark `options`: a mask, a bias, dropout or sink logits, and the call without them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import program
-from arguments import Parser, make_parser
-
-MORE = """
-Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
-  mask         attn_mask [1, 1 or kv_heads, N, N] of the WINDOW best keys of each query
-  mask-bias    the same, and attn_bias [1, 1, N, N] of the query's dtype, whose gradient is wanted
-  ones         attn_mask [1, 1, N, N] of ones
-  keysP        attn_mask [1, 1, N, N]: all queries keep the same P % of the keys
-  blocks       attn_mask [1, 1, N, N] of blocks of 128 x 128 pairs, of which 25 % are kept
-  dropout      dropout_p 0.1 over a selection
-  sink         sink_logit over a selection
--training is forward and backward, the others forward alone.
-Peers:
-  fdma         with the option
-  lists        with mask_lists that were made before (on a CUDA device)
-  without      without it: dense where there is no window, else over a selection of the same keys
-  flex         PyTorch's compiled flex_attention with a block mask that was made before
-  sdpa         SDPA with the mask
-Columns: ms, the median of the rounds; spread, (90th - 10th percentile) / median; times, the median
-of the rounds' ratios to fdma.
-"""
-
-
-def own_parser() -> Parser:
-    parser = make_parser("options.py", __doc__, MORE)
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    return parser
-
-
 if __name__ == "__main__":
-    program.begin(own_parser().parse_args)
+    import bench
+
+    bench.start("options")
 
 import flash_dmattn
 import torch
 from benchmarking import (
+    MS,
     QUICK,
     USUAL,
-    Rounds,
+    Column,
+    Row,
+    Table,
     alternate,
+    choose_device,
     make_rows,
-    parse,
     require_close,
+    run_cases,
     time_pass,
-    write_rows,
 )
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -108,11 +73,15 @@ CASES = {
 }
 
 
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 class Inputs:
     def __init__(self, case: Case, device: str) -> None:
         torch.manual_seed(case.keys)
         self.case = case
-        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.dtype = dtype_of(device)
         (q_heads, kv_heads), n = case.heads, case.keys
         new = {"device": device, "dtype": self.dtype, "requires_grad": case.training}
         self.query = torch.randn(1, n, q_heads, case.head_dim, **new)
@@ -212,32 +181,23 @@ def check(inputs: Inputs, peers: dict[str, Callable[[], torch.Tensor]]) -> None:
             require_close(out, run().double(), allowed, f"{inputs.case.option}: fdma and {name}")
 
 
-def measure(inputs: Inputs, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
+    inputs = Inputs(case, args.device)
     peers = peers_of(inputs)
     check(inputs, peers)
-    timers = {name: lambda run=run: time_pass(run, device) for name, run in peers.items()}
-    yield from make_rows(inputs.case.name(inputs.dtype), alternate(timers, rounds))
+    timers = {name: lambda run=run: time_pass(run, args.device) for name, run in peers.items()}
+    times = alternate(timers, QUICK if args.quick else USUAL)
+    yield from make_rows(case.name(inputs.dtype), times)
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for case in CASES[args.device]:
-        small = case._replace(keys=case.keys // args.divide, window=case.window // args.divide)
-        inputs = Inputs(small, args.device)
-        program.doing(small.name(inputs.dtype))
-        yield from measure(inputs, args.device, QUICK if args.quick else USUAL)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    print("{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row), flush=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(own_parser(), arguments)
+def run(args: argparse.Namespace) -> int:
+    choose_device(args)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    print(f"{'case':52} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7}")
-    return write_rows("options", args, rows_of(args), print_row)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cases = []
+    for case in CASES[args.device]:
+        window = case.window and max(case.window // args.divide, 1)
+        small = case._replace(keys=case.keys // args.divide, window=window)
+        name = small.name(dtype_of(args.device))
+        cases.append((name, functools.partial(measure, small, args)))
+    return run_cases(args, Table(52, 8, *MS, Column("times", "times", "7.3f")), cases)

@@ -1,4 +1,4 @@
-"""The measurements of benchmarks/peers.py on a CUDA device.
+"""The measurements of the benchmark `peers` on a CUDA device.
 
 The cases and their tensors are in peers_cuda_cases.py, and the gradients in peers_cuda_backward.py.
 Peers alternate. A call is timed by events on its stream, after a kernel that only waits, so that
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -18,7 +17,17 @@ import flash_dmattn
 import peers_cuda_backward
 import peers_flash4
 import torch
-from benchmarking import Disagreement, Rounds, median_ratio, quantiles, summary
+from benchmarking import (
+    Column,
+    Disagreement,
+    Rounds,
+    Row,
+    Table,
+    median_ratio,
+    passes,
+    quantiles,
+    summary,
+)
 from flash_dmattn import ops
 from peers_cuda_cases import (
     LONGEST_DENSE,
@@ -30,9 +39,13 @@ from peers_cuda_cases import (
     Peer,
     best_keys,
     build_mask,
+    dense,
+    fused,
+    masked,
+    sdpa,
+    selected,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
 ROUNDS = Rounds(5, 100, 2.0)  # of each case
@@ -44,37 +57,6 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     rules = (inputs.case.window, 0, 0, "causal")
     options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
     return ops.FUSED.op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
-
-
-def fused(inputs: Inputs) -> torch.Tensor:
-    window = inputs.case.window
-    return flash_dmattn.flash_dma_attention(
-        *inputs.fdma, inputs.dt_proj, inputs.a_coef, keep_window_size=window, causal=True
-    )
-
-
-def selected(inputs: Inputs, order: str, backend: str | None = None) -> torch.Tensor:
-    selection = flash_dmattn.select(inputs.scores[order], inputs.case.window)
-    out, _ = flash_dmattn.attention(*inputs.fdma, selection=selection, causal=True, backend=backend)
-    return out
-
-
-def dense(inputs: Inputs) -> torch.Tensor:
-    return flash_dmattn.attention(*inputs.fdma, causal=True)[0]
-
-
-def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
-    causal = inputs.case.kind != "one-query"  # SDPA aligns a single query with the first key
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(*inputs.sdpa, is_causal=causal, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def masked(inputs: Inputs) -> torch.Tensor:
-    """SDPA with keys repeated for each head: only the slowest back end supports groups under a
-    mask."""
-    query, key, value = inputs.sdpa[0], *inputs.expanded
-    return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
 
 def copy(inputs: Inputs) -> None:
@@ -244,15 +226,12 @@ def checked_peers(inputs: Inputs, peers: list[Peer]) -> list[Peer]:
     """
     right = []
     for peer in peers:
-        try:
-            check_peer(inputs, peer)
-        except Exception as error:  # any kind: flash4 compiles at its first call
-            if peer.name != peers_flash4.NAME:
-                raise
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
-        else:
-            right.append(peer)
+        check = functools.partial(check_peer, inputs, peer)
+        if peer.name != peers_flash4.NAME:
+            check()
+        elif not passes(inputs.case.name(), peer.name, check):  # it compiles at its first call
+            continue
+        right.append(peer)
     return right
 
 
@@ -297,7 +276,7 @@ def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[fl
 
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
-) -> dict[str, Any]:
+) -> Row:
     """One peer's row of a case. `earlier` has fdma's medians in earlier cases."""
     own, ours = times[peer.name], times["fdma"]
     measured = summary(own)
@@ -341,54 +320,34 @@ def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> 
     return None
 
 
-def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
-    """The rows of each case whose outputs agree.
+def measure(case: Case, rounds: Rounds, earlier: list[tuple[Case, float]]) -> Iterator[Row]:
+    """The rows of a case, which is added to `earlier`.
 
     Raises:
-        Disagreement: outputs of a case did not agree; raised at the end, after the other cases.
+        Disagreement: outputs did not agree.
     """
-    earlier: list[tuple[Case, float]] = []
-    wrong = []
-    for case in cases:
-        inputs = Inputs(case)
-        try:
-            peers = checked_peers(inputs, peers_of(case))
-        except Disagreement as error:
-            wrong.append(str(error))
-            continue
-        torch.cuda.empty_cache()
-        times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
-        for peer in peers:
-            yield make_row(case, peer, times, earlier)
-        earlier.append((case, quantiles(times["fdma"])[1]))
-        del inputs
-        torch.cuda.empty_cache()
-    if wrong:
-        raise Disagreement("; ".join(wrong))
+    torch.cuda.empty_cache()
+    inputs = Inputs(case)
+    peers = checked_peers(inputs, peers_of(case))
+    torch.cuda.empty_cache()
+    times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
+    for peer in peers:
+        yield make_row(case, peer, times, earlier)
+    earlier.append((case, quantiles(times["fdma"])[1]))
 
 
-FIGURES = {
-    "of_dense": "of dense",
-    "of_flash4": "of flash4",
-    "of_read": "of read",
-    "of_iid": "of iid",
-    "of_fast": "of fast",
-    "of_shorter": "of shorter",
-    "times_cudnn": "times cudnn",
-    "ratio": "as fast",
-}
-
-
-def print_row(row: dict[str, Any]) -> None:
-    cells = [f"{row['case']:46} {row['peer']:18} {row['ms']:10.4f} {row['spread']:7.3f}"]
-    tflops = row["useful_gflops"] / 1e3 if row["useful_gflops"] else None
-    for value in (tflops, *(row[figure] for figure in FIGURES)):
-        cells.append(f"{value:11.3f}" if value is not None else " " * 11)
-    if row["goal"]:
-        cells.append(f" {'met   ' if row['met'] else 'MISSED'} {row['goal']}")
-    print(" ".join(cells).rstrip(), flush=True)
-
-
-def print_head() -> None:
-    heads = " ".join(f"{head:>11}" for head in ("TFLOP/s", *FIGURES.values()))
-    print(f"{'case':46} {'peer':18} {'ms':>10} {'spread':>7} {heads}")
+TABLE = Table(
+    46,
+    18,
+    Column("ms", "ms", "10.4f"),
+    Column("spread", "spread", "7.3f"),
+    Column("useful_gflops", "TFLOP/s", "11.3f", 1e-3),
+    Column("of_dense", "of dense", "11.3f"),
+    Column("of_flash4", "of flash4", "11.3f"),
+    Column("of_read", "of read", "11.3f"),
+    Column("of_iid", "of iid", "11.3f"),
+    Column("of_fast", "of fast", "11.3f"),
+    Column("of_shorter", "of shorter", "11.3f"),
+    Column("times_cudnn", "times cudnn", "11.3f"),
+    Column("ratio", "as fast", "11.3f"),
+)

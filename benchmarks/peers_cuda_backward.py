@@ -1,4 +1,4 @@
-"""Gradients of flash_dmattn and its peers on a CUDA device, for the cases of benchmarks/peers.py
+"""Gradients of flash_dmattn and its peers on a CUDA device, for the cases of the benchmark `peers`
 whose kinds end in backward, and for training, which is forward and backward.
 
 A backward pass is timed repeatedly over the graph of one forward pass. Gradients are checked with
@@ -14,43 +14,24 @@ import flash_dmattn
 import peers_flash4
 import torch
 from benchmarking import Disagreement
-from peers_cuda_cases import LONGEST_DENSE, ORDERS, SAMPLES, Case, Inputs, Peer, best_keys
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention, softplus
+from peers_cuda_cases import (
+    LONGEST_DENSE,
+    ORDERS,
+    SAMPLES,
+    Case,
+    Inputs,
+    Peer,
+    best_keys,
+    dense,
+    fused,
+    masked,
+    sdpa,
+    selected,
+)
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import softplus
 
 Forward = Callable[[Inputs], torch.Tensor]
-
-
-# ---- forward, with its graph ----
-
-
-def fused(inputs: Inputs) -> torch.Tensor:
-    window = inputs.case.window
-    return flash_dmattn.flash_dma_attention(
-        *inputs.fdma, inputs.dt_proj, inputs.a_coef, keep_window_size=window, causal=True
-    )
-
-
-def selected(inputs: Inputs, order: str, deterministic: bool = False) -> torch.Tensor:
-    selection = flash_dmattn.select(inputs.scores[order], inputs.case.window)
-    return flash_dmattn.attention(
-        *inputs.fdma, selection=selection, causal=True, deterministic=deterministic
-    )[0]
-
-
-def dense(inputs: Inputs) -> torch.Tensor:
-    return flash_dmattn.attention(*inputs.fdma, causal=True)[0]
-
-
-def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(*inputs.sdpa, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def masked(inputs: Inputs) -> torch.Tensor:
-    query, key, value = inputs.sdpa[0], *inputs.expanded
-    return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
 
 # ---- backward ----

@@ -1,4 +1,4 @@
-"""The cases of a CUDA device that benchmarks/peers.py measures: their sizes, goals and tensors.
+"""The cases of a CUDA device that the benchmark `peers` measures: their sizes, goals and tensors.
 
 All are bfloat16 and causal. The peers of a case read the same tensors, whose memory is
 [batch, length, heads, head_dim].
@@ -12,6 +12,9 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
+from benchmarking import visible_pairs
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 QUICK_LENGTH = 32768  # the largest length with --quick
 SAMPLES = 32  # queries whose outputs are compared with float64, or have gradients
@@ -63,10 +66,9 @@ class Case(NamedTuple):
 
     def flops(self, window: int) -> float:
         """Useful floating-point operations if each query keeps `window` keys; 0: all keys."""
-        full = min(window or self.length, self.length)
-        pairs = full * (full + 1) // 2 + (self.length - full) * full
+        pairs = visible_pairs(self.length, window)
         if self.kind == "one-query":
-            pairs = full
+            pairs = min(window or self.length, self.length)
         rows = self.batch * self.q_heads
         return PASSES.get(self.kind, 1) * 4.0 * self.head_dim * rows * pairs
 
@@ -130,6 +132,42 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
     key = torch.arange(case.length, dtype=torch.int32, device="cuda")
     kept = (key <= key[:, None]) & (key[:, None] < expiry[:, :, None])
     return kept.repeat_interleave(case.q_heads // case.kv_heads, 1)
+
+
+# ---- calls, whose outputs have graphs if the inputs need gradients ----
+
+
+def fused(inputs: Inputs) -> torch.Tensor:
+    window = inputs.case.window
+    return flash_dmattn.flash_dma_attention(
+        *inputs.fdma, inputs.dt_proj, inputs.a_coef, keep_window_size=window, causal=True
+    )
+
+
+def selected(inputs: Inputs, order: str, **options: Any) -> torch.Tensor:
+    selection = flash_dmattn.select(inputs.scores[order], inputs.case.window)
+    return flash_dmattn.attention(*inputs.fdma, selection=selection, causal=True, **options)[0]
+
+
+def dense(inputs: Inputs) -> torch.Tensor:
+    return flash_dmattn.attention(*inputs.fdma, causal=True)[0]
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
+    causal = inputs.case.kind != "one-query"  # SDPA aligns a single query with the first key
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(*inputs.sdpa, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def masked(inputs: Inputs) -> torch.Tensor:
+    """SDPA with keys repeated for each head: only the slowest back end supports groups under a
+    mask."""
+    query, key, value = inputs.sdpa[0], *inputs.expanded
+    return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
+
+
+# ---- keys ----
 
 
 def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:

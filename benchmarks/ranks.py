@@ -1,114 +1,32 @@
 #!/usr/bin/env python3
-"""Time attention over a sequence that many ranks hold, count what they exchange, and compare.
-
-It runs under torchrun, on one CUDA device for each rank, or with --device cpu and small sizes on
-CPUs, with flash_dmattn installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
-
-    torchrun --nproc-per-node 8 benchmarks/ranks.py FOLDER
-
-FOLDER gets ranks.json, which benchmarks/ranks_picture.py draws; it is written anew after every
-item. A time covers forward and backward of one layer on the slowest rank, by events on its stream
-between calls that all ranks begin together. Ranks of a team make the same rounds, and each round
-runs every compared call once. Results are checked before they are timed. Exit status: 0 done; 1
-wrong results or a file that could not be written; 2 bad usage.
-"""
+"""The benchmark `ranks`: attention over a sequence that many ranks hold, and what they exchange."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Callable
 
-import program
-from arguments import Parser, bare_parser, folder, whole_number
-
-ITEM_NAMES = ["weak", "strong", "bytes", "communication", "memory", "host", "ring", "longest"]
-NUMBERS = {  # the defaults of options
-    "q-heads": 32,
-    "kv-heads": 8,
-    "head-dim": 128,
-    "window": 2048,
-    "keys": 65536,
-    "total": 1 << 20,
-    "ring-keys": 1 << 18,
-    "dense-keys": 32768,
-    "longest": 1 << 22,
-    "rounds": 9,
-    "calls": 3,
-    "timeout": 300,
-}
-
-MORE = """
-Items, each of which is one or more lines of ranks.json:
-  weak           --keys tokens on each of 1, 2, 4, ... ranks. efficiency: the time of one device
-                 alone with as many tokens, by flash_dma_attention(), over that of the team; of both
-                 the slowest rank counts. work: pairs of a query and a kept key of the rank that has
-                 most, over those of one device alone, whose first queries see fewer keys
-  strong         --total tokens over 2, 4, ... ranks. efficiency: the time of one device over the
-                 number of ranks, over the time of the team. ideal_from says whether one device was
-                 measured, before the teams, with all tokens, or with --keys tokens and multiplied
-  bytes          what each rank receives from others and sends to others, counted in the collective
-                 operations of a call, for two lengths; table_bytes: of window + recent keys
-  communication  exchange_ms: the collective operations of a call alone, with the same tensors.
-                 of_time: the fraction of the call's time that goes if they are replaced by copies
-                 of what they returned
-  memory         the peak of a call over that of one device alone with the same tokens: what a rank
-                 has beside its own tensors
-  host           milliseconds until forward returns to the host, if the ranks compare their
-                 arguments, and if `lengths` is given
-  ring           ring_attention(), dense, of --ring-keys tokens over all ranks, and cuDNN's SDPA of
-                 --dense-keys on one device, multiplied by the pairs and divided by the ranks
-  longest        --longest tokens over all ranks: time and memory
-A line with not_run says why. Times are medians of the rounds in milliseconds, spread is (90th
-percentile - 10th percentile) / median, and ratios are medians of the rounds' ratios.
-"""
-
-
-def make_parser() -> Parser:
-    parser = bare_parser("ranks.py", __doc__, MORE)
-    add = parser.add_argument
-    add("out", type=folder, metavar="FOLDER")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    only = {"nargs": "+", "choices": ITEM_NAMES, "default": ITEM_NAMES, "metavar": "ITEM"}
-    add("--only", **only, help="default: all")
-    add("--dtype", choices=("bf16", "fp16"), default="bf16")
-    shown = {"metavar": "N", "help": "default: %(default)s"}
-    for name, number in NUMBERS.items():
-        add(f"--{name}", type=whole_number, default=number, **shown)
-    add("--recent", type=int, default=0, **shown)
-    seconds = "no more rounds of a comparison after these, default: %(default)s"
-    add("--seconds", type=float, default=20.0, help=seconds)
-    return parser
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    if "RANK" not in os.environ:
-        parser.error(
-            "is not a rank, want it started by torchrun: "
-            "torchrun --nproc-per-node 2 benchmarks/ranks.py FOLDER"
-        )
-    return args
-
-
 if __name__ == "__main__":
-    program.begin(parse)
+    import bench
 
-import flash_dmattn
+    bench.start("ranks")
+
+import program
 import torch
 import torch.distributed as dist
 from benchmarking import (
-    Disagreement,
     Rounds,
+    Row,
+    choose_device,
     find_machine,
     median_ratio,
     quantiles,
     summary,
+    visible_pairs,
     write_whole,
 )
 from flash_dmattn.distributed import ring_attention, split_lengths
@@ -124,12 +42,10 @@ from ranks_common import (
     slowest,
     time_calls,
 )
-from streams_inputs import visible_pairs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 CHECKED_KEYS = 4096  # of each rank, at most
-Row = dict[str, Any]
 
 
 def describe(times: list[float]) -> Row:
@@ -427,7 +343,7 @@ def print_row(row: Row) -> None:
     print(f"{row['item']:13} {row['ranks']:3}  {', '.join(named)}", flush=True)
 
 
-def run(job: Job) -> None:
+def measure_all(job: Job) -> None:
     """Raises Disagreement, on all ranks, if results are wrong."""
     args = job.args
     check(job, min(CHECKED_KEYS, args.keys))
@@ -445,24 +361,13 @@ def run(job: Job) -> None:
             write_whole(args.out / "ranks.json", lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parse(arguments)
-    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    if args.keys < 4 or min(args.total, args.ring_keys, args.longest) < int(
-        os.environ["WORLD_SIZE"]
-    ):
-        parser.error("--keys, --total, --ring-keys or --longest is too few tokens for the ranks")
-    job = Job(args)
-    try:
-        run(job)
-    except (Disagreement, OSError) as error:
-        print(f"ranks.py: {error}", file=sys.stderr)
-        return 1
+def run(args: Namespace) -> int:
+    choose_device(args)
+    fewest = min(args.total, args.ring_keys, args.longest)
+    if args.keys < 4 or fewest < int(os.environ["WORLD_SIZE"]):
+        args.parser.error(
+            "--keys, --total, --ring-keys or --longest is too few tokens for the ranks"
+        )
+    measure_all(Job(args))
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The tools of benchmarks/ranks.py: the ranks and their groups, the tokens of a rank, rounds that
+"""The tools of the benchmark `ranks`: the ranks and their groups, the tokens of a rank, rounds that
 all ranks make together, and the collective operations of a call, counted or replaced."""
 
 from __future__ import annotations

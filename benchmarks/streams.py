@@ -1,86 +1,37 @@
 #!/usr/bin/env python3
-"""Time packed sequences, a prefill in pieces and recent keys, beside other ways to compute them.
-
-It runs on a CUDA device, or with --device cpu and small sizes on the CPU, with flash_dmattn
-installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
-
-    python benchmarks/streams.py --out FOLDER
-
-FOLDER gets streams-cuda.json or streams-cpu.json, which benchmarks/table.py reads. In each round
-every peer of a case runs once. On a device a call is timed by events on its stream, after a kernel
-that only waits, so that the host's time does not count. The outputs and gradients of every peer are
-checked before it is timed, see streams_inputs.check(). Exit status: 0 done; 1 wrong outputs or a
-file that could not be written; 2 bad usage.
-"""
+"""The benchmark `streams`: packed sequences, a prefill in pieces and recent keys."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Callable
 
-import program
-from arguments import Parser, make_parser
-
-MORE = """
-Cases: KIND/bf16/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS[/sSEQUENCES][/wWINDOW[rRECENT]][/pPIECE]
-  packed           sequences of unequal lengths: score, selection and attention in one call
-  packed-selected  attention over a selection that is given, without biases
-  packed-dense     attention to all earlier keys of the sequence
-  prefill          the keys of a prompt enter a cache in pieces of PIECE, without gradients
-  recent           one sequence; each query keeps the RECENT newest keys beside the window
--forward is the call without gradients, -training forward and backward.
-Peers:
-  fdma             flash_dmattn
-  one-sequence     flash_dmattn on one sequence of all tokens, with the same window
-  whole            flash_dma_attention() on the whole prompt
-  whole-cached     the whole prompt enters the cache at once
-  window           flash_dmattn with a window of WINDOW + RECENT, without recent keys
-  varlen           torch's varlen_attn(); varlen-expanded: with a kv head for each query head,
-                   where it does not take groups
-  flash-attn       flash_attn_varlen_func() of flash-attn
-  nested-cudnn, nested-flash   SDPA of nested tensors by cuDNN, or by FlashAttention where there is
-                   no varlen_attn(); a kv head for each query head, expanded before
-  sdpa             SDPA of one sequence after the other, on the CPU
-A peer of another library that does not run here is left out, with a line that says why.
-Columns:
-  ms             median of the rounds, for each call
-  spread         (90th percentile - 10th percentile) / median
-  TFLOP/s        useful operations: 4 * head_dim * q_heads (training: 3.5 times that) for each pair
-                 of a query and a key that it keeps
-  of other       the time for each useful operation over that of one-sequence, of whole or of
-                 window; of packed-dense, of the fastest peer of another library
-  times as fast  the time of another library's peer over fdma's
-of other and times as fast are medians of the rounds' ratios.
-"""
-
-
-def own_parser() -> Parser:
-    return make_parser("streams.py", __doc__, MORE)
-
-
 if __name__ == "__main__":
-    program.begin(own_parser().parse_args)
+    import bench
+
+    bench.start("streams")
 
 import flash_dmattn
 import torch
 from benchmarking import (
+    MS,
     QUICK,
     USUAL,
-    Disagreement,
-    Rounds,
+    Column,
+    Row,
+    Table,
     alternate,
-    find_machine,
+    choose_device,
     median_ratio,
-    parse,
+    passes,
     quantiles,
+    run_cases,
     summary,
     time_pass,
-    write_whole,
 )
 from streams_inputs import Case, Inputs, Peer, all_cases, check
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -232,15 +183,12 @@ def checked_peers(inputs: Inputs) -> list[Peer]:
     for peer in peers_of(inputs.case, inputs.device):
         if peer.unless in [other.name for other in found]:
             continue
-        try:
-            check(inputs, peer)
-        except (Disagreement, ImportError, RuntimeError, TypeError, ValueError) as error:
-            if peer.ours:
-                raise
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
-        else:
-            found.append(peer)
+        own_check = functools.partial(check, inputs, peer)
+        if peer.ours:
+            own_check()
+        elif not passes(inputs.case.name(), peer.name, own_check):
+            continue
+        found.append(peer)
     return found
 
 
@@ -252,9 +200,7 @@ def find_other(peers: list[Peer], times: dict[str, list[float]]) -> Peer | None:
     return min(peers[1:], key=lambda peer: quantiles(times[peer.name])[1])
 
 
-def make_rows(
-    case: Case, peers: list[Peer], times: dict[str, list[float]]
-) -> Iterator[dict[str, Any]]:
+def make_rows(case: Case, peers: list[Peer], times: dict[str, list[float]]) -> Iterator[Row]:
     other = find_other(peers, times)
     for peer in peers:
         own, is_fdma = times[peer.name], peer.name == "fdma"
@@ -276,60 +222,36 @@ def make_rows(
         }
 
 
-def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of a case.
 
     Raises:
         Disagreement: outputs of flash_dmattn are wrong.
     """
-    inputs = Inputs(case, device)
+    inputs = Inputs(case, args.device)
     peers = checked_peers(inputs)
-    if device == "cuda":
+    if args.device == "cuda":
         torch.cuda.empty_cache()
     timers = {
-        peer.name: lambda peer=peer: time_pass(lambda: peer.run(inputs), device) for peer in peers
+        peer.name: lambda peer=peer: time_pass(lambda: peer.run(inputs), args.device)
+        for peer in peers
     }
-    yield from make_rows(case, peers, alternate(timers, rounds, WARM_UP))
+    yield from make_rows(case, peers, alternate(timers, QUICK if args.quick else USUAL, WARM_UP))
 
 
-def print_row(row: dict[str, Any]) -> None:
-    cells = [f"{row['case']:56} {row['peer']:15} {row['ms']:10.3f} {row['spread']:7.3f}"]
-    for value in (row["useful_gflops"] / 1e3, row["of_other"], row["ratio"]):
-        cells.append(f"{value:9.3f}" if value is not None else " " * 9)
-    if row["goal"]:
-        cells.append({True: "met", False: "MISSED", None: ""}[row["met"]] + f" {row['goal']}")
-    print(" ".join(cells).rstrip(), flush=True)
+TABLE = Table(
+    56,
+    15,
+    *MS,
+    Column("useful_gflops", "TFLOP/s", "9.3f", 1e-3),
+    Column("of_other", "of other", "9.3f"),
+    Column("ratio", "as fast", "9.3f"),
+)
 
 
-def run(args: argparse.Namespace) -> bool:
-    """Measure every case and write the rows of those that passed. Returns whether all passed."""
-    lines, right = [find_machine(args.device)], True
-    heads = ("ms", "spread", "TFLOP/s", "of other", "as fast")
-    print("{:56} {:15} {:>10} {:>7} {:>9} {:>9} {:>9}".format("case", "peer", *heads))
-    try:
-        for case in all_cases(args.device):
-            program.doing(case.name())
-            try:
-                for row in measure(case, args.device, QUICK if args.quick else USUAL):
-                    lines.append(row)
-                    print_row(row)
-            except Disagreement as error:
-                right = False
-                print(f"streams.py: {error}", file=sys.stderr)
-    finally:  # write the measured rows even if a later case fails
-        if len(lines) > 1:
-            write_whole(args.out / f"streams-{args.device}.json", lines)
-    return right
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(own_parser(), arguments)
-    try:
-        return 0 if run(args) else 1
-    except OSError as error:
-        print(f"streams.py: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(args: argparse.Namespace) -> int:
+    choose_device(args)
+    cases = [
+        (case.name(), functools.partial(measure, case, args)) for case in all_cases(args.device)
+    ]
+    return run_cases(args, TABLE, cases)

@@ -13,6 +13,7 @@ import flash_dmattn
 import peers_cuda
 import peers_cuda_backward
 import torch
+from benchmarking import visible_pairs
 from peers_cuda_cases import SAMPLES, Goal, best_keys
 
 EDGES = 16  # sequences or pieces whose first and last queries are compared with float64
@@ -76,13 +77,6 @@ class Case(NamedTuple):
         keys = self.window + self.recent
         pairs = sum(visible_pairs(length, keys) for length in lengths)
         return (3.5 if self.training else 1) * 4.0 * self.head_dim * self.q_heads * pairs
-
-
-def visible_pairs(length: int, keys: int) -> int:
-    """Number of pairs of a query and a key that it keeps. A query keeps at most `keys` keys; 0:
-    all."""
-    full = min(keys or length, length)
-    return full * (full + 1) // 2 + (length - full) * full
 
 
 def packed_lengths(sequences: int, total: int, shortest: int, longest: int) -> tuple[int, ...]:

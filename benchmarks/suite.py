@@ -1,103 +1,80 @@
 #!/usr/bin/env python3
-"""Measure dynamic mask attention beside dense attention: growth, density, ablations, energy.
-
-It runs on a CUDA device, or with --device cpu and smaller sizes on the CPU, with flash_dmattn
-installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
-
-    python benchmarks/suite.py --out FILE.json
-    python benchmarks/suite.py --compare OLD.json --out NEW.json
-    python benchmarks/suite.py --compare OLD.json --json NEW.json
-
-The second measures and then compares, the third only compares; benchmarks/suite_picture.py draws
-FILE.json. In each round every peer of a setting runs once, and so does a product of two matrices,
-whose rate is the machine's peak. Outputs are compared with float64 before a call is timed;
-benchmarks/backward_equivalence.py compares gradients. Exit status: 0 done; 1 wrong outputs, a call
-that has become slower, or a file that could not be written; 2 bad usage, or nothing to compare.
-"""
+"""The benchmark `suite`: attention with dynamic masks beside dense attention."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
-import sys
 import time
-from collections.abc import Iterator
-from typing import Any
-
-import program
-import suite_compare
-from suite_options import LIMIT, QUICK_LIMIT, QUICK_SECONDS, SECONDS, SHORTEST, make_parser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":
-    program.begin(make_parser(__doc__).parse_args)
+    import bench
 
+    bench.start("suite")
+
+import program
 import torch
-from benchmarking import Disagreement, find_machine, write_whole
-from definition_cases import DTYPES, choose_dtype, default_device, has_kernels
-from definition_run import Progress
-from suite_calls import Setting
-from suite_items import ITEMS, Plan
-from suite_measure import Bench, Row, reason_of
+from benchmarking import (
+    MS,
+    Column,
+    Row,
+    Table,
+    choose_device,
+    collect,
+    find_machine,
+    kept,
+    reason_of,
+)
+from commands import LIMIT, QUICK_LIMIT, QUICK_SECONDS, SECONDS, SHORTEST
+from compare import Comparison, print_comparisons
+from definition_cases import DTYPES, choose_dtype, has_kernels
+from suite_items import ITEMS, Plan, Setting
+from suite_measure import Bench
+
+Key = tuple[str, str, int]  # case, peer, threads
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    args = parser.parse_args(arguments)
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse contradictory arguments, and fill in missing ones."""
+    error = args.parser.error
     if args.json and not args.compare:
-        parser.error("--json is given without --compare OLD")
+        error("--json is given without --compare OLD")
     if args.json and args.out:
-        parser.error("--out is given with --json, which measures nothing")
-    if args.device == "cuda" and default_device() != "cuda":
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    args.device = args.device or default_device()
+        error("--out is given with --json, which measures nothing")
+    choose_device(args)
     if args.dtype and not has_kernels(args.device, DTYPES[args.dtype]):
-        parser.error(f"--dtype: no kernels for {args.dtype} on {args.device}")
+        error(f"--dtype: no kernels for {args.dtype} on {args.device}")
     if args.longest and args.longest < SHORTEST:
-        parser.error(f"--longest is {args.longest}, want {SHORTEST} or more")
+        error(f"--longest is {args.longest}, want {SHORTEST} or more")
     cores = os.cpu_count() or 1
     if args.threads and args.threads > cores:
-        parser.error(f"--threads is {args.threads}, and this machine has {cores} cores")
+        error(f"--threads is {args.threads}, and this machine has {cores} cores")
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     args.limit = args.limit or (QUICK_LIMIT if args.quick else LIMIT)
-    return args
 
 
-COLUMNS = (  # the field of a row, its title and its format
-    ("ms", "ms", "10.3f"),
-    ("spread", "spread", "7.3f"),
-    ("tokens_per_second", "tokens/s", "12.0f"),
-    ("useful_gflops", "GFLOP/s", "10.1f"),
-    ("of_peak", "of peak", "7.3f"),
-    ("peak_bytes", "peak bytes", "12.0f"),
-    ("mean_bytes", "mean bytes", "12.0f"),
-    ("times", "times", "7.2f"),
-    ("times_dense", "dense", "7.2f"),
+# ---- measurement ----
+
+TABLE = Table(
+    52,
+    14,
+    *MS,
+    Column("tokens_per_second", "tokens/s", "12.0f"),
+    Column("useful_gflops", "GFLOP/s", "10.1f"),
+    Column("of_peak", "of peak", "7.3f"),
+    Column("peak_bytes", "peak bytes", "12.0f"),
+    Column("mean_bytes", "mean bytes", "12.0f"),
+    Column("times", "times", "7.2f"),
+    Column("times_dense", "dense", "7.2f"),
+    Column("joules_per_token", "J/token", "8.3g"),
+    Column("tokens_per_joule", "tokens/J", "9.0f"),
+    Column("watts", "W", "5.0f"),
 )
-
-
-def width_of(form: str) -> int:
-    return int(form.split(".")[0])
-
-
-def header() -> str:
-    titles = (f"{title:>{width_of(form)}}" for _, title, form in COLUMNS)
-    return f"{'case':52} {'peer':14} {' '.join(titles)}"
-
-
-def format_row(row: Row) -> str:
-    head = f"{row['case']:52} {row['peer']:14}"
-    if "not_run" in row:
-        return f"{head} not run: {row['not_run']}"
-    if "joules_per_token" in row:
-        energy = (
-            "{joules_per_token:.3g} J a token, {tokens_per_joule:.0f} tokens a J, {watts:.0f} W"
-        )
-        return f"{head} {energy.format(**row)}"
-    cells = (
-        " " * width_of(form) if row.get(name) is None else format(row[name], form)
-        for name, _, form in COLUMNS
-    )
-    return f"{head} {' '.join(cells)}".rstrip()
 
 
 def rows_of(bench: Bench, setting: Setting) -> Iterator[Row]:
@@ -110,72 +87,106 @@ def rows_of(bench: Bench, setting: Setting) -> Iterator[Row]:
         yield {**head, "threads": torch.get_num_threads(), "not_run": reason_of(error)}
 
 
-def measure(args: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
-    """Append the rows of every item to `lines`, and print them.
-
-    Raises:
-        Disagreement: outputs are wrong.
-    """
-    peak = args.peak and 1e12 * args.peak
-    bench = Bench(args.device, choose_dtype(args), args.seconds, args.limit, peak)
-    plan = Plan(args)
-    settings = [setting for item in args.only for setting in plan.of(item)]
-    progress = Progress(len(settings), not args.no_progress)
-    progress.print(header())
-    try:
-        for setting in settings:
-            progress.begin(setting.name(bench.dtype_name))
-            for row in rows_of(bench, setting):
-                lines.append(row)
-                progress.print(format_row(row))
-            progress.end()
-    finally:
-        progress.close()
-
-
-def run(args: argparse.Namespace) -> suite_compare.Lines:
-    """Measure, and write the measured rows even if a later setting fails.
-
-    Raises:
-        Disagreement: outputs are wrong.
-        OSError: the file could not be written.
-    """
+def measure(args: argparse.Namespace) -> tuple[int, Lines]:
+    """Measure every item, and write the rows. The status is 1 if outputs are wrong."""
     if args.threads:
         torch.set_num_threads(args.threads)
     machine = {**find_machine(args.device), "program": "suite.py", "quick": args.quick}
     machine.update(seconds=args.seconds, peak="stated" if args.peak else "measured")
-    rows: list[Row] = []
+    peak = args.peak and 1e12 * args.peak
+    bench = Bench(args.device, choose_dtype(args), args.seconds, args.limit, peak)
+    settings = [setting for item in args.only for setting in Plan(args).of(item)]
+    cases = [
+        (one.name(bench.dtype_name), functools.partial(rows_of, bench, one)) for one in settings
+    ]
     begin = time.monotonic()
-    try:
-        measure(args, rows)
-    finally:
-        if args.out and rows:
+    print(TABLE.head())
+    with kept(args.out, machine) as lines:
+        try:
+            status = collect(args, cases, lines, TABLE.show)
+        finally:
             machine["run_seconds"] = round(time.monotonic() - begin, 1)
-            write_whole(args.out, [machine, *rows])
-    return suite_compare.Lines(machine, rows)
+    return status, Lines(machine, lines[1:])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    try:  # find a file that cannot be compared before measuring
-        old = suite_compare.read(args.compare) if args.compare else None
-        new = suite_compare.read(args.json) if args.json else None
-    except (OSError, ValueError) as error:
-        print(f"suite.py: {error}", file=sys.stderr)
-        return 2
+# ---- comparison of two files ----
+
+
+class Lines(NamedTuple):
+    machine: Row
+    rows: list[Row]
+
+
+def read(path: Path) -> Lines:
+    """Raises ValueError if suite.py did not write the file, OSError if it cannot be read."""
     try:
-        new = new or run(args)
-    except (Disagreement, OSError) as error:
-        print(f"suite.py: {error}", file=sys.stderr)
-        return 1
-    if old is None:
-        return 0
-    try:
-        return 1 if suite_compare.report(old, new, args.tolerance) else 0
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
-        print(f"suite.py: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"{path}: is not JSON in lines: {error}") from error
+    machine = lines[0] if lines else None
+    if not isinstance(machine, dict) or machine.get("program") != "suite.py":
+        raise ValueError(f"{path}: is not a file that suite.py wrote")
+    return Lines(machine, lines[1:])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def timed(rows: Sequence[Row]) -> dict[Key, Row]:
+    """The rows whose times were measured in rounds."""
+    return {
+        (row["case"], row["peer"], row["threads"]): row
+        for row in rows
+        if "ms" in row and "spread" in row
+    }
+
+
+def compare_rows(old: Row, new: Row, tolerance: float, measured: bool) -> Comparison:
+    """The second ratio compares times as multiples of the time of the machine's product, if both
+    runs measured it in the rounds of the call. A slower machine does not change it."""
+    ratio = new["ms"] / old["ms"]
+    speed = new["peak_gflops"] / old["peak_gflops"] if measured else 1.0
+    ratios = (ratio, ratio * speed)
+    allowed = tolerance + old["spread"] + new["spread"]
+    return Comparison(f"{new['case']} {new['peer']}", old["ms"], new["ms"], ratios, allowed)
+
+
+def origin(machine: Row) -> str:
+    return ", ".join(str(machine.get(name)) for name in ("machine", "torch", "date", "commit"))
+
+
+def report(old: Lines, new: Lines, tolerance: float) -> int:
+    """Print a table. Returns the number of lines that are slower.
+
+    Raises:
+        ValueError: the files have no settings in common.
+    """
+    before, after = timed(old.rows), timed(new.rows)
+    both = [key for key in after if key in before]
+    if not both:
+        raise ValueError("nothing is comparable: no line of both has the same settings and a time")
+    print(f"old: {origin(old.machine)}\nnew: {origin(new.machine)}")
+    measured = old.machine["peak"] == new.machine["peak"] == "measured"
+    compared = [compare_rows(before[key], after[key], tolerance, measured) for key in both]
+    slower = print_comparisons(compared, ("ms", "of peak"))
+    alone = len(before) + len(after) - 2 * len(both)
+    print(
+        f"{len(both)} lines, {slower} slower by more than {tolerance:.0%} and both spreads; "
+        f"{alone} lines of one file alone"
+    )
+    return slower
+
+
+def run(args: argparse.Namespace) -> int:
+    check_arguments(args)
+    if args.no_progress:
+        program.quiet()
+    try:  # find a file that cannot be compared before measuring
+        old = read(args.compare) if args.compare else None
+        new = read(args.json) if args.json else None
+    except (OSError, ValueError) as error:
+        args.parser.error(str(error))
+    status, new = (0, new) if new else measure(args)
+    if old is None or status:
+        return status
+    try:
+        return 1 if report(old, new, args.tolerance) else 0
+    except ValueError as error:
+        args.parser.error(str(error))

@@ -1,5 +1,5 @@
-"""The measurements of benchmarks/suite.py: alternating times, the largest memory, the machine's
-rate."""
+"""The measurements of the benchmark `suite`: alternating times, the largest memory, the machine's
+rate, and the energy of a call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import torch
-from benchmarking import Rounds, alternate, median_ratio, quantiles, summary, time_pass
-from suite_calls import Call, Setting
+from benchmarking import (
+    Rounds,
+    Row,
+    alternate,
+    median_ratio,
+    quantiles,
+    reason_of,
+    summary,
+    time_pass,
+)
+
+try:
+    import pynvml  # of the package nvidia-ml-py
+except ImportError:
+    pynvml = None
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without the profiler's lines on stderr
 
@@ -26,7 +39,7 @@ BRIEF = 0.1  # seconds
 CALL = "call"  # the range of a call in a profiler's trace
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrices of machine_product()
 
-Row = dict[str, Any]
+Call = Callable[[], Any]
 
 
 class Peer(NamedTuple):
@@ -143,7 +156,7 @@ class Bench:
     def dtype_name(self) -> str:
         return str(self.dtype).replace("torch.", "")
 
-    def too_long(self, setting: Setting, peer: Peer) -> str:
+    def too_long(self, setting: Any, peer: Peer) -> str:
         """Why a call is not made: its last time, scaled by operations, is too long. Short calls do
         not scale like that."""
         ms, flop = self.last.get((setting.item, setting.kind, peer.name), (0.0, 1))
@@ -152,7 +165,7 @@ class Bench:
         seconds = 1e-3 * ms * peer.flop / flop
         return f"a call would take about {seconds:.1f} s" if seconds > self.limit else ""
 
-    def begin(self, setting: Setting, peer: Peer) -> tuple[Figures, float]:
+    def begin(self, setting: Any, peer: Peer) -> tuple[Figures, float]:
         """The first call of a peer: its memory, and its time in seconds."""
         if reason := self.too_long(setting, peer):
             return Figures([], NO_MEMORY, reason), 0.0
@@ -167,7 +180,7 @@ class Bench:
             return Figures([], NO_MEMORY, reason_of(error)), 0.0
         return Figures([], memory), time.perf_counter() - before
 
-    def measure(self, setting: Setting, peers: Sequence[Peer]) -> dict[str, Figures]:
+    def measure(self, setting: Any, peers: Sequence[Peer]) -> dict[str, Figures]:
         """Figures of each peer, and of the machine's product. Each round runs all of them once."""
         found, spent = {}, {}
         for peer in peers:
@@ -207,7 +220,7 @@ class Bench:
             return self.peak
         return self.product.flop / (1e-3 * quantiles(rates.times)[1]) if rates else None
 
-    def row(self, setting: Setting, peer: Peer, found: dict[str, Figures]) -> Row:
+    def row(self, setting: Any, peer: Peer, found: dict[str, Figures]) -> Row:
         figures = found[peer.name]
         head = {"case": setting.name(self.dtype_name), "peer": peer.name}
         head.update(threads=torch.get_num_threads(), **setting.fields())
@@ -231,7 +244,7 @@ class Bench:
             return peer.flop / (1e-3 * quantiles(times)[1] * peak)
         return peer.flop / self.product.flop * median_ratio(found["product"].times, times)
 
-    def rows(self, setting: Setting, peers: Sequence[Peer]) -> Iterator[Row]:
+    def rows(self, setting: Any, peers: Sequence[Peer]) -> Iterator[Row]:
         """The rows of a setting. `times` is the peer's time over the first peer's. The first peer's
         `times_dense` is the fastest dense peer's time over its own."""
         found = self.measure(setting, peers)
@@ -249,5 +262,77 @@ class Bench:
             yield row
 
 
-def reason_of(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+# ---- energy ----
+
+# nvmlDeviceGetTotalEnergyConsumption() counts millijoules of the whole NVIDIA GPU.
+WARM_UP = 0.5  # seconds of calls before the counter is read
+SECONDS = 2.0  # of calls between two readings: drivers update the counter about ten times a second
+GROUP = 0.05  # seconds of calls that the host launches without waiting between them
+
+
+class NoEnergy(Exception):
+    """The driver or a package does not give the energy."""
+
+
+class Meter:
+    """The counter of the current CUDA device."""
+
+    def __init__(self) -> None:
+        """Raises NoEnergy if there is none."""
+        if pynvml is None:
+            raise NoEnergy("the package nvidia-ml-py is not installed")
+        try:
+            pynvml.nvmlInit()
+            device = torch.cuda.get_device_properties(torch.cuda.current_device())
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid}")
+            self.joules()
+        except (pynvml.NVMLError, AttributeError) as error:  # older PyTorch has no uuid
+            raise NoEnergy(f"NVML gives no energy: {error}") from error
+
+    def joules(self) -> float:
+        return 1e-3 * pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)
+
+
+def time_calls(call: Callable[[], Any], calls: int) -> float:
+    """Seconds of `calls` successive calls, until the device has finished them."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def warm_up(call: Callable[[], Any]) -> int:
+    """Calls for a while. Returns how many calls take about GROUP seconds."""
+    torch.cuda.synchronize()
+    calls, taken, end = 1, 0.0, time.perf_counter() + WARM_UP
+    while time.perf_counter() < end:
+        taken = time_calls(call, calls)
+        calls = max(1, int(calls * GROUP / taken))
+    return calls
+
+
+def measure_energy(device: str, call: Callable[[], Any], tokens: int) -> dict[str, Any]:
+    """The energy of a call of `tokens` tokens, and the mean power; or not_run, the reason why
+    not."""
+    if device != "cuda":
+        return {"not_run": "NVML counts the energy of NVIDIA GPUs alone"}
+    try:
+        meter = Meter()
+    except NoEnergy as error:
+        return {"not_run": str(error)}
+    group = warm_up(call)
+    made, seconds, before = 0, 0.0, meter.joules()
+    while seconds < SECONDS:
+        seconds += time_calls(call, group)
+        made += group
+    joules = meter.joules() - before
+    if joules <= 0:
+        return {"not_run": "the counter of NVML did not change"}
+    return {
+        "calls": made,
+        "seconds": seconds,
+        "watts": joules / seconds,
+        "joules_per_token": joules / (made * tokens),
+        "tokens_per_joule": made * tokens / joules,
+    }

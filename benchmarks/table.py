@@ -1,35 +1,6 @@
 #!/usr/bin/env python3
-"""Makes Markdown tables of the output of `fdma bench --json` and, in this folder, peers.py --json,
-decode.py and streams.py.
-
-    benchmarks/table.py FILE [FILE ...]          print every case of each file
-    benchmarks/table.py --update DOCUMENT ...    write the tables of documents anew
-    benchmarks/table.py --check DOCUMENT ...     exit 1 if a document's tables are not current
-
-A document has a table between `<!-- table NAME -->` and `<!-- end of table -->`. Its contents are
-specified in benchmarks/tables.txt:
-
-    table NAME FILE
-    title: LABEL of the first column
-    column: FIELD | LABEL
-    row: CASE [FIELD=VALUE ...] | LABEL
-
-FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD is from the peer's line;
-FILE:FIELD and FILE:PEER.FIELD are from another file. Machines, dates and commits are written below
-the table.
-
-Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over the rate of a
-loop of multiply-adds that ran in alternation; of_read, the time of a plain read over the case's;
-ns_per_key, of selection and lists; of_forward, the time of lists over the time of attention over
-their selection; of_dense and of_flash4, useful FLOP/s over those of dense attention by cuDNN and by
-FlashAttention-4; of_iid, of_fast and of_shorter, the time over that with random scores, with
-gradients in any order, and of a quarter of the length, respectively; of_other, the time of a useful
-operation over its time in the case's other call, see streams.py; of_sdpa, the time over SDPA's;
-ratio and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's
-lines, how many times as fast as cuDNN it is; goal and met, see peers.py.
-
-Raises ValueError for a file that is not in this form, or that lacks a case.
-"""
+"""The command `table`: Markdown tables of results, and of documents. It raises ValueError for a
+file that is not in the right form, or that lacks a case."""
 
 from __future__ import annotations
 
@@ -37,54 +8,39 @@ import argparse
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
-COLUMNS = {
-    "case": "case",
-    "kernel": "kernel",
-    "peer": "peer",
-    "threads": "threads",
-    "ms": "ms",
-    "spread": "spread",
-    "useful_gflops": "GFLOP/s",
-    "of_peak": "of peak",
-    "ns_per_key": "ns per key",
-    "of_read": "of read",
-    "of_forward": "of forward",
-    "of_dense": "of dense",
-    "of_flash4": "of flash4",
-    "of_iid": "of iid",
-    "of_fast": "of fast",
-    "of_shorter": "of shorter",
-    "of_other": "of other",
-    "of_sdpa": "of SDPA",
-    "times_cudnn": "times cuDNN",
-    "ratio": "times as fast",
-    "goal": "to reach",
-    "met": "reached",
-    "times": "times as fast",
-    "tokens_per_second": "tokens/s",
-}
-DECIMALS = {
-    "ms": 3,
-    "spread": 2,
-    "useful_gflops": 0,
-    "of_peak": 2,
-    "ns_per_key": 1,
-    "of_read": 2,
-    "of_forward": 4,
-    "of_dense": 2,
-    "of_flash4": 2,
-    "of_iid": 2,
-    "of_fast": 2,
-    "of_shorter": 2,
-    "of_other": 2,
-    "of_sdpa": 2,
-    "times_cudnn": 2,
-    "ratio": 2,
-    "times": 2,
-    "tokens_per_second": 0,
+if __name__ == "__main__":
+    import bench
+
+    bench.start("table")
+
+# The title of a field, and its decimals if it is a number.
+FIELDS = {
+    "case": ("case", None),
+    "kernel": ("kernel", None),
+    "peer": ("peer", None),
+    "threads": ("threads", None),
+    "ms": ("ms", 3),
+    "spread": ("spread", 2),
+    "useful_gflops": ("GFLOP/s", 0),
+    "of_peak": ("of peak", 2),
+    "ns_per_key": ("ns per key", 1),
+    "of_read": ("of read", 2),
+    "of_forward": ("of forward", 4),
+    "of_dense": ("of dense", 2),
+    "of_flash4": ("of flash4", 2),
+    "of_iid": ("of iid", 2),
+    "of_fast": ("of fast", 2),
+    "of_shorter": ("of shorter", 2),
+    "of_other": ("of other", 2),
+    "of_sdpa": ("of SDPA", 2),
+    "times_cudnn": ("times cuDNN", 2),
+    "ratio": ("times as fast", 2),
+    "goal": ("to reach", None),
+    "met": ("reached", None),
+    "times": ("times as fast", 2),
+    "tokens_per_second": ("tokens/s", 0),
 }
 ORIGIN = {
     "machine": "{}",
@@ -109,20 +65,21 @@ def cell(row: dict, field: str) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.{DECIMALS[field]}f}" if field in DECIMALS else str(value)
+    decimals = FIELDS[field][1]
+    return str(value) if decimals is None else f"{value:.{decimals}f}"
 
 
 def table(path: Path) -> str:
     machine, rows = read(path)
-    used = [field for field in COLUMNS if any(row.get(field) is not None for row in rows)]
+    used = [field for field in FIELDS if any(row.get(field) is not None for row in rows)]
     origin = ", ".join(
         text.format(machine[key]) for key, text in ORIGIN.items() if machine.get(key)
     )
     lines = [
         f"{origin}:",
         "",
-        "| " + " | ".join(COLUMNS[field] for field in used) + " |",
-        "|" + "|".join("---:" if field in DECIMALS else "---" for field in used) + "|",
+        "| " + " | ".join(FIELDS[field][0] for field in used) + " |",
+        "|" + "|".join("---" if FIELDS[field][1] is None else "---:" for field in used) + "|",
     ]
     lines += ["| " + " | ".join(cell(row, field) for field in used) + " |" for row in rows]
     return "\n".join(lines)
@@ -220,14 +177,7 @@ def update(document: Path) -> str:
     return TABLE.sub(make, document.read_text())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--update", action="store_true", help="write the tables of documents anew")
-    parser.add_argument("--check", action="store_true", help="exit 1 if they are not current")
-    parser.add_argument("files", nargs="+", type=Path)
-    options = parser.parse_args()
+def run(options: argparse.Namespace) -> int:
     if not options.update and not options.check:
         print("\n\n".join(table(path) for path in options.files))
         return 0
@@ -237,7 +187,3 @@ def main() -> int:
         if options.update:
             path.write_text(update(path))
     return 1 if old and options.check else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

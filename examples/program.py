@@ -1,4 +1,5 @@
-"""Code that the programs of this folder share, so that whoever starts one knows what it does.
+"""Code that programs share, here, in benchmarks/ and in research/, so that whoever starts one knows
+what it does.
 
     if __name__ == "__main__":
         program.begin(parse)
@@ -8,7 +9,7 @@
 begin() answers --help and wrong options before the imports that take seconds. From then on, a line
 every ten seconds on stderr names the current work, Ctrl-C ends the program with status 130, and a
 package that is not installed is named, all without a traceback. FDMA_PROGRESS_SECONDS sets another
-time; at 0 there is a line whenever doing() is called. (benchmarks/program.py is this file.)
+time; at 0 there is a line whenever doing() is called.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.collections import PolyCollection
-from peers_picture import save
+from picture import save
 from quality_picture import label_of, read
 
 COLOUR, GREY = "#0072B2", "#595959"

@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 import matplotlib
 from matplotlib import pyplot
-from peers_picture import save
+from picture import save
 
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito's
 LINES = ("-", "--", ":", "-.")  # for the first labels, the next ones, ...

@@ -92,7 +92,7 @@ stamp() { # stamp FILE
 
 tables() {
     for file in "$@"; do
-        [ -s "$file" ] && { python3 benchmarks/table.py "$file" || return 1; }
+        [ -s "$file" ] && { python3 benchmarks/bench.py table "$file" || return 1; }
         echo
     done >"$out/tables.md"
     wc -l "$out/tables.md"
@@ -152,21 +152,22 @@ fi
 
 # peers compiles the kernels of FlashAttention-4, if it is installed: about 10 s for each shape
 if [ "$length" = quick ]; then
-    step peers 210 python3 benchmarks/peers.py --device cuda --quick --json "$out/peers-cuda.json"
-    step host_time 60 python3 benchmarks/host_time.py --quick --out "$out"
+    step peers 210 python3 benchmarks/bench.py peers --device cuda --quick --json "$out/peers-cuda.json"
+    step host_time 60 python3 benchmarks/bench.py host_time --quick --out "$out"
 else
-    step peers 420 python3 benchmarks/peers.py --device cuda --json "$out/peers-cuda.json"
-    step host_time 60 python3 benchmarks/host_time.py --out "$out"
+    step peers 420 python3 benchmarks/bench.py peers --device cuda --json "$out/peers-cuda.json"
+    step host_time 60 python3 benchmarks/bench.py host_time --out "$out"
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
-step decode 60 python3 benchmarks/decode.py --out "$out"
+step decode 60 python3 benchmarks/bench.py decode --out "$out"
 if [ "$length" = quick ]; then
-    step streams 60 python3 benchmarks/streams.py --quick --out "$out"
+    step streams 60 python3 benchmarks/bench.py streams --quick --out "$out"
 else
-    step streams 120 python3 benchmarks/streams.py --out "$out"
+    step streams 120 python3 benchmarks/bench.py streams --out "$out"
 fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
-    step picture 30 python3 benchmarks/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
+    step picture 30 python3 benchmarks/bench.py picture "$out/peers-cuda.json" \
+        --out "$out/peers-cuda.svg"
 else
     skip picture "matplotlib is not installed"
 fi

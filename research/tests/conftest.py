@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so"))
-sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research", "examples")]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from programs import ROOT, Seen
 
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
 os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so"))
-sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research", "examples")]
 
 
 SUM_ORDER = os.environ.get("FDMA_TEST_SUM_ORDER")  # a seed or None: see sum_order.py

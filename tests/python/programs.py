@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, List, NamedTuple
-
-import pytest
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,27 +40,3 @@ def output_of(done: Done) -> str:
     """stdout of a program, which must have succeeded."""
     assert done.returncode == 0, f"{done.args} gave {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
-
-
-# ---- main() of a program, in this process ----
-
-Main = Callable[[List[str]], Any]
-
-
-def assert_refused(
-    main: Main, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bad usage gives status 2, and one line with these words on stderr alone."""
-    with pytest.raises(SystemExit) as refused:
-        main(arguments.split())
-    assert refused.value.code == 2
-    printed = capsys.readouterr()
-    assert words in printed.err and printed.err.count("\n") == 1
-    assert printed.out == ""
-
-
-def help_of(main: Main, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as done:
-        main(["--help"])
-    assert done.value.code == 0
-    return capsys.readouterr().out

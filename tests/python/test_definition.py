@@ -11,7 +11,7 @@ import pytest
 import torch
 from definition import Named
 from definition_cases import CASES, Case, Inputs, square
-from definition_stages import Stages
+from equivalence import Stages
 
 SMALL = square(1, 4, 2, 16, 24, 5)
 RULES = [

@@ -1,28 +1,30 @@
-"""benchmarks/peers.py on tiny lengths: its rows, picture and table, and mistakes that it finds."""
+"""The benchmark `peers` on the CPU with tiny lengths: its rows, picture and table, and mistakes
+that it finds."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import flash_dmattn
 import peers
 import pytest
+import table
 import torch
-from programs import ROOT, assert_refused, help_of, output_of, python
+from benches import Row, main, plant, read
 
 LENGTHS, WINDOW = [64, 128], 48
-TINY = ["--device", "cpu", "--lengths", "64,128", "--window", str(WINDOW), "--rounds", "1"]
-ONE_LENGTH = ["--lengths", "64", "--threads", "1", "--rounds", "1"]
+TINY = f"--device cpu --lengths 64,128 --window {WINDOW} --rounds 1"
+ONE_LENGTH = "--lengths 64 --threads 1 --rounds 1"
 FIELDS = {"case", "peer", "threads", "ms", "spread", "useful_gflops", "ratio"}
 
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """Restore PyTorch's number of threads, which peers.main() sets."""
+    """Restore PyTorch's number of threads, which peers sets."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -34,30 +36,20 @@ def useful_flops(length: int, window: int) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one tiny run: figures.json, picture.svg and its output, in `printed`."""
+    """The folder of one tiny run: figures.json, picture.svg."""
     folder = tmp_path_factory.mktemp("peers")
-    files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
-    quiet = {"FDMA_PROGRESS_SECONDS": "1000"}  # nothing on stderr on a busy machine, either
-    done = python(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files, env=quiet)
-    (folder / "printed").write_text(output_of(done))
-    assert done.stderr == ""
+    files = f"--json {folder}/figures.json --picture {folder}/picture.svg"
+    assert main("peers", f"{TINY} --threads 1 {files}") == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "figures.json").read_text().splitlines()]
+def lines(folder: Path) -> list[Row]:
+    machine, rows = read(folder / "figures.json")
+    return [machine, *rows]
 
 
-def test_first_line_is_the_machine(lines: list[dict[str, Any]]) -> None:
-    machine = lines[0]
-    assert machine["machine"] and machine["cores"] >= 1
-    assert machine["device"] == "cpu" and machine["torch"] == torch.__version__
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", machine["date"])
-    assert "commit" in machine
-
-
-def test_every_case_has_every_peer(lines: list[dict[str, Any]]) -> None:
+def test_every_case_has_every_peer(lines: list[Row]) -> None:
     peers_of = {
         "forward/dense": ["fdma", "sdpa"],
         "forward/selected": ["fdma", "sdpa", "sdpa-masked", "mask"],
@@ -73,7 +65,7 @@ def test_every_case_has_every_peer(lines: list[dict[str, Any]]) -> None:
     assert [(row["case"], row["peer"]) for row in lines[1:]] == wanted
 
 
-def test_figures(lines: list[dict[str, Any]]) -> None:
+def test_figures(lines: list[Row]) -> None:
     """With one round, medians are the times themselves and the spread is 0."""
     for row in lines[1:]:
         assert row.keys() == FIELDS
@@ -93,13 +85,6 @@ def test_figures(lines: list[dict[str, Any]]) -> None:
             assert row["useful_gflops"] == pytest.approx(flops / row["ms"] / 1e6)
 
 
-def test_printed_rows(folder: Path, lines: list[dict[str, Any]]) -> None:
-    printed = (folder / "printed").read_text().splitlines()
-    for row in lines[1:]:
-        begin = [row["case"], row["peer"], "1", f"{row['ms']:.3f}"]
-        assert sum(line.split()[:4] == begin for line in printed) == 1
-
-
 def test_picture(folder: Path) -> None:
     picture = (folder / "picture.svg").read_text()
     assert picture.rstrip().endswith("</svg>")
@@ -107,49 +92,21 @@ def test_picture(folder: Path) -> None:
     assert len(set(colours)) == 4  # four lines
 
 
-def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
-    printed = output_of(python(ROOT / "benchmarks" / "table.py", folder / "figures.json"))
-    head, _, *table = printed.splitlines()
+def test_table(folder: Path, lines: list[Row]) -> None:
+    head, _, *rows = table.table(folder / "figures.json").splitlines()
     assert lines[0]["machine"] in head and f"PyTorch {torch.__version__}" in head
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     assert len(cells) == 2 + len(lines[1:])
     for row, (case, peer, threads, ms, *_, ratio) in zip(lines[1:], cells[2:]):
         assert (case, peer, threads, ms) == (row["case"], row["peer"], "1", f"{row['ms']:.3f}")
         assert ratio == ("" if row["ratio"] is None else f"{row['ratio']:.2f}")
 
 
-# Arguments, and words of the line that refuses them.
-REFUSED = {
-    "--thread 1": "unrecognized arguments: --thread",
-    "--device reference": "--device is 'reference'",
-    "--threads 0": "--threads: is '0'",
-    "--threads 100000": "--threads is 100000",
-    "--lengths 64,-1": "--lengths: is '-1'",
-    "--window x": "--window: is 'x'",
-    "--rounds": "--rounds: expected one argument",
-    "--json /no/such/folder/file": "--json: is '/no/such/folder/file'",
-    "--picture time.pdf": "--picture: is 'time.pdf'",
-    "no-such-case": "no case matches 'no-such-case'",
-}
-if "cuda" not in flash_dmattn.get_available_backends():
-    REFUSED["--device cuda"] = "there is no CUDA backend in this build"
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(peers.main, arguments, REFUSED[arguments], capsys)
-
-
-def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = help_of(peers.main, capsys)
-    for peer in peers.PEERS["cpu"]["selected"]:
-        assert f"  {peer.name} " in printed
-
-
 @pytest.mark.parametrize("pattern", ["dense/bf16", "forward/dense/bf16/*"])
 def test_filter(pattern: str) -> None:
-    _, cases = peers.parse([*TINY, pattern])
-    assert [case.name() for case in cases] == [
+    parser = commands.make_parser("peers")
+    args = commands.parse(parser, "peers", [*TINY.split(), pattern])
+    assert [case.name() for case in peers.check_arguments(args)] == [
         f"forward/dense/bf16/d128/n{length}" for length in LENGTHS
     ]
 
@@ -164,10 +121,9 @@ def test_a_wrong_output_is_found(
     tmp_path: Path,
 ) -> None:
     """A mistake is found even in a query that is not sampled, and no figures are written."""
-    right = flash_dmattn.attention
     fewer = flash_dmattn.select(torch.arange(64.0)[None, None], 33)
 
-    def wrong(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(right: Any, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         out, lse = right(*tensors, **options)
         if mistake == "nan":
             out[0, 33, 0, 5] = torch.nan
@@ -177,9 +133,9 @@ def test_a_wrong_output_is_found(
             out, lse = right(*tensors, **{**options, "selection": fewer})
         return out, lse
 
-    monkeypatch.setattr(flash_dmattn, "attention", wrong)
+    plant(monkeypatch, flash_dmattn, "attention", wrong)
     file = tmp_path / "figures.json"
-    assert peers.main([*ONE_LENGTH, "--json", str(file), f"forward/dense/{dtype}/"]) == 1
+    assert main("peers", f"{ONE_LENGTH} --json {file} forward/dense/{dtype}/") == 1
     printed = capsys.readouterr().err
     assert "differ by" in printed and printed.count("\n") == 1
     assert not file.exists()
@@ -190,7 +146,6 @@ def test_a_wrong_selection_is_found(
     dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The mask is made from the wrong selection, so that fdma and SDPA agree with each other."""
-    right = flash_dmattn.select
-    monkeypatch.setattr(flash_dmattn, "select", lambda score, window: right(-score, window))
-    assert peers.main([*ONE_LENGTH, "--window", "32", f"forward/selected/{dtype}/"]) == 1
+    plant(monkeypatch, flash_dmattn, "select", lambda right, score, window: right(-score, window))
+    assert main("peers", f"{ONE_LENGTH} --window 32 forward/selected/{dtype}/") == 1
     assert "of fdma and of float64 differ by" in capsys.readouterr().err

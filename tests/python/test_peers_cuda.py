@@ -1,12 +1,17 @@
-"""benchmarks/peers_cuda.py without a device: its cases, the numbers of a row, its checks of
-outputs, and the programs that print and draw its rows. CPU tensors stand in for its inputs."""
+"""The benchmark `peers` on a CUDA device, without one: its cases, the numbers of a row, its checks
+of outputs, its table and picture, and runs from inputs to rows. Tensors are on the CPU, SDPA runs
+with any back end, and times are given. FlashAttention-4 is a module made by this file, or absent.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable
 
 import benchmarking
 import evaluate
@@ -14,10 +19,15 @@ import flash_dmattn
 import peers_cuda
 import peers_cuda_cases
 import peers_flash4
-import peers_picture
+import picture
 import pytest
+import table
 import torch
-from programs import ROOT, output_of, python
+from benches import Row, main, plant, read
+from cases import SDPA_HAS_GROUPS
+from evaluate import grouped_sdpa
+from programs import ROOT
+from torch.overrides import TorchFunctionMode
 
 BATCH = 2
 CASE = peers_cuda_cases.make_case("attention", 4, 2, 16, 90, 20, batch=BATCH, of_dense=(0.7, 1.0))
@@ -54,31 +64,21 @@ def test_names_and_goals(installed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(case.length for case in quick) == peers_cuda_cases.QUICK_LENGTH
 
 
-# Name of a case, and the goal of fdma or of the named peer.
+# A goal of each kind.
 GOALS = """
-dense-backward/bf16/h32g8/d128/n32768: >= 1 of dense (aim 1.1)
-dense-backward/bf16/h32g8/d128/n8192: >= 0.95 of dense (aim 1.1)
-backward/bf16/h32g8/d128/n32768/w2048: >= 0.8 of dense (aim 1)
-backward/bf16/h32g8/d128/n131072/w2048: >= 0.8 of dense (aim 1)
-backward/bf16/h16g16/d128/n16384/w1024: >= 0.52 of dense (aim 0.8)
 attention/bf16/h32g8/d128/n131072/w2048: >= 0.95 of dense (aim 1.1)
-attention/bf16/h2g1/d64/n32768/w1024: <= 0.095 ms (aim 0.07)
-backward/bf16/h2g1/d64/n32768/w1024: <= 0.24 ms (aim 0.18)
-attention/bf16/b16/h16g4/d128/n1024/w256: >= 1.25 times cudnn (aim 1.6)
 backward/bf16/b32/h8g4/d64/n512/w128: >= 0.75 times cudnn (aim 1.2)
-attention/bf16/h32g8/d128/n8192/w8192: >= 0.98 times cudnn (aim 1.1)
-backward/bf16/b8/h8g4/d64/n2048/w2048: >= 0.9 times cudnn (aim 1.1)
 one-query/bf16/h2g1/d64/n524288/w1024: <= 0.095 ms (aim 0.06)
 selected-backward/bf16/h32g8/d128/n32768/w2048 fdma-deterministic: <= 1.15 of fast (aim 1.05)
 """
 
 
-@pytest.mark.parametrize("line", GOALS.strip().splitlines())
-def test_goals(line: str) -> None:
-    name, words = line.split(": ")
-    name, _, peer = name.partition(" ")
-    (case,) = (c for c in peers_cuda_cases.all_cases(quick=False) if c.name() == name)
-    assert case.goals[peer or "fdma"].words() == words
+def test_goals() -> None:
+    cases = {case.name(): case for case in peers_cuda_cases.all_cases(quick=False)}
+    for line in GOALS.strip().splitlines():
+        case, _, words = line.partition(": ")
+        name, _, peer = case.partition(" ")
+        assert cases[name].goals[peer or "fdma"].words() == words
 
 
 def test_goal_without_an_aim() -> None:
@@ -154,7 +154,7 @@ TIMES = {
 }
 
 
-def make_rows(case: Any = CASE) -> list[dict[str, Any]]:
+def make_rows(case: Any = CASE) -> list[Row]:
     peers = [peers_cuda.FUSED, peers_cuda.CUDNN, peers_cuda.FLASH, peers_cuda.FLASH4]
     return [peers_cuda.make_row(case, peer, TIMES, []) for peer in peers]
 
@@ -183,19 +183,6 @@ def test_a_row_without_flash4() -> None:
     assert row["goal"] == ">= 7.5 times cudnn (aim 8)" and row["met"] is False
 
 
-def test_printed_row(capsys: pytest.CaptureFixture[str]) -> None:
-    peers_cuda.print_head()
-    peers_cuda.print_row(make_rows()[0])
-    head, line = capsys.readouterr().out.splitlines()
-    ends = {field: head.index(field) + len(field) for field in ("of dense", "of flash4")}
-    ends["times cudnn"] = head.index("times cudnn") + len("times cudnn")
-    row = make_rows()[0]
-    assert line[: ends["of dense"]].endswith(f" {row['of_dense']:.3f}")
-    assert line[: ends["of flash4"]].endswith(f" {row['of_flash4']:.3f}")
-    assert line[: ends["times cudnn"]].endswith(" 7.000")
-    assert line.endswith(f"{'met   ' if row['met'] else 'MISSED'} >= 0.7 of dense (aim 1)")
-
-
 def test_time_relative_to_a_quarter_of_the_length() -> None:
     cases = {case.name(): case for case in peers_cuda_cases.all_cases(quick=False)}
     short, long = (cases[f"backward/bf16/h32g8/d128/n{n}/w2048"] for n in (32768, 131072))
@@ -217,22 +204,20 @@ def test_table_and_picture(tmp_path: Path) -> None:
     case = CASE._replace(q_heads=32, kv_heads=8, head_dim=128, length=32768, window=2048, batch=1)
     short = CASE._replace(goals={"fdma": peers_cuda_cases.Goal("times_cudnn", 6.0, 8.0)})
     benchmarking.write_whole(path, [machine, *make_rows(case), *make_rows(short)])
-    assert len(path.read_text().splitlines()) == 9
-    assert json.loads(path.read_text().splitlines()[1])["met"] is True
+    assert len(read(path)[1]) == 8 and read(path)[1][0]["met"] is True
 
-    table = output_of(python(ROOT / "benchmarks" / "table.py", path))
-    assert "A GPU" in table and "src/cuda 0123" in table
-    assert "of flash4 |" in table and "times cuDNN |" in table
-    assert "| >= 0.7 of dense (aim 1) | yes |" in table
-    assert "| >= 6 times cudnn (aim 8) | yes |" in table
+    made = table.table(path)
+    assert "A GPU" in made and "src/cuda 0123" in made
+    assert "of flash4 |" in made and "times cuDNN |" in made
+    assert "| >= 0.7 of dense (aim 1) | yes |" in made
+    assert "| >= 6 times cudnn (aim 8) | yes |" in made
 
-    picture = tmp_path / "figures.svg"
-    output_of(python(ROOT / "benchmarks" / "peers_picture.py", path, "--out", picture))
+    assert main("picture", f"{path} --out {tmp_path}/figures.svg") == 0
     cases = (tmp_path / "figures-cases.svg").read_text()
     assert cases.rstrip().endswith("</svg>")
     # the minimum that each case of flash_dmattn must reach
     assert cases.count("stroke: #d55e00") == 2
-    drawn = picture.read_text()
+    drawn = (tmp_path / "figures.svg").read_text()
     assert drawn.rstrip().endswith("</svg>") and "stroke: #0072b2" in drawn
 
 
@@ -240,9 +225,251 @@ def test_words_of_cases() -> None:
     """Every case with a bar has its own words."""
     results = (ROOT / "benchmarks" / "results" / "peers-cuda.json").read_text().splitlines()[1:]
     rows = [row for row in map(json.loads, results) if row["of_dense"] is not None]
-    words = [peers_picture.words_of(row) for row in rows if row["peer"].startswith("fdma")]
+    words = [picture.words_of(row) for row in rows if row["peer"].startswith("fdma")]
     assert len(set(words)) == len(words) > 50
     assert "forward: 16 heads on 4, head_dim 128, 32 x 512 keys, window 128" in words
     assert words[-1] == (
         "forward and gradients: 32 heads on 8, head_dim 128, 32,768 keys, window 2,048"
     )
+
+
+# ---- runs ----
+
+SHAPE = (4, 2, 64, 128)  # q_heads, kv_heads, head_dim, length
+ROUNDS = benchmarking.Rounds(2, 2, 0.0)
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU instead of a CUDA device."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = {**(kwargs or {})}
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return function(*args, **options)
+
+
+def time_call(peer: Any, inputs: Any) -> Any:
+    peer.run(inputs)
+    return SimpleNamespace(elapsed_time=lambda end: float(len(peer.name))), None
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not SDPA_HAS_GROUPS:
+        pytest.skip("PyTorch before 2.5: no enable_gqa")
+    no_kernel = contextlib.nullcontext()
+    monkeypatch.setattr(peers_cuda_cases, "sdpa_kernel", lambda backend: no_kernel)
+    monkeypatch.setattr(peers_cuda, "time_call", time_call)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(peers_flash4, "is_installed", lambda: False)
+    with OnCpu():
+        yield
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, return_lse: bool
+) -> tuple[torch.Tensor, None]:
+    assert causal and return_lse
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return grouped_sdpa(*rows, is_causal=True).transpose(1, 2), None
+
+
+def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    """Install flash_attn.cute with this flash_attn_func()."""
+    modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
+    modules["flash_attn.cute"].flash_attn_func = function  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(peers_flash4, "is_installed", lambda: True)
+
+
+def rows_of(*cases: Any) -> list[Row]:
+    earlier: list[Any] = []
+    return [row for case in cases for row in peers_cuda.measure(case, ROUNDS, earlier)]
+
+
+def case_of(kind: str, window: int, batch: int = 1) -> Any:
+    return peers_cuda_cases.make_case(kind, *SHAPE, window, batch=batch, times_cudnn=(1.1, 2.0))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        ("attention", 24),
+        ("attention", 128),
+        ("dense", 0),
+        ("backward", 24),
+        ("backward", 128),
+        ("dense-backward", 0),
+        ("one-query", 24),
+        ("training", 24),
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_rows_of_a_case(kind: str, window: int, batch: int) -> None:
+    case = case_of(kind, window, batch)
+    rows = rows_of(case)
+    rivals = ["flash"] if kind == "one-query" else ["cudnn", "flash"]
+    assert [row["peer"] for row in rows] == ["fdma", *rivals]
+    assert {row["case"] for row in rows} == {case.name()}
+    assert [row["ms"] for row in rows] == [len(row["peer"]) for row in rows]
+    assert rows[0]["useful_gflops"] == pytest.approx(case.flops(window) / 4e6)
+    if kind != "one-query":
+        assert rows[0]["times_cudnn"] == 1.25 and rows[0]["met"] is True
+        assert rows[0]["of_dense"] == pytest.approx(1.25 * case.flops(window) / case.flops(0))
+    assert all(row["of_flash4"] is None for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["selected", "selected-backward"])
+@pytest.mark.usefixtures("device")
+def test_peers_of_selected_cases(kind: str) -> None:
+    """SDPA runs beside forward only if a goal is relative to it."""
+    names = [peer.name for peer in peers_cuda.peers_of(case_of(kind, 24))]
+    assert names[:5] == ["fdma", "fdma-rising", "fdma-falling", "fdma-equal", "fdma-sawtooth"]
+    assert ("cudnn" in names) == (kind == "selected-backward")
+    sm80 = {"fdma-sm80": peers_cuda_cases.Goal("of_dense", 0.85)}
+    names = [
+        peer.name for peer in peers_cuda.peers_of(case_of("selected", 24)._replace(goals=sm80))
+    ]
+    assert names[5:] == ["fdma-sm80", "cudnn", "flash"]
+
+
+def run(cases: list[Any], file: Path, monkeypatch: pytest.MonkeyPatch, options: str) -> int:
+    """The program with these cases, on a machine that has a device."""
+    monkeypatch.setattr(peers_cuda_cases, "all_cases", lambda quick: cases)
+    monkeypatch.setattr(flash_dmattn, "get_available_backends", lambda: ["cpu", "cuda"])
+    monkeypatch.setattr(benchmarking, "find_machine", lambda device: {"machine": device})
+    return main("peers", f"--device cuda --rounds 1 --json {file} {options}")
+
+
+@pytest.mark.parametrize(("bar", "last"), [(1.2, "1 of 1"), (1.3, "0 of 1")])
+def test_program(
+    bar: float,
+    last: str,
+    device: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    goals = {"fdma": peers_cuda_cases.Goal("times_cudnn", bar)}
+    cases = [case_of("attention", 24, 2)._replace(goals=goals), case_of("backward", 24)]
+    assert run(cases, tmp_path / "figures.json", monkeypatch, "attention") == 0
+    assert capsys.readouterr().out.endswith(f"{last} goals reached\n")
+    machine, (ours, *_) = read(tmp_path / "figures.json")
+    assert machine == {"machine": "cuda"}
+    assert ours["case"] == "attention/bf16/b2/h4g2/d64/n128/w24"
+    assert ours["met"] is (bar == 1.2)
+
+
+# ---- FlashAttention-4 ----
+
+
+@pytest.mark.parametrize("kind", ["attention", "dense", "backward", "dense-backward"])
+@pytest.mark.usefixtures("device")
+def test_flash4_is_a_peer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, flash_attn_func)
+    case = case_of(kind, 0 if "dense" in kind else 24, batch=2)
+    ours, _, _, theirs = rows_of(case)
+    assert (ours["peer"], theirs["peer"]) == ("fdma", "flash4")
+    assert theirs["of_flash4"] == 1 and theirs["ratio"] == 1.5
+    assert ours["of_flash4"] == pytest.approx(1.5 * case.flops(case.window) / case.flops(0))
+
+
+def fails(*tensors: torch.Tensor, **options: bool) -> Any:
+    raise ArithmeticError("cannot compile:\na trace")
+
+
+def fails_without_a_word(*tensors: torch.Tensor, **options: bool) -> Any:
+    raise KeyError
+
+
+def is_wrong(*tensors: torch.Tensor, **options: bool) -> Any:
+    return 1.5 * flash_attn_func(*tensors, **options)[0], None
+
+
+@pytest.mark.parametrize("kind", ["attention", "dense-backward"])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (fails, "cannot compile:"),
+        (fails_without_a_word, "KeyError"),
+        (is_wrong, "times what is allowed"),
+        (None, "cannot import name 'flash_attn_func'"),
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_flash4_is_left_out_where_it_fails(
+    function: Any,
+    why: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(monkeypatch, function)
+    if function is None:
+        del sys.modules["flash_attn.cute"].flash_attn_func
+    case = case_of(kind, 0 if "dense" in kind else 24)
+    assert [row["peer"] for row in rows_of(case)] == ["fdma", "cudnn", "flash"]
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{case.name()}: without flash4: ")
+    assert why in printed and printed.count("\n") == 1
+
+
+PACKAGES = {
+    "no flash_attn": ([], False),
+    "flash-attn alone": (["flash_attn/__init__.py"], False),
+    "flash-attn-4 alone": (["flash_attn/cute/__init__.py"], True),
+    "both": (["flash_attn/__init__.py", "flash_attn/cute/__init__.py"], True),
+}
+
+
+@pytest.mark.parametrize("packages", PACKAGES)
+def test_whether_flash4_is_installed(
+    packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither package is imported for this."""
+    files, found = PACKAGES[packages]
+    for file in files:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise AssertionError('it is imported')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert peers_flash4.is_installed() is found
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize("kind", ["attention", "backward"])
+@pytest.mark.usefixtures("device")
+def test_a_wrong_batch_entry_is_found(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other cases are measured and written."""
+
+    def wrong(right: Any, *rows: Any, **options: Any) -> torch.Tensor:
+        out = right(*rows, **options)
+        return torch.cat((out[:1], 1.25 * out[1:]))
+
+    plant(monkeypatch, flash_dmattn, "flash_dma_attention", wrong)
+    cases, file = [case_of(kind, 24, 2), case_of("dense", 0)], tmp_path / "figures.json"
+    assert run(cases, file, monkeypatch, "") == 1
+    assert capsys.readouterr().err.startswith(f"peers.py: {kind}/bf16/b2/h4g2/d64/n128/w24: fdma")
+    assert {row["case"] for row in read(file)[1]} == {cases[1].name()}
+
+
+@pytest.mark.usefixtures("device")
+def test_a_wrong_rival_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only FlashAttention-4 may be left out."""
+
+    def negative(right: Any, *rows: torch.Tensor, **rules: Any) -> torch.Tensor:
+        return -right(*rows, **rules)
+
+    plant(monkeypatch, peers_cuda_cases, "scaled_dot_product_attention", negative)
+    with pytest.raises(benchmarking.Disagreement, match="cudnn"):
+        rows_of(case_of("attention", 24))

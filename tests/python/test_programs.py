@@ -104,26 +104,25 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import adapt
     import adapt_layers
+    import commands
     import definition_cases
-    import definition_options
     import ranks
     import ranks_common
     import serve
     import serve_loop
     import suite_items
-    import suite_options
     import train_long
     import train_text
     import workloads
     import workloads_model
 
     assert tuple(adapt_layers.TARGETS) == adapt.TARGETS
-    assert tuple(definition_cases.DTYPES) == definition_options.DTYPE_NAMES
-    assert list(ranks.ITEMS) == ranks.ITEM_NAMES
-    choices = {one.dest: one.choices for one in ranks.make_parser()._actions}
+    assert tuple(definition_cases.DTYPES) == commands.DTYPE_NAMES
+    assert list(ranks.ITEMS) == commands.RANKS_ITEMS
+    choices = {one.dest: one.choices for one in commands.make_parser("ranks")._actions}
     assert list(ranks_common.DTYPES) == list(choices["dtype"])
     assert serve_loop.Server.rides == serve.RIDES
-    assert list(suite_items.ITEMS) == suite_options.ITEM_NAMES
+    assert list(suite_items.ITEMS) == commands.SUITE_ITEMS
     assert train_text.HEAD_DIM == train_long.HEAD_DIM
     assert (*workloads.TASKS,) == workloads.NAMES and workloads_model.FORMS == workloads.FORMS
 
@@ -205,37 +204,3 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
     assert "Traceback" not in rest and rest.endswith("train_text.py: stopped\n")
     assert "held-out loss" in printed
     assert len(json.loads(path.read_text())["selected"]["train"]) >= 3
-
-
-def test_a_benchmark_keeps_its_rows(tmp_path: Path) -> None:
-    import benchmarking
-
-    path = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}) as lines:
-        lines.append({"ms": 1})
-        raise KeyboardInterrupt
-    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
-    path.unlink()
-    with pytest.raises(KeyboardInterrupt), benchmarking.kept(path, {"machine": "one"}):
-        raise KeyboardInterrupt
-    assert not path.exists()
-
-
-def test_a_comparison_keeps_whole_rounds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import compare
-
-    times = iter([2.0, 3.0, 2.0])  # the first round, and one command in the second
-
-    def bench(*_: object) -> dict[str, float]:
-        if (ms := next(times, None)) is None:
-            raise KeyboardInterrupt
-        return {"select/x": ms}
-
-    monkeypatch.setattr(compare, "run_bench", bench)
-    monkeypatch.setattr(sys, "argv", ["compare.py", "old", "new", "--tolerance", "1"])
-    with pytest.raises(KeyboardInterrupt):
-        compare.main()
-    line = capsys.readouterr().out.splitlines()[1].split()
-    assert line == ["select/x", "2", "3", "1.500", "1.500"]

@@ -1,17 +1,16 @@
-"""benchmarks/ranks.py: its lines, the bytes that it counts, the mistakes that it finds, with three
-processes and tiny sizes on the CPU; and the picture of an invented file."""
+"""The benchmark `ranks`: its lines, the bytes that it counts, the mistakes that it finds, with
+three processes and tiny sizes on the CPU; and the picture of an invented file."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import benchmarking
+import picture
 import pytest
-import ranks
-import ranks_picture
-from programs import ROOT, Done, assert_refused, help_of, output_of, python
+from benches import Row, main, read, refuse
+from programs import ROOT, Done, python
 
 RANKS, Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW, RECENT, KEYS = 3, 4, 2, 16, 8, 3, 64
 SIZES = {
@@ -52,27 +51,60 @@ FIELDS = {
 }
 
 
-def run(folder: Path, *options: str, program: Path = ROOT / "benchmarks" / "ranks.py") -> Done:
-    sizes = [text for name, number in SIZES.items() for text in (f"--{name}", str(number))]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    given = [program, folder, "--device", "cpu", *sizes, *options]
-    return python(*launcher, *given, env={"OMP_NUM_THREADS": "1"}, timeout=120)
+# Runs ranks.py with all items, and once more on devices that have room for 64 tokens, where one
+# rank has wrong results in the last item. The process group stays between them.
+TWICE = """
+import sys
+sys.path.insert(0, {folder!r})
+import bench
+import flash_dmattn._context as context_autograd
+import ranks
+import ranks_common
+
+destroy, ranks.dist.destroy_process_group = ranks.dist.destroy_process_group, lambda: None
+assert bench.main("ranks") == 0
+ranks.dist.init_process_group = lambda *given, **options: None
+ranks.dist.destroy_process_group = destroy
+if ranks.dist.get_rank() == 0:
+    print("again", flush=True)
+attend = context_autograd.attend
+
+def wrong(*arguments):
+    out, lse = attend(*arguments)
+    return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
+
+def check_wrong(job):
+    context_autograd.attend = wrong
+    ranks_common.check(job, 64)
+
+ranks_common.Job.fits = lambda job, keys: keys <= 64
+ranks.ITEMS["host"] = check_wrong
+sys.argv[1] += "/again"
+only = ["--only", "strong", "ring", "longest", "host", "--seconds", "0"]
+sys.exit(bench.main("ranks", sys.argv[1:] + only))
+"""
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The file of a run with all items, and what the run printed."""
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """The folder of both runs, and their output."""
     folder = tmp_path_factory.mktemp("ranks")
-    printed = output_of(run(folder))
-    return folder / "ranks.json", printed
+    (folder / "again").mkdir()
+    program = folder / "twice.py"
+    program.write_text(TWICE.format(folder=str(ROOT / "benchmarks")))
+    sizes = [text for name, number in SIZES.items() for text in (f"--{name}", str(number))]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    given = [program, folder, "--device", "cpu", *sizes]
+    return folder, python(*launcher, *given, env={"OMP_NUM_THREADS": "1"}, timeout=240)
 
 
 @pytest.fixture
-def lines(written: tuple[Path, str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in written[0].read_text().splitlines()]
+def lines(done: tuple[Path, Done]) -> list[Row]:
+    machine, rows = read(done[0] / "ranks.json")
+    return [machine, *rows]
 
 
-def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
+def test_lines(done: tuple[Path, Done], lines: list[Row]) -> None:
     machine, *rows = lines
     assert machine["device"] == "cpu" and machine["ranks"] == RANKS
     assert machine["date"] and "commit" in machine and machine["dtype"] == "bf16"
@@ -83,11 +115,13 @@ def test_lines(written: tuple[Path, str], lines: list[dict[str, Any]]) -> None:
             assert row.keys() == FIELDS[row["item"]]
         figures = [number for name, number in row.items() if name.endswith("ms")]
         assert all(number > 0 for number in figures)
-    printed = [tuple(line.split()[:2]) for line in written[1].splitlines()]
+    printed = [
+        tuple(line.split()[:2]) for line in done[1].stdout.partition("again\n")[0].splitlines()
+    ]
     assert printed == [(item, str(size)) for item, size in LINES]
 
 
-def test_figures(lines: list[dict[str, Any]]) -> None:
+def test_figures(lines: list[Row]) -> None:
     """Figures that follow from others in the line."""
     rows = {(row["item"], row["ranks"]): row for row in lines[1:]}
     kept = WINDOW + RECENT
@@ -106,7 +140,7 @@ def test_figures(lines: list[dict[str, Any]]) -> None:
     assert ring["times_ideal"] == pytest.approx(ring["ring_ideal_ms"] / ring["context_ms"])
 
 
-def test_bytes(lines: list[dict[str, Any]]) -> None:
+def test_bytes(lines: list[Row]) -> None:
     """The bytes follow from the shapes, whatever the number of tokens. Forward: from each other
     rank the key, value, score, position and bias of each candidate. Backward: from each later rank
     the gradients of key, value and bias of each."""
@@ -126,44 +160,14 @@ def test_bytes(lines: list[dict[str, Any]]) -> None:
 
 # ---- what goes wrong ----
 
-# ranks.py with one change, in the last line but one.
-CHANGED = """
-import sys
-sys.path.insert(0, {folder!r})
-import flash_dmattn._context as context
-import ranks
-import ranks_common
 
-attend = context.attend
-def wrong(*arguments):
-    out, lse = attend(*arguments)
-    return (out * 1.1 if arguments[0].ranks.rank == 1 else out), lse
-{change}
-sys.exit(ranks.main())
-"""
-
-
-def run_changed(folder: Path, change: str, *options: str) -> Done:
-    program = folder / "changed.py"
-    program.write_text(CHANGED.format(folder=str(ROOT / "benchmarks"), change=change))
-    return run(folder, *options, program=program)
-
-
-def test_wrong_results_are_found(tmp_path: Path) -> None:
-    """One rank has wrong results; then all ranks end."""
-    done = run_changed(tmp_path, "context.attend = wrong", "--only", "bytes")
-    assert done.returncode == 1
-    assert "ranks.py: 3 ranks and one differ by" in done.stderr
-    assert not (tmp_path / "ranks.json").exists()
-
-
-def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
-    """On devices with room for 64 tokens, and with no time for the ring."""
-    change = "ranks_common.Job.fits = lambda job, keys: keys <= 64"
-    items = ("--only", "strong", "ring", "longest", "--seconds", "0")
-    output_of(run_changed(tmp_path, change, *items))
-    _, *rows = [json.loads(line) for line in (tmp_path / "ranks.json").read_text().splitlines()]
-    two, three, ring, longest = rows
+def test_what_goes_wrong(done: tuple[Path, Done]) -> None:
+    """What is too large or takes too long is not run. One rank has wrong results; then all ranks
+    end."""
+    folder, program = done
+    assert program.returncode == 1
+    assert "ranks.py: 3 ranks and one differ by" in program.stderr
+    two, three, ring, longest = read(folder / "again" / "ranks.json")[1]
     assert two.keys() == FIELDS["strong"] - {"ms", "spread", "rounds", "efficiency"} | {"not_run"}
     assert two["not_run"].startswith("65 tokens on a device take about ")
     assert three.keys() == FIELDS["strong"]
@@ -172,37 +176,12 @@ def test_what_is_too_large_or_takes_too_long(tmp_path: Path) -> None:
     assert longest["not_run"].startswith("67 tokens on a device take about ")
 
 
-# ---- arguments ----
-
-REFUSED = {
-    "": "the following arguments are required: FOLDER",
-    "/no/such/folder": "is '/no/such/folder', want a folder",
-    ". --only weak all": "invalid choice: 'all'",
-    ". --device cpu": "is not a rank, want it started by torchrun",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_bad_usage(
-    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert_refused(ranks.main, arguments, REFUSED[arguments], capsys)
-
-
 def test_too_few_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    arguments = ". --device cpu --total 7"
-    assert_refused(ranks.main, arguments, "too few tokens for the ranks", capsys)
-
-
-def test_help_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = help_of(ranks.main, capsys)
-    for item in ranks.ITEMS:
-        assert f"\n  {item} " in printed.partition("Items,")[2]
+    refuse("ranks", ". --device cpu --total 7", "too few tokens for the ranks", capsys)
 
 
 # ---- picture ----
@@ -222,22 +201,21 @@ MACHINE = {
 }
 
 
-def made_up(item: str, ranks: int, **fields: Any) -> dict[str, Any]:
+def made_up(item: str, ranks: int, **fields: Any) -> Row:
     return {"item": item, "ranks": ranks, "keys": 65536, **fields}
 
 
-def draw(rows: list[dict[str, Any]], folder: Path) -> int:
+def draw(rows: list[Row], folder: Path) -> int:
     benchmarking.write_whole(folder / "ranks.json", [MACHINE, *rows])
-    out = ["--out", str(folder / "ranks.svg")]
-    return ranks_picture.main([str(folder / "ranks.json"), *out])
+    return main("picture", f"{folder}/ranks.json --out {folder}/ranks.svg")
 
 
 def test_picture(tmp_path: Path) -> None:
     rows = [made_up("weak", n, efficiency=e) for n, e in ((4, 0.973), (1, 0.999), (2, 0.985))]
     rows += [made_up("strong", 2, efficiency=0.941), made_up("strong", 4, not_run="too large")]
     rows += [made_up("bytes", 2)]
-    assert ranks_picture.points(rows, "weak") == [(1, 0.999), (2, 0.985), (4, 0.973)]
-    assert ranks_picture.points(rows, "strong") == [(2, 0.941)]
+    assert picture.efficiencies(rows, "weak") == [(1, 0.999), (2, 0.985), (4, 0.973)]
+    assert picture.efficiencies(rows, "strong") == [(2, 0.941)]
     assert draw(rows, tmp_path) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
     assert drawn.rstrip().endswith("</svg>")

@@ -1,10 +1,9 @@
-"""benchmarks/streams.py: its cases, the keys that it expects, its rows and the mistakes that it
+"""The benchmark `streams`: its cases, the keys that it expects, its rows and the mistakes that it
 finds, with tiny sizes on the CPU."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,10 @@ import flash_dmattn
 import pytest
 import streams
 import streams_inputs
+import table
 import torch
+from benches import measured, plant
 from cases import with_sdpa
-from programs import ROOT, assert_refused, help_of, output_of, python
 
 TINY = streams_inputs.Sizes((4, 2, 16), (5, 60, 3, 30), 8, (216, 72, 24), (90, 20, 6))
 OWN = {
@@ -41,14 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streams_inputs.SIZES, "cpu", TINY)
     monkeypatch.setattr(streams, "QUICK", benchmarking.Rounds(2, 2, 0.0))
     monkeypatch.setattr(streams, "WARM_UP", 0)
-
-
-def run(folder: Path) -> int:
-    return streams.main(["--device", "cpu", "--quick", "--out", str(folder)])
-
-
-def rows_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "streams-cpu.json").read_text().splitlines()]
 
 
 def case_of(kind: str, training: bool) -> streams_inputs.Case:
@@ -111,10 +103,9 @@ def test_kept_keys(window: int, recent: int) -> None:
 
 @with_sdpa
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path) == 0
-    machine, *rows = rows_in(tmp_path)
-    assert machine["machine"] and machine["device"] == "cpu" and "commit" in machine
+    status, rows = measured("streams", tmp_path)
     found = [(row["case"], row["peer"]) for row in rows]
+    assert status == 0
     assert found == [(case, peer) for case, peers in OWN.items() for peer in peers]
     for row in rows:
         assert row.keys() == FIELDS and row["ms"] > 0 and row["spread"] >= 0
@@ -123,10 +114,9 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.err == ""
     printed = captured.out.splitlines()
-    assert [tuple(line.split()[:2]) for line in printed[1:]] == found
-    table = output_of(python(ROOT / "benchmarks" / "table.py", tmp_path / "streams-cpu.json"))
-    assert machine["machine"] in table and "| of other |" in table
-    assert f"| {[*OWN][6]} | whole-cached |" in table
+    assert [tuple(line.split()[:2]) for line in printed[3:]] == found
+    made = table.table(tmp_path / "streams-cpu.json")
+    assert "| of other |" in made and f"| {[*OWN][6]} | whole-cached |" in made
 
 
 def test_figures() -> None:
@@ -224,12 +214,14 @@ def test_varlen_attention(
 def test_a_wrong_peer_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = streams.scaled_dot_product_attention
-    monkeypatch.setattr(
-        streams, "scaled_dot_product_attention", lambda *rows, **rules: 1.5 * right(*rows, **rules)
+    plant(
+        monkeypatch,
+        streams,
+        "scaled_dot_product_attention",
+        lambda right, *rows, **rules: 1.5 * right(*rows, **rules),
     )
-    assert run(tmp_path) == 0
-    assert not [row for row in rows_in(tmp_path)[1:] if row["peer"] == "sdpa"]
+    status, rows = measured("streams", tmp_path)
+    assert status == 0 and not [row for row in rows if row["peer"] == "sdpa"]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(": without sdpa: " in line for line in lines)
 
@@ -249,53 +241,44 @@ class Doubled(torch.autograd.Function):
         return 2 * dout
 
 
-def with_nan(out: torch.Tensor) -> torch.Tensor:
+def of_one_sequence(right: Any, q: Any, k: Any, v: Any, *_: Any, **options: Any) -> torch.Tensor:
+    one = torch.tensor([0, 60], dtype=torch.int32)
+    return right(q, k, v, one, one, 60, 60, **options)
+
+
+def without_recent(right: Any, *rows: Any, recent: int = 0, **options: Any) -> torch.Tensor:
+    return right(*rows, **options)
+
+
+def forgets(right: Any, cache: Any, *rows: Any) -> torch.Tensor:
+    cache.reset()
+    return right(cache, *rows)
+
+
+def with_nan(right: Any, *rows: Any, **options: Any) -> Any:
+    out, lse = right(*rows, **options)
     out = out.clone()
     out[0, 30, 1, 5] = torch.nan
-    return out
+    return out, lse
 
 
-def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make a function of the package wrong, and return the cases that find it."""
-    attend, cache = flash_dmattn.flash_dma_attention, flash_dmattn.DynamicMaskCache
-    packed, carried = flash_dmattn.flash_dmattn_varlen_func, cache.attend
-    given = flash_dmattn.attention
-    if mistake == "starts":
-        one = torch.tensor([0, 60], dtype=torch.int32)
-        monkeypatch.setattr(
-            flash_dmattn,
-            "flash_dmattn_varlen_func",
-            lambda q, k, v, *_, **options: packed(q, k, v, one, one, 60, 60, **options),
-        )
-        return [name for name in OWN if name.startswith(("packed-f", "packed-t", "packed-d"))]
-    if mistake == "recent":
-        monkeypatch.setattr(
-            flash_dmattn,
-            "flash_dma_attention",
-            lambda *rows, recent=0, **options: attend(*rows, **options),
-        )
-        return [name for name in OWN if name.startswith("recent")]
-    if mistake == "forgotten":
+def with_wrong_gradient(right: Any, *rows: Any, **options: Any) -> Any:
+    out, lse = right(*rows, **options)
+    return Doubled.apply(out), lse
 
-        def forgets(self: Any, *rows: Any) -> torch.Tensor:
-            self.reset()
-            return carried(self, *rows)
 
-        monkeypatch.setattr(cache, "attend", forgets)
-        return [name for name in OWN if name.startswith("prefill")]
-    change = with_nan if mistake == "nan" else Doubled.apply
-
-    def wrong(*rows: Any, **options: Any) -> Any:
-        out, lse = given(*rows, **options)
-        return change(out), lse
-
-    monkeypatch.setattr(flash_dmattn, "attention", wrong)
-    found = [name for name in OWN if name.startswith("packed-selected")]
-    return found if mistake == "nan" else [name for name in found if "training" in name]
+MISTAKES = {  # the wrong function, and how the names of the cases begin that find it
+    "starts": (flash_dmattn, "flash_dmattn_varlen_func", of_one_sequence,
+               ("packed-f", "packed-t", "packed-d")),
+    "recent": (flash_dmattn, "flash_dma_attention", without_recent, "recent"),
+    "forgotten": (flash_dmattn.DynamicMaskCache, "attend", forgets, "prefill"),
+    "nan": (flash_dmattn, "attention", with_nan, "packed-selected"),
+    "gradient": (flash_dmattn, "attention", with_wrong_gradient, "packed-selected-training"),
+}  # fmt: skip
 
 
 @with_sdpa
-@pytest.mark.parametrize("mistake", ["starts", "recent", "forgotten", "nan", "gradient"])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_outputs_are_found(
     mistake: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -303,45 +286,12 @@ def test_wrong_outputs_are_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The other cases are measured and written."""
-    wrong = plant(mistake, monkeypatch)
-    assert run(tmp_path) == 1
+    *function, begin = MISTAKES[mistake]
+    plant(monkeypatch, *function)
+    wrong = [name for name in OWN if name.startswith(begin)]
+    status, rows = measured("streams", tmp_path)
+    assert status == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [["streams.py", name] for name in wrong]
     assert all(line.split(": ")[2].startswith("fdma") for line in lines)
-    written = {row["case"] for row in rows_in(tmp_path)[1:]}
-    assert written == {*OWN} - {*wrong}
-
-
-# ---- arguments ----
-
-
-# Arguments, and words of the line that refuses them.
-REFUSED = {
-    "": "the following arguments are required: --out",
-    "--out /no/such/folder": "--out: is '/no/such/folder', want a folder",
-    "--out . --device tpu": "--device: invalid choice: 'tpu'",
-    "--out . --rounds 3": "unrecognized arguments: --rounds 3",
-}
-if "cuda" not in flash_dmattn.get_available_backends():
-    REFUSED["--out ."] = "there is no CUDA device"
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(streams.main, arguments, REFUSED[arguments], capsys)
-
-
-@with_sdpa
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "streams-cpu.json").mkdir()
-    assert run(tmp_path) == 1
-    assert capsys.readouterr().err.startswith("streams.py: ")
-
-
-def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = help_of(streams.main, capsys)
-    cases = [(case, device) for device in ("cpu", "cuda") for case in streams.all_cases(device)]
-    for name in {peer.name for case, device in cases for peer in streams.peers_of(case, device)}:
-        assert f" {name}" in printed.partition("Peers:")[2]
-    for kind in {case.kind for case, _ in cases}:
-        assert f"\n  {kind} " in printed
+    assert {row["case"] for row in rows} == {*OWN} - {*wrong}

@@ -4,7 +4,6 @@ that it finds, and its picture, with tiny sizes on the CPU."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 import types
@@ -14,22 +13,21 @@ from typing import Any
 
 import benchmarking
 import flash_dmattn
+import picture
 import pytest
 import suite
-import suite_calls
-import suite_energy
 import suite_items
 import suite_measure
-import suite_picture
 import torch
+from benches import main, plant, read
 from cases import with_sdpa
-from programs import assert_refused, help_of
-from suite_calls import Setting
+from commands import SUITE_ITEMS
+from suite_items import Setting
 from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = with_sdpa
-TINY = ["--device", "cpu", "--quick", "--divide", "64", "--seconds", "0.01"]
+TINY = "--device cpu --quick --divide 64 --seconds 0.01"
 FORWARD = Setting("length", False, 1, (2, 1, 8), 4, 2)
 TRAINING = FORWARD._replace(training=True)
 GROUPS = Setting("heads", True, 3, (6, 2, 8), 5, 3)
@@ -41,13 +39,6 @@ PEERS = {
     "stages": {"fdma", "score", "select", "forward", "backward", *DENSE},
     "energy": {"fdma"},
 }
-
-Row = dict[str, Any]
-
-
-def read(path: Path) -> tuple[Row, list[Row]]:
-    machine, *rows = map(json.loads, path.read_text().splitlines())
-    return machine, rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +52,7 @@ def small_product() -> Iterator[None]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a run with all items."""
     path = tmp_path_factory.mktemp("suite") / "suite.json"
-    assert suite.main([*TINY, "--out", str(path)]) == 0
+    assert main("suite", f"{TINY} --out {path}") == 0
     return path
 
 
@@ -71,7 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_item_has_its_peers(written: Path) -> None:
     machine, rows = read(written)
     assert machine["program"] == "suite.py" and machine["device"] == "cpu"
-    assert {row["item"] for row in rows} == set(suite.ITEMS)
+    assert {row["item"] for row in rows} == set(suite_items.ITEMS) == set(SUITE_ITEMS)
     for item, peers in PEERS.items():
         cases: dict[str, set[str]] = {}
         for row in rows:
@@ -136,20 +127,20 @@ def test_operations_counted_by_hand() -> None:
     """4 queries keep 1, 2, 2 and 2 keys, and see 1, 2, 3 and 4."""
     products, pairs, visible, width = 2 * 2, 7, 10, 2 * 8  # of forward; a multiply-add is two
     score = 2 * 4 * 8
-    assert suite_calls.count_selected(FORWARD) == products * width * pairs + score == 512
-    assert suite_calls.count_selected(TRAINING) == 14 * width * pairs + 3 * score == 1760
-    assert suite_calls.count_dense(FORWARD) == products * width * visible == 640
-    assert suite_calls.count_dense(TRAINING) == 14 * width * visible == 2240
+    assert suite_items.count_selected(FORWARD) == products * width * pairs + score == 512
+    assert suite_items.count_selected(TRAINING) == 14 * width * pairs + 3 * score == 1760
+    assert suite_items.count_dense(FORWARD) == products * width * visible == 640
+    assert suite_items.count_dense(TRAINING) == 14 * width * visible == 2240
     # 3 sequences of 5 queries that keep 1, 2, 3, 3 and 3 keys; scores of 2 heads from 2 * 8 numbers
-    assert suite_calls.count_selected(GROUPS) == 3 * (14 * 6 * 8 * 12 + 3 * 2 * 5 * 2 * 16)
+    assert suite_items.count_selected(GROUPS) == 3 * (14 * 6 * 8 * 12 + 3 * 2 * 5 * 2 * 16)
 
 
 @pytest.mark.parametrize("setting", [FORWARD, TRAINING, GROUPS])
 def test_operations_are_those_that_pytorch_counts(setting: Setting) -> None:
-    call = suite_calls.selected(setting.make_inputs("cpu", torch.float32), setting.training)
+    call = suite_items.selected(setting.make_inputs("cpu", torch.float32), setting.training)
     with FlopCounterMode(display=False) as mode:
         call()
-    assert suite_calls.count_selected(setting) == mode.get_total_flops()
+    assert suite_items.count_selected(setting) == mode.get_total_flops()
 
 
 # ---- ranges, limits ----
@@ -161,13 +152,13 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
     inputs = TRAINING.make_inputs("cpu", torch.float32)
-    suite_calls.selected(inputs, True)()
+    suite_items.selected(inputs, True)()
     assert seen == []
     inputs.device = "cuda"  # its tensors stay on the CPU
-    suite_calls.selected(inputs, True)()
+    suite_items.selected(inputs, True)()
     assert seen == ["forward", "end", "backward", "end"]
     seen.clear()
-    suite_calls.dense(inputs, False, SDPBackend.MATH)()
+    suite_items.dense(inputs, False, SDPBackend.MATH)()
     assert seen == ["dense", "forward", "end", "end"]
 
 
@@ -182,14 +173,14 @@ def test_ranges_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = suite_measure.Bench("cpu", torch.float32, 0.01, 1.0, 1.0)
     for peer in suite_items.stages_of(bench, FORWARD):
         peer.call()
-    assert names == ["score", "select", "forward", "backward"]
+    whole, dense = ["forward"], ["dense", "forward"]  # of the peers around the stages
+    assert names == [*whole, "score", "select", "forward", "backward", *dense, *dense]
 
 
 def test_calls_that_would_take_too_long(tmp_path: Path) -> None:
     """Every call exceeds this limit, which is known from the second length on."""
     path = tmp_path / "suite.json"
-    arguments = [*TINY, "--only", "length", "--limit", "1e-7", "--out", str(path)]
-    assert suite.main(arguments) == 0
+    assert main("suite", f"{TINY} --only length --limit 1e-7 --out {path}") == 0
     rows = [row for row in read(path)[1] if row["kind"] == "forward"]
     assert len(rows) == 18
     for row in rows:
@@ -200,9 +191,9 @@ def test_calls_that_would_take_too_long(tmp_path: Path) -> None:
 def test_a_dense_back_end_that_does_not_run_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(suite_calls.DENSE["cpu"], "flash", SDPBackend.CUDNN_ATTENTION)
+    monkeypatch.setitem(suite_items.DENSE["cpu"], "flash", SDPBackend.CUDNN_ATTENTION)
     path = tmp_path / "suite.json"
-    assert suite.main([*TINY, "--only", "batch", "--out", str(path)]) == 0
+    assert main("suite", f"{TINY} --only batch --out {path}") == 0
     rows = {row["peer"]: row for row in read(path)[1]}
     assert "viable backend" in rows["dense-flash"]["not_run"]
     assert rows["fdma"]["fastest_dense"] == "dense-plain"
@@ -215,15 +206,13 @@ def test_tensors_that_do_not_fit(
         raise torch.cuda.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Setting, "make_inputs", refuse)
-    assert suite.main([*TINY, "--only", "stages"]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[-1].endswith("fdma           not run: out of memory")
-    )
+    assert main("suite", f"{TINY} --only stages") == 0
+    assert capsys.readouterr().out.endswith("fdma           not run: out of memory\n")
 
 
 def test_stated_peak(tmp_path: Path) -> None:
     path = tmp_path / "suite.json"
-    assert suite.main([*TINY, "--only", "stages", "--peak", "0.5", "--out", str(path)]) == 0
+    assert main("suite", f"{TINY} --only stages --peak 0.5 --out {path}") == 0
     machine, rows = read(path)
     assert machine["peak"] == "stated"
     for row in rows:
@@ -236,14 +225,49 @@ def test_wrong_outputs_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Attention to one key too few."""
-    attend = flash_dmattn.flash_dma_attention
 
-    def fewer(*tensors: torch.Tensor, keep_window_size: int, **rest: Any) -> torch.Tensor:
-        return attend(*tensors, keep_window_size=keep_window_size - 1, **rest)
+    def fewer(right: Any, *tensors: Any, keep_window_size: int, **rest: Any) -> torch.Tensor:
+        return right(*tensors, keep_window_size=keep_window_size - 1, **rest)
 
-    monkeypatch.setattr(flash_dmattn, "flash_dma_attention", fewer)
-    assert suite.main([*TINY, "--only", "heads"]) == 1
+    plant(monkeypatch, flash_dmattn, "flash_dma_attention", fewer)
+    assert main("suite", f"{TINY} --only heads") == 1
     assert "outputs and float64 differ by" in capsys.readouterr().err
+
+
+# ---- memory ----
+
+
+def event(ts: float, size: int) -> dict[str, object]:
+    return {"name": "[memory]", "ts": ts, "args": {"Bytes": size}}
+
+
+def test_the_most_at_once() -> None:
+    def call() -> torch.Tensor:
+        first, second = torch.empty(1000), torch.empty(500)
+        del first
+        return torch.cat([second, torch.empty(200)])
+
+    memory = suite_measure.memory_on_cpu(call)
+    assert memory.peak == 4 * (1000 + 500)
+    assert memory.mean is not None and 0 < memory.mean < memory.peak
+
+
+def test_the_mean_is_over_the_time_of_the_call() -> None:
+    """Over 10 microseconds 100 bytes are held for 8, and 50 more for 3 of them."""
+    call = {"name": "call", "ts": 100.0, "dur": 10.0}
+    trace = [event(107, -50), event(102, 100), call, event(104, 50), event(110, -100)]
+    assert suite_measure.replay_memory(trace) == (150, pytest.approx((8 * 100 + 3 * 50) / 10))
+    kept = suite_measure.replay_memory([call, event(105, 60)])  # held by the result
+    assert kept == (60, pytest.approx(30))
+
+
+def test_the_workspace_counts_every_time() -> None:
+    setting = Setting("length", True, 1, (2, 1, 8), 64, 16)
+    inputs = setting.make_inputs("cpu", torch.float32)
+    call = suite_items.selected(inputs, True)
+    first, second = (suite_measure.memory_on_cpu(call).peak for _ in range(2))
+    results = sum(x.nbytes for x in (inputs.query, *inputs.rows, *inputs.weights))
+    assert first == second > results
 
 
 # ---- energy ----
@@ -273,9 +297,9 @@ class FakeNvml(types.SimpleNamespace):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     found, device = FakeNvml(), types.SimpleNamespace(uuid="a-b-c")
-    monkeypatch.setattr(suite_energy, "pynvml", found)
-    monkeypatch.setattr(suite_energy, "WARM_UP", 0.01)
-    monkeypatch.setattr(suite_energy, "SECONDS", 0.05)
+    monkeypatch.setattr(suite_measure, "pynvml", found)
+    monkeypatch.setattr(suite_measure, "WARM_UP", 0.01)
+    monkeypatch.setattr(suite_measure, "SECONDS", 0.05)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
@@ -287,18 +311,17 @@ def test_energy(nvml: FakeNvml) -> None:
         nvml.counter += 3000  # millijoules
         time.sleep(0.001)
 
-    row = suite_energy.measure_energy("cuda", call, 12)
+    row = suite_measure.measure_energy("cuda", call, 12)
     assert row["joules_per_token"] == pytest.approx(3 / 12)
     assert row["tokens_per_joule"] == pytest.approx(12 / 3)
     assert row["watts"] == pytest.approx(3 * row["calls"] / row["seconds"])
-    assert row["seconds"] >= 0.05 and "J a token" in suite.format_row(
-        {"case": "energy", "peer": "fdma", **row}
-    )
+    line = suite.TABLE.line({"case": "energy", "peer": "fdma", **row})
+    assert row["seconds"] >= 0.05 and line.split()[2:5] == ["0.25", "4", f"{row['watts']:.0f}"]
 
 
 def test_no_energy(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str:
-        row = suite_energy.measure_energy("cuda", lambda: time.sleep(0.001), 1)
+        row = suite_measure.measure_energy("cuda", lambda: time.sleep(0.001), 1)
         assert list(row) == ["not_run"]
         return row["not_run"]
 
@@ -308,7 +331,7 @@ def test_no_energy(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() == "NVML gives no energy: Not Supported"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
     assert "uuid" in reason()
-    monkeypatch.setattr(suite_energy, "pynvml", None)
+    monkeypatch.setattr(suite_measure, "pynvml", None)
     assert "nvidia-ml-py is not installed" in reason()
 
 
@@ -324,8 +347,8 @@ def change(path: Path, new: Path, wanted: str, **factors: float) -> str:
     return row["case"]
 
 
-def compare(old: Path, new: Path, *options: str) -> int:
-    return suite.main(["--device", "cpu", "--compare", str(old), "--json", str(new), *options])
+def compare(old: Path, new: Path, options: str = "") -> int:
+    return main("suite", f"--device cpu --compare {old} --json {new} {options}")
 
 
 @pytest.fixture
@@ -339,7 +362,7 @@ def steady(written: Path, tmp_path: Path) -> Path:
 
 
 def test_comparison_with_itself(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(written, written, "--tolerance", "1e-6") == 0
+    assert compare(written, written, "--tolerance 1e-6") == 0
     *table, end = capsys.readouterr().out.splitlines()
     timed = [row for row in read(written)[1] if "spread" in row]
     assert end.startswith(f"{len(timed)} lines, 0 slower") and end.endswith(
@@ -351,24 +374,24 @@ def test_comparison_with_itself(written: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("factors", "options", "status"),
     [
-        ({"ms": 1.2}, (), 1),
-        ({"ms": 1.12}, (), 0),  # 0.10, and two spreads of 0.02
-        ({"ms": 1.2}, ("--tolerance", "0.2"), 0),
-        ({"ms": 0.5}, (), 0),
-        ({"ms": 1.2, "peak_gflops": 1 / 1.2}, (), 0),  # the machine is slower
-        ({"ms": 1.2, "spread": 5}, (), 0),
+        ({"ms": 1.2}, "", 1),
+        ({"ms": 1.12}, "", 0),  # 0.10, and two spreads of 0.02
+        ({"ms": 1.2}, "--tolerance 0.2", 0),
+        ({"ms": 0.5}, "", 0),
+        ({"ms": 1.2, "peak_gflops": 1 / 1.2}, "", 0),  # the machine is slower
+        ({"ms": 1.2, "spread": 5}, "", 0),
     ],
 )
 def test_a_planted_slow_down(
     factors: dict[str, float],
-    options: tuple[str, ...],
+    options: str,
     status: int,
     steady: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     case = change(steady, tmp_path / "new.json", "dense-flash", **factors)
-    assert compare(steady, tmp_path / "new.json", *options) == status
+    assert compare(steady, tmp_path / "new.json", options) == status
     marked = [
         line.split()[:2] for line in capsys.readouterr().out.splitlines() if "  slower" in line
     ]
@@ -378,15 +401,12 @@ def test_a_planted_slow_down(
 def test_a_slow_call_is_measured_and_found(
     steady: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attend = flash_dmattn.flash_dma_attention
-
-    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
+    def slow(right: Any, *arguments: Any, **options: Any) -> torch.Tensor:
         time.sleep(0.02)
-        return attend(*arguments, **options)
+        return right(*arguments, **options)
 
-    monkeypatch.setattr(flash_dmattn, "flash_dma_attention", slow)
-    arguments = ["--only", "batch", "--peak", "1", "--compare", str(steady)]
-    assert suite.main([*TINY, *arguments]) == 1
+    plant(monkeypatch, flash_dmattn, "flash_dma_attention", slow)
+    assert main("suite", f"{TINY} --only batch --peak 1 --compare {steady}") == 1
     lines = capsys.readouterr().out.splitlines()
     slower = [line.split()[1] for line in lines if line.endswith("  slower")]
     assert slower.count("fdma") == 4
@@ -407,54 +427,14 @@ def test_what_cannot_be_compared(
     machine, rows = read(steady)
     other = tmp_path / "other.json"
     benchmarking.write_whole(other, [machine, *({**row, "threads": 77} for row in rows)])
-    assert compare(steady, other) == 2
+    with pytest.raises(SystemExit, match="2"):
+        compare(steady, other)
     assert "nothing is comparable" in capsys.readouterr().err
     for text, words in (("{", "is not JSON in lines"), ('{"machine": 1}', "suite.py wrote")):
         other.write_text(text)
-        assert compare(other, steady) == 2
+        with pytest.raises(SystemExit, match="2"):
+            compare(other, steady)
         assert words in capsys.readouterr().err
-
-
-# ---- arguments ----
-
-REFUSED = {
-    "--only weak": "invalid choice: 'weak'",
-    "--out /no/such/folder/file.json": "want a file in a folder that exists",
-    "--compare /no/such/file": "is '/no/such/file', want a file that exists",
-    "--json test_suite.py": "is 'test_suite.py', want a file that exists",
-    "--seconds 0": "is '0', want a number above 0",
-    "--tolerance nan": "is 'nan', want a number above 0",
-    "--longest 127": "--longest is 127, want 128 or more",
-    "--threads 100000": "--threads is 100000, and this machine has",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(suite.main, f"--device cpu {arguments}", REFUSED[arguments], capsys)
-
-
-def test_files_that_exclude_each_other(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    without = f"--json {written}"
-    assert_refused(suite.main, without, "--json is given without --compare", capsys)
-    both = f"--compare {written} --json {written} --out {written}"
-    assert_refused(suite.main, both, "--out is given with --json", capsys)
-
-
-def test_help_names_every_item_and_field(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = help_of(suite.main, capsys)
-    for item in suite.ITEMS:
-        assert f"\n  {item} " in printed.partition("Items;")[2]
-    for field in (
-        "spread",
-        "flop",
-        "peak_gflops",
-        "times_dense",
-        "density",
-        "peak_bytes",
-        "mean_bytes",
-    ):
-        assert field in printed and any(field in row for row in read(written)[1])
 
 
 # ---- picture ----
@@ -462,20 +442,20 @@ def test_help_names_every_item_and_field(written: Path, capsys: pytest.CaptureFi
 
 def test_picture(written: Path, tmp_path: Path) -> None:
     out = tmp_path / "suite.svg"
-    assert suite_picture.main([str(written), "--out", str(out)]) == 0
+    assert main("picture", f"{written} --out {out}") == 0
     drawn = out.read_text()
     assert drawn.rstrip().endswith("</svg>")
     for text in ("times as fast as dense", "MiB beside inputs", "tokens a second"):
         assert f"<!-- {text} -->" in drawn, text
-    assert suite_picture.main([str(written), "--out", str(out)]) == 0 and out.read_text() == drawn
+    assert main("picture", f"{written} --out {out}") == 0 and out.read_text() == drawn
 
 
 def test_curves(written: Path) -> None:
     rows = read(written)[1]
     lengths = [2, 4, 8, 16, 32, 64]
-    assert [x for x, _ in suite_picture.speed_up(rows, "fdma", "training")] == lengths
-    assert [x for x, _ in suite_picture.memory(rows, "dense", "forward")] == lengths
-    sparsity = [x for x, _ in suite_picture.throughput(rows, "fdma", "forward")]
+    assert [x for x, _ in picture.speed_up(rows, "fdma", "training")] == lengths
+    assert [x for x, _ in picture.memory(rows, "dense", "forward")] == lengths
+    sparsity = [x for x, _ in picture.throughput(rows, "fdma", "forward")]
     assert sparsity == pytest.approx([0, 1 - 484 / 2080, 1 - 64 / 2080])
 
 
@@ -484,7 +464,6 @@ def test_nothing_to_draw(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     benchmarking.write_whole(
         tmp_path / "few.json", [machine, *(row for row in rows if row["item"] != "density")]
     )
-    arguments = [str(tmp_path / "few.json"), "--out", str(tmp_path / "few.svg")]
-    assert suite_picture.main(arguments) == 1
+    assert main("picture", f"{tmp_path}/few.json --out {tmp_path}/few.svg") == 1
     assert "nothing to draw of: tokens a second" in capsys.readouterr().err
     assert not (tmp_path / "few.svg").exists()

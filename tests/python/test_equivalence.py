@@ -3,23 +3,20 @@ stage; their output and files; their exit status, on the CPU."""
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any, Callable
 
-import backward_equivalence
-import definition_run
+import equivalence
 import flash_dmattn
-import forward_equivalence
-import grad_equivalence
 import pytest
 import torch
+from benches import main, plant, read, refuse
 from definition_cases import CASES, Case
-from programs import assert_refused, help_of
 
-EQUIVALENCE = (forward_equivalence, backward_equivalence, grad_equivalence)
-CPU = ["--device", "cpu"]
-FLOAT32 = [*CPU, "--dtype", "float32"]
+FORWARD, BACKWARD, GRAD = "forward_equivalence", "backward_equivalence", "grad_equivalence"
+CPU = "--device cpu"
+FLOAT32 = f"{CPU} --dtype float32"
 # Together they cover every gradient and every stage.
 SMALL = (
     Case("small", q_len=20, kv_len=30, window=6, has_dt_bias=True, head_dim=16),
@@ -33,23 +30,22 @@ KINDS = {case.what.split("/")[0]: case for case in reversed(CASES) if case.kv_le
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(definition_run, "CASES", SMALL)
+    monkeypatch.setattr(equivalence, "CASES", SMALL)
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    head, *rows = map(json.loads, path.read_text().splitlines())
-    return head, rows
+RUNS = [(FORWARD, "float32"), (BACKWARD, "bfloat16"), (GRAD, "float32")]
+if os.environ.get("FDMA_FULL") == "1":
+    RUNS += [(FORWARD, "bfloat16"), (BACKWARD, "float32"), (GRAD, "bfloat16")]
 
 
-@pytest.mark.parametrize("program", EQUIVALENCE, ids=lambda x: x.__name__)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("program", "dtype"), RUNS)
 def test_equivalence(
-    program: Any, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = tuple(KINDS.values())
-    monkeypatch.setattr(definition_run, "CASES", cases)
+    monkeypatch.setattr(equivalence, "CASES", cases)
     assert len(cases) >= 18
-    assert program.main([*CPU, "--dtype", dtype]) == 0
+    assert main(program, f"{CPU} --dtype {dtype}") == 0
     printed = capsys.readouterr()
     header, *summary, end = printed.out.splitlines()
     assert header.split()[:3] == ["tensor", "dtype", "compared"] and len(summary) >= 9
@@ -60,36 +56,17 @@ def test_equivalence(
 # ---- planted faults ----
 
 
-class LeakGradient(torch.autograd.Function):
-    """The same numbers, with gradients that are not 0 where they must be."""
+class WrongGradient(torch.autograd.Function):
+    """The same numbers, with other gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, change: Callable[..., Any]) -> torch.Tensor:
+        ctx.change = change
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + 1e-12
-
-
-class ScaleGradient(torch.autograd.Function):
-    """The same numbers, with gradients that are a thousandth too large."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 1.001 * gradient
-
-
-def wrong_bias(score: torch.Tensor, bias: torch.Tensor) -> Any:
-    return score, bias * 1.0001
-
-
-def wrong_score(score: torch.Tensor, bias: torch.Tensor) -> Any:
-    return score * 1.0001, (score * 1.0001).exp()
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.change(gradient), None
 
 
 def wrong_expiry(expiry: torch.Tensor, slot: torch.Tensor, *rules: Any) -> Any:
@@ -105,53 +82,47 @@ def wrong_slot(expiry: torch.Tensor, slot: torch.Tensor, *rules: Any) -> Any:
     return flash_dmattn.Selection(expiry, changed, *rules)
 
 
-def wrong_lse(out: torch.Tensor, lse: torch.Tensor) -> Any:
-    return out, lse + 1e-4
+def wrong_first(first: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return (first * 1.0001, *rest) if rest else first * 1.0001
 
 
-def wrong_out(out: torch.Tensor, *rest: torch.Tensor) -> Any:
-    return out * 1.0001, *rest
-
-
-def wrong_probability(probability: torch.Tensor) -> torch.Tensor:
-    return probability * 1.0001
-
-
-def leaking_probability(probability: torch.Tensor) -> torch.Tensor:
-    return probability + 1e-12
-
-
-def leaking_out(out: torch.Tensor, lse: torch.Tensor) -> Any:
-    return out + 1e-12, lse
+def leaking(first: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return (first + 1e-12, *rest) if rest else first + 1e-12
 
 
 def missing(out: torch.Tensor, *rest: torch.Tensor) -> Any:
     return out.masked_fill(out == out.amax(), torch.nan), *rest
 
 
+def wrong_lse(out: torch.Tensor, lse: torch.Tensor) -> Any:
+    return out, lse + 1e-4
+
+
 FORWARD_FAULTS = [
-    ("score", wrong_score, "score"),
-    ("score", wrong_bias, "bias"),
+    ("score", lambda score, _: (score * 1.0001, (score * 1.0001).exp()), "score"),
+    ("score", lambda score, bias: (score, bias * 1.0001), "bias"),
     ("select", wrong_expiry, "kept keys"),
     ("select", wrong_slot, "slots"),
-    ("attention", wrong_out, "out"),
+    ("attention", wrong_first, "out"),
     ("attention", missing, "out"),
     ("attention", wrong_lse, "lse"),
-    ("attention_probabilities", wrong_probability, "probability"),
-    ("attention_probabilities", leaking_probability, "zeros of probability"),
-    ("attention", leaking_out, "zeros of out"),
-    ("flash_dma_attention", wrong_out, "flash_dma_attention: out"),
+    ("attention_probabilities", wrong_first, "probability"),
+    ("attention_probabilities", leaking, "zeros of probability"),
+    ("attention", leaking, "zeros of out"),
+    ("flash_dma_attention", wrong_first, "flash_dma_attention: out"),
     ("flash_dma_attention", wrong_lse, "flash_dma_attention: lse"),
-    ("flash_dmattn_func", wrong_out, "flash_dmattn_func: out"),
+    ("flash_dmattn_func", wrong_first, "flash_dmattn_func: out"),
 ]
 
 
-def first_wrong(program: Any, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def first_wrong(program: str, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The first tensor that a program finds to be wrong, which it has to print."""
-    assert program.main([*FLOAT32, "--json", str(path)]) == 1
+    assert main(program, f"{FLOAT32} --json {path}") == 1
     head, rows = read(path)
     found = [row["tensor"] for row in rows if row["wrong"]]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("WRONG")]
+    printed, _, summary = capsys.readouterr().out.partition("of allowed")
+    lines = [line for line in printed.splitlines() if line.endswith("WRONG")]
+    assert sum(int(line.split()[-2]) for line in summary.splitlines()[1:-1]) == len(found)
     assert len(lines) == len(found) == head["wrong"] > 0
     assert f" {found[0]} " in lines[0]
     return found[0]
@@ -172,14 +143,13 @@ def test_wrong_results_are_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The first wrong tensor belongs to the stage with the fault."""
-    function = getattr(flash_dmattn, name)
 
-    def wrong(*tensors: Any, **options: Any) -> Any:
-        results = function(*tensors, **options)
+    def wrong(right: Any, *tensors: Any, **options: Any) -> Any:
+        results = right(*tensors, **options)
         return change(*results) if isinstance(results, tuple) else change(results)
 
-    monkeypatch.setattr(flash_dmattn, name, wrong)
-    assert first_wrong(forward_equivalence, tmp_path / "found.json", capsys) == tensor
+    plant(monkeypatch, flash_dmattn, name, wrong)
+    assert first_wrong(FORWARD, tmp_path / "found.json", capsys) == tensor
 
 
 ROWS = ("query", "key", "value")
@@ -187,27 +157,23 @@ ROWS = ("query", "key", "value")
 
 def change_leaf(monkeypatch: pytest.MonkeyPatch, name: str, leaf: str, change: Any) -> None:
     """Pass an argument of one of the package's functions through `change`."""
-    function = getattr(flash_dmattn, name)
 
-    def wrong(*rows: torch.Tensor, **options: Any) -> Any:
+    def wrong(right: Any, *rows: torch.Tensor, **options: Any) -> Any:
         options.update(zip(("query", "key", "value", "attn_mask", "attn_bias"), rows))
         if options.get(leaf) is not None:
-            options[leaf] = change.apply(options[leaf])
-        return function(*[options.pop(x) for x in ROWS if rows], **options)
+            options[leaf] = WrongGradient.apply(options[leaf], change)
+        return right(*[options.pop(x) for x in ROWS if rows], **options)
 
-    monkeypatch.setattr(flash_dmattn, name, wrong)
+    plant(monkeypatch, flash_dmattn, name, wrong)
 
 
 GRADIENT_FAULTS = [
-    *((backward_equivalence, "attention", x, "") for x in (*ROWS, "bias", "sink_logit")),
-    (backward_equivalence, "attention", "attn_bias", ""),
+    *((BACKWARD, "attention", x, "") for x in (*ROWS, "bias", "sink_logit")),
+    (BACKWARD, "attention", "attn_bias", ""),
+    *((BACKWARD, "flash_dmattn_func", x, "flash_dmattn_func: ") for x in (*ROWS, "attn_bias")),
+    *((GRAD, "score", x, "score: ") for x in ("value", "dt_proj", "a_coef", "dt_bias")),
     *(
-        (backward_equivalence, "flash_dmattn_func", x, "flash_dmattn_func: ")
-        for x in (*ROWS, "attn_bias")
-    ),
-    *((grad_equivalence, "score", x, "score: ") for x in ("value", "dt_proj", "a_coef", "dt_bias")),
-    *(
-        (grad_equivalence, "flash_dma_attention", x, "flash_dma_attention: ")
+        (GRAD, "flash_dma_attention", x, "flash_dma_attention: ")
         for x in (*ROWS, "dt_proj", "a_coef", "dt_bias", "sink_logit")
     ),
 ]
@@ -219,7 +185,7 @@ GRADIENT_FAULTS = [
     ids=[f"{f[3]}d{f[2]}" for f in GRADIENT_FAULTS],
 )
 def test_wrong_gradients_are_found(
-    program: Any,
+    program: str,
     name: str,
     leaf: str,
     label: str,
@@ -228,16 +194,16 @@ def test_wrong_gradients_are_found(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    change_leaf(monkeypatch, name, leaf, ScaleGradient)
+    change_leaf(monkeypatch, name, leaf, lambda gradient: 1.001 * gradient)
     found = first_wrong(program, tmp_path / "found.json", capsys)
     assert found == f"{label}d{leaf}"
 
 
 LEAKS = [
-    (backward_equivalence, "attention", "value", "zeros of dvalue"),
-    (backward_equivalence, "attention", "key", "zeros of dkey"),
-    (backward_equivalence, "flash_dmattn_func", "key", "zeros of flash_dmattn_func: dkey"),
-    (grad_equivalence, "flash_dma_attention", "key", "zeros of flash_dma_attention: dkey"),
+    (BACKWARD, "attention", "value", "zeros of dvalue"),
+    (BACKWARD, "attention", "key", "zeros of dkey"),
+    (BACKWARD, "flash_dmattn_func", "key", "zeros of flash_dmattn_func: dkey"),
+    (GRAD, "flash_dma_attention", "key", "zeros of flash_dma_attention: dkey"),
 ]
 
 
@@ -245,7 +211,7 @@ LEAKS = [
     ("program", "name", "leaf", "tensor"), LEAKS, ids=[leak[3] for leak in LEAKS]
 )
 def test_gradients_of_keys_that_are_not_kept_are_found(
-    program: Any,
+    program: str,
     name: str,
     leaf: str,
     tensor: str,
@@ -254,7 +220,7 @@ def test_gradients_of_keys_that_are_not_kept_are_found(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    change_leaf(monkeypatch, name, leaf, LeakGradient)
+    change_leaf(monkeypatch, name, leaf, lambda gradient: gradient + 1e-12)
     assert first_wrong(program, tmp_path / "found.json", capsys) == tensor
 
 
@@ -263,7 +229,7 @@ def test_gradients_of_keys_that_are_not_kept_are_found(
 
 def test_json(small: None, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    assert forward_equivalence.main([*FLOAT32, "--json", str(path)]) == 0
+    assert main(FORWARD, f"{FLOAT32} --json {path}") == 0
     head, rows = read(path)
     assert head["program"] == "forward_equivalence.py" and head["device"] == "cpu"
     assert {"machine", "cores", "commit", "torch", "date", "seconds"} <= set(head)
@@ -284,7 +250,7 @@ def test_names_of_cases() -> None:
 
 def test_lines_of_cases(small: None, capsys: pytest.CaptureFixture[str]) -> None:
     """--verbose has a line for each comparison, --cases selects cases."""
-    assert backward_equivalence.main([*FLOAT32, "--verbose", "--cases", "small/pairs"]) == 0
+    assert main(BACKWARD, f"{FLOAT32} --verbose --cases small/pairs") == 0
     header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert header.split() == ["case", "dtype", "tensor", "error", "plain", "allowed"]
     assert {line.split()[0] for line in lines} == {SMALL[2].name}
@@ -292,20 +258,20 @@ def test_lines_of_cases(small: None, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_all_dtypes(small: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert grad_equivalence.main(CPU) == 0
+    assert main(GRAD, CPU) == 0
     summary = capsys.readouterr().out.splitlines()[1:-1]
     assert {line.rsplit(None, 7)[1] for line in summary} == {"float32", "bfloat16", "float16"}
 
 
 def test_quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(definition_run, "CASES", (SMALL[0], Case("long", q_len=1, kv_len=200)))
-    assert forward_equivalence.main([*FLOAT32, "--verbose", "--quick"]) == 0
+    monkeypatch.setattr(equivalence, "CASES", (SMALL[0], Case("long", q_len=1, kv_len=200)))
+    assert main(FORWARD, f"{FLOAT32} --verbose --quick") == 0
     printed = capsys.readouterr().out
     assert "small/" in printed and "long/" not in printed
 
 
 def test_nothing_compared(small: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forward_equivalence.main([*FLOAT32, "--cases", "of-no-case"]) == 1
+    assert main(FORWARD, f"{FLOAT32} --cases of-no-case") == 1
     assert "nothing was compared" in capsys.readouterr().err
 
 
@@ -316,35 +282,14 @@ def test_cases_without_kernels(
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(flash_dmattn, "score", refuse)
-    assert forward_equivalence.main(FLOAT32) == 1
+    assert main(FORWARD, FLOAT32) == 1
     printed = capsys.readouterr()
     assert printed.out.count(": no kernel") == len(SMALL) and "nothing was compared" in printed.err
 
 
-def test_progress(
-    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("program", [FORWARD, BACKWARD, GRAD])
+def test_a_dtype_without_kernels(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bar on a terminal, none without tqdm or with --no-progress."""
-    options = [*FLOAT32, "--cases", "small/pairs"]
-    for tqdm, more, is_shown in (
-        (definition_run.tqdm, [], definition_run.tqdm is not None),
-        (definition_run.tqdm, ["--no-progress"], False),
-        (None, [], False),
-    ):
-        monkeypatch.setattr(definition_run, "tqdm", tqdm)
-        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-        assert backward_equivalence.main([*options, *more]) == 0
-        printed = capsys.readouterr()
-        assert ("1/1" in printed.err) == is_shown
-        assert printed.out.endswith("comparisons, 0 wrong\n")
-
-
-@pytest.mark.parametrize("program", EQUIVALENCE, ids=lambda x: x.__name__)
-def test_usage(
-    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "worst of several plain" in help_of(program.main, capsys)
-    assert_refused(program.main, "--device tpu", "--device", capsys)
-    assert_refused(program.main, "--json /no/such/folder/file", "--json", capsys)
-    monkeypatch.setattr(definition_run, "has_kernels", lambda device, dtype: False)
-    assert_refused(program.main, "--device cpu --dtype float16", "no kernels for float16", capsys)
+    monkeypatch.setattr(equivalence, "has_kernels", lambda device, dtype: False)
+    refuse(program, "--device cpu --dtype float16", "no kernels for float16", capsys)

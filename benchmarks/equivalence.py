@@ -1,17 +1,25 @@
-"""The stages of the package on one case, each compared with its definition. The definition takes
-the package's own result of the stage before, so that a fault shows in its own stage: scores give
-the selection, scores and selection give out and lse, and these give the gradients."""
+"""The benchmarks `forward_equivalence`, `backward_equivalence` and `grad_equivalence`: the stages
+of the package on each case, compared with their definition. The definition takes the package's own
+result of the stage before, so that a fault shows in its own stage: scores give the selection,
+scores and selection give out and lse, and these give the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import definition
 import flash_dmattn
+import program
 import torch
+from benchmarking import Disagreement, choose_device, find_machine, write_whole
+from commands import QUICK_KEYS
 from definition import Comparison, Named, compare_all
-from definition_cases import Inputs
+from definition_cases import CASES, DTYPES, Case, Inputs, has_kernels
 
 FUSED, MASKED = "flash_dma_attention: ", "flash_dmattn_func: "
 # Tensor cores truncate sums where a plain evaluation in float32 rounds, which doubles the error.
@@ -259,3 +267,118 @@ def grad_comparisons(inputs: Inputs) -> Iterator[Comparison]:
         yield from stages.compare("fused_gradients", found, {**given, **more}, FUSED)
         # dvalue of a key has a term for every kv head that keeps it.
         yield from zeros_of_keys(stages, {"dkey": found["dkey"]}, FUSED)
+
+
+# ---- the program ----
+
+COMPARISONS = {
+    "forward_equivalence": forward_comparisons,
+    "backward_equivalence": backward_comparisons,
+    "grad_equivalence": grad_comparisons,
+}
+
+
+class Row(NamedTuple):
+    """A comparison and its place."""
+
+    case: str
+    dtype: str
+    one: Comparison
+
+    def fields(self) -> dict[str, Any]:
+        one = self.one
+        fields = {"case": self.case, "dtype": self.dtype, "tensor": one.what, "error": one.error}
+        fields.update(plain=one.plain, largest=one.largest, allowed=one.allowed)
+        for name, x in fields.items():
+            if isinstance(x, float) and not math.isfinite(x):  # JSON has no infinity and no NaN
+                fields[name] = None
+        return {**fields, "wrong": not one.fits}
+
+    def line(self) -> str:
+        one = self.one
+        numbers = f"{one.error:9.2e} {one.plain:9.2e} {one.allowed:9.2e}"
+        ending = "" if one.fits else " WRONG"
+        return f"{self.case:60} {self.dtype:9} {one.what:36} {numbers}{ending}"
+
+
+HEADER = f"{'case':60} {'dtype':9} {'tensor':36} {'error':>9} {'plain':>9} {'allowed':>9}"
+
+
+def choose_cases(args: argparse.Namespace) -> list[Case]:
+    cases = [case for case in CASES if args.cases in case.name]
+    return [case for case in cases if case.kv_len <= QUICK_KEYS or not args.quick]
+
+
+def compare_cases(args: argparse.Namespace, rows: list[Row]) -> Iterator[str]:
+    """Append a row for each comparison, and print those that are wanted. Yields a line for each
+    case without a kernel."""
+    cases, shown = choose_cases(args), 0
+    total = len(cases) * len(args.dtypes)
+    for number, (case, dtype) in enumerate(itertools.product(cases, args.dtypes), 1):
+        program.doing(f"{number} of {total}: {case.name} {dtype}")
+        try:
+            for one in COMPARISONS[args.name](Inputs(case, args.device, DTYPES[dtype])):
+                rows.append(Row(case.name, dtype, one))
+                if args.verbose or not one.fits:
+                    print(*([] if shown else [HEADER]), rows[-1].line(), sep="\n", flush=True)
+                    shown += 1
+        except NotImplementedError as error:
+            yield f"skipped: {case.name} {dtype}: {error}"
+    if shown:
+        print()
+
+
+def summarize(rows: Sequence[Row]) -> list[str]:
+    """A line for each tensor and dtype: the comparison with the largest ratio to the allowed
+    error."""
+    groups: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        groups.setdefault(row.one.what, {}).setdefault(row.dtype, []).append(row)
+    form = "{:36} {:9} {:>8} {:>9} {:>9} {:>10} {:>6}  {}"
+    titles = ("tensor", "dtype", "compared", "error", "allowed", "of allowed", "wrong", "case")
+    lines = [form.format(*titles)]
+    for what, of_dtypes in groups.items():
+        for dtype, group in of_dtypes.items():
+            worst = max(group, key=lambda row: row.one.ratio)
+            one = worst.one
+            numbers = (f"{one.error:.2e}", f"{one.allowed:.2e}", f"{one.ratio:.2f}")
+            wrong = sum(not row.one.fits for row in group)
+            lines.append(form.format(what, dtype, len(group), *numbers, wrong, worst.case))
+    return lines
+
+
+def choose_dtypes(args: argparse.Namespace) -> None:
+    names = [name for name, dtype in DTYPES.items() if has_kernels(args.device, dtype)]
+    if args.dtype and args.dtype not in names:
+        args.parser.error(f"--dtype: no kernels for {args.dtype} on {args.device}")
+    args.dtypes = [args.dtype] if args.dtype else names
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare every case. Exit status: 0 equal within rounding; 1 not; 2 bad usage."""
+    choose_device(args)
+    choose_dtypes(args)
+    if args.no_progress:
+        program.quiet()
+    rows: list[Row] = []
+    skipped: list[str] = []
+    stopped = False
+    begin = time.monotonic()
+    try:
+        for line in compare_cases(args, rows):
+            skipped.append(line)
+    except KeyboardInterrupt:  # finished comparisons are still reported
+        stopped = True
+    print(*skipped, *summarize(rows), sep="\n")
+    wrong = sum(not row.one.fits for row in rows)
+    head = {"program": f"{args.name}.py", "seconds": round(time.monotonic() - begin, 3)}
+    head.update(comparisons=len(rows), wrong=wrong, skipped=len(skipped))
+    if args.json:
+        machine = {**find_machine(args.device), **head}
+        write_whole(args.json, [machine, *(row.fields() for row in rows)])
+    if stopped:
+        raise KeyboardInterrupt
+    if not rows:
+        raise Disagreement("nothing was compared")
+    print(f"{len(rows)} comparisons, {wrong} wrong")
+    return 1 if wrong else 0
