@@ -20,7 +20,7 @@ TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/bu
 # The part that `make full` runs; see tools/gates/check_full.py.
 PART ?= all
 
-.PHONY: build setup setup-format setup-tests setup-gates demo test run-tests gates run-gates full format bench clean help
+.PHONY: build setup setup-format setup-tests setup-gates demo test gates run-gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
@@ -57,9 +57,7 @@ ifneq ($(wildcard $(LM_MODEL)),)
 endif
 
 # The Python tests, and some of the C tests, are of one thread: both run at a time.
-test: setup-tests build run-tests ## run the tests, those in C and those in Python
-
-run-tests:
+test: setup-tests build ## run the tests, those in C and those in Python
 	@status=0; \
 	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) >build/ctest.log 2>&1 & c_tests=$$!; \
 	trap 'kill $$c_tests' INT TERM; \
