@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/decode/tokens.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/mma/attention.cuh"
 
 enum { cluster_ranks = 8 };
 

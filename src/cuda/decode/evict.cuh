@@ -3,7 +3,7 @@
  * each token the block compares the worst keys of all threads. */
 #pragma once
 
-#include "cuda/decode/streams.cuh"
+#include "cuda/decode/cache.cuh"
 #include "cuda/device/order.cuh"
 #include "cuda/device/ptx.cuh"
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/decode/tokens.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/mma/attention.cuh"
 
 enum { head_keys = 16 }; // of a warp's key block
 

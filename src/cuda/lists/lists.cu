@@ -7,7 +7,7 @@
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
 #include "cuda/device/host.cuh"
-#include "cuda/device/used.cuh"
+#include "cuda/device/view.cuh"
 
 static constexpr int scatter_threads = 256;
 static constexpr int finish_threads = 128;

@@ -1,12 +1,430 @@
 /* Selection in one launch, a cluster of blocks per segment, on compute capability 9.0 and later.
- * sm80/select.cu takes the segments that are too long for a cluster. select.cuh names the steps.
+ * sm80.cu takes the segments that are too long for a cluster. select.cuh names the steps.
  *
  * A block owns as many ranks as positions, and each of its warps a partition of either. Data of
  * another block is written into that block's shared memory. The selection is exact, and its time
  * hardly depends on the order of the scores. */
+#include "cuda/select/cluster.cuh"
 #include "cuda/select/rules.cuh"
-#include "cuda/select/sm90/kept.cuh"
-#include "cuda/select/sm90/sort.cuh"
+
+/* ---- shared memory and writes between blocks ---- */
+
+/* items: keys of a thread; most_blocks: of a cluster; packed: sequences are packed. A partition is
+ * the keys of a warp. */
+template <int items_, int most_blocks_, bool packed_> struct segment_config {
+    static constexpr bool packed = packed_;
+    static constexpr int items = items_;
+    static constexpr int most_blocks = most_blocks_;
+    static constexpr int most_partitions = warps * most_blocks;
+    static constexpr int lane_partitions = most_partitions / warp_lanes; // partitions that a lane
+                                                                         // sums
+    static constexpr int counts = most_partitions > digits ? most_partitions : digits;
+    static constexpr int row_words = most_partitions + warp_lanes + 1; // odd: no bank conflicts
+    static constexpr uint32_t warp_keys = warp_lanes * items;
+    static constexpr uint32_t keys = threads * items; // of a block
+};
+
+template <class config> struct alignas(16) select_memory {
+    union {
+        uint2 key[config::keys];       // by rank: {order, position}
+        uint2 allowance[config::keys]; // by position: {rank, allowed}; see always_kept
+        struct {
+            uint32_t parent[config::keys]; // by kept_index: kept_index of the evicted key, then the
+                                           // slot with the bit is_slot
+            uint32_t root[config::keys];   // the first key of the block with the same slot
+        };
+    };
+    union {
+        struct {
+            uint32_t digit_count[warps][digits];
+            uint2 sorted[config::keys]; // this block's keys by digit, before they are sent
+        };
+        // counts the keys of this block only; earlier_above counts the blocks above. column_of()
+        // spreads the columns
+        uint32_t earlier_count[warps][config::row_words];
+        struct {
+            uint32_t kept_index[config::keys];    // by rank; later the expiry
+            uint32_t kept_position[config::keys]; // by kept_index
+            uint32_t position[config::keys];      // by rank
+        };
+    };
+    // keys of a digit, or before the end of a position partition: in this block, in each block
+    alignas(16) uint16_t own_count[config::counts];
+    alignas(16) uint16_t count[config::most_blocks][config::counts];
+    uint32_t start[digits];  // index of a digit's first key in the sorted block
+    uint32_t offset[digits]; // from an index in the sorted block to one in the segment
+    // in units of partitions, plus 1: the partition of the threshold; 0: the set is not full
+    uint32_t threshold_rank[config::most_partitions + 1];
+    uint32_t own_threshold[config::most_partitions]; // [d]: threshold_rank[d + 1], if in this block
+    uint32_t earlier_above[config::most_partitions]; // earlier_count of the blocks of higher ranks
+    // kept keys by block of position and block of rank, in pairs of 16 bits
+    uint32_t kept_by_block[config::most_blocks][config::most_blocks / 2];
+    uint32_t own_kept[config::most_blocks / 2];
+    uint32_t scratch[warps];
+    // numbers of kept keys: in blocks of lower positions, in blocks of lower ranks, in the segment
+    uint32_t kept_before, kept_below, kept_total;
+};
+
+static constexpr uint32_t never_kept = UINT32_MAX;
+
+struct cluster_work {
+    uint32_t block; // in the cluster
+    uint32_t blocks, partitions;
+    uint32_t warp, lane;
+};
+
+/* The barrier of a cluster makes writes visible to the whole device (MEMBAR.ALL.GPU) and
+ * invalidates the L1 cache, so a cluster of one block uses the barrier of a block instead. */
+__device__ static void arrive_blocks(const cluster_work &work) {
+    if (work.blocks > 1)
+        barrier_cluster_arrive();
+}
+
+__device__ static void wait_blocks(const cluster_work &work) {
+    if (work.blocks > 1)
+        barrier_cluster_wait();
+    else
+        __syncthreads();
+}
+
+__device__ static void sync_blocks(const cluster_work &work) {
+    arrive_blocks(work);
+    wait_blocks(work);
+}
+
+template <class config> __device__ static uint32_t own_index(const cluster_work &work, int r) {
+    return work.warp * config::warp_keys + r * warp_lanes + work.lane;
+}
+
+/* Copies own_count to every block of the cluster, one warp per block. */
+template <class config>
+__device__ static void broadcast_counts(select_memory<config> &shared, const cluster_work &work,
+                                        uint32_t counts) {
+    constexpr uint32_t vector_counts =
+        sizeof(uint4) / sizeof(uint16_t); // that a lane sends at once
+    const uint32_t n = work.lane * vector_counts;
+    for (uint32_t first = 0; first < counts; first += warp_lanes * vector_counts)
+        if (work.warp < work.blocks && first + n < counts)
+            store_at(work.warp, &shared.count[work.block][first + n],
+                     *reinterpret_cast<const uint4 *>(&shared.own_count[first + n]));
+}
+
+/* The sum of `value` over the lower digits. Thread d has the value of digit d, and all threads of
+ * the block call it. */
+template <class config>
+__device__ static uint32_t sum_lower_digits(select_memory<config> &shared, uint32_t value) {
+    enum { digit_warps = digits / warp_lanes };
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    uint32_t sum = 0;
+    if (warp < digit_warps) {
+        sum = sum_lower_lanes(value);
+        if (lane == warp_lanes - 1)
+            shared.scratch[warp] = sum + value;
+    }
+    __syncthreads();
+    if (warp < digit_warps)
+        for (uint32_t w = 0; w < warp; w++)
+            sum += shared.scratch[w];
+    return sum;
+}
+
+/* Sorts this block's keys by a digit, and sends its counts to every block. */
+template <class config>
+__device__ static void sort_block(select_memory<config> &shared, const cluster_work &work,
+                                  int shift) {
+    const uint32_t digit = threadIdx.x;
+    uint32_t order[config::items], before[config::items], sum = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        order[r] = shared.key[own_index<config>(work, r)].x;
+    count_digits(shared.digit_count[work.warp], order, shift, before);
+    __syncthreads();
+    if (digit < digits) {
+        sum = sum_digit(shared.digit_count, digit);
+        shared.own_count[digit] = (uint16_t)sum;
+    }
+    const uint32_t start = sum_lower_digits(shared, sum);
+    if (digit < digits)
+        shared.start[digit] = start;
+    broadcast_counts(shared, work, digits);
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t own = digit_of(order[r], shift);
+        const uint32_t n = shared.start[own] + shared.digit_count[work.warp][own] + before[r];
+        shared.sorted[n] = make_uint2(order[r], shared.key[own_index<config>(work, r)].y);
+    }
+}
+
+/* Sends the sorted keys to their blocks. Keys of one digit are neighbours in source and target,
+ * because scattered writes to the memory of other blocks are slow. */
+template <class config>
+__device__ static void send_keys(select_memory<config> &shared, const cluster_work &work,
+                                 int shift) {
+    const uint32_t digit = threadIdx.x;
+    uint32_t all = 0, earlier = 0;
+    if (digit < digits) {
+#pragma unroll
+        for (uint32_t block = 0; block < config::most_blocks; block++) {
+            const uint32_t count = block < work.blocks ? shared.count[block][digit] : 0;
+            earlier += block < work.block ? count : 0;
+            all += count;
+        }
+    }
+    const uint32_t first = sum_lower_digits(shared, all) + earlier;
+    if (digit < digits)
+        shared.offset[digit] = first - shared.start[digit];
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t n = r * threads + threadIdx.x;
+        const uint2 key = shared.sorted[n];
+        const uint32_t index = shared.offset[digit_of(key.x, shift)] + n;
+        store_at(index / config::keys, &shared.key[index % config::keys], key);
+    }
+}
+
+/* Replaces the order of each key by the index of its packed sequence, for the passes that
+ * follow. */
+template <class config>
+__device__ static void sort_by_sequence(select_memory<config> &shared, const cluster_work &work,
+                                        const select_call &call) {
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        uint2 *const own = &shared.key[own_index<config>(work, r)];
+        own->x = sequence_of(call, own->y);
+    }
+}
+
+/* Ascending and stable, which decides ties: of equal scores the later key has the higher rank.
+ * Returns positions in registers, by rank, and clears the memory of the keys for the allowances. */
+template <class config>
+__device__ static void sort_keys(select_memory<config> &shared, const cluster_work &work,
+                                 const select_segment &segment, const select_call &call,
+                                 uint32_t (&position)[config::items]) {
+    const int order_digits = key_bits / digit_bits;
+    const int passes = order_digits + (config::packed ? call.index_digits : 0);
+
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t index = own_index<config>(work, r);
+        shared.key[index] =
+            load_key<config::packed>(call, segment, work.block * config::keys + index);
+    }
+    wait_blocks(work); // every block has begun, so other blocks can write to its shared memory
+    for (int pass = 0; pass < passes; pass++) {
+        const int shift = pass % order_digits * digit_bits;
+        if (config::packed && pass == order_digits)
+            sort_by_sequence(shared, work, call);
+        sort_block(shared, work, shift);
+        sync_blocks(work);
+        send_keys(shared, work, shift);
+        sync_blocks(work);
+    }
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        uint2 *const own = &shared.key[own_index<config>(work, r)];
+        position[r] = own->y;
+        *own = make_uint2(0, 0);
+    }
+}
+
+/* The column of position partition d in earlier_count. A word is left out after the partitions that
+ * one lane sums, so that lanes use different banks. */
+template <class config> __device__ static uint32_t column_of(uint32_t d) {
+    return d + d / config::lane_partitions;
+}
+
+/* A warp's row: the number of its keys before the end of each position partition. */
+template <class config>
+__device__ static void count_row(select_memory<config> &shared, const cluster_work &work,
+                                 const uint32_t (&position)[config::items]) {
+    uint32_t *const row = shared.earlier_count[work.warp];
+    for (uint32_t word = work.lane; word < column_of<config>(work.partitions); word += warp_lanes)
+        row[word] = 0;
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        if ((position[r] & absent) == 0)
+            atomicAdd(&row[column_of<config>(position[r] / config::warp_keys)], 1);
+    __syncwarp();
+    // the words past the last partition are undefined
+    uint32_t *const own = row + work.lane * (config::lane_partitions + 1);
+    uint32_t sum = 0;
+#pragma unroll
+    for (int d = 0; d < config::lane_partitions; d++)
+        sum += own[d];
+    sum = sum_lower_lanes(sum);
+#pragma unroll
+    for (int d = 0; d < config::lane_partitions; d++)
+        own[d] = sum += own[d];
+}
+
+/* Adds the rows of the later warps to each row of column `threadIdx.x`. */
+template <class config> __device__ static void sum_column(select_memory<config> &shared) {
+    const uint32_t column = column_of<config>(threadIdx.x);
+    uint32_t sum = 0;
+#pragma unroll
+    for (int w = warps - 1; w >= 0; w--)
+        shared.earlier_count[w][column] = sum += shared.earlier_count[w][column];
+    shared.own_count[threadIdx.x] = (uint16_t)sum;
+}
+
+/* Fills earlier_count of this block, and sends its first row to every block. */
+template <class config>
+__device__ static void count_earlier(select_memory<config> &shared, const cluster_work &work,
+                                     const uint32_t (&position)[config::items]) {
+    count_row(shared, work, position);
+    __syncthreads();
+    if (threadIdx.x < work.partitions)
+        sum_column(shared);
+    __syncthreads();
+    broadcast_counts(shared, work, work.partitions);
+    sync_blocks(work);
+}
+
+/* The warp with the n-th key from the end of this block, among the keys that a column counts. */
+template <class config>
+__device__ static uint32_t find_warp(const select_memory<config> &shared, uint32_t column,
+                                     uint32_t n) {
+    uint32_t w = 0;
+#pragma unroll
+    for (uint32_t step = warps / 2; step > 0; step /= 2)
+        w += shared.earlier_count[w + step][column] >= n ? step : 0;
+    return w;
+}
+
+/* The block with the threshold at the end of position partition `threadIdx.x`, or work.blocks if
+ * fewer keys than the window come before that end. If it is this block, finds the threshold too. */
+template <class config>
+__device__ static uint32_t find_owner(select_memory<config> &shared, const cluster_work &work,
+                                      uint32_t window) {
+    const uint32_t d = threadIdx.x;
+    uint32_t sum = 0, owner = work.blocks, nth_last = 0;
+#pragma unroll
+    for (uint32_t block = config::most_blocks; block-- > 0;) {
+        const uint32_t reached = sum + (block < work.blocks ? shared.count[block][d] : 0);
+        if (block == work.block)
+            shared.earlier_above[d] = sum;
+        if (sum < window && reached >= window) {
+            owner = block;
+            nth_last = window - sum;
+        }
+        sum = reached;
+    }
+    if (owner == work.block)
+        shared.own_threshold[d] =
+            work.block * warps + find_warp(shared, column_of<config>(d), nth_last) + 1;
+    return owner;
+}
+
+template <class config>
+__device__ static void find_thresholds(select_memory<config> &shared, const cluster_work &work,
+                                       uint32_t window) {
+    const uint32_t d = threadIdx.x;
+    uint32_t owner = work.blocks;
+    if (d < work.partitions)
+        owner = find_owner(shared, work, window);
+    sync_blocks(work);
+    if (d < work.partitions)
+        shared.threshold_rank[d + 1] =
+            owner < work.blocks ? load_at(owner, &shared.own_threshold[d]) : 0;
+    if (d == 0)
+        shared.threshold_rank[0] = 0;
+    __syncthreads();
+}
+
+/* The number of keys of higher rank than key `index` of this warp before position partition d. */
+template <class config>
+__device__ static uint32_t
+count_higher(const select_memory<config> &shared, const cluster_work &work,
+             const uint32_t (&position)[config::items], uint32_t index, uint32_t d) {
+    uint32_t count = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        count += r * warp_lanes + work.lane > index && position[r] < d * config::warp_keys;
+    count = __reduce_add_sync(all_lanes, count);
+    if (d == 0)
+        return 0;
+    const uint32_t above =
+        work.warp + 1 < warps ? shared.earlier_count[work.warp + 1][column_of<config>(d - 1)] : 0;
+    return count + above + shared.earlier_above[d - 1];
+}
+
+/* Sends the allowance of each key that may be kept to the block of its position. */
+template <class config>
+__device__ static void decide_by_threshold(select_memory<config> &shared, const cluster_work &work,
+                                           const uint32_t (&position)[config::items],
+                                           uint32_t window) {
+    const uint32_t own = work.block * warps + work.warp + 1; // in the units of threshold_rank
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t j = position[r] & ~absent, d = j / config::warp_keys;
+        const bool present = j == position[r];
+        uint32_t allowed = present && own > shared.threshold_rank[d + 1] ? always_kept : 0;
+        const bool unsure = present && allowed == 0 && own >= shared.threshold_rank[d];
+        for (uint32_t left = __ballot_sync(all_lanes, unsure); left != 0; left &= left - 1) {
+            const int lane = __ffs(left) - 1;
+            const uint32_t higher = count_higher(shared, work, position, r * warp_lanes + lane,
+                                                 __shfl_sync(all_lanes, d, lane));
+            if (lane == (int)work.lane)
+                allowed = higher < window ? window - higher : 0;
+        }
+        const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
+        if (allowed > 0)
+            store_at(j / config::keys, &shared.allowance[j % config::keys],
+                     make_uint2(rank, allowed));
+    }
+}
+
+/* decide_by_threshold() for global scope: keeps the best keys of the segment, or of each packed
+ * sequence. */
+template <class config>
+__device__ static void keep_best(select_memory<config> &shared, const cluster_work &work,
+                                 const uint32_t (&position)[config::items],
+                                 const select_call &call) {
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
+        if ((position[r] & absent) != 0)
+            continue;
+        // ranks of the key's sequence, or all
+        const uint32_t end_rank =
+            config::packed ? (uint32_t)call.ranges[position[r]].y : work.blocks * config::keys;
+        if (rank + call.window >= end_rank)
+            store_at(position[r] / config::keys, &shared.allowance[position[r] % config::keys],
+                     make_uint2(rank, always_kept));
+    }
+}
+
+/* Bit r is set if key r of this thread, now by position, is ever kept. */
+template <class config>
+__device__ static uint32_t decide_by_count(const select_memory<config> &shared,
+                                           const cluster_work &work) {
+    uint32_t rank[config::items], kept = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        rank[r] = shared.allowance[own_index<config>(work, r)].x;
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t allowed = shared.allowance[own_index<config>(work, r)].y;
+        bool keeps = allowed >= config::warp_keys;
+        for (uint32_t left = __ballot_sync(all_lanes, allowed > 0 && !keeps); left != 0;
+             left &= left - 1) {
+            const int lane = __ffs(left) - 1;
+            const uint32_t other_rank = __shfl_sync(all_lanes, rank[r], lane);
+            uint32_t count = 0;
+#pragma unroll
+            for (int other = 0; other < config::items; other++)
+                count += other * warp_lanes + work.lane < (uint32_t)(r * warp_lanes + lane) &&
+                         rank[other] > other_rank;
+            count = __reduce_add_sync(all_lanes, count);
+            keeps = lane == (int)work.lane ? count < allowed : keeps;
+        }
+        kept |= (uint32_t)keeps << r;
+    }
+    return kept;
+}
 
 /* ---- kept keys, by position and by rank ---- */
 
@@ -375,7 +793,7 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     return best;
 }
 
-/* The time of sm80/select.cu, in us, on an H200. */
+/* The time of sm80.cu, in us, on an H200. */
 static int64_t sm80_time(const fdma_problem *problem) {
     enum { launches = 75, keys_per_us = 16384 };
     return launches + problem->batch * problem->kv_heads * problem->kv_len / keys_per_us;
