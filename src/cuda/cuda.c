@@ -1,5 +1,7 @@
 /* The devices of this machine, the kernels that they can run, and the device of a pointer. */
 #include "cuda/cuda.h"
+
+#include "core/adapter.h"
 #include "core/error.h"
 #include "core/signatures.h"
 #include "cuda/devices.h"

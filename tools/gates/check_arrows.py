@@ -22,7 +22,6 @@ ZONES = (
     ("reference", "src/reference/"),
     ("cpu row", "src/cpu/cpu.h"),
     ("cpu threads", "src/cpu/parallel."),
-    ("cpu threads", "src/cpu/quota."),
     ("cpu simd", "src/cpu/simd/"),
     ("cpu common", "src/cpu/common/"),
     ("cpu score", "src/cpu/score/"),

@@ -4,6 +4,7 @@
 #include "core/element.h"
 #include "core/integers.h"
 #include "core/kernel.h"
+#include "cpu/simd/simd.h"
 
 static inline float *take_floats(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(float));
@@ -74,4 +75,45 @@ static inline int64_t slots_of(const fdma_problem *problem) {
 /* The keys that a query attends to, at most. */
 static inline int64_t keys_of_query(const fdma_problem *problem) {
     return problem->selected ? slots_of(problem) : problem->kv_len;
+}
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE void clear_vectors(vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        x[m] = vf_set(0);
+}
+
+INLINE void load_vectors(vf *x, const float *p, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        x[m] = vf_load(p + m * vf_width);
+}
+
+INLINE void store_vectors(float *p, const vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        vf_store(p + m * vf_width, x[m]);
+}
+
+INLINE void add_vectors(float *p, const vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        vf_store(p + m * vf_width, vf_add(vf_load(p + m * vf_width), x[m]));
+}
+
+/* sums += word * lanes */
+INLINE void add_product(vf *sums, const float *word, const vf *lanes, int from, int end) {
+    const vf_word factor = vf_load_word(word);
+    UNROLL
+    for (int m = from; m < end; m++)
+        sums[m] = vf_dot(factor, lanes[m], sums[m]);
 }

@@ -6,7 +6,6 @@
 #include "core/tuning.h"
 #include "cpu/common/memory.h"
 #include "cpu/common/sink.h"
-#include "cpu/common/vectors.h"
 
 #include <float.h>
 #include <math.h>

@@ -1,10 +1,10 @@
 /* Select with a table (fdma.h, "Streams"), by kernels that do not support tables. Each (b, g)
  * becomes a sequence of its own: first its carried keys, sorted by position, with empty rows at
- * the front as keys that are not valid, and then the keys of the call. core/streams.c gives the
+ * the front as keys that are not valid, and then the keys of the call. core/adapter.c gives the
  * reason. */
 extern "C" {
+#include "core/adapter.h"
 #include "core/operations.h"
-#include "core/streams.h"
 }
 
 #include "core/integers.h"
@@ -387,18 +387,9 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
 }
 
 static fdma_problem sequences_of(const fdma_problem *problem, const stream_plan &plan) {
-    const int64_t heads = problem->batch * problem->kv_heads, len = problem->kv_len;
-    fdma_problem one = *problem;
-    one.table_in = one.table_out = {};
-    one.batch = heads;
-    one.kv_heads = 1;
-    one.new_len = len;
-    one.carried_len = 0;
-    one.score = fdma_tensor_3d(plan.sequence_score, FDMA_FLOAT32, heads, 1, len);
-    one.key_valid = fdma_tensor_2d(plan.sequence_valid, FDMA_UINT8, heads, len);
-    one.expiry = fdma_tensor_3d(plan.sequence_expiry, FDMA_INT32, heads, 1, len);
-    one.slot = fdma_tensor_3d(plan.sequence_slot, FDMA_INT32, heads, 1, len);
-    return one;
+    const stream_tensors tensors = {plan.sequence_score, plan.sequence_valid, plan.sequence_expiry,
+                                    plan.sequence_slot};
+    return fdma_stream_sequences(problem, &tensors);
 }
 
 static bool table_applies(const fdma_kernel *, const fdma_problem *problem) {
@@ -499,13 +490,6 @@ static used_plan plan_used(const fdma_problem *problem, fdma_arena *arena) {
     return plan;
 }
 
-static fdma_problem padded_problem(const fdma_problem *problem, const used_plan &plan) {
-    fdma_problem one = *problem;
-    one.kv_used = {};
-    one.key_valid = fdma_tensor_2d(plan.valid, FDMA_UINT8, problem->batch, problem->kv_len);
-    return one;
-}
-
 static bool used_applies(const fdma_kernel *, const fdma_problem *problem) {
     const bool is_score =
         problem->operation == operation_score || problem->operation == operation_score_backward;
@@ -518,7 +502,7 @@ static size_t used_workspace(const adapted_kernel *inner, const fdma_problem *pr
                              check_depth depth) {
     fdma_arena arena = {};
     const used_plan plan = plan_used(problem, &arena);
-    const fdma_problem one = padded_problem(problem, plan);
+    const fdma_problem one = fdma_padded_problem(problem, plan.valid);
     return fdma_arena_size(&arena) + fdma_adapted_workspace(inner, &one, depth);
 }
 
@@ -526,7 +510,7 @@ static fdma_status used_run(const adapted_kernel *inner, const fdma_problem *pro
     const char *const what = fdma_operation_name(problem->operation);
     fdma_arena arena = fdma_arena_of(problem);
     const used_plan plan = plan_used(problem, &arena);
-    fdma_problem one = padded_problem(problem, plan);
+    fdma_problem one = fdma_padded_problem(problem, plan.valid);
     const int64_t batch = problem->batch, heads = batch * problem->kv_heads;
     const unsigned blocks = (unsigned)divide_up(problem->kv_len, (int64_t)used_threads);
     fdma_set_aside(&one.exec, &arena);

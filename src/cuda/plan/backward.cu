@@ -3,13 +3,13 @@
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 extern "C" {
-#include "core/pair_sums.h"
+#include "core/adapter.h"
 }
 
 #include "cuda/device/grid.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/backward.cuh"
-#include "cuda/plan/host.cuh"
+#include "cuda/plan/backward_host.cuh"
 #include "cuda/plan/selection.cuh"
 
 /* The end of a backward call with partitions: adds the boundary sums to the gradients of the keys

@@ -10,7 +10,7 @@
  * partition. Keys of its own position partition are counted by the lanes of a warp. So no
  * thresholds are needed. */
 extern "C" {
-#include "core/streams.h"
+#include "core/adapter.h"
 }
 
 #include "cuda/plan/host.cuh"

@@ -1,5 +1,5 @@
 /* The rules of a selection (rules.cuh), on any device from compute capability 8.0. */
-#include "core/gap.h"
+#include "core/integers.h"
 #include "cuda/select/rules.cuh"
 
 enum {

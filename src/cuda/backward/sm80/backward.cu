@@ -6,7 +6,7 @@
  * deterministic. Source: arXiv:2205.14135, algorithm 4. */
 #include "cuda/backward/sm80/dkv.cuh"
 #include "cuda/backward/sm80/dq.cuh"
-#include "cuda/plan/host.cuh"
+#include "cuda/plan/backward_host.cuh"
 
 static constexpr int32_t block_slots = 64; // of a slot block
 static constexpr int32_t most_partitions = 16;

@@ -6,7 +6,7 @@
  * and queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
-#include "cuda/plan/host.cuh"
+#include "cuda/plan/backward_host.cuh"
 
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head

@@ -1,13 +1,54 @@
+/* Prompts that enter a cache, and copies of its sequences. */
+#pragma once
+
+#include "core/cache.h"
+#include "cpu/common/memory.h"
+#include "cpu/parallel.h"
+
+#include <string.h>
+
+/* Approximate work of one thread in a microsecond: positions or expiries that are read, and bytes
+ * of k and v that are moved. */
+enum { seen_keys = 1000, moved_bytes = 5000 };
+
+static inline int32_t threads_to_move(const fdma_problem *problem, int64_t tasks, int64_t keys,
+                                      int64_t rows) {
+    const int64_t row_bytes = 2 * problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
+    return fdma_worthwhile_threads(problem->exec.threads, tasks,
+                                   keys / seen_keys + rows * row_bytes / moved_bytes);
+}
+
+/* ---- store ---- */
+
+/* fdma_cache_store(): a task stores one kv head of one prompt, whose rows no other task writes. */
+
+static void store_head_task(const void *context, int64_t index, int32_t thread) {
+    const fdma_problem *const problem = context;
+    const stored_prompt prompt = fdma_stored_prompt(problem, index / problem->kv_heads);
+    (void)thread;
+    if (prompt.sequence >= 0)
+        fdma_store_kept_keys(problem, &prompt, index % problem->kv_heads);
+}
+
+static size_t cache_store_workspace(const fdma_problem *problem) {
+    (void)problem;
+    return 0;
+}
+
+static fdma_status run_cache_store(const fdma_problem *problem) {
+    const int64_t tasks = count_prompts(problem) * problem->kv_heads;
+    const int64_t rows = min(problem->new_len, rows_of_cache(&problem->cache));
+    const int32_t threads = threads_to_move(problem, tasks, tasks * problem->kv_len, tasks * rows);
+    fdma_parallel_for(threads, tasks, store_head_task, problem);
+    fdma_count_stored(problem);
+    return FDMA_OK;
+}
+
+/* ---- copy ---- */
+
 /* fdma_cache_copy(): a task copies some rows of one kv head, of every sequence. All sequences are
  * read before any is written; this is done for a slice of one row at a time, so that the copies
  * need little memory. */
-#pragma once
-
-#include "cpu/cache/move.h"
-
-#include "core/cache.h"
-
-#include <string.h>
 
 enum {
     task_rows = 64,
