@@ -193,47 +193,6 @@ __device__ static void attend_blocks(decode_memory<config> &shared, row_state<co
     cp_async_wait_group<0>();
 }
 
-/* Writes a warp's partial results to shared memory, in the order of the range. */
-template <typename config>
-__device__ static void stage_rows(decode_memory<config> &shared, const row_state<config> &state) {
-    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-#pragma unroll
-    for (int r = 0; r < row_state<config>::rows; r++) {
-        const int row = lane / 4 * row_state<config>::rows + r;
-        const float sum = quad_sum(state.row_sum[r]);
-        if (lane % 4 == 0) {
-            shared.max[warp][row] = state.row_max[r];
-            shared.sum[warp][row] = sum;
-        }
-#pragma unroll
-        for (int d = 0; d < config::head_dim / 8; d++)
-            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
-                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
-    }
-}
-
-template <typename config> struct merged_warps {
-    float row_max, row_sum;
-    float factor[config::warps]; // weight of each warp's out
-
-    __device__ merged_warps(const decode_memory<config> &shared, int r)
-        : row_max(least_max), row_sum(0) {
-        for (int w = 0; w < config::warps; w++)
-            row_max = fmaxf(row_max, shared.max[w][r]);
-        for (int w = 0; w < config::warps; w++) {
-            factor[w] = ex2_approx(shared.max[w][r] - row_max);
-            row_sum += factor[w] * shared.sum[w][r];
-        }
-    }
-
-    __device__ float out(const decode_memory<config> &shared, int r, int d) const {
-        float sum = 0;
-        for (int w = 0; w < config::warps; w++)
-            sum += factor[w] * shared.out[w][r][d];
-        return sum;
-    }
-};
-
 template <typename config>
 __device__ static void write_split(const decode_memory<config> &shared, const split_plan &splits,
                                    const row_range &range, int64_t head, int32_t split,
@@ -281,7 +240,7 @@ __device__ static void attend_keys(decode_memory<config> &shared, int32_t from, 
     attend_blocks(shared, state, from + (int)threadIdx.x / warp_lanes * config::keys, causal);
     griddepcontrol_launch_dependents();
     __syncthreads();
-    stage_rows(shared, state);
+    stage_rows(shared, state, config::rows);
     __syncthreads();
 }
 

@@ -253,6 +253,51 @@ __device__ static void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
     }
 }
 
+/* ---- partial results of the warps of a thread block ---- */
+
+/* Writes those of a warp to the arrays max, sum and out of shared memory, in the order of the
+ * range. `rows` of them have an out. */
+template <typename config, typename memory>
+__device__ static void stage_rows(memory &shared, const row_state<config> &state, int32_t rows) {
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+#pragma unroll
+    for (int r = 0; r < row_state<config>::rows; r++) {
+        const int row = lane / 4 * row_state<config>::rows + r;
+        const float sum = quad_sum(state.row_sum[r]);
+        if (lane % 4 == 0) {
+            shared.max[warp][row] = state.row_max[r];
+            shared.sum[warp][row] = sum;
+        }
+#pragma unroll
+        for (int d = 0; d < config::head_dim / 8 && row < rows; d++)
+            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
+                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
+    }
+}
+
+/* Row r of all warps. */
+template <typename config> struct merged_warps {
+    float row_max, row_sum;
+    float factor[config::warps]; // weight of each warp's out
+
+    template <typename memory>
+    __device__ merged_warps(const memory &shared, int r) : row_max(least_max), row_sum(0) {
+        for (int w = 0; w < config::warps; w++)
+            row_max = fmaxf(row_max, shared.max[w][r]);
+        for (int w = 0; w < config::warps; w++) {
+            factor[w] = ex2_approx(shared.max[w][r] - row_max);
+            row_sum += factor[w] * shared.sum[w][r];
+        }
+    }
+
+    template <typename memory> __device__ float out(const memory &shared, int r, int d) const {
+        float sum = 0;
+        for (int w = 0; w < config::warps; w++)
+            sum += factor[w] * shared.out[w][r][d];
+        return sum;
+    }
+};
+
 /* ---- keys ---- */
 
 /* The keys that a tile of query rows visits: its range of a tile list, and loading a key block into

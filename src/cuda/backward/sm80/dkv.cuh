@@ -379,6 +379,19 @@ template <typename config> struct key_sums {
     float dbias[2]; // of this lane's columns
 };
 
+/* Starts copying row n of two blocks whose sources have the same length and alignment. */
+template <int head_dim>
+__device__ static void copy_two_rows(char *to, char *other_to, int n, const char *from,
+                                     const char *other_from, const row_source &source, bool there) {
+    if (source.aligned) {
+        copy_row<head_dim>(to, n, from, source.vecs, there, true);
+        copy_row<head_dim>(other_to, n, other_from, source.vecs, there, true);
+    } else {
+        copy_row_unaligned<head_dim>(to, n, from, source.vecs, there);
+        copy_row_unaligned<head_dim>(other_to, n, other_from, source.vecs, there);
+    }
+}
+
 /* Starts copying k and v of the rows whose key has changed, and loads their records. */
 template <typename config>
 __device__ static void load_rows(key_memory<config> &shared, const backward_plan &plan,
@@ -395,13 +408,8 @@ __device__ static void load_rows(key_memory<config> &shared, const backward_plan
         const bool there = is_key(keys[n], kv_len);
         const char *const k = row_of_key(inputs.k, there ? keys[n] : 0);
         const char *const v = row_of_key(inputs.v, there ? keys[n] : 0);
-        if (inputs.k.aligned) {
-            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there, true);
-            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there, true);
-        } else {
-            copy_row_unaligned<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
-            copy_row_unaligned<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
-        }
+        copy_two_rows<config::head_dim>((char *)shared.k, (char *)shared.v, n, k, v, inputs.k,
+                                        there);
     }
     cp_async_commit_group();
     const int32_t n = thread;
@@ -434,14 +442,8 @@ __device__ static void load_step(key_memory<config> &shared, const backward_plan
         const int32_t i = there ? step.query + n : 0;
         const char *const q = row_at(inputs.q, i) + 2 * step.h * forward.q.head;
         const char *const dout = row_at(inputs.dout, i) + 2 * step.h * plan.dout.head;
-        char *const to_q = (char *)shared.q[stage], *const to_dout = (char *)shared.dout[stage];
-        if (inputs.q.aligned) {
-            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there, true);
-            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there, true);
-        } else {
-            copy_row_unaligned<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
-            copy_row_unaligned<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);
-        }
+        copy_two_rows<config::head_dim>((char *)shared.q[stage], (char *)shared.dout[stage], n, q,
+                                        dout, inputs.q, there);
     }
     const int n = thread;
     if (n < config::keys) {

@@ -199,41 +199,49 @@ __device__ static void write_dq(const float (&dq)[1][config::head_dim / 8][4],
     }
 }
 
-template <typename config>
-__device__ static void load_rows(query_memory<config> &shared, const backward_plan &plan,
-                                 const row_range &range, bool aligned) {
+/* Starts a thread block on its tile: the inputs, positions and codes of its rows, and the copies of
+ * q and dout. The tiles of a kv head are neighbours, and the last ones come first, as in
+ * forward. */
+template <typename config, typename memory>
+__device__ static row_range start_tile(memory &shared, const backward_plan &plan, int32_t tiles,
+                                       bool aligned) {
     const forward_plan &forward = plan.forward;
+    const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
+    const row_range range =
+        row_range_of(forward, (int32_t)(blockIdx.x / tiles), tile * config::rows);
+    if (threadIdx.x == 0)
+        shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
+    write_positions<config::rows>(shared.position, forward, range, key_count(forward, range.b));
+    if constexpr (config::drops)
+        write_row_codes(shared.codes, forward, range, key_count(forward, range.b));
     load_queries<config, config::row_warps, config::threads>((char *)shared.q, forward.q, forward,
                                                              range, aligned);
     load_queries<config, config::row_warps, config::threads>((char *)shared.dout, plan.dout,
                                                              forward, range, aligned);
+    return range;
 }
 
-/* One tile. The tiles of a kv head are neighbours, and the last ones come first, as in forward. */
+/* Stores the entries of the first two key blocks of the list. */
+template <typename config, typename memory>
+__device__ static void store_first_entries(memory &shared) {
+    __syncthreads(); // the inputs are written
+    for (int32_t n = 0; n < 2; n++)
+        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
+}
+
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_queries(const __grid_constant__ backward_plan plan, const int32_t tiles,
                 const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
     query_memory<config> &shared = *(query_memory<config> *)bytes;
-    const forward_plan &forward = plan.forward;
-    const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
-    const row_range range =
-        row_range_of(forward, (int32_t)(blockIdx.x / tiles), tile * config::rows);
+    const row_range range = start_tile<config>(shared, plan, tiles, aligned);
     float dq[1][config::head_dim / 8][4];
-    if (threadIdx.x == 0)
-        shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
-    write_positions<config::rows>(shared.position, forward, range, key_count(forward, range.b));
-    if constexpr (config::drops)
-        write_row_codes(shared.codes, forward, range, key_count(forward, range.b));
-    load_rows(shared, plan, range, aligned);
-    __syncthreads();
-    for (int32_t n = 0; n < 2; n++)
-        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
+    store_first_entries<config>(shared);
     const row_stats stats = load_row_stats<config>(plan, range);
     clear_sums(dq);
     __syncthreads();
-    load_keys(shared, forward, 0);
+    load_keys(shared, plan.forward, 0);
     sum_blocks(shared, stats, dq, plan);
     cp_async_wait_group<0>(); // if the list is empty, copies of rows may still be in flight
     write_dq<config>(dq, plan, range, stats, aligned);
@@ -564,35 +572,20 @@ __device__ static void visit_blocks(listed_memory<config> &shared, const backwar
     }
 }
 
-/* One tile. The tiles of a kv head are neighbours, and the last ones come first, as in forward. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_listed(const __grid_constant__ backward_plan plan, const int32_t tiles,
                const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
     listed_memory<config> &shared = *(listed_memory<config> *)bytes;
-    const forward_plan &forward = plan.forward;
-    const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
-    const row_range range =
-        row_range_of(forward, (int32_t)(blockIdx.x / tiles), tile * config::rows);
+    const row_range range = start_tile<config>(shared, plan, tiles, aligned);
     float dq[1][config::head_dim / 8][4];
-    if (threadIdx.x == 0)
-        shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
-    write_positions<config::rows>(shared.position, forward, range, key_count(forward, range.b));
-    if constexpr (config::drops)
-        write_row_codes(shared.codes, forward, range, key_count(forward, range.b));
-    load_queries<config, config::row_warps, config::threads>((char *)shared.q, forward.q, forward,
-                                                             range, aligned);
-    load_queries<config, config::row_warps, config::threads>((char *)shared.dout, plan.dout,
-                                                             forward, range, aligned);
     cp_async_commit_group();
-    __syncthreads();
-    for (int32_t n = 0; n < 2; n++)
-        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
+    store_first_entries<config>(shared);
     write_rows(shared.of_row, plan, range, shared.inputs.keys);
     clear_sums(dq);
     __syncthreads();
-    load_keys(shared, forward, 0);
+    load_keys(shared, plan.forward, 0);
     load_values(shared, 0);
     cp_async_wait_group<2>();
     __syncthreads(); // q and dout have arrived
