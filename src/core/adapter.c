@@ -56,7 +56,6 @@ static const kernel_adapter check_adapter = {is_checked_first, fdma_adapted_work
 
 /* ---- cuts of a problem ---- */
 
-/* Cuts an axis of a tensor to `count` elements, from `first` on. */
 static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
     const size_t before = (size_t)(first * tensor->stride[axis]);
     if (tensor->data != NULL)
@@ -84,7 +83,6 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry,
     }
 }
 
-/* Cuts all tensors of a problem. */
 static void cut_tensors(fdma_problem *problem, const tensor_ranges *ranges) {
     const tensor_table table = fdma_tensors[problem->operation];
     for (size_t t = 0; t < table.count; t++)
@@ -303,7 +301,6 @@ static double value_without_keys(const tensor_entry *entry) {
     }
 }
 
-/* Fills the last axis of a tensor. */
 static void fill_row(const fdma_tensor *tensor, int64_t offset, int64_t count, double value) {
     const size_t size = fdma_dtype_size(tensor->dtype);
     if (count == 0) // the tensor may have no memory
@@ -318,7 +315,6 @@ static void fill_row(const fdma_tensor *tensor, int64_t offset, int64_t count, d
             fdma_store(tensor, offset + n, value);
 }
 
-/* Fills a tensor of rank 3 or 4. */
 static void fill_tensor(const fdma_tensor *tensor, double value) {
     const int last = tensor->rank - 1;
     const int64_t rows = last == 3 ? tensor->shape[2] : 1;
@@ -345,7 +341,6 @@ static bool is_added(const fdma_problem *whole, const tensor_entry *entry) {
     return whole->accumulate && entry->member != offsetof(fdma_problem, dbias);
 }
 
-/* Fills one range of an output. */
 static void fill_range(const fdma_problem *whole, const tensor_entry *entry,
                        const tensor_ranges *range) {
     fdma_tensor tensor = *tensor_at(whole, entry->member);
@@ -423,7 +418,6 @@ static size_t entries_workspace(const adapted_kernel *inner, const fdma_problem 
     return fdma_adapted_workspace(inner, &one, depth);
 }
 
-/* The workspace of the problem that needs the largest one. */
 static size_t most_workspace(const adapted_kernel *inner, const fdma_problem *whole) {
     const int64_t batch = count_entries(whole);
     size_t most = 0;
@@ -589,7 +583,6 @@ static int64_t *sort_numbers(int64_t *numbers, int64_t *spare, int64_t count) {
     return numbers;
 }
 
-/* Sorts the rows of one (b, g) by position, empty ones first. */
 static void sort_rows(const fdma_problem *stream, int64_t b, int64_t g,
                       const stream_scratch *scratch, int32_t *row) {
     const fdma_tensor *const tensor = &stream->table_in.position;

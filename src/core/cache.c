@@ -21,7 +21,6 @@ static fdma_tensor take_rows(fdma_arena *arena, const fdma_cache *cache) {
     return tensor;
 }
 
-/* Places the tensors of a cache in `memory`, and returns the bytes that they take. */
 static size_t place_cache(fdma_cache *cache, void *memory) {
     const int64_t sequences = cache->sequences, heads = cache->kv_heads,
                   rows = rows_of_cache(cache);

@@ -43,7 +43,6 @@ fdma_status fdma_empty_cache(const fdma_cache *cache, fill_memory fill);
 
 fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_memory fill);
 
-/* A row of one kv head of a sequence of the cache. */
 typedef struct cache_row {
     int64_t sequence, g, row;
 } cache_row;

@@ -549,7 +549,6 @@ static bool has_gradients(fdma_operation operation) {
     return operation == operation_backward || operation == operation_attention_backward;
 }
 
-/* Checks that a call has both tensors or neither. */
 static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const char *other_name,
                               bool has_other) {
     FDMA_REQUIRE(is_present(tensor) || !has_other, FDMA_INVALID_ARGUMENT,
@@ -604,7 +603,6 @@ static fdma_status check_carried(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks one table of a call: all its tensors are given, or none. */
 static fdma_status check_table(const fdma_problem *problem, const fdma_table *table,
                                const char *const *names) {
     const bool given = is_present(&table->score);
@@ -776,7 +774,6 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 
-/* Number of keys of sequence b that exist. */
 static int64_t key_count(const fdma_problem *problem, int64_t b) {
     const fdma_tensor *const used = &problem->kv_used;
     return is_present(used) ? ((const int32_t *)used->data)[b * used->stride[0]] : problem->kv_len;

@@ -114,7 +114,6 @@ static int64_t most_partitions(const fdma_problem *problem, int64_t lanes) {
     return turns * (tables < wanted_tasks ? min((int64_t)tables + 2, wanted_tasks) : wanted_tasks);
 }
 
-/* Gives rows to the keys that arrived before the first tile of a partition. */
 static void begin_partition(const fdma_problem *problem, const row_range *first, key_table *table,
                             backward_partition *one) {
     const int32_t before = first->first > 0 ? row_position(problem, first->first - 1) : -1;

@@ -222,7 +222,6 @@ static void find_block_ds(const backward_step *step, int block, const group_list
 
 #if !defined(FDMA_POINT_AMX)
 
-/* For one strip of channels, adds the sums over lanes of every group. */
 INLINE void add_strip(float *const *sums, const group_list *groups, const float *words,
                       const float *rows, int64_t d, int vectors) {
     for (int32_t n = 0; n < groups->count; n++) {
@@ -247,7 +246,6 @@ NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, cons
             add_strip(sums, groups, words, rows, d, 1);
 }
 
-/* Adds the contributions of a key block to the gradients of a tile and of its keys. */
 static void add_key_block(const backward_step *step, int64_t width) {
     const backward_tile *const tile = step->tile;
     const int64_t rows = block_rows(step->logits.dim);
@@ -292,7 +290,6 @@ NOINLINE void add_all_lanes(const backward_step *step, float *const *sums, const
     }
 }
 
-/* Adds the contributions of a key block to the gradients of a tile and of its keys. */
 static void add_key_block(const backward_step *step, int64_t width) {
     const backward_tile *const tile = step->tile;
     bool keeps[key_block / key_step][backward_blocks] = {{false}}; // a block keeps a key of a step

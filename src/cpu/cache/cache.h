@@ -63,7 +63,6 @@ typedef struct copy_context {
     size_t scratch_size;
 } copy_context;
 
-/* A thread's copies of one row. */
 typedef struct row_copies {
     int32_t *position; /* [count]: of the copied sequences */
     int32_t *page;     /* [2, count]: the pages of the rows that are read and written */

@@ -41,7 +41,6 @@ static inline void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, in
     return row_at(tensor, offset_of(tensor, b, n, head));
 }
 
-/* The channels of key j, a carried one or one of the call, in a tensor shaped as k. */
 static inline void *key_row(const fdma_problem *problem, const fdma_tensor *own,
                             const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
     const key_storage storage = storage_of_key(problem, own, carried, j);

@@ -81,7 +81,6 @@ typedef struct decode_task {
     float *weights; /* [padded][decode_keys]; without a selection see below */
 } decode_task;
 
-/* The index of a head of the task among the heads of all sequences. */
 static int64_t head_of(const decode_task *task, int64_t head) {
     return task->b * task->decode->problem->kv_heads + task->first_head + head;
 }
@@ -161,7 +160,6 @@ static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
     return masked;
 }
 
-/* Lists the next block of the task; its count is 0 at the end. */
 static void list_decode_keys(decode_task *task, decode_block *keys) {
     const fdma_problem *const problem = task->decode->problem;
     keys->count = 0;
@@ -481,7 +479,6 @@ INLINE vf multiply_key(const float *q, const void *k, fdma_dtype dtype, int64_t 
     return sum;
 }
 
-/* The first product of a block of keys. */
 INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
                            const decode_block *keys, fdma_dtype dtype) {
     const decode_context *const decode = task->decode;
@@ -507,7 +504,6 @@ INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
 
 /* ---- P V ---- */
 
-/* Prefetches the rows of one head that add_heads() begins with. */
 static void prefetch_first_values(const decode_task *task, const decode_block *keys, int64_t head) {
     const dense_rows v = dense_rows_of(task, &task->decode->problem->v);
     for (int64_t n = 0; n < min(v.keys, keys->count); n++)

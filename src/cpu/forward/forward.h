@@ -69,7 +69,6 @@ static void clear_skipped(const tile_step *step, const group_list *groups) {
                    sizeof(float) * group_keys / terms * block_lanes);
 }
 
-/* P of all groups that a block of lanes keeps. */
 NOINLINE void weigh_groups(const tile_step *step, int block, const group_list *groups) {
     int32_t multiplied = 0; // the products of the keys before it are in memory
     if ((int)key_step > (int)group_keys)

@@ -320,7 +320,6 @@ static int64_t guess_least(const key_range *keys, int32_t slots, order_buffer *b
     return above < buffer->count ? buffer->orders[buffer->count - above] : INT64_MIN;
 }
 
-/* Collects the sinks of a range. There are no more sinks than slots. */
 static void collect_sinks(const key_range *keys, order_buffer *buffer) {
     buffer->count = 0;
     for (int32_t n = 0; n < keys->sinks_end; n++) {

@@ -57,7 +57,6 @@ static inline page_view pages_of(const fdma_cache *cache) {
     return pages;
 }
 
-/* The page of a row of the cache; -1 if it is missing. */
 __device__ static int32_t page_of(const page_view &pages, int32_t sequence, int32_t row) {
     const int32_t page = pages.number[sequence * pages.sequence + (row >> pages.shift)];
     return (uint32_t)page < pages.count ? page : -1;

@@ -153,7 +153,6 @@ __device__ static int32_t find_sink_end(evict_memory<threads> &shared, evict_sta
                       : token_position(state.stream, -others);
 }
 
-/* True if a key is a sink. `row` is its row. */
 template <int threads>
 __device__ static bool is_sink(const evict_memory<threads> &shared, const decode_plan &plan,
                                competitor key, int32_t row) {
@@ -200,7 +199,6 @@ __device__ static void find_own_worst(const evict_memory<threads> &shared, evict
     add_own_token(shared, state, plan);
 }
 
-/* The worst key of 32 lanes, returned to all of them. */
 __device__ static worst_key worst_of_warp(const worst_key &own) {
     const int32_t order = __reduce_min_sync(~0u, order_of(own.key));
     const uint32_t position = __reduce_min_sync(

@@ -138,7 +138,6 @@ __device__ static void load_values(decode_stage<config> &stage, const decode_mem
     cp_async_commit_group();
 }
 
-/* The list entry of this lane in the warp's key block at `from`. */
 template <typename config>
 __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
     const int lane = threadIdx.x % warp_lanes;

@@ -105,7 +105,6 @@ __device__ static void differentiate_channels(float (&sums)[2], const merge_para
     }
 }
 
-/* The gradients of merge_rows(). */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     differentiate_rows(const merge_params params) {

@@ -311,7 +311,6 @@ struct tile_inputs {
     logit_params logits;
 };
 
-/* The rows of k or v of a (b, g), with its carried rows. */
 __device__ static row_source key_source_of(const forward_plan &plan, const head_view &own,
                                            const head_view &carried, int32_t b, int32_t g,
                                            bool aligned) {
@@ -335,7 +334,6 @@ __device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row
             logit_params_of(plan)};
 }
 
-/* This thread's entry of key block n. */
 template <typename config> __device__ static int32_t own_entry(const tile_list &keys, int32_t n) {
     const int32_t column = threadIdx.x;
     return column < config::keys ? entry_at(keys, n * config::keys + column) : -1;

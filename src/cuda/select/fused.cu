@@ -156,7 +156,6 @@ __device__ static void sort_keys(short_memory<config> &shared, const select_call
         position[r] = key[r].y;
 }
 
-/* The lanes whose `value`, of `bits` bits, is greater than this lane's value. */
 template <int bits> __device__ static uint32_t lanes_above(uint32_t value) {
     uint32_t above = 0, same = all_lanes;
 #pragma unroll

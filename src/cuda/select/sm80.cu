@@ -248,7 +248,6 @@ struct partition_memory {
     uint32_t word[1]; // one for each key of a partition, or for each partition
 };
 
-/* The sum of count[0] to count[n - 1], by all threads. */
 __device__ static uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
     uint32_t sum = 0, total;
     for (uint32_t i = threadIdx.x; i < n; i += threads)

@@ -141,7 +141,6 @@ __device__ static void load_orders(const select_call &call, const select_segment
     }
 }
 
-/* Loads the keys, and counts their highest digits. */
 __device__ static void load_keys(top_memory &shared, const top_work &work, const select_call &call,
                                  const select_segment &segment, const last_positions &last) {
     clear_counts(shared);
@@ -267,7 +266,6 @@ __device__ static last_segment last_segment_of(const last_output &to, const sele
             to.bias.data != NULL ? to.bias.at(b, g) : NULL};
 }
 
-/* True if key r of a thread is live at the first of the last positions. */
 __device__ static bool is_live(top_memory &shared, const top_work &work, const last_positions &last,
                                const best_keys &best, uint32_t r) {
     const int32_t j = (int32_t)position_of(work, r);

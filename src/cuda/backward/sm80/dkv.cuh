@@ -479,7 +479,6 @@ __device__ static void clear_empty(key_memory<config> &shared, int stage) {
         }
     __syncthreads();
 }
-/* One step for the rows' keys in this query block, which are key_memory::key[current]. */
 template <typename config>
 __device__ static void add_step(key_memory<config> &shared, const backward_plan &plan,
                                 key_sums<config> &sums, int current, int stage) {
@@ -530,7 +529,6 @@ __device__ static void add_sums(void *to, bool aligned, int32_t head_dim,
     }
 }
 
-/* Writes and clears the sums of the rows whose key changes. */
 template <typename config>
 __device__ static void write_rows(const key_memory<config> &shared, const backward_plan &plan,
                                   key_sums<config> &sums, const int32_t *keys, const int32_t *next,
@@ -615,7 +613,6 @@ __device__ static query_step next_step(const key_memory<config> &shared, const b
     return step_after(shared.step[stage], config::keys, plan.forward.group, plan.forward.q_len);
 }
 
-/* Starts loading the next step, if there is one, into the other stage. */
 template <typename config>
 __device__ static void load_next(key_memory<config> &shared, const backward_plan &plan, int stage) {
     const query_step next = next_step(shared, plan, stage);

@@ -221,7 +221,6 @@ __device__ static row_range start_tile(memory &shared, const backward_plan &plan
     return range;
 }
 
-/* Stores the entries of the first two key blocks of the list. */
 template <typename config, typename memory>
 __device__ static void store_first_entries(memory &shared) {
     __syncthreads(); // the inputs are written
