@@ -4,7 +4,7 @@
  * them have read the cache, the committed tokens are written to it. */
 #pragma once
 
-#include "cuda/decode/tokens.cuh"
+#include "cuda/decode/evict.cuh"
 #include "cuda/mma/attention.cuh"
 
 enum { cluster_ranks = 8 };
