@@ -188,13 +188,7 @@ fdma_status fdma_reference_lists(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* ---- caches ---- */
-
-static int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
-    return (int32_t *)tensor->data + offset_of(tensor, x0, x1, x2);
-}
-
-/* ---- store ---- */
+/* ---- prompts stored in a cache ---- */
 
 /* The last key of a prompt that is kept to the end in this row, as an index of the call's own keys;
  * -1 without one. */
@@ -203,8 +197,8 @@ static int64_t key_of_row(const fdma_problem *problem, const stored_prompt *prom
     const int64_t carried = problem->carried_len;
     int64_t found = -1;
     for (int64_t m = prompt->first; m < prompt->end; m++)
-        if (*int_at(&problem->expiry, prompt->b, g, carried + m) >= carried + prompt->end &&
-            *int_at(&problem->slot, prompt->b, g, carried + m) == row)
+        if (*ints_at(&problem->expiry, prompt->b, g, carried + m) >= carried + prompt->end &&
+            *ints_at(&problem->slot, prompt->b, g, carried + m) == row)
             found = m;
     return found;
 }
@@ -225,7 +219,7 @@ static void write_key(const fdma_problem *problem, const stored_prompt *prompt, 
         fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row),
                    problem->bias_form == FDMA_BIAS_EXP ? exp(score) : score);
     fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), score);
-    *int_at(&cache->table.position, s, g, row) = (int32_t)(prompt->seen + m - prompt->first);
+    *ints_at(&cache->table.position, s, g, row) = (int32_t)(prompt->seen + m - prompt->first);
 }
 
 static void store_row(const fdma_problem *problem, const stored_prompt *prompt, int64_t g,
@@ -233,11 +227,11 @@ static void store_row(const fdma_problem *problem, const stored_prompt *prompt, 
     const fdma_table *const table = &problem->cache.table;
     const int64_t s = prompt->sequence, m = key_of_row(problem, prompt, g, row);
     const bool stays = row < problem->carried_len &&
-                       *int_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len;
+                       *ints_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len;
     if (m >= 0 && indices_of_row(&problem->cache, s, row).first >= 0) {
         write_key(problem, prompt, g, row, m);
     } else if (m >= 0 || !stays) {
-        *int_at(&table->position, s, g, row) = -1;
+        *ints_at(&table->position, s, g, row) = -1;
         fdma_store(&table->score, offset_of(&table->score, s, g, row), -INFINITY);
     }
 }
@@ -268,7 +262,7 @@ static copied_row read_row(const fdma_problem *problem, int64_t s, int64_t g, in
     const key_indices at = s < 0 ? (key_indices){-1, 0} : indices_of_row(cache, s, row);
     if (at.first < 0)
         return read;
-    read.position = *int_at(&cache->table.position, s, g, row);
+    read.position = *ints_at(&cache->table.position, s, g, row);
     if (read.position < 0)
         return read; // the other tensors may hold anything there
     for (int64_t d = 0; d < problem->head_dim; d++) {
@@ -285,7 +279,7 @@ static void write_row(const fdma_problem *problem, int64_t s, int64_t g, int64_t
     const fdma_cache *const cache = &problem->cache;
     const key_indices at = indices_of_row(cache, s, row);
     const bool filled = read->position >= 0 && at.first >= 0;
-    *int_at(&cache->table.position, s, g, row) = filled ? read->position : -1;
+    *ints_at(&cache->table.position, s, g, row) = filled ? read->position : -1;
     for (int64_t d = 0; d < problem->head_dim && filled; d++) {
         fdma_store(&cache->k, offset_of(&cache->k, at.first, at.row, g) + d, read->k[d]);
         fdma_store(&cache->v, offset_of(&cache->v, at.first, at.row, g) + d, read->v[d]);

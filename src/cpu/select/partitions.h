@@ -160,6 +160,8 @@ static void keep_recent(const fdma_problem *problem, int64_t head, recent_keys k
         number_slots(problem, valid, keys, count, int_at(&problem->slot, b, g, 0));
 }
 
+/* ---- partitions ---- */
+
 typedef struct select_context {
     const fdma_problem *problem;
     int64_t heads; /* batch * kv_heads */
