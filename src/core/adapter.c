@@ -329,7 +329,7 @@ static void number_keys(const fdma_tensor *expiry, int64_t first) {
     for (int64_t b = 0; b < expiry->shape[0]; b++)
         for (int64_t g = 0; g < expiry->shape[1]; g++)
             for (int64_t j = 0; j < expiry->shape[2]; j++)
-                ((int32_t *)expiry->data)[offset_of(expiry, b, g, j)] = (int32_t)(first + j);
+                *int_at(expiry, b, g, j) = (int32_t)(first + j);
 }
 
 static bool has_axis(const tensor_entry *entry, const char *letters) {
@@ -586,7 +586,7 @@ static int64_t *sort_numbers(int64_t *numbers, int64_t *spare, int64_t count) {
 static void sort_rows(const fdma_problem *stream, int64_t b, int64_t g,
                       const stream_scratch *scratch, int32_t *row) {
     const fdma_tensor *const tensor = &stream->table_in.position;
-    const int32_t *const position = (const int32_t *)tensor->data + offset_of(tensor, b, g, 0);
+    const int32_t *const position = int_at(tensor, b, g, 0);
     for (int64_t n = 0; n < stream->carried_len; n++)
         scratch->keys[n] = max(position[n], -1) * ((int64_t)1 << 32) + n;
     const int64_t *const sorted = sort_numbers(scratch->keys, scratch->spare, stream->carried_len);
@@ -633,8 +633,8 @@ static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, co
     const uint8_t *const valid = (const uint8_t *)one->key_valid.data + first;
     const int32_t *const expiry = (const int32_t *)one->expiry.data + first;
     const int32_t *const slot = (const int32_t *)one->slot.data + first;
-    int32_t *const to = (int32_t *)stream->expiry.data + offset_of(&stream->expiry, b, g, 0);
-    int32_t *const to_slot = (int32_t *)stream->slot.data + offset_of(&stream->slot, b, g, 0);
+    int32_t *const to = int_at(&stream->expiry, b, g, 0);
+    int32_t *const to_slot = int_at(&stream->slot, b, g, 0);
     const bool slots_are_rows = rows == stream->slots;
     int64_t empty = 0;
     for (int64_t n = 0; n < rows; n++) {
@@ -653,7 +653,7 @@ static void write_selection(const fdma_problem *stream, int64_t b, int64_t g, co
 static void write_row(const fdma_problem *stream, int64_t b, int64_t g, int64_t row, double score,
                       int32_t position) {
     const fdma_table *const table = &stream->table_out;
-    ((int32_t *)table->position.data)[offset_of(&table->position, b, g, row)] = position;
+    *int_at(&table->position, b, g, row) = position;
     fdma_store(&table->score, offset_of(&table->score, b, g, row), score);
 }
 
@@ -663,8 +663,7 @@ static void write_table(const fdma_problem *stream, int64_t b, int64_t g) {
     const int64_t rows = stream->carried_len;
     const int64_t head = offset_of(&stream->expiry, b, g, 0), end = stream->kv_len;
     const int32_t *const expiry = (const int32_t *)stream->expiry.data + head;
-    const int32_t *const slot =
-        (const int32_t *)stream->slot.data + offset_of(&stream->slot, b, g, 0);
+    const int32_t *const slot = int_at(&stream->slot, b, g, 0);
     const int32_t seen = is_present(&in->seen) ? ((const int32_t *)in->seen.data)[b] : 0;
     for (int64_t n = 0; n < stream->slots; n++)
         write_row(stream, b, g, n, -INFINITY, -1);
@@ -674,7 +673,7 @@ static void write_table(const fdma_problem *stream, int64_t b, int64_t g) {
             continue;
         if (own < 0)
             write_row(stream, b, g, j, fdma_load(&in->score, offset_of(&in->score, b, g, j)),
-                      ((const int32_t *)in->position.data)[offset_of(&in->position, b, g, j)]);
+                      *int_at(&in->position, b, g, j));
         else
             write_row(stream, b, g, slot[j],
                       fdma_load(&stream->score, offset_of(&stream->score, b, g, own)),

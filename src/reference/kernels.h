@@ -454,8 +454,7 @@ static fdma_problem selection_of(const decode_head *head, const head_selection *
     one.table_in.score.data =
         (uint8_t *)table->score.data +
         (size_t)offset_of(&table->score, head->sequence, head->g, 0) * fdma_dtype_size(one.dtype);
-    one.table_in.position.data =
-        (int32_t *)table->position.data + offset_of(&table->position, head->sequence, head->g, 0);
+    one.table_in.position.data = int_at(&table->position, head->sequence, head->g, 0);
     one.table_in.seen.data = (int32_t *)table->seen.data + head->sequence;
     return one;
 }

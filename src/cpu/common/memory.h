@@ -27,10 +27,6 @@ static inline float *float_at(const fdma_tensor *tensor, int64_t x0, int64_t x1,
     return (float *)tensor->data + offset_of(tensor, x0, x1, x2);
 }
 
-static inline int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
-    return (int32_t *)tensor->data + offset_of(tensor, x0, x1, x2);
-}
-
 /* The elements from `offset` on, in any dtype. */
 static inline void *row_at(const fdma_tensor *tensor, int64_t offset) {
     return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
