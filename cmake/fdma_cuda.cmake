@@ -38,7 +38,7 @@ else()
   include(fdma_nvcc)
 endif()
 
-target_sources(fdma_objects PRIVATE src/cuda/cuda.c src/cuda/permissions.c)
+target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
 target_link_libraries(fdma_objects PRIVATE ${fdma_cuda_runtime})
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
 target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests depend on it
@@ -52,9 +52,9 @@ endforeach()
 # Libraries that a program needs to link libfdma.a without CMake.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(source device/sequences score/score score/score_backward select/sm80/select select/short/short select/keep_all select/rules select/slots
+foreach(source device/sequences score/score score/score_backward select/sm80 select/fused select/rules
                lists/lists merge/merge probabilities/probabilities plan/plan plan/lists plan/kept_keys plan/backward decode/evict decode/store
-               decode/copy adapt/tables adapt/used)
+               adapt/adapt)
   string(MAKE_C_IDENTIFIER ${source} name)
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()
@@ -76,8 +76,8 @@ list(FILTER cluster_code EXCLUDE REGEX "^[78]")
 if(NOT cluster_code) # nvcc without an architecture would compile for one of its own choice
   set(cluster_code 90)
 endif()
-fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
-fdma_add_cuda(fdma_cuda_top_sm90 src/cuda/select/sm90/top.cu "${cluster_code}")
+fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90.cu "${cluster_code}")
+fdma_add_cuda(fdma_cuda_top_sm90 src/cuda/select/top.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_cached_sm90_d${head_dim} src/cuda/decode/cached_sm90.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})

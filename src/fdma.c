@@ -6,7 +6,6 @@
 #include "core/checks.h"
 #include "core/error.h"
 #include "core/operations.h"
-#include "core/overlap.h"
 #include "core/steps.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"

@@ -21,7 +21,6 @@ static fdma_tensor take_rows(fdma_arena *arena, const fdma_cache *cache) {
     return tensor;
 }
 
-/* Places the tensors of a cache in `memory`, and returns the bytes that they take. */
 static size_t place_cache(fdma_cache *cache, void *memory) {
     const int64_t sequences = cache->sequences, heads = cache->kv_heads,
                   rows = rows_of_cache(cache);
@@ -80,9 +79,7 @@ fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_
     const fdma_tensor *const position = &cache->table.position;
     const size_t row_bytes = (size_t)rows_of_cache(cache) * sizeof(int32_t);
     for (int64_t g = 0; g < cache->kv_heads; g++)
-        FDMA_TRY(fill(cache->device,
-                      (int32_t *)position->data + offset_of(position, sequence, g, 0), 0xff,
-                      row_bytes));
+        FDMA_TRY(fill(cache->device, int_at(position, sequence, g, 0), 0xff, row_bytes));
     return fill(cache->device, (int32_t *)cache->table.seen.data + sequence, 0, sizeof(int32_t));
 }
 
@@ -215,7 +212,7 @@ static void copy_elements(const fdma_tensor *to, int64_t to_offset, const fdma_t
 
 void fdma_empty_cache_row(const fdma_table *table, cache_row at) {
     fdma_store(&table->score, offset_of(&table->score, at.sequence, at.g, at.row), -INFINITY);
-    ((int32_t *)table->position.data)[offset_of(&table->position, at.sequence, at.g, at.row)] = -1;
+    *int_at(&table->position, at.sequence, at.g, at.row) = -1;
 }
 
 void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cache_row to,
@@ -236,7 +233,7 @@ void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cac
     fdma_store(&table->score, offset_of(&table->score, s, g, row), score);
     if (problem->bias_form != FDMA_BIAS_NONE)
         fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), bias_of(problem, score));
-    ((int32_t *)table->position.data)[offset_of(&table->position, s, g, row)] = (int32_t)position;
+    *int_at(&table->position, s, g, row) = (int32_t)position;
 }
 
 void fdma_commit_tokens(const decode_head *head, const head_selection *selection) {
@@ -255,6 +252,58 @@ void fdma_count_committed(const fdma_problem *problem) {
         const int64_t seen = head.seen + head.committed;
         if (head.sequence >= 0) // beyond INT32_MAX only if two entries have one index
             ((int32_t *)problem->cache.table.seen.data)[head.sequence] =
+                (int32_t)min(seen, INT32_MAX);
+    }
+}
+
+/* ---- fdma_cache_store(): the keys of a prefill that are kept, and their rows ---- */
+
+stored_prompt fdma_stored_prompt(const fdma_problem *problem, int64_t n) {
+    const fdma_cache *const cache = &problem->cache;
+    const int32_t *const starts = problem->starts.data;
+    const bool packed = is_present(&problem->starts);
+    const int64_t sequence = number_of_stream(&problem->index, n, n);
+    stored_prompt prompt = {.b = packed ? 0 : n,
+                            .first = packed ? starts[n] : 0,
+                            .end = packed ? starts[n + 1] : problem->new_len,
+                            .sequence = sequence};
+    if (sequence < 0 || sequence >= cache->sequences)
+        prompt.sequence = -1;
+    else if (problem->carried_len > 0)
+        prompt.seen = ((const int32_t *)cache->table.seen.data)[sequence];
+    return prompt;
+}
+
+/* Empties every row, except rows of carried keys that are kept to the end. */
+static void empty_rows(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
+    const fdma_table *const table = &problem->cache.table;
+    for (int64_t row = 0; row < rows_of_cache(&problem->cache); row++) {
+        const bool carried = row < problem->carried_len;
+        if (carried && *int_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len)
+            continue;
+        fdma_empty_cache_row(table, (cache_row){prompt->sequence, g, row});
+    }
+}
+
+void fdma_store_kept_keys(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
+    const int64_t rows = rows_of_cache(&problem->cache), carried = problem->carried_len;
+    empty_rows(problem, prompt, g);
+    for (int64_t m = prompt->first; m < prompt->end; m++) {
+        if (*int_at(&problem->expiry, prompt->b, g, carried + m) < carried + prompt->end)
+            continue;
+        const int64_t row = *int_at(&problem->slot, prompt->b, g, carried + m);
+        const cache_row to = {prompt->sequence, g, row};
+        if (row >= 0 && row < rows) // false only if the selection was changed by hand
+            fdma_write_cache_row(problem, prompt->b, m, to, prompt->seen + m - prompt->first);
+    }
+}
+
+void fdma_count_stored(const fdma_problem *problem) {
+    for (int64_t n = 0; n < count_prompts(problem); n++) {
+        const stored_prompt prompt = fdma_stored_prompt(problem, n);
+        const int64_t seen = prompt.seen + prompt.end - prompt.first;
+        if (prompt.sequence >= 0) // beyond INT32_MAX only if two entries have one index
+            ((int32_t *)problem->cache.table.seen.data)[prompt.sequence] =
                 (int32_t)min(seen, INT32_MAX);
     }
 }

@@ -43,15 +43,6 @@ fdma_status fdma_empty_cache(const fdma_cache *cache, fill_memory fill);
 
 fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_memory fill);
 
-/* Checks that the selection of a call was made for the rules of its cache. */
-fdma_status fdma_check_cache_rules(const fdma_problem *problem);
-
-fdma_status fdma_check_cache_sizes(const fdma_problem *problem);
-
-/* Checks the values in the call's int32 lists, and `seen` of the sequences that they name. */
-fdma_status fdma_check_cache_lists(const fdma_problem *problem);
-
-/* A row of one kv head of a sequence of the cache. */
 typedef struct cache_row {
     int64_t sequence, g, row;
 } cache_row;

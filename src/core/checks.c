@@ -1,15 +1,334 @@
-/* Checks of tensors and sizes, driven by the list in signatures.c. */
+/* Checks of tensors and sizes, driven by the list in signatures.c, of overlaps and of caches. */
 #include "core/checks.h"
 
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
-#include "core/overlap.h"
 #include "core/signatures.h"
 
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
+
+/* ---- overlaps ---- */
+
+/* Tests whether two tensors share elements. The test is exact for separate buffers and for
+ * interleaved slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an
+ * overlap where there is none, but it never misses one. */
+
+/* The range of bytes that a tensor touches. With a period above 0, `first` is taken modulo the
+ * period, and an axis whose stride is a multiple of it adds nothing: the range stands for itself
+ * and for its repetitions every `period` bytes. */
+typedef struct byte_range {
+    int64_t first;
+    int64_t end;
+} byte_range;
+
+static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
+    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
+    const int64_t address = (int64_t)(uintptr_t)tensor->data;
+    const int64_t first = period ? address % period : address;
+    int64_t reach = size;
+    for (int axis = 0; axis < tensor->rank; axis++) {
+        if (tensor->shape[axis] == 1)
+            continue; // its stride is arbitrary
+        const int64_t stride = tensor->stride[axis] * size;
+        if (period == 0 || stride % period != 0)
+            reach += (tensor->shape[axis] - 1) * stride;
+    }
+    return (byte_range){first, first + reach};
+}
+
+static bool are_apart(byte_range a, byte_range b) { return a.end <= b.first || b.end <= a.first; }
+
+/* Both ranges repeat every `period` bytes: they are apart if they are apart in the same period and
+ * in neighboring ones. */
+static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t period) {
+    const byte_range range_a = range_modulo(a, period);
+    const byte_range range_b = range_modulo(b, period);
+    if (range_a.end - range_a.first > period || range_b.end - range_b.first > period)
+        return false;
+    // Shift each range back by one period, not forward: forward it might go past INT64_MAX.
+    const byte_range last_a = {range_a.first - period, range_a.end - period};
+    const byte_range last_b = {range_b.first - period, range_b.end - period};
+    return are_apart(range_a, range_b) && are_apart(last_a, range_b) && are_apart(range_a, last_b);
+}
+
+static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
+    if (is_empty(a) || is_empty(b) || are_apart(range_modulo(a, 0), range_modulo(b, 0)))
+        return false;
+    const int64_t size = (int64_t)fdma_dtype_size(a->dtype);
+    for (int axis = 0; axis < a->rank; axis++)
+        if (a->shape[axis] > 1 && a->stride[axis] > 0 &&
+            are_apart_modulo(a, b, a->stride[axis] * size))
+            return false;
+    return true;
+}
+
+static fdma_tensor workspace_of(const fdma_exec *exec) {
+    const int64_t most = INT64_MAX - (int64_t)(uintptr_t)exec->workspace;
+    const bool fits = exec->workspace_size < (size_t)most;
+    return fdma_tensor_1d(exec->workspace, FDMA_UINT8, fits ? (int64_t)exec->workspace_size : most);
+}
+
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec) {
+    const fdma_tensor workspace = workspace_of(exec);
+    for (size_t i = 0; i < count; i++) {
+        FDMA_REQUIRE(!may_overlap(tensors[i].tensor, &workspace), FDMA_INVALID_ARGUMENT,
+                     "exec.workspace: shares memory with %s, want memory of its own",
+                     tensors[i].name);
+        for (size_t other = 0; other < count && tensors[i].output; other++) {
+            const bool is_new_pair = other != i && !(tensors[other].output && other < i);
+            FDMA_REQUIRE(!is_new_pair || !may_overlap(tensors[i].tensor, tensors[other].tensor),
+                         FDMA_INVALID_ARGUMENT,
+                         "%s: shares elements with %s, want memory of its own", tensors[i].name,
+                         tensors[other].name);
+        }
+    }
+    return FDMA_OK;
+}
+
+/* ---- caches ---- */
+
+fdma_status fdma_check_cache(const fdma_cache *cache) {
+    FDMA_REQUIRE(cache != NULL, FDMA_INVALID_ARGUMENT, "cache: is NULL, want a struct");
+    FDMA_TRY(fdma_check_reserved("cache", cache->reserved, sizeof cache->reserved));
+    FDMA_TRY(
+        fdma_check_reserved("cache.table", cache->table.reserved, sizeof cache->table.reserved));
+    FDMA_REQUIRE(cache->sequences >= 1 && cache->sequences <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "cache: its sequences is %lld, want 1 to %d", (long long)cache->sequences,
+                 INT32_MAX);
+    FDMA_REQUIRE(cache->kv_heads >= 1 && cache->kv_heads <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "cache: its kv_heads is %lld, want 1 to %d", (long long)cache->kv_heads,
+                 INT32_MAX);
+    FDMA_REQUIRE(cache->head_dim >= 8 && cache->head_dim <= 256 && cache->head_dim % 8 == 0,
+                 FDMA_UNSUPPORTED,
+                 "cache: its head_dim is %lld, supported: multiples of 8 from 8 to 256",
+                 (long long)cache->head_dim);
+    FDMA_REQUIRE(cache->window >= 1 && cache->window <= INT32_MAX / 2, FDMA_INVALID_ARGUMENT,
+                 "cache: its window is %lld, want 1 to %d", (long long)cache->window,
+                 INT32_MAX / 2);
+    FDMA_REQUIRE(cache->recent >= 0 && cache->recent <= INT32_MAX / 2, FDMA_INVALID_ARGUMENT,
+                 "cache: its recent is %lld, want 0 to %d", (long long)cache->recent,
+                 INT32_MAX / 2);
+    FDMA_REQUIRE(cache->sinks >= 0 && cache->sinks <= cache->window, FDMA_INVALID_ARGUMENT,
+                 "cache: its sinks is %lld, want 0 to its window, %lld", (long long)cache->sinks,
+                 (long long)cache->window);
+    FDMA_REQUIRE(cache->dtype >= FDMA_FLOAT32 && cache->dtype <= FDMA_FLOAT64, FDMA_UNSUPPORTED,
+                 "cache: its dtype is %s, supported: float32, float16, bfloat16, float64",
+                 fdma_dtype_name(cache->dtype));
+    FDMA_REQUIRE(cache->device >= 0, FDMA_INVALID_ARGUMENT,
+                 "cache: its device is %d, want FDMA_CPU or FDMA_CUDA(n)", cache->device);
+    return FDMA_OK;
+}
+
+static fdma_status check_int_tensor(const char *name, const fdma_tensor *tensor, int32_t rank,
+                                    const int64_t *shape) {
+    FDMA_TRY(fdma_check_form(name, tensor, rank, takes_int32));
+    for (int axis = 0; axis < rank; axis++)
+        FDMA_REQUIRE(tensor->shape[axis] == shape[axis], FDMA_INVALID_ARGUMENT,
+                     "%s: axis %d has %lld elements, want %lld", name, axis,
+                     (long long)tensor->shape[axis], (long long)shape[axis]);
+    return fdma_check_layout(name, tensor, true, true);
+}
+
+fdma_status fdma_check_cache_positions(const fdma_cache *cache) {
+    const int64_t shape[] = {cache->sequences, cache->kv_heads, rows_of_cache(cache)};
+    FDMA_TRY(fdma_check_cache(cache));
+    FDMA_TRY(check_int_tensor("cache.table.position", &cache->table.position, 3, shape));
+    return check_int_tensor("cache.table.seen", &cache->table.seen, 1, shape);
+}
+
+/* The caller's scores, the cache's scores and the bias have one dtype. With given scores dt_bias
+ * would have no effect. */
+static fdma_status check_score(const fdma_problem *problem) {
+    const bool given = is_present(&problem->score);
+    const fdma_dtype dtype = problem->cache.table.score.dtype;
+    FDMA_REQUIRE(problem->cache.bias.dtype == dtype, FDMA_INVALID_ARGUMENT,
+                 "cache.bias: dtype is %s, want that of cache.table.score, %s",
+                 fdma_dtype_name(problem->cache.bias.dtype), fdma_dtype_name(dtype));
+    FDMA_REQUIRE(!given || problem->score.dtype == dtype, FDMA_INVALID_ARGUMENT,
+                 "score: dtype is %s, want that of cache.table.score, %s",
+                 fdma_dtype_name(problem->score.dtype), fdma_dtype_name(dtype));
+    FDMA_REQUIRE(!given || !is_present(&problem->dt_bias), FDMA_INVALID_ARGUMENT,
+                 "dt_bias: is given, want none with score");
+    return FDMA_OK;
+}
+
+static fdma_status check_rule(const char *rule, int64_t of_selection, int64_t of_cache) {
+    FDMA_REQUIRE(of_selection == of_cache, FDMA_INVALID_ARGUMENT,
+                 "selection: its %s is %lld, want that of the cache, %lld", rule,
+                 (long long)of_selection, (long long)of_cache);
+    return FDMA_OK;
+}
+
+/* Checks that the selection of a call was made for the rules of its cache. */
+static fdma_status check_cache_rules(const fdma_problem *problem) {
+    const fdma_cache *const cache = &problem->cache;
+    FDMA_REQUIRE(problem->scope == FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
+                 "selection: its scope is global, want causal for a cache");
+    FDMA_REQUIRE(problem->gap == 0, FDMA_INVALID_ARGUMENT,
+                 "selection: its gap is %g, want 0 for a cache", problem->gap);
+    FDMA_TRY(check_rule("window", problem->window, cache->window));
+    FDMA_TRY(check_rule("recent", problem->recent, cache->recent));
+    return check_rule("sinks", problem->sinks, cache->sinks);
+}
+
+static fdma_status check_decode(const fdma_problem *problem) {
+    FDMA_REQUIRE(problem->new_len <= most_new_tokens, FDMA_INVALID_ARGUMENT,
+                 "k: axis 1 has %lld elements, want at most %d tokens", (long long)problem->new_len,
+                 most_new_tokens);
+    FDMA_REQUIRE(problem->q_len <= problem->new_len, FDMA_INVALID_ARGUMENT,
+                 "q_len: is %lld, want at most the new tokens, %lld", (long long)problem->q_len,
+                 (long long)problem->new_len);
+    return FDMA_OK;
+}
+
+static fdma_status check_store(const fdma_problem *problem) {
+    const int64_t starts = problem->starts.shape[0], most = problem->cache.sequences + 1;
+    if (!is_present(&problem->starts))
+        return FDMA_OK;
+    FDMA_REQUIRE(problem->carried_len == 0, FDMA_INVALID_ARGUMENT,
+                 "starts: is given, want none with carried keys in the selection");
+    FDMA_REQUIRE(is_present(&problem->index) || starts <= most, FDMA_INVALID_ARGUMENT,
+                 "starts: axis 0 has %lld elements, want at most %lld without index",
+                 (long long)starts, (long long)most);
+    return FDMA_OK;
+}
+
+/* Checks k alone: the pools of k and v have the same sizes. */
+static fdma_status check_pages(const fdma_problem *problem) {
+    const fdma_tensor *const table = &problem->cache.page_table;
+    const int64_t rows = rows_of_cache(&problem->cache), page_len = problem->page_len;
+    FDMA_REQUIRE(page_len >= 1 && (page_len & (page_len - 1)) == 0, FDMA_INVALID_ARGUMENT,
+                 "cache.k: axis 1 has %lld elements, want a power of 2 with page_table",
+                 (long long)page_len);
+    FDMA_REQUIRE(problem->cache.bias.shape[2] == rows, FDMA_INVALID_ARGUMENT,
+                 "cache.bias: axis 2 has %lld elements, want window + recent, %lld",
+                 (long long)problem->cache.bias.shape[2], (long long)rows);
+    FDMA_REQUIRE(table->shape[1] >= divide_up(rows, page_len), FDMA_INVALID_ARGUMENT,
+                 "cache.page_table: axis 1 has %lld elements, want %lld or more pages of %lld rows",
+                 (long long)table->shape[1], (long long)divide_up(rows, page_len),
+                 (long long)page_len);
+    return FDMA_OK;
+}
+
+static fdma_status check_rows(const fdma_cache *cache) {
+    FDMA_REQUIRE(cache->k.shape[1] == rows_of_cache(cache), FDMA_INVALID_ARGUMENT,
+                 "cache.k: axis 1 has %lld elements, want window + recent, %lld",
+                 (long long)cache->k.shape[1], (long long)rows_of_cache(cache));
+    return FDMA_OK;
+}
+
+static fdma_status check_cache_sizes(const fdma_problem *problem) {
+    const fdma_cache *const cache = &problem->cache;
+    const bool copies = problem->operation == operation_cache_copy;
+    const bool stores = problem->operation == operation_cache_store;
+    FDMA_TRY(check_score(problem));
+    FDMA_REQUIRE(problem->exec.device == cache->device, FDMA_INVALID_ARGUMENT,
+                 "cache: its device is %s, want exec.device, %s",
+                 fdma_device_text(cache->device).text, fdma_device_text(problem->exec.device).text);
+    FDMA_REQUIRE(problem->dtype == cache->dtype, FDMA_INVALID_ARGUMENT,
+                 "cache: its dtype is %s, want that of cache.k, %s", fdma_dtype_name(cache->dtype),
+                 fdma_dtype_name(problem->dtype));
+    FDMA_REQUIRE(problem->kv_heads == cache->kv_heads, FDMA_INVALID_ARGUMENT,
+                 "cache: its kv_heads is %lld, want %lld", (long long)cache->kv_heads,
+                 (long long)problem->kv_heads);
+    FDMA_REQUIRE(problem->head_dim == cache->head_dim, FDMA_INVALID_ARGUMENT,
+                 "cache: its head_dim is %lld, want %lld", (long long)cache->head_dim,
+                 (long long)problem->head_dim);
+    FDMA_TRY(has_pages(cache) ? check_pages(problem) : check_rows(cache));
+    if (problem->operation == operation_decode)
+        FDMA_TRY(check_decode(problem));
+    FDMA_REQUIRE(copies || is_present(&problem->index) || problem->batch <= cache->sequences,
+                 FDMA_INVALID_ARGUMENT,
+                 "batch: is %lld, want at most the sequences of the cache, %lld, without index",
+                 (long long)problem->batch, (long long)cache->sequences);
+    FDMA_REQUIRE(!copies || problem->batch <= cache->sequences, FDMA_INVALID_ARGUMENT,
+                 "to: axis 0 has %lld elements, want at most the sequences of the cache, %lld",
+                 (long long)problem->batch, (long long)cache->sequences);
+    return stores ? check_store(problem) : FDMA_OK;
+}
+
+static fdma_status check_number(const char *name, int64_t b, int64_t number, int64_t least,
+                                int64_t most) {
+    FDMA_REQUIRE(number >= least && number <= most, FDMA_INVALID_ARGUMENT,
+                 "%s: element %lld is %lld, want %lld to %lld", name, (long long)b,
+                 (long long)number, (long long)least, (long long)most);
+    return FDMA_OK;
+}
+
+/* Checks that `tokens` more can be counted. */
+static fdma_status check_cache_seen(const fdma_cache *cache, int64_t sequence, int64_t tokens) {
+    return check_number("cache.table.seen", sequence,
+                        ((const int32_t *)cache->table.seen.data)[sequence], 0, INT32_MAX - tokens);
+}
+
+static fdma_status check_decode_lists(const fdma_problem *problem) {
+    const fdma_cache *const cache = &problem->cache;
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const int64_t sequence = number_of_stream(&problem->index, b, b);
+        const int64_t tokens = number_of_stream(&problem->n_tokens, b, problem->new_len);
+        const int64_t commit = number_of_stream(&problem->commit, b, tokens);
+        FDMA_TRY(check_number("index", b, sequence, -1, cache->sequences - 1));
+        FDMA_TRY(check_number("n_tokens", b, tokens, 0, problem->new_len));
+        FDMA_TRY(check_number("commit", b, commit, 0, tokens));
+        if (sequence >= 0)
+            FDMA_TRY(check_cache_seen(cache, sequence, tokens));
+    }
+    return FDMA_OK;
+}
+
+static fdma_status check_store_lists(const fdma_problem *problem) {
+    const fdma_cache *const cache = &problem->cache;
+    for (int64_t n = 0; n < count_prompts(problem); n++) {
+        const int64_t sequence = number_of_stream(&problem->index, n, n);
+        FDMA_TRY(check_number("index", n, sequence, -1, cache->sequences - 1));
+        if (sequence >= 0 && problem->carried_len > 0)
+            FDMA_TRY(check_cache_seen(cache, sequence, problem->new_len));
+    }
+    return FDMA_OK;
+}
+
+/* Checks that no sequence occurs twice. Goes over ranges of 32768 sequences with one bit each,
+ * because a call allocates nothing. */
+static fdma_status check_distinct(const char *name, const fdma_tensor *list, int64_t sequences) {
+    enum { range_len = 1 << 15 };
+    const int32_t *const numbers = list->data;
+    uint8_t found[range_len / 8];
+    for (int64_t first = 0; first < sequences; first += range_len) {
+        memset(found, 0, sizeof found);
+        for (int64_t n = 0; n < list->shape[0]; n++) {
+            const int64_t at = numbers[n] - first;
+            if (at < 0 || at >= range_len)
+                continue;
+            FDMA_REQUIRE((found[at / 8] >> at % 8 & 1) == 0, FDMA_INVALID_ARGUMENT,
+                         "%s: element %lld is %d, want a number that it has only once", name,
+                         (long long)n, numbers[n]);
+            found[at / 8] |= (uint8_t)(1 << at % 8);
+        }
+    }
+    return FDMA_OK;
+}
+
+static fdma_status check_copy_lists(const fdma_problem *problem) {
+    const int64_t last = problem->cache.sequences - 1;
+    for (int64_t n = 0; n < problem->batch; n++) {
+        FDMA_TRY(check_number("from", n, ((const int32_t *)problem->from.data)[n], -1, last));
+        FDMA_TRY(check_number("to", n, ((const int32_t *)problem->to.data)[n], 0, last));
+    }
+    return check_distinct("to", &problem->to, problem->cache.sequences);
+}
+
+/* Checks the values in the call's int32 lists, and `seen` of the sequences that they name. */
+static fdma_status check_cache_lists(const fdma_problem *problem) {
+    if (problem->operation == operation_decode)
+        return check_decode_lists(problem);
+    return problem->operation == operation_cache_store ? check_store_lists(problem)
+                                                       : check_copy_lists(problem);
+}
+
+/* ---- tensors and sizes ---- */
 
 static bool is_output(const tensor_entry *entry) {
     return entry->role == role_output || entry->role == role_optional_output;
@@ -230,7 +549,6 @@ static bool has_gradients(fdma_operation operation) {
     return operation == operation_backward || operation == operation_attention_backward;
 }
 
-/* Checks that a call has both tensors or neither. */
 static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const char *other_name,
                               bool has_other) {
     FDMA_REQUIRE(is_present(tensor) || !has_other, FDMA_INVALID_ARGUMENT,
@@ -285,7 +603,6 @@ static fdma_status check_carried(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks one table of a call: all its tensors are given, or none. */
 static fdma_status check_table(const fdma_problem *problem, const fdma_table *table,
                                const char *const *names) {
     const bool given = is_present(&table->score);
@@ -372,7 +689,7 @@ static void read_rng_state(fdma_problem *problem) {
 
 static fdma_status check_sizes(const fdma_problem *problem) {
     if (has_cache(problem->operation))
-        FDMA_TRY(fdma_check_cache_sizes(problem));
+        FDMA_TRY(check_cache_sizes(problem));
     FDMA_TRY(check_carried(problem));
     FDMA_TRY(check_tables(problem));
     if (is_present(&problem->starts))
@@ -431,7 +748,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     if (cached)
         FDMA_TRY(fdma_check_cache(&problem->cache));
     if (problem->operation == operation_cache_store)
-        FDMA_TRY(fdma_check_cache_rules(problem));
+        FDMA_TRY(check_cache_rules(problem));
     FDMA_REQUIRE(!decodes || is_present(&problem->score) || is_present(&problem->dt_proj),
                  FDMA_INVALID_ARGUMENT,
                  "dt_proj: is absent, want a tensor of rank 2, or else a score");
@@ -446,7 +763,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     }
     FDMA_TRY(check_memory(problem, depth));
     if (depth == check_all && cached && problem->exec.device == FDMA_CPU)
-        FDMA_TRY(fdma_check_cache_lists(problem));
+        FDMA_TRY(check_cache_lists(problem));
     if (depth == check_all && is_present(&problem->table_in.seen) &&
         problem->exec.device == FDMA_CPU)
         FDMA_TRY(check_seen(problem));
@@ -457,7 +774,6 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 
-/* Number of keys of sequence b that exist. */
 static int64_t key_count(const fdma_problem *problem, int64_t b) {
     const fdma_tensor *const used = &problem->kv_used;
     return is_present(used) ? ((const int32_t *)used->data)[b * used->stride[0]] : problem->kv_len;

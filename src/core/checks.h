@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "core/tensor.h"
 
 /* Checks the tensors of a problem whose options are set. Fills in dtype, sizes and the fields that
  * follow from them. */
@@ -16,3 +17,13 @@ bool fdma_has_work(const fdma_problem *problem);
 /* fdma_has_work() for a cut of another problem: dsink_logit and dattn_bias, to which all cuts add,
  * do not count. */
 bool fdma_cut_has_work(const fdma_problem *cut);
+
+typedef struct named_tensor {
+    const char *name;
+    const fdma_tensor *tensor;
+    bool output;
+} named_tensor;
+
+/* Checks that no output shares an element with another tensor, and that no tensor overlaps the
+ * workspace. */
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);

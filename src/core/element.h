@@ -43,3 +43,8 @@ void fdma_store_row(const fdma_tensor *tensor, int64_t offset, const float *from
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
     return x0 * tensor->stride[0] + x1 * tensor->stride[1] + x2 * tensor->stride[2];
 }
+
+/* An element of a tensor of int32. */
+static inline int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
+    return (int32_t *)tensor->data + offset_of(tensor, x0, x1, x2);
+}

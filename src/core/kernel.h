@@ -5,7 +5,7 @@
 
 /* Properties of kernels, as bits. */
 typedef enum kernel_trait {
-    trait_one_sequence = 1, /* it knows no `starts`: core/packed.c cuts packed problems for it */
+    trait_one_sequence = 1, /* it knows no `starts`: core/adapter.c cuts packed problems for it */
     trait_writes_last_keys = 2, /* select: it writes last_keys in place of expiry and slot */
     trait_writes_plan = 4,      /* select: it also makes the plan of forward */
     trait_checks_selection = 8, /* backward: it checks the selection only with only_checks */

@@ -2,10 +2,10 @@
  * the tensors. */
 #include "core/operations.h"
 
+#include "core/adapter.h"
 #include "core/checks.h"
 #include "core/error.h"
 #include "core/signatures.h"
-#include "core/streams.h"
 
 #include <float.h>
 #include <math.h>

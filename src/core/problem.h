@@ -138,7 +138,6 @@ static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
     return i + problem->kv_len - problem->q_len;
 }
 
-/* Tiles of fdma_lists() for each (b, g). */
 static inline int64_t count_tiles(const fdma_problem *problem) {
     return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
 }
@@ -178,13 +177,11 @@ static inline sequence_range sequence_at(const fdma_problem *problem, int64_t po
                                            : (sequence_range){position, position};
 }
 
-/* Code of query head h of sequence b at position p; see core/dropout.h. */
 static inline row_code row_code_of(const fdma_problem *problem, int64_t b, int64_t h, int64_t p) {
     const int64_t head = (problem->first_entry + b) * problem->q_heads + h;
     return dropout_row(&problem->dropout, head, problem->first_position + p);
 }
 
-/* Code of key j and kv head g. */
 static inline uint32_t key_code_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
     const int64_t head = (problem->first_entry + b) * problem->kv_heads + g;
     return dropout_key(&problem->dropout, head, problem->first_position + j);
@@ -220,7 +217,6 @@ typedef struct key_indices {
     int64_t first, row;
 } key_indices;
 
-/* Indices of the row of carried key j in k_carried and v_carried. */
 static inline key_indices indices_of_carried(const fdma_problem *problem, int64_t b, int64_t j) {
     const key_pages *const pages = &problem->carried_pages;
     if (pages->page == NULL)
@@ -267,7 +263,6 @@ static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h,
            ((const uint8_t *)mask->data)[offset_of_pair(problem, mask, b, h, i, j)] != 0;
 }
 
-/* True if query i of head h attends to no key. */
 static inline bool is_empty_row(const fdma_problem *problem, int64_t b, int64_t h, int64_t i) {
     int64_t j = 0;
     while (j < problem->kv_len && !attends_to(problem, b, h, i, j))

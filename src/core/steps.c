@@ -4,11 +4,11 @@
  * kernels of decode compute the scores themselves. */
 #include "core/steps.h"
 
+#include "core/adapter.h"
 #include "core/checks.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
-#include "core/streams.h"
 
 /* A [batch, kv_heads, len] tensor in the workspace. */
 static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole, int64_t len,

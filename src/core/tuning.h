@@ -47,7 +47,6 @@ int64_t fdma_nearest_power(int64_t n);
 /* The class of a problem. Calls of a class without an entry follow the rules. */
 tuning_class fdma_class_of(const fdma_problem *problem);
 
-/* The entry of a class; NULL if there is none. */
 const tuning_entry *fdma_find_entry(const fdma_tuning *tuning, const tuning_class *calls);
 
 /* The tuned choice for a problem. The rules decide for problems without a tuning, and for what was

@@ -101,7 +101,6 @@ static uint32_t cpu_bits(void) {
     return known;
 }
 
-/* The first of the first `count` features that this CPU lacks. */
 static const char *first_missing(int count) {
     const uint32_t missing = ~cpu_bits() & ((1U << count) - 1);
     return missing != 0 ? feature_names[__builtin_ctz(missing)] : NULL;

@@ -29,3 +29,9 @@ int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds, i
  * caller. Tasks round to nearest, without floating-point traps and with subnormal numbers, in any
  * modes of the caller. */
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context);
+
+/* The quota of a cgroup, by which Linux limits the CPU time of a container. */
+
+/* CPUs that the quotas of this process's cgroup and its ancestors allow, rounded up; INT32_MAX
+ * without a quota. membership: as /proc/self/cgroup; mount: as /sys/fs/cgroup. */
+int32_t fdma_quota_cpus(const char *membership, const char *mount);

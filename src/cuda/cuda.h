@@ -8,7 +8,6 @@ extern const kernel_backend fdma_cuda_backend;
 /* The number of CUDA devices; 0 also if there is no driver. */
 int32_t fdma_cuda_count(void);
 
-/* Describes the device with this exec.device number, which is at least 1. */
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
 
 /* Checks that exec.device exists and, in a call, that the tensors and the workspace are in its

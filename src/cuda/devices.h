@@ -1,7 +1,7 @@
 /* The points of the CUDA build matrix, and the properties of this machine's devices for kernels. */
 #pragma once
 
-#include "core/adapter.h"
+#include "core/kernel.h"
 
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
@@ -31,8 +31,7 @@ fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int
 /* Adapters for kernels of select and score, which do not support these features: keys that do not
  * exist become padding, and carried keys become the front of a sequence. Kernels of lists, forward
  * and backward support both. */
-extern const kernel_adapter fdma_cuda_used_adapter;   /* adapt/used.cu */
-extern const kernel_adapter fdma_cuda_stream_adapter; /* adapt/tables.cu */
+extern const struct kernel_adapter fdma_cuda_used_adapter, fdma_cuda_stream_adapter;
 
 /* For a file that is compiled once for each head_dim: the names of its kernel, such as
  * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */
@@ -50,8 +49,7 @@ extern const kernel_adapter fdma_cuda_stream_adapter; /* adapt/tables.cu */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_top)                                                                          \
-    X(fdma_cuda_sm80_short)                                                                        \
-    X(fdma_cuda_sm80_keep_all)                                                                     \
+    X(fdma_cuda_sm80_fused_select)                                                                 \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
     X(fdma_cuda_sm80_lists)                                                                        \
@@ -85,7 +83,6 @@ extern const kernel_adapter fdma_cuda_stream_adapter; /* adapt/tables.cu */
     X(fdma_cuda_sm80_backward_d192)                                                                \
     X(fdma_cuda_sm80_backward_d256)                                                                \
     X(fdma_cuda_sm80_score_backward)                                                               \
-    X(fdma_cuda_sm80_cache_store)                                                                  \
-    X(fdma_cuda_sm80_cache_copy)                                                                   \
+    X(fdma_cuda_sm80_cache)                                                                        \
     X(fdma_cuda_sm80_merge)                                                                        \
     X(fdma_cuda_sm80_probabilities)

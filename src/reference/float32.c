@@ -1,4 +1,4 @@
-/* The kernels "reference/float32": the plain evaluation; see reference/real.h. */
+/* The kernels "reference/float32": the plain evaluation; see reference/kernels.h. */
 #define FDMA_REFERENCE_FLOAT32
 #include "reference/kernels.h"
 

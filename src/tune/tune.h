@@ -21,7 +21,6 @@ fdma_status fdma_put_entry(const tuning_entry *entry);
 
 bool fdma_has_choice(const tuning_choice *choice);
 
-/* Writes `line` from the other fields of an entry. */
 void fdma_write_line(tuning_entry *entry);
 
 /* Reads an entry from line `number` of a file. */

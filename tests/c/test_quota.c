@@ -4,7 +4,7 @@
 
 #include "test.h"
 
-#include "cpu/quota.h"
+#include "cpu/parallel.h"
 
 #include <ftw.h>
 #include <sys/stat.h>

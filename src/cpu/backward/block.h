@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/backward/tile.h"
-#include "cpu/forward/block.h"
+#include "cpu/forward/forward.h"
 
 typedef struct backward_step {
     tile_step logits; /* as in forward, over the same keys */
@@ -219,3 +219,94 @@ static void find_block_ds(const backward_step *step, int block, const group_list
     else
         find_plain_ds(step, block, groups);
 }
+
+#if !defined(FDMA_POINT_AMX)
+
+INLINE void add_strip(float *const *sums, const group_list *groups, const float *words,
+                      const float *rows, int64_t d, int vectors) {
+    for (int32_t n = 0; n < groups->count; n++) {
+        const int32_t first = groups->group[n].first;
+        const int begin = groups->group[n].upper ? half_vectors * vf_width / terms : 0;
+        add_lanes(sums + first, d, words + first * held_words, held_words, rows, vectors, begin,
+                  lane_words);
+    }
+}
+
+/* dv += P dout, or dk += dS q, of the keys that a block of lanes keeps. */
+NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, const float *words,
+                              const float *rows, int64_t width) {
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length)
+        if (width - d >= row_strip)
+            add_strip(sums, groups, words, rows, d, tile_vectors);
+        else if (width - d == 3 * vf_width)
+            add_strip(sums, groups, words, rows, d, 3);
+        else if (width - d == 2 * vf_width)
+            add_strip(sums, groups, words, rows, d, 2);
+        else
+            add_strip(sums, groups, words, rows, d, 1);
+}
+
+static void add_key_block(const backward_step *step, int64_t width) {
+    const backward_tile *const tile = step->tile;
+    const int64_t rows = block_rows(step->logits.dim);
+    group_list groups;
+    for (int block = 0; block < step->logits.blocks; block++) {
+        classify_groups(step->logits.keys, block, &groups);
+        find_block_probabilities(step, block, &groups);
+        add_block_lanes(step->dv, &groups, tile->p_words, tile->dout_rows + block * rows, width);
+        find_block_ds(step, block, &groups);
+        add_groups(&step->logits, block, &groups); // dq
+        add_block_lanes(step->dk, &groups, tile->ds_words, tile->q_rows + block * rows, width);
+    }
+}
+
+#else // AMX sums over all blocks of lanes of a tile at once
+
+/* Clears the words of the groups that no lane of a block keeps: the products take whole steps. */
+static void clear_skipped_words(const backward_step *step, int block, const group_list *groups) {
+    const key_group *group = groups->group, *const end = group + groups->count;
+    clear_skipped(&step->logits, groups);
+    for (int32_t first = 0; first < whole_steps(step->logits.keys->count); first += group_keys) {
+        if (group < end && group->first == first) {
+            group++;
+            continue;
+        }
+        for (int32_t key = first; key < first + group_keys; key++) {
+            memset(words_at(step->tile->p_words, key, block), 0, sizeof(float) * lane_words);
+            memset(words_at(step->tile->ds_words, key, block), 0, sizeof(float) * lane_words);
+        }
+    }
+}
+
+/* dv += P dout, or dk += dS q, of all listed keys. */
+NOINLINE void add_all_lanes(const backward_step *step, float *const *sums, const float *words,
+                            const float *rows, int64_t width, bool keeps[][backward_blocks]) {
+    const int64_t block_length = block_rows(step->logits.dim);
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length) {
+        const int vectors = (int)min((width - d) / vf_width, tile_vectors);
+        for (int32_t first = 0; first < whole_steps(step->logits.keys->count); first += key_step)
+            add_lanes(sums + first, d, words + first * held_words, held_words, rows, block_length,
+                      vectors, step->logits.blocks, keeps[first / key_step]);
+    }
+}
+
+static void add_key_block(const backward_step *step, int64_t width) {
+    const backward_tile *const tile = step->tile;
+    bool keeps[key_block / key_step][backward_blocks] = {{false}}; // a block keeps a key of a step
+    group_list groups;
+    begin_products();
+    for (int block = 0; block < step->logits.blocks; block++) {
+        classify_groups(step->logits.keys, block, &groups);
+        for (int32_t n = 0; n < groups.count; n++)
+            keeps[groups.group[n].first / key_step][block] = true;
+        clear_skipped_words(step, block, &groups);
+        find_block_probabilities(step, block, &groups);
+        find_block_ds(step, block, &groups);
+        add_groups(&step->logits, block, &groups); // dq
+    }
+    add_all_lanes(step, step->dv, tile->p_words, tile->dout_rows, width, keeps);
+    add_all_lanes(step, step->dk, tile->ds_words, tile->q_rows, width, keeps);
+    end_products();
+}
+
+#endif

@@ -37,7 +37,6 @@ static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) 
     return all;
 }
 
-/* The expiry of the keys of (b, g); NULL without a selection. */
 static const int32_t *expiry_of_head(const fdma_problem *problem, int64_t b, int64_t g) {
     const bool any = problem->selected && problem->kv_len > 0;
     return any ? int_at(&problem->expiry, b, g, 0) : NULL;

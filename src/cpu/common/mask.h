@@ -43,7 +43,6 @@ static mask_scan take_mask_scan(fdma_arena *arena, const fdma_problem *problem) 
     return scan;
 }
 
-/* The query and the query head of a lane that has a row. */
 static inline int64_t query_of_lane(const fdma_problem *problem, const row_range *rows,
                                     int64_t lane) {
     return (rows->first + lane) / problem->group;
@@ -77,7 +76,6 @@ static inline uint64_t nonzero_bytes(const uint8_t *bytes, int64_t count) {
     return vf_nonzero_bytes(padded);
 }
 
-/* The lowest bits of a word, at most 64. */
 static inline uint64_t lowest_bits(int64_t count) {
     return count >= 64 ? ~UINT64_C(0) : count <= 0 ? 0 : (UINT64_C(1) << count) - 1;
 }

@@ -4,6 +4,7 @@
 #include "core/element.h"
 #include "core/integers.h"
 #include "core/kernel.h"
+#include "cpu/simd/simd.h"
 
 static inline float *take_floats(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(float));
@@ -26,10 +27,6 @@ static inline float *float_at(const fdma_tensor *tensor, int64_t x0, int64_t x1,
     return (float *)tensor->data + offset_of(tensor, x0, x1, x2);
 }
 
-static inline int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
-    return (int32_t *)tensor->data + offset_of(tensor, x0, x1, x2);
-}
-
 /* The elements from `offset` on, in any dtype. */
 static inline void *row_at(const fdma_tensor *tensor, int64_t offset) {
     return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
@@ -40,7 +37,6 @@ static inline void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, in
     return row_at(tensor, offset_of(tensor, b, n, head));
 }
 
-/* The channels of key j, a carried one or one of the call, in a tensor shaped as k. */
 static inline void *key_row(const fdma_problem *problem, const fdma_tensor *own,
                             const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
     const key_storage storage = storage_of_key(problem, own, carried, j);
@@ -74,4 +70,45 @@ static inline int64_t slots_of(const fdma_problem *problem) {
 /* The keys that a query attends to, at most. */
 static inline int64_t keys_of_query(const fdma_problem *problem) {
     return problem->selected ? slots_of(problem) : problem->kv_len;
+}
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE void clear_vectors(vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        x[m] = vf_set(0);
+}
+
+INLINE void load_vectors(vf *x, const float *p, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        x[m] = vf_load(p + m * vf_width);
+}
+
+INLINE void store_vectors(float *p, const vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        vf_store(p + m * vf_width, x[m]);
+}
+
+INLINE void add_vectors(float *p, const vf *x, int from, int end) {
+    UNROLL
+    for (int m = from; m < end; m++)
+        vf_store(p + m * vf_width, vf_add(vf_load(p + m * vf_width), x[m]));
+}
+
+/* sums += word * lanes */
+INLINE void add_product(vf *sums, const float *word, const vf *lanes, int from, int end) {
+    const vf_word factor = vf_load_word(word);
+    UNROLL
+    for (int m = from; m < end; m++)
+        sums[m] = vf_dot(factor, lanes[m], sums[m]);
 }

@@ -16,7 +16,6 @@ typedef struct group_list {
     int32_t count;
 } group_list;
 
-/* The bits of the lanes of a block that keep the listed key n. */
 INLINE uint64_t kept_lanes(const key_list *list, int32_t n, int block) {
     const int lane = block * block_lanes, shift = lane % word_bits;
     const uint64_t *const words = list->kept + n * kept_words + lane / word_bits;
@@ -111,7 +110,6 @@ INLINE const void *const *rows_ahead(const tile_step *step, int32_t first, int b
     return (block == 0 ? step->next->k_source : step->next->v_source) + first;
 }
 
-/* Loads the vectors of a group, whose keys are `length` floats apart. */
 INLINE void load_group(product_block s, int from, const float *p, int64_t length) {
     UNROLL
     for (int key = 0; key < group_keys; key++)

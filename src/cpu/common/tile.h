@@ -5,12 +5,34 @@
 
 #include "core/tuning.h"
 #include "cpu/common/memory.h"
-#include "cpu/common/sink.h"
-#include "cpu/common/vectors.h"
 
 #include <float.h>
 #include <math.h>
 #include <string.h>
+
+/* The sink logit of row `row` of kv head g; -inf if the call has none. */
+static float sink_of_row(const fdma_problem *problem, int64_t g, int64_t row) {
+    const int64_t h = g * problem->group + row % problem->group;
+    return is_present(&problem->sink_logit) ? *float_at(&problem->sink_logit, h, 0, 0) : -INFINITY;
+}
+
+/* The factor of a row's out: 1 / (sum + exp(sink - max)), where `sum` is the sum of the weights
+ * exp(logit - max). If the exponential overflows, the factor is 0. It is also 0 in a row without
+ * weights. */
+static float inverse_of_sum(float max, float sum, float sink) {
+    if (isnan(sink) || sink == INFINITY)
+        return NAN;
+    return sum == 0 ? 0 : (float)(1 / ((double)sum + exp((double)sink - (double)max)));
+}
+
+/* The lse of such a row. Without weights it is the sink logit. */
+static float lse_of_row(float max, float sum, float sink) {
+    if (sum == 0 && sink == -INFINITY)
+        return sink;
+    const double top = (double)(sum == 0 || sink > max ? sink : max);
+    const double weights = sum == 0 ? 0 : (double)sum * exp((double)max - top);
+    return (float)(top + log(weights + exp((double)sink - top))); // NaN if sink is NaN or inf
+}
 
 enum {
     block_lanes = tile_vectors * vf_width,  /* lanes that one micro-kernel holds in registers */
@@ -30,7 +52,6 @@ _Static_assert(key_step % group_keys == 0, "groups of keys fill a step");
 _Static_assert(group_keys % terms == 0, "words of keys fill a group");
 _Static_assert(strip_channels % value_channels == 0, "registers of channels fill a strip");
 
-/* The rows of a tile. */
 typedef struct row_range {
     int64_t b, g;
     int64_t first, count;
@@ -216,7 +237,6 @@ static int64_t lane_offset(int64_t entries, int64_t lane) {
     return lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
 
-/* The lanes of all blocks that hold a row. */
 static int64_t used_lanes(const row_range *rows) { return round_up(rows->count, block_lanes); }
 
 /* The addresses of the rows in vf_width lanes; lanes beyond the last row get its address. */

@@ -4,8 +4,163 @@
  * each. */
 #pragma once
 
+#include "core/cache.h"
+#include "cpu/common/memory.h"
+#include "cpu/common/order.h"
 #include "cpu/decode/decode.h"
-#include "cpu/decode/evict.h"
+
+/* ---- which keys the tokens evict ---- */
+
+/* The key that each new token of fdma_decode() evicts. There are few tokens, so each of them reads
+ * every row. */
+
+/* The rows of one kv head after the tokens of the call so far. */
+typedef struct live_rows {
+    int64_t rows, sinks, recent;
+    int32_t sink_end;  /* sinks have positions before it; found when all rows have keys, as no sink
+                          leaves after that; -1 until then */
+    int32_t *order;    /* [rows] of the score */
+    int32_t *position; /* [rows]; -1: empty */
+    int32_t *key;      /* [rows]: the row's number, or the number of the token that took it */
+} live_rows;
+
+static live_rows take_live_rows(fdma_arena *arena, const fdma_problem *problem) {
+    live_rows live = {.rows = problem->carried_len,
+                      .sinks = problem->sinks,
+                      .recent = problem->recent,
+                      .sink_end = -1};
+    live.order = take_ints(arena, live.rows);
+    live.position = take_ints(arena, live.rows);
+    live.key = take_ints(arena, live.rows);
+    return live;
+}
+
+/* Loads the rows. Writes the expiries and slots that they have if no token evicts them. */
+static void load_rows(const decode_head *head, const live_rows *live,
+                      const head_selection *selection) {
+    const fdma_table *const table = &head->problem->cache.table;
+    const float *const score = float_at(&table->score, head->sequence, head->g, 0);
+    const int32_t *const position = int_at(&table->position, head->sequence, head->g, 0);
+    const int32_t rows = (int32_t)live->rows, kv_len = rows + (int32_t)head->tokens;
+    memcpy(live->order, score, (size_t)rows * sizeof *score);
+    memcpy(live->position, position, (size_t)rows * sizeof *position);
+    for (int32_t row = 0; row < rows; row++) {
+        live->order[row] = order_of_bits(live->order[row]);
+        live->key[row] = row;
+    }
+    for (int32_t row = 0; row < rows; row++) {
+        const bool filled = live->position[row] >= 0;
+        selection->expiry[row] = filled ? kv_len : row;
+        selection->slot[row] = filled ? row : -1;
+    }
+}
+
+/* x if `holds`, else the greatest number, in a form that compilers vectorize. */
+static inline int32_t number_if(bool holds, int32_t x) {
+    const int32_t mask = -(int32_t)holds;
+    return (x & mask) | (INT32_MAX & ~mask);
+}
+
+static inline int32_t least_of(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* The first row without a key; INT32_MAX if there is none. */
+static int32_t first_empty(const live_rows *live) {
+    const int32_t *const position = live->position, rows = (int32_t)live->rows;
+    int32_t first = INT32_MAX;
+    for (int32_t row = 0; row < rows; row++)
+        first = least_of(first, number_if(position[row] < 0, row));
+    return first;
+}
+
+static int64_t count_from(const live_rows *live, int32_t position) {
+    int32_t count = 0;
+    for (int64_t row = 0; row < live->rows; row++)
+        count += live->position[row] >= position;
+    return count;
+}
+
+/* The position of the `count`-th newest row, 1 or more: the greatest position that `count` rows
+ * reach. It is the `count`-th last position of the stream unless padding stands in between. */
+static int32_t newest_position(const live_rows *live, int64_t count, int32_t end) {
+    const int64_t likely = end - count;
+    if (likely >= 0 && count_from(live, (int32_t)likely) == count)
+        return (int32_t)likely;
+    int32_t low = 0, high = INT32_MAX; // count_from(low) >= count
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2 + 1;
+        if (count_from(live, middle) >= count)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* The end of the positions of the sinks, the oldest rows. They are the first rows, too, unless a
+ * sink was lost with a page. */
+static int32_t find_sink_end(const live_rows *live) {
+    const int32_t rows = (int32_t)live->rows, sinks = (int32_t)min(live->sinks, live->rows);
+    int32_t newest = -1, least = INT32_MAX;
+    for (int32_t row = 0; row < sinks; row++)
+        newest = live->position[row] > newest ? live->position[row] : newest;
+    for (int32_t row = sinks; row < rows; row++)
+        least = least_of(least, live->position[row]);
+    return newest < least ? least : newest_position(live, rows - sinks, 0);
+}
+
+/* The worst row among those that compete: rows that are no sink and older than `newest`. -1 if
+ * there is none. Each pass finds a minimum without branches, so that compilers vectorize it: the
+ * least score, the oldest position with that score, and the row with both. */
+static int64_t worst_row(const live_rows *live, int32_t newest) {
+    const int32_t *const order = live->order, *const position = live->position;
+    const int32_t end = live->sink_end, rows = (int32_t)live->rows;
+    int32_t least = INT32_MAX, oldest = INT32_MAX, worst = INT32_MAX;
+    for (int32_t row = 0; row < rows; row++)
+        least = least_of(least,
+                         number_if((position[row] >= end) & (position[row] < newest), order[row]));
+    for (int32_t row = 0; row < rows; row++)
+        oldest = least_of(oldest, number_if((order[row] == least) & (position[row] >= end) &
+                                                (position[row] < newest),
+                                            position[row]));
+    for (int32_t row = 0; row < rows; row++)
+        worst = least_of(worst, number_if((order[row] == least) & (position[row] == oldest), row));
+    return worst < INT32_MAX ? worst : -1;
+}
+
+/* The row that token m takes: an empty one, or the row of the key that it evicts; -1 if the token
+ * itself is the worst. */
+static int64_t row_for_token(live_rows *live, int32_t position, int32_t order) {
+    const int64_t empty = first_empty(live), others = live->recent - 1;
+    if (empty < live->rows)
+        return empty;
+    if (live->sink_end < 0)
+        live->sink_end = find_sink_end(live);
+    const int32_t newest = others > 0 ? newest_position(live, others, position) : INT32_MAX;
+    const int64_t worst = worst_row(live, newest);
+    const bool competes = live->recent == 0;
+    return competes && worst >= 0 && order < live->order[worst] ? -1 : worst;
+}
+
+/* Writes the expiry and the slot of every row and token. */
+static void evict_keys(const decode_head *head, live_rows *live, const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    const int32_t rows = (int32_t)live->rows, kv_len = rows + (int32_t)head->tokens;
+    load_rows(head, live, selection);
+    for (int32_t m = 0; m < (int32_t)head->tokens; m++) {
+        const int32_t order = score_order(*float_at(&problem->score, head->b, head->g, m));
+        const int32_t position = head->seen + m, j = rows + m;
+        const int64_t row = row_for_token(live, position, order);
+        selection->slot[j] = (int32_t)row;
+        selection->expiry[j] = row >= 0 ? kv_len : j;
+        if (row < 0)
+            continue;
+        if (live->position[row] >= 0)
+            selection->expiry[live->key[row]] = j;
+        live->order[row] = order;
+        live->position[row] = position;
+        live->key[row] = j;
+    }
+}
 
 typedef struct cached_context {
     const fdma_problem *problem;

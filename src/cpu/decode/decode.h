@@ -1,13 +1,538 @@
 /* Decode: forward for few rows of each kv head, such as one new query. Channels stand in the lanes,
  * and each row of k and v is read once for all rows that keep its key. The time goes into reading
  * memory, so the rows of the next block are prefetched; one row of each head without a selection is
- * multiplied in the order of memory (decode_dense.h). The keys are divided into splits, which
- * threads work on independently and whose partial results are merged in order. */
+ * multiplied in the order of memory. The keys are divided into splits, which threads work on
+ * independently and whose partial results are merged in order. */
 #pragma once
 
+#include "cpu/common/keys.h"
 #include "cpu/common/math.h"
-#include "cpu/decode/decode_dense.h"
 #include "cpu/parallel.h"
+
+/* ---- the keys that a split visits, a block of one head at a time, and the state of a task ---- */
+
+enum {
+    shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
+    decode_keys = 32, /* keys of a block, whose weights are held between the two products */
+    decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
+    dense_heads = 32, /* the same where all heads keep the same keys */
+    decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
+    strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
+    usual_split = 512,             /* keys; more if max_splits would be exceeded */
+    max_splits = 32,               /* splits of a sequence */
+    scan_keys = 16,                /* keys that are listed together if all are kept */
+    bytes_per_microsecond = 10000, /* read by one thread, roughly */
+};
+
+_Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
+_Static_assert(decode_keys % scan_keys == 0, "whole scans fill a block");
+
+static const float zero_row[256]; /* the most channels of a row, in any dtype */
+
+typedef struct decode_context {
+    const fdma_problem *problem;
+    int64_t rows;      /* rows of a head */
+    int64_t padded;    /* rows; if more than two, rounded up to a multiple of shared_rows */
+    int64_t width;     /* head_dim, rounded up to whole vectors */
+    int64_t heads;     /* heads of a task */
+    int64_t head_sets; /* tasks that the heads of one sequence are divided among */
+    int64_t split;     /* keys of a split */
+    int64_t splits;
+    bool dense; /* tasks use the products in the order of memory */
+    int32_t threads;
+    float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
+    float *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
+    int64_t scratch_size;
+} decode_context;
+
+/* The partial result of a row over one split: out, not yet divided by the sum of the weights; that
+ * sum, spread over the lanes of a vector; and the maximum, repeated in all lanes. */
+typedef struct decode_partial {
+    float *out, *sum, *max;
+} decode_partial;
+
+/* The keys of a head that were not visited yet. */
+typedef struct decode_cursor {
+    int64_t next, end;
+    int32_t first_position, last_position;
+    const int32_t *expiry; /* NULL: dense */
+    const uint8_t *valid;  /* or NULL */
+} decode_cursor;
+
+/* A block of keys of one head. Behind the last of its `count` keys, k repeats this key and v is a
+ * row of zeros, because the last word of weights may have a second term that belongs to no key. */
+typedef struct decode_block {
+    int32_t count;
+    bool masked;           /* some row may not keep some key */
+    int64_t head;          /* within the task */
+    const int32_t *expiry; /* NULL: dense */
+    int32_t key[decode_keys];
+    const void *k[decode_keys], *v[decode_keys];
+    float bias[decode_keys];
+} decode_block;
+
+/* One split of some heads. Blocks alternate between the heads, so that memory is read in order. */
+typedef struct decode_task {
+    const decode_context *decode;
+    int64_t b, first_head, heads, split;
+    int64_t next_head; /* whose block comes next */
+    decode_cursor cursor[dense_heads];
+    float *q;       /* [heads][padded][width] */
+    float *weights; /* [padded][decode_keys]; without a selection see below */
+} decode_task;
+
+static int64_t head_of(const decode_task *task, int64_t head) {
+    return task->b * task->decode->problem->kv_heads + task->first_head + head;
+}
+
+static int64_t partial_length(const decode_context *decode) { return decode->width + 2 * vf_width; }
+
+static decode_partial partial_of(const decode_context *decode, int64_t head, int64_t split,
+                                 int64_t row) {
+    const int64_t index = (head * decode->splits + split) * decode->padded + row;
+    float *const out = decode->partial + index * partial_length(decode);
+    return (decode_partial){out, out + decode->width, out + decode->width + vf_width};
+}
+
+static decode_cursor start_split(const decode_task *task, int64_t head) {
+    const fdma_problem *const problem = task->decode->problem;
+    const int32_t last = row_position(problem, task->decode->rows - 1);
+    return (decode_cursor){
+        .next = task->split * task->decode->split,
+        .end = min((task->split + 1) * task->decode->split, last + 1),
+        .first_position = row_position(problem, 0),
+        .last_position = last,
+        .expiry = expiry_of_head(problem, task->b, task->first_head + head),
+        .valid = valid_keys(problem, task->b),
+    };
+}
+
+/* Number of the next scan_keys keys that are kept at the first position: in a cache nearly always
+ * all, in a long sequence mostly none. */
+static int32_t count_kept(const decode_cursor *cursor) {
+    int32_t count = 0;
+    if (cursor->expiry == NULL)
+        return scan_keys;
+    for (int n = 0; n < scan_keys; n++)
+        count += cursor->expiry[cursor->next + n] > cursor->first_position;
+    return count;
+}
+
+/* Writes the next keys, up to decode_keys, and returns their number; 0 at the end. */
+static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
+    decode_cursor here = *cursor; // a local copy stays in registers
+    int32_t count = 0;
+    while (here.next < here.end && count < decode_keys) {
+        const int64_t end = min(here.next + scan_keys, here.end);
+        const int32_t kept = end - here.next == scan_keys ? count_kept(&here) : 1;
+        if (kept == 0) {
+            here.next = end;
+            continue;
+        }
+        if (kept == scan_keys && here.valid == NULL && end - 1 <= here.first_position &&
+            count + scan_keys <= decode_keys) {
+            for (int n = 0; n < scan_keys; n++)
+                keys[count + n] = (int32_t)here.next + n;
+            count += scan_keys;
+            here.next = end;
+            continue;
+        }
+        for (; here.next < end && count < decode_keys; here.next++) {
+            const int32_t j = (int32_t)here.next;
+            keys[count] = j;
+            count += outlives(here.expiry, here.valid, here.first_position, j);
+        }
+    }
+    cursor->next = here.next;
+    return count;
+}
+
+/* False if every row keeps all keys of a block. */
+static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
+    bool masked = false;
+    if (cursor->first_position == cursor->last_position)
+        return false;
+    for (int32_t n = 0; n < keys->count; n++) {
+        const int32_t j = keys->key[n];
+        masked |= j > cursor->first_position ||
+                  (cursor->expiry != NULL && cursor->expiry[j] <= cursor->last_position);
+    }
+    return masked;
+}
+
+static void list_decode_keys(decode_task *task, decode_block *keys) {
+    const fdma_problem *const problem = task->decode->problem;
+    keys->count = 0;
+    for (int64_t tried = 0; tried < task->heads && keys->count == 0; tried++) {
+        keys->head = task->next_head;
+        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key);
+        task->next_head = keys->head + 1 < task->heads ? keys->head + 1 : 0;
+    }
+    if (keys->count == 0)
+        return;
+    const int64_t g = task->first_head + keys->head;
+    for (int32_t n = keys->count; n < decode_keys; n++)
+        keys->key[n] = keys->key[keys->count - 1];
+    keys->expiry = task->cursor[keys->head].expiry;
+    keys->masked = is_masked(&task->cursor[keys->head], keys);
+    find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
+    find_v(problem, task->b, g, keys->key, keys->count, keys->v);
+    for (int32_t n = keys->count; n < decode_keys; n++)
+        keys->v[n] = zero_row;
+    find_bias(problem, task->b, g, keys->key, decode_keys, keys->bias);
+}
+
+/* ---- the two products ---- */
+
+/* Channels stand in the lanes, so that a row of k or v is used in its
+ * order in memory. Two vectors of bfloat16 channels are loaded at once, the even channels into one
+ * and the odd ones into the other, which takes fewer instructions than loading them in order. q and
+ * out have this order too; restore_order() puts out in the order of channels before it is
+ * stored. */
+
+/* The channels of a row that are loaded two vectors at a time. The others, fewer than two vectors,
+ * keep their order. */
+INLINE int64_t whole_pairs(int64_t dim) { return dim - dim % (2 * vf_width); }
+
+INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
+    if (dtype == FDMA_FLOAT32 && count == vf_width)
+        return vf_load((const float *)row + d);
+    return load_channels(row, dtype, d, count);
+}
+
+/* Two vectors of channels from d on. */
+INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
+    if (dtype == FDMA_BFLOAT16) {
+        vf_load_even_odd_bf16((const uint16_t *)row + d, &x[0], &x[1]);
+    } else {
+        x[0] = channels_of(row, dtype, d, vf_width);
+        x[1] = channels_of(row, dtype, d + vf_width, vf_width);
+    }
+}
+
+INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
+                              int vectors) {
+    UNROLL
+    for (int m = 0; rows != NULL && m < vectors; m++)
+        prefetch_rows(rows, count, (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2));
+}
+
+/* ---- Q K^T ---- */
+
+/* Factors are the operands of the first product: vectors of words of channels, of q and of k. */
+enum { pair_factors = 2 / terms }; /* factors of two vectors of channels */
+
+INLINE void load_factor_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
+    if (terms == 2)
+        x[0] = vf_load((const float *)row + d / 2);
+    else
+        load_pair(x, row, dtype, d);
+}
+
+/* One vector of factors: the channels from d on, where fewer than two vectors of them are left. */
+INLINE vf load_last_factors(const void *row, fdma_dtype dtype, int64_t d, int64_t dim) {
+    return terms == 2 ? vf_load_first((const float *)row + d / 2, (dim - d) / 2)
+                      : channels_of(row, dtype, d, channels_at(d, dim));
+}
+
+/* The channels that load_last_factors() loads. */
+enum { last_channels = terms * vf_width };
+
+/* Writes a row of q as factors. */
+INLINE void load_query(float *q, const void *row, fdma_dtype dtype, int64_t dim) {
+    int64_t d = 0;
+    for (; d < whole_pairs(dim); d += 2 * vf_width) {
+        vf x[pair_factors];
+        load_factor_pair(x, row, dtype, d);
+        store_vectors(q + d / terms, x, 0, pair_factors);
+    }
+    for (; d < dim; d += last_channels)
+        vf_store(q + d / terms, load_last_factors(row, dtype, d, dim));
+}
+
+/* sums += q k of rows x keys, over two vectors of channels from d on or over the last channels. */
+INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void *const *k,
+                             fdma_dtype dtype, int rows, int keys, bool last, int64_t d,
+                             int64_t dim) {
+    const int vectors = last ? 1 : pair_factors;
+    vf factors[shared_rows][pair_factors];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        load_vectors(factors[r], q + r * width + d / terms, 0, vectors);
+    UNROLL
+    for (int n = 0; n < keys; n++) {
+        vf key[pair_factors];
+        if (last)
+            key[0] = load_last_factors(k[n], dtype, d, dim);
+        else
+            load_factor_pair(key, k[n], dtype, d);
+        UNROLL
+        for (int m = 0; m < vectors; m++) {
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                sums[r * keys + n] = vf_dot_lanes(factors[r][m], key[m], sums[r * keys + n]);
+        }
+    }
+}
+
+/* Adds up the lanes of the products of `rows` rows and decode_sums / rows keys. The results of one
+ * row are contiguous; two rows are decode_keys apart. */
+INLINE void store_products(float *products, const vf *sums, int rows) {
+    const int keys = decode_sums / rows;
+    float lanes[decode_sums];
+    UNROLL
+    for (int x = 0; x < decode_sums; x += vf_width)
+        vf_store(lanes + x, vf_sum_each(sums + x));
+    for (int r = 0; r < rows; r++)
+        memcpy(products + r * decode_keys, lanes + r * keys, sizeof(float) * (size_t)keys);
+}
+
+/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile prefetches as many keys from
+ * `ahead` on (NULL: none). */
+INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
+                          const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+    const int keys = decode_sums / rows;
+    vf sums[decode_sums];
+    int64_t d = 0;
+    clear_vectors(sums, 0, decode_sums);
+    for (; d < whole_pairs(dim); d += 2 * vf_width) {
+        prefetch_channels(ahead, keys, dtype, d, 2);
+        multiply_factors(sums, q, width, k, dtype, rows, keys, false, d, dim);
+    }
+    for (; d < dim; d += last_channels) {
+        prefetch_channels(ahead, keys, dtype, d, terms);
+        multiply_factors(sums, q, width, k, dtype, rows, keys, true, d, dim);
+    }
+    store_products(products, sums, rows);
+}
+
+/* The first product of a block of keys, while k of the next one is prefetched. */
+INLINE void multiply_block(const decode_task *task, const decode_block *now,
+                           const decode_block *next, fdma_dtype dtype, int rows) {
+    const decode_context *const decode = task->decode;
+    const float *const q = task->q + now->head * decode->padded * decode->width;
+    for (int n = 0; n < now->count; n += decode_sums / rows)
+        for (int64_t r = 0; r < decode->padded; r += rows)
+            multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
+                          now->k + n, r == 0 ? next->k + n : NULL, dtype, rows,
+                          decode->problem->head_dim);
+}
+
+/* ---- P V ---- */
+
+/* Loads channels from d on of `terms` rows of v: an even number of vectors, or one vector with the
+ * last channels. Each lane is a word of keys, of one channel. */
+INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int64_t d, int vectors,
+                             int64_t dim) {
+    if (vectors == 1 && terms == 2)
+        x[0] = vf_load_pairs(v[0], v[1], d, channels_at(d, dim));
+    else if (vectors == 1)
+        x[0] = channels_of(v[0], dtype, d, channels_at(d, dim));
+    UNROLL
+    for (int m = 0; m + 1 < vectors; m += 2) {
+        const int64_t at = d + m * vf_width;
+        if (terms == 2)
+            vf_load_even_odd_pairs((const uint16_t *)v[0] + at, (const uint16_t *)v[1] + at, &x[m],
+                                   &x[m + 1]);
+        else
+            load_pair(x + m, v[0], dtype, at);
+    }
+}
+
+/* out += weights v, for some rows and the vectors of channels that load_value_words() loads. A
+ * block is summed before it is added to out. So out is a sum of split / decode_keys numbers, and a
+ * single key still counts next to all others of a long split. If `resumed`, out is the sum of the
+ * block's earlier keys. */
+INLINE void add_channels(float *out, int64_t length, const float *weights, const void *const *v,
+                         int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
+                         int vectors, bool resumed, int64_t d, int64_t dim) {
+    vf o[shared_rows][strip_vectors];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        if (resumed)
+            load_vectors(o[r], out + r * length + d, 0, vectors);
+        else
+            clear_vectors(o[r], 0, vectors);
+    for (int32_t n = 0; n < count; n += terms) {
+        vf values[strip_vectors];
+        prefetch_channels(ahead == NULL ? NULL : ahead + n, terms, dtype, d, vectors);
+        load_value_words(values, v + n, dtype, d, vectors, dim);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vf_word weight = vf_load_word(weights + r * decode_keys + n / terms);
+            UNROLL
+            for (int m = 0; m < vectors; m++)
+                o[r][m] = vf_dot(weight, values[m], o[r][m]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        if (resumed)
+            store_vectors(out + r * length + d, o[r], 0, vectors);
+        else
+            add_vectors(out + r * length + d, o[r], 0, vectors);
+}
+
+/* The second product for some rows. The channels are taken in strips whose sums fit the registers;
+ * the rest is taken two vectors at a time, and then one. */
+INLINE void add_rows(float *out, int64_t length, const float *weights, const void *const *v,
+                     int32_t count, const void *const *ahead, fdma_dtype dtype, int rows,
+                     bool resumed, int64_t dim) {
+    const int strip = strip_vectors < decode_sums / rows ? strip_vectors : decode_sums / rows;
+    int64_t d = 0;
+    for (; d + strip * vf_width <= dim; d += strip * vf_width)
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, strip, resumed, d, dim);
+    for (; d < whole_pairs(dim); d += 2 * vf_width)
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, 2, resumed, d, dim);
+    for (; d < dim; d += vf_width)
+        add_channels(out, length, weights, v, count, ahead, dtype, rows, 1, resumed, d, dim);
+}
+
+/* The second product of a block of keys, while v of the next one is prefetched. */
+INLINE void add_block(const decode_task *task, const decode_block *now, const decode_block *next,
+                      fdma_dtype dtype, int rows) {
+    const decode_context *const decode = task->decode;
+    for (int64_t r = 0; r < decode->padded; r += rows)
+        add_rows(partial_of(decode, head_of(task, now->head), task->split, r).out,
+                 partial_length(decode), task->weights + r * decode_keys, now->v, now->count,
+                 r == 0 ? next->v : NULL, dtype, rows, false, decode->problem->head_dim);
+}
+
+/* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
+static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
+    float pair[2 * vf_width];
+    for (int64_t d = 0; dtype == FDMA_BFLOAT16 && d < whole_pairs(dim); d += 2 * vf_width) {
+        memcpy(pair, out + d, sizeof pair);
+        for (int64_t n = 0; n < vf_width; n++) {
+            out[d + 2 * n] = pair[n];
+            out[d + 2 * n + 1] = pair[vf_width + n];
+        }
+    }
+}
+
+/* ---- the products in the order of memory ---- */
+
+/* The two products for one row of each head, without a selection. All heads of a task
+ * then keep the same keys, and rows are read in the order of memory: all heads of a key, then the
+ * next key. The processor's own prefetchers follow this order. Prefetch instructions alone reach
+ * two thirds of the rate of a plain read, because each occupies one of the few miss buffers of the
+ * L1 cache until its line has come from memory. The results equal those of the other products
+ * bit for bit: which of the two a task uses depends on the number of threads. */
+
+enum {
+    ahead_bytes = 4096, /* bytes of k or v from the multiplied row to the prefetched one */
+    line_size = 64,     /* bytes of a cache line */
+};
+
+/* Arrays of a task, in the scratch memory of its thread. */
+typedef struct dense_arrays {
+    float *weights; /* [heads][decode_keys] */
+    float *lanes;   /* [heads][decode_sums][vf_width]: products whose lanes are not yet added up */
+    float *sums;    /* [heads][width]: out of one block */
+} dense_arrays;
+
+static int64_t dense_scratch(const decode_context *decode) {
+    return decode->heads * (decode_keys + decode_sums * vf_width + decode->width);
+}
+
+static dense_arrays dense_arrays_of(const decode_task *task) {
+    const int64_t heads = task->decode->heads;
+    float *const lanes = task->weights + heads * decode_keys;
+    return (dense_arrays){task->weights, lanes, lanes + heads * decode_sums * vf_width};
+}
+
+/* Strides of the rows of k or v. */
+typedef struct dense_rows {
+    int64_t bytes;      /* bytes of a row */
+    int64_t head_bytes; /* from a row to the next head's */
+    int64_t ahead;      /* bytes from the multiplied row to the prefetched one */
+    int64_t keys;       /* keys between these two rows */
+} dense_rows;
+
+static dense_rows dense_rows_of(const decode_task *task, const fdma_tensor *tensor) {
+    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
+    const int64_t bytes = task->decode->problem->head_dim * size;
+    const int64_t keys = divide_up(ahead_bytes, task->heads * bytes);
+    return (dense_rows){
+        .bytes = bytes,
+        .head_bytes = tensor->stride[2] * size,
+        .ahead = keys * tensor->stride[1] * size,
+        .keys = keys,
+    };
+}
+
+INLINE void prefetch_row(const uint8_t *row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += line_size)
+        __builtin_prefetch(row + byte);
+}
+
+/* ---- Q K^T ---- */
+
+/* The product of a row of q and one key, lane by lane. */
+INLINE vf multiply_key(const float *q, const void *k, fdma_dtype dtype, int64_t dim) {
+    vf sum = vf_set(0);
+    int64_t d = 0;
+    for (; d < whole_pairs(dim); d += 2 * vf_width)
+        multiply_factors(&sum, q, 0, &k, dtype, 1, 1, false, d, dim);
+    for (; d < dim; d += last_channels)
+        multiply_factors(&sum, q, 0, &k, dtype, 1, 1, true, d, dim);
+    return sum;
+}
+
+INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
+                           const decode_block *keys, fdma_dtype dtype) {
+    const decode_context *const decode = task->decode;
+    const dense_rows k = dense_rows_of(task, &decode->problem->k);
+    const int64_t count = round_up(keys->count, decode_sums);
+    for (int64_t n = 0; n < count; n++) {
+        const uint8_t *row = keys->k[n];
+        float *lanes = arrays->lanes + n % decode_sums * vf_width;
+        for (int64_t head = 0; head < task->heads; head++) {
+            prefetch_row(row + k.ahead, k.bytes);
+            vf_store(lanes, multiply_key(task->q + head * decode->width, row, dtype,
+                                         decode->problem->head_dim));
+            row += k.head_bytes;
+            lanes += decode_sums * vf_width;
+        }
+        for (int64_t head = 0; (n + 1) % decode_sums == 0 && head < task->heads; head++) {
+            vf sums[decode_sums];
+            load_vectors(sums, arrays->lanes + head * decode_sums * vf_width, 0, decode_sums);
+            store_products(arrays->weights + head * decode_keys + n + 1 - decode_sums, sums, 1);
+        }
+    }
+}
+
+/* ---- P V ---- */
+
+static void prefetch_first_values(const decode_task *task, const decode_block *keys, int64_t head) {
+    const dense_rows v = dense_rows_of(task, &task->decode->problem->v);
+    for (int64_t n = 0; n < min(v.keys, keys->count); n++)
+        prefetch_row((const uint8_t *)keys->v[n] + head * v.head_bytes, v.bytes);
+}
+
+/* The second product of a block of keys, into the arrays' sums. */
+INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const decode_block *keys,
+                      fdma_dtype dtype) {
+    const decode_context *const decode = task->decode;
+    const dense_rows v = dense_rows_of(task, &decode->problem->v);
+    memset(arrays->sums, 0, sizeof(float) * (size_t)(task->heads * decode->width));
+    for (int64_t n = 0; n < keys->count; n += terms)
+        for (int64_t head = 0; head < task->heads; head++) {
+            const void *values[terms];
+            UNROLL
+            for (int term = 0; term < terms; term++) {
+                const uint8_t *row = keys->v[n + term];
+                if (n + term < keys->count) { // after the last key comes a row of zeros
+                    row += head * v.head_bytes;
+                    prefetch_row(row + v.ahead, v.bytes);
+                }
+                values[term] = row;
+            }
+            add_rows(arrays->sums + head * decode->width, 0,
+                     arrays->weights + head * decode_keys + n / terms, values, terms, NULL, dtype,
+                     1, true, decode->problem->head_dim);
+        }
+}
 
 /* Turns products into logits, -inf where the row does not keep the key. */
 static void find_row_logits(const decode_task *task, const decode_block *keys, int64_t row) {

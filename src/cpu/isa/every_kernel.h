@@ -4,8 +4,7 @@
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
-#include "cpu/cache/copy.h"
-#include "cpu/cache/store.h"
+#include "cpu/cache/cache.h"
 #include "cpu/decode/cached.h"
 #include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "cpu/common/memory.h"
-#include "cpu/common/vectors.h"
 #include "cpu/parallel.h"
 
 #include <string.h>

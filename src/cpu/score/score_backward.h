@@ -228,7 +228,6 @@ static double sum_ranges(const gradient_context *context, const double *of_range
     return sum;
 }
 
-/* Writes the gradients of the weights of one head, summed over all ranges. */
 static void write_weight_gradients(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;

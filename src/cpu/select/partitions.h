@@ -8,11 +8,159 @@
  * cut. */
 #pragma once
 
+#include "core/integers.h"
 #include "cpu/common/memory.h"
 #include "cpu/parallel.h"
-#include "cpu/select/best_keys.h"
-#include "cpu/select/gap.h"
-#include "cpu/select/recent.h"
+#include "cpu/select/kept_set.h"
+
+/* ---- the rule `gap` ---- */
+
+/* The rule `gap`: a key leaves the selection that the other rules make once its score is more than
+ * `gap` below the best score so far, unless it is a sink or among the `recent` newest keys.
+ *
+ * The best score only rises, so the position from which on a score is too low is found by binary
+ * search in the best scores of all prefixes. */
+
+/* Fills best[] with the highest score of the valid keys up to each position, -inf before the first.
+ * Returns the last one. */
+static float find_best_scores(const float *score, const uint8_t *valid, int64_t kv_len,
+                              float *best) {
+    float highest = -INFINITY;
+    for (int64_t j = 0; j < kv_len; j++) {
+        const bool rises = (valid == NULL || valid[j] != 0) && score[j] > highest; // not if NaN
+        best[j] = highest = rises ? score[j] : highest;
+    }
+    return highest;
+}
+
+/* The first position from `first` to `end` - 1 at which a score is too low, or `end`. */
+static int32_t find_too_low(const float *best, int32_t first, int32_t end, float score,
+                            double gap) {
+    while (first < end) {
+        const int32_t middle = first + (end - first) / 2;
+        if (falls_below((double)score, (double)best[middle], gap))
+            end = middle;
+        else
+            first = middle + 1;
+    }
+    return end;
+}
+
+/* The position of the first valid key from j on; kv_len if there is none. */
+static int64_t next_valid(const uint8_t *valid, int64_t j, int64_t kv_len) {
+    while (j < kv_len && valid != NULL && valid[j] == 0)
+        j++;
+    return j;
+}
+
+/* Applies the rule to the selection of one (b, g), whose valid keys before `sinks_end` are sinks.
+ * best: [kv_len], scratch. */
+static void keep_near_best(const fdma_problem *problem, int64_t head, int32_t sinks_end,
+                           float *best) {
+    const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
+    const int64_t kv_len = problem->kv_len;
+    const uint8_t *const valid = valid_keys(problem, b);
+    const float *const score = float_at(&problem->score, b, g, 0);
+    int32_t *const expiry = int_at(&problem->expiry, b, g, 0);
+    int32_t *const slot = is_present(&problem->slot) ? int_at(&problem->slot, b, g, 0) : NULL;
+    const double highest = (double)find_best_scores(score, valid, kv_len, best);
+    int64_t j = next_valid(valid, 0, kv_len), from = j; // where j is no longer among the newest
+    for (int64_t n = 0; n < problem->recent && from < kv_len; n++)
+        from = next_valid(valid, from + 1, kv_len);
+    for (; from < kv_len; j = next_valid(valid, j + 1, kv_len)) {
+        if (j >= sinks_end && expiry[j] > from &&
+            falls_below((double)score[j], highest, problem->gap))
+            expiry[j] = find_too_low(best, (int32_t)from, expiry[j], score[j], problem->gap);
+        if (slot != NULL && expiry[j] == j)
+            slot[j] = -1;
+        from = next_valid(valid, from + 1, kv_len);
+    }
+}
+
+/* ---- the rule `recent` ---- */
+
+/* The rule `recent`: a query keeps the `recent` newest valid keys, and the best `window` of the
+ * older ones.
+ *
+ * A key competes by score only once `recent` valid keys have followed it. So the selection is the
+ * one without the rule, delayed by `recent` valid keys: each expiry moves by that many. If the
+ * arrival of valid key n drops a key without the rule, that key now leaves when valid key n +
+ * recent arrives, which takes over its slot. The first window + recent valid keys take free
+ * slots. */
+
+/* Valid keys are numbered in ascending order. */
+typedef struct recent_keys {
+    int32_t *number;   /* [kv_len] of each valid key; NULL: all keys are valid */
+    int32_t *position; /* [kv_len] by number; NULL likewise */
+    int32_t *evicted;  /* [kv_len]: the key that the window drops as valid key n arrives */
+} recent_keys;
+
+static recent_keys take_recent(fdma_arena *arena, const fdma_problem *problem) {
+    const int64_t mapped = is_present(&problem->key_valid) ? problem->kv_len : 0;
+    recent_keys keys = {0};
+    int32_t *const number = take_ints(arena, mapped), *const position = take_ints(arena, mapped);
+    keys.evicted = take_ints(arena, is_present(&problem->slot) ? problem->kv_len : 0);
+    if (mapped > 0)
+        keys.number = number, keys.position = position;
+    return keys;
+}
+
+/* Numbers the valid keys of a sequence. Returns their number. */
+static int32_t number_keys(const fdma_problem *problem, const uint8_t *valid, recent_keys keys) {
+    int32_t count = 0;
+    if (valid == NULL)
+        return (int32_t)problem->kv_len;
+    for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
+        keys.number[j] = count;
+        keys.position[count] = j;
+        count += valid[j] != 0;
+    }
+    return count;
+}
+
+static inline int32_t position_of(recent_keys keys, int32_t number) {
+    return keys.position != NULL ? keys.position[number] : number;
+}
+
+static inline int32_t number_of(recent_keys keys, int32_t position) {
+    return keys.number != NULL ? keys.number[position] : position;
+}
+
+/* Moves the expiries of the valid keys by `recent` valid keys, and fills keys.evicted. */
+static void move_expiries(const fdma_problem *problem, recent_keys keys, int32_t count,
+                          int32_t *expiry, bool wants_slots) {
+    const int32_t kv_len = (int32_t)problem->kv_len;
+    const int64_t recent = min(problem->recent, problem->kv_len);
+    for (int32_t n = 0; n < count; n++) {
+        const int32_t j = position_of(keys, n);
+        const int32_t end = expiry[j] < kv_len ? number_of(keys, expiry[j]) : count;
+        expiry[j] = end < count - recent ? position_of(keys, (int32_t)(end + recent)) : kv_len;
+        if (wants_slots && end < count)
+            keys.evicted[end] = n;
+    }
+}
+
+static void number_slots(const fdma_problem *problem, const uint8_t *valid, recent_keys keys,
+                         int32_t count, int32_t *slot) {
+    const int64_t slots = problem->slots, recent = problem->recent;
+    for (int64_t j = 0; valid != NULL && j < problem->kv_len; j++)
+        slot[j] = -1;
+    for (int32_t n = 0; n < count; n++)
+        slot[position_of(keys, n)] =
+            n < slots ? n : slot[position_of(keys, keys.evicted[n - recent])];
+}
+
+static void keep_recent(const fdma_problem *problem, int64_t head, recent_keys keys) {
+    const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
+    const uint8_t *const valid = valid_keys(problem, b);
+    const bool wants_slots = is_present(&problem->slot);
+    const int32_t count = number_keys(problem, valid, keys);
+    move_expiries(problem, keys, count, int_at(&problem->expiry, b, g, 0), wants_slots);
+    if (wants_slots)
+        number_slots(problem, valid, keys, count, int_at(&problem->slot, b, g, 0));
+}
+
+/* ---- partitions ---- */
 
 typedef struct select_context {
     const fdma_problem *problem;

@@ -4,8 +4,8 @@
  * them have read the cache, the committed tokens are written to it. */
 #pragma once
 
-#include "cuda/decode/tokens.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/decode/evict.cuh"
+#include "cuda/mma/attention.cuh"
 
 enum { cluster_ranks = 8 };
 
@@ -243,38 +243,16 @@ __device__ static void merge_warps(cluster_memory<config> &shared, const row_sta
                                    int32_t rows) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     __syncthreads(); // no warp reads its stages any more
-#pragma unroll
-    for (int r = 0; r < row_state<config>::rows; r++) {
-        const int row = lane / 4 * row_state<config>::rows + r;
-        const float sum = quad_sum(state.row_sum[r]);
-        if (lane % 4 == 0) {
-            shared.max[warp][row] = state.row_max[r];
-            shared.sum[warp][row] = sum;
-        }
-#pragma unroll
-        for (int d = 0; d < config::head_dim / 8 && row < rows; d++)
-            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
-                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
-    }
+    stage_rows(shared, state, rows);
     __syncthreads();
     for (int r = warp; r < rows; r += config::warps) {
-        float max = least_max, sum = 0, factor[config::warps];
-        for (int w = 0; w < config::warps; w++)
-            max = fmaxf(max, shared.max[w][r]);
-        for (int w = 0; w < config::warps; w++) {
-            factor[w] = ex2_approx(shared.max[w][r] - max);
-            sum += factor[w] * shared.sum[w][r];
-        }
-        for (int d = lane; d < config::head_dim; d += warp_lanes) {
-            float out = 0;
-            for (int w = 0; w < config::warps; w++)
-                out += factor[w] * shared.out[w][r][d];
-            shared.out[0][r][d] = out;
-        }
+        const merged_warps<config> merged(shared, r);
+        for (int d = lane; d < config::head_dim; d += warp_lanes)
+            shared.out[0][r][d] = merged.out(shared, r, d);
         __syncwarp();
         if (lane == 0) {
-            shared.max[0][r] = max;
-            shared.sum[0][r] = sum;
+            shared.max[0][r] = merged.row_max;
+            shared.sum[0][r] = merged.row_sum;
         }
     }
 }

@@ -1,10 +1,10 @@
 /* Decode: forward for up to 16 queries and head_dim up to FDMA_HEAD_DIM, on any device from compute
  * capability 8.0. The keys of a (b, g) are split over thread blocks (decode/split.cuh). If there
- * are several splits, their partial results are then merged in order (decode/merge.cuh). Splits and
- * their order depend only on kv_len, or on the size of a list, and so do the bits of a result.
+ * are several splits, their partial results are then merged in order. Splits and their order depend
+ * only on kv_len, or on the size of a list, and so do the bits of a result.
  *
  * Source: arXiv:2307.08691; arXiv:2205.14135, section 3.1. */
-#include "cuda/decode/merge.cuh"
+#include "cuda/decode/split.cuh"
 #include "cuda/plan/host.cuh"
 
 /* Row tiles of a thread block if one is not enough: as many as fit in registers. */
@@ -65,13 +65,13 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-struct decode_task {
+struct split_task {
     forward_plan plan;
     split_plan splits;
 };
 
-static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    decode_task task;
+static split_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    split_task task;
     task.plan = fdma_cuda_plan_forward(problem, arena);
     task.splits = plan_splits(&task.plan, arena);
     return task;
@@ -79,7 +79,7 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    const decode_task task = lay_out(problem, &arena);
+    const split_task task = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &task.plan));
     return problem->dtype == FDMA_FLOAT16 ? attend<float16>(problem, task.plan, task.splits)
                                           : attend<__nv_bfloat16>(problem, task.plan, task.splits);

@@ -3,8 +3,8 @@
  * continues from one (b, g) to the next, so memory is read while results are merged. */
 #pragma once
 
-#include "cuda/decode/tokens.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/decode/evict.cuh"
+#include "cuda/mma/attention.cuh"
 
 enum { head_keys = 16 }; // of a warp's key block
 

@@ -1,10 +1,10 @@
-/* The first kernel of decode: a thread block takes one split of the keys, and its warps take key
- * blocks of 16 keys in turn. The kernel is bound by memory reads, so every warp has a pipeline of
- * its own. */
+/* The kernels of decode. A thread block of the first one takes one split of the keys, and its warps
+ * take key blocks of 16 keys in turn. The kernel is bound by memory reads, so every warp has a
+ * pipeline of its own. */
 #pragma once
 
-#include "cuda/decode/pages.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/decode/cache.cuh"
+#include "cuda/mma/attention.cuh"
 
 static constexpr int64_t most_queries = 16;                              // of a decode call
 static constexpr int64_t least_keys = 256;                               // of a split
@@ -138,7 +138,6 @@ __device__ static void load_values(decode_stage<config> &stage, const decode_mem
     cp_async_commit_group();
 }
 
-/* The list entry of this lane in the warp's key block at `from`. */
 template <typename config>
 __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
     const int lane = threadIdx.x % warp_lanes;
@@ -193,47 +192,6 @@ __device__ static void attend_blocks(decode_memory<config> &shared, row_state<co
     cp_async_wait_group<0>();
 }
 
-/* Writes a warp's partial results to shared memory, in the order of the range. */
-template <typename config>
-__device__ static void stage_rows(decode_memory<config> &shared, const row_state<config> &state) {
-    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-#pragma unroll
-    for (int r = 0; r < row_state<config>::rows; r++) {
-        const int row = lane / 4 * row_state<config>::rows + r;
-        const float sum = quad_sum(state.row_sum[r]);
-        if (lane % 4 == 0) {
-            shared.max[warp][row] = state.row_max[r];
-            shared.sum[warp][row] = sum;
-        }
-#pragma unroll
-        for (int d = 0; d < config::head_dim / 8; d++)
-            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
-                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
-    }
-}
-
-template <typename config> struct merged_warps {
-    float row_max, row_sum;
-    float factor[config::warps]; // weight of each warp's out
-
-    __device__ merged_warps(const decode_memory<config> &shared, int r)
-        : row_max(least_max), row_sum(0) {
-        for (int w = 0; w < config::warps; w++)
-            row_max = fmaxf(row_max, shared.max[w][r]);
-        for (int w = 0; w < config::warps; w++) {
-            factor[w] = ex2_approx(shared.max[w][r] - row_max);
-            row_sum += factor[w] * shared.sum[w][r];
-        }
-    }
-
-    __device__ float out(const decode_memory<config> &shared, int r, int d) const {
-        float sum = 0;
-        for (int w = 0; w < config::warps; w++)
-            sum += factor[w] * shared.out[w][r][d];
-        return sum;
-    }
-};
-
 template <typename config>
 __device__ static void write_split(const decode_memory<config> &shared, const split_plan &splits,
                                    const row_range &range, int64_t head, int32_t split,
@@ -281,7 +239,7 @@ __device__ static void attend_keys(decode_memory<config> &shared, int32_t from, 
     attend_blocks(shared, state, from + (int)threadIdx.x / warp_lanes * config::keys, causal);
     griddepcontrol_launch_dependents();
     __syncthreads();
-    stage_rows(shared, state);
+    stage_rows(shared, state, config::rows);
     __syncthreads();
 }
 
@@ -311,4 +269,95 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         write_rows(shared, plan, range);
     else
         write_split(shared, splits, range, head, split, plan.head_dim);
+}
+
+/* ---- the second kernel: a thread block merges the splits of one row, in order ---- */
+
+static constexpr int merge_threads = 256;
+
+template <typename config> struct merge_memory {
+    static constexpr int warps = merge_threads / warp_lanes;
+    float weight[most_splits], sum[most_splits];
+    float out[warps][config::head_dim];
+};
+
+/* Turns the row_max of each split into the weight of the split. Returns row_max and row_sum of the
+ * whole row. Every warp sums the same numbers in the same order. */
+template <typename config>
+__device__ static float2 weigh_splits(merge_memory<config> &shared, const float2 *stats,
+                                      int32_t count) {
+    float max = least_max, sum = 0;
+    for (int n = threadIdx.x; n < count; n += merge_threads) {
+        shared.weight[n] = stats[n].x;
+        shared.sum[n] = stats[n].y;
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % warp_lanes;
+    for (int n = lane; n < count; n += warp_lanes)
+        max = fmaxf(max, shared.weight[n]);
+    for (int other = 1; other < warp_lanes; other *= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, other));
+    for (int n = lane; n < count; n += warp_lanes)
+        sum += shared.sum[n] == 0 ? 0 : ex2_approx(shared.weight[n] - max) * shared.sum[n];
+    for (int other = 1; other < warp_lanes; other *= 2)
+        sum += __shfl_xor_sync(~0u, sum, other);
+    __syncthreads();
+    for (int n = threadIdx.x; n < count; n += merge_threads)
+        shared.weight[n] = shared.sum[n] == 0 ? 0 : ex2_approx(shared.weight[n] - max);
+    __syncthreads();
+    return make_float2(max, sum);
+}
+
+/* Each warp adds up the weighted out of every eighth split, in shared memory. */
+template <typename config>
+__device__ static void sum_splits(merge_memory<config> &shared, const float *out, int32_t count,
+                                  int32_t head_dim) {
+    constexpr int warps = merge_memory<config>::warps;
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    for (int d = lane * 4; d < head_dim; d += warp_lanes * 4) {
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+        for (int n = warp; n < count; n += warps) {
+            const float weight = shared.weight[n];
+            const float4 x = *(const float4 *)(out + n * head_dim + d);
+            // not 0 * x: out of an empty split may be NaN
+            sum.x += weight == 0 ? 0 : weight * x.x;
+            sum.y += weight == 0 ? 0 : weight * x.y;
+            sum.z += weight == 0 ? 0 : weight * x.z;
+            sum.w += weight == 0 ? 0 : weight * x.w;
+        }
+        *(float4 *)&shared.out[warp][d] = sum;
+    }
+}
+
+/* Writes out and lse of row `row` of a range. Its partial results begin at `first`. */
+template <typename config>
+__device__ static void merge_row(merge_memory<config> &shared, const forward_plan &plan,
+                                 const split_plan &splits, const row_range &range, int32_t row,
+                                 int64_t first) {
+    const float2 all = weigh_splits(shared, splits.stats + first, splits.count);
+    sum_splits(shared, splits.out + first * plan.head_dim, splits.count, plan.head_dim);
+    __syncthreads();
+    const row_result result = result_of(all.x, all.y, sink_of_row(plan, range, row));
+    typename config::element *const to =
+        (typename config::element *)plan.out.data + row_offset(plan.out, plan, range, row);
+    for (int d = threadIdx.x; d < plan.head_dim; d += merge_threads) {
+        float out = 0;
+        for (int w = 0; w < merge_memory<config>::warps; w++)
+            out += shared.out[w][d];
+        to[d] = (typename config::element)(result.scale == 0 ? 0 : out * result.scale);
+    }
+    if (threadIdx.x == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = result.lse;
+}
+
+template <typename config>
+static __global__ void __launch_bounds__(merge_threads, 1)
+    merge_splits(const __grid_constant__ forward_plan plan,
+                 const __grid_constant__ split_plan splits) {
+    __shared__ merge_memory<config> shared;
+    const int32_t total = plan.q_len * plan.group, row = blockIdx.x % total;
+    const row_range range = row_range_of(plan, blockIdx.x / total, 0);
+    griddepcontrol_wait(); // for attend_split()
+    merge_row(shared, plan, splits, range, row, (int64_t)blockIdx.x * splits.count);
 }

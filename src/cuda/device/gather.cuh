@@ -2,6 +2,7 @@
  * lanes copy one 128-byte line, a warp four rows at a time. */
 #pragma once
 
+#include "cuda/device/ptx.cuh"
 #include "cuda/device/wgmma.cuh"
 
 static constexpr int line_lanes = line_bytes / vec_bytes; // lanes that copy a line
@@ -67,3 +68,41 @@ __device__ static void gather_rows(uint32_t block, int first_row, const source_r
     else
         gather_panels<rows, panels, warp_rows, batch, false>(to, from, own_row, head_dim);
 }
+
+/* ---- a pipeline of stages in shared memory ---- */
+
+/* Waits until the phase of this parity is over. The first phase of a barrier has parity 0; the
+ * phase before it, of parity 1, counts as over. A debug build traps after some seconds. */
+__device__ static void wait(uint64_t *barrier, uint32_t parity) {
+#ifdef NDEBUG
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+#else
+    const uint32_t most_tries = 20000000; // each takes 0.1 us or more
+    for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); tries++)
+        if (tries == most_tries)
+            __trap();
+#endif
+}
+
+/* Arrives once for each warp, after the reads of all its lanes. */
+__device__ static void release(uint64_t *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
+/* The state of a producer or a consumer in a pipeline: its stage, and the parity of that stage's
+ * current phase. */
+template <int stages> struct pipeline_state {
+    int32_t stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance(void) {
+        stage++;
+        if (stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};

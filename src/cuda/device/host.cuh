@@ -9,8 +9,7 @@ extern "C" {
 }
 
 #include "cuda/device/grid.cuh"
-#include "cuda/device/head_view.cuh"
-#include "cuda/device/sequences.cuh"
+#include "cuda/device/view.cuh"
 
 #include <string.h>
 

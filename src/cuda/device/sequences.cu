@@ -42,7 +42,6 @@ static __global__ void __launch_bounds__(clamp_threads)
     }
 }
 
-/* Each thread finds the sequence of one position. */
 static __global__ void __launch_bounds__(range_threads)
     find_ranges(const packed_sequences sequences, int32_t kv_len) {
     const int64_t position = (int64_t)blockIdx.x * range_threads + threadIdx.x;

@@ -11,9 +11,9 @@
  * t / 4 + 8, at index 4 n + 2 * (0 or 1 for the row) + (0 or 1 for the column). */
 #pragma once
 
+#include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/ptx_wgmma.cuh"
-#include "cuda/device/vec.cuh"
 
 static constexpr int warpgroup_threads = 128;
 static constexpr int warpgroup_warps = 4;

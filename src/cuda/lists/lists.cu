@@ -7,7 +7,7 @@
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
 #include "cuda/device/host.cuh"
-#include "cuda/device/used.cuh"
+#include "cuda/device/view.cuh"
 
 static constexpr int scatter_threads = 256;
 static constexpr int finish_threads = 128;
@@ -75,7 +75,6 @@ __device__ static int64_t most_slots(const list_params &params, tile_positions a
     return max((int64_t)0, min(params.slots, keys));
 }
 
-/* Each thread writes one key into its lists. */
 static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;

@@ -2,8 +2,8 @@
  * results of attention over two disjoint sets of keys. Memory bandwidth limits both kernels.
  *
  * Source: arXiv:2205.14135, section 3.1; docs/algorithm.md, backward. */
+#include "cuda/device/grid.cuh"
 #include "cuda/device/host.cuh"
-#include "cuda/device/rows.cuh"
 
 struct partial_view {
     head_view out, dout;
@@ -105,7 +105,6 @@ __device__ static void differentiate_channels(float (&sums)[2], const merge_para
     }
 }
 
-/* The gradients of merge_rows(). */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     differentiate_rows(const merge_params params) {

@@ -7,9 +7,9 @@
  * PTX ISA, "Matrix fragments for mma.m16n8k16". */
 #pragma once
 
-#include "cuda/device/head_view.cuh"
+#include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
-#include "cuda/device/vec.cuh"
+#include "cuda/device/view.cuh"
 
 #ifndef FDMA_HEAD_DIM
 #define FDMA_HEAD_DIM 128 // in an editor, where no build defines it

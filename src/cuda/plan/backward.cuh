@@ -126,7 +126,6 @@ __device__ static int2 list_counts(const backward_plan &plan, int64_t head, int3
     return make_int2(min(max(count.x, 0), all), all);
 }
 
-/* Entry n of list t of (b, g), if the plan has lists. */
 __device__ static int32_t list_entry(const forward_plan &plan, int64_t head, int32_t t, int32_t n) {
     return plan.list[head * plan.list_head + t * plan.list_tile + n];
 }

@@ -14,11 +14,8 @@
 #pragma once
 
 #include "core/dropout.h"
-#include "cuda/device/head_view.cuh"
-#include "cuda/device/pair_view.cuh"
-#include "cuda/device/sequences.cuh"
 #include "cuda/device/softmax.cuh"
-#include "cuda/device/used.cuh"
+#include "cuda/device/view.cuh"
 
 /* A query block has list_queries to most_block_queries queries, a power of two, which share a list.
  * A tile may hold the rows of only some of them. */

@@ -50,7 +50,6 @@ __device__ static bool is_valid(const head_selection &selection, int32_t j) {
     return selection.key_valid == NULL || selection.key_valid[j] != 0;
 }
 
-/* The first position of list t, in a causal plan. */
 __device__ static int32_t list_position(const forward_plan &plan, const head_selection &of,
                                         int32_t t) {
     return t * plan.block_queries + of.kv_len - plan.q_len;

@@ -3,8 +3,8 @@
  * plain multiply-adds: the result is for inspection, not for fast computation.
  *
  * The records of forward's plan define which queries keep a key (plan/plan.cuh). */
+#include "cuda/device/element.cuh"
 #include "cuda/device/softmax.cuh"
-#include "cuda/device/vec.cuh"
 #include "cuda/plan/host.cuh"
 
 static constexpr int block_queries = 8;

@@ -5,8 +5,225 @@
  * memory, which it fills ahead across tiles, so that warps do not wait for one another. The warps
  * of a thread block share the weights: either all of them stay in shared memory, or two panels of
  * them alternate there. Sums go over all channels in order, whichever warp takes a tile. A float32
- * weight is a sum of three limbs of v's type (weights.cuh). */
-#include "cuda/score/copy.cuh"
+ * weight is a sum of three limbs of v's type. */
+#include "cuda/device/element.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/score/score.cuh"
+
+static constexpr int arrange_threads = 256;
+
+template <typename T>
+__device__ static float load_weight(const score_params &params, int g, int channel) {
+    const int64_t at = g * params.dt_row + channel;
+    return params.wide_dt_proj ? ((const float *)params.dt_proj)[at]
+                               : to_float(((const T *)params.dt_proj)[at]);
+}
+
+/* Thread block g finds the power of two that divides the weights of kv head g, so that the largest
+ * is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of float32,
+ * needs no scale. */
+template <typename T>
+static __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
+    __shared__ float most_of_warp[arrange_threads / 32];
+    const int g = blockIdx.x;
+    float most = 0;
+    for (int channel = threadIdx.x; channel < params.channels; channel += arrange_threads)
+        most = fmaxf(most, fabsf(load_weight<T>(params, g, channel)));
+    for (int lane = 16; lane > 0; lane /= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0)
+        most_of_warp[threadIdx.x / 32] = most;
+    __syncthreads();
+    if (threadIdx.x > 0)
+        return;
+    for (int warp = 0; warp < arrange_threads / 32; warp++)
+        most = fmaxf(most, most_of_warp[warp]);
+    const bool is_scaled = most > 0 && most < INFINITY;
+    params.scales[g] = is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
+}
+
+/* A limb of x. Each limb takes the upper bits of the remainder after the limbs before it. */
+template <typename T> __device__ static T limb_of(float x, int limb) {
+    for (int before = 0; before < limb; before++)
+        x -= to_float(from_float_toward_zero<T>(x));
+    return from_float_toward_zero<T>(x);
+}
+
+/* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
+template <typename T>
+static __global__ void __launch_bounds__(arrange_threads)
+    arrange_weights(const score_params params) {
+    const int g = blockIdx.x;
+    const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * vec_channels;
+    griddepcontrol_wait(); // for find_scales()
+    griddepcontrol_launch_dependents();
+    if (channel >= params.channels)
+        return;
+    const float scale = params.scales != NULL ? params.scales[g] : 1;
+    for (int limb = 0; limb < params.limbs; limb++) {
+        alignas(16) T elements[vec_channels];
+        for (int i = 0; i < vec_channels; i++)
+            elements[i] = limb_of<T>(load_weight<T>(params, g, channel + i) / scale, limb);
+        T *const to = (T *)params.weights + limb * params.weight_limb + g * params.weight_row;
+        *(uint4 *)(to + channel) = *(const uint4 *)elements;
+    }
+}
+
+template <typename T>
+static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
+    const unsigned heads = (unsigned)params.kv_heads;
+    const int64_t blocks = divide_up(params.channels / vec_channels, arrange_threads);
+    if (params.scales != NULL)
+        FDMA_TRY(
+            launch("score", find_scales<T>, {dim3(heads), dim3(arrange_threads)}, problem, params));
+    return launch("score", arrange_weights<T>,
+                  {dim3(heads, (unsigned)blocks), dim3(arrange_threads), 0,
+                   params.scales != NULL ? start_early : start_after},
+                  problem, params);
+}
+
+static constexpr int mma_keys = 16, mma_heads = 8;
+
+template <typename element_, int head_tiles_, int step_channels_, int most_warps_>
+struct score_config {
+    using element = element_;
+    static constexpr int head_tiles = head_tiles_;       // mma tiles
+    static constexpr int step_channels = step_channels_; // of a stage
+    static constexpr int most_warps = most_warps_; // of a thread block: as many as fit in registers
+    static constexpr int heads = head_tiles * mma_heads;
+    static constexpr int row_bytes = step_channels * (int)sizeof(element);
+    static constexpr int row_vecs = step_channels / vec_channels;
+    static constexpr int copy_rows = 32 / row_vecs; // rows that a warp copies at once
+    static constexpr int copies = mma_keys / copy_rows;
+    static constexpr int stage_bytes = mma_keys * row_bytes;
+};
+
+/* True if this warp takes keys. If there are few keys, some warps only copy weights. */
+__device__ static bool has_keys(const score_params &params) {
+    return threadIdx.x / 32 < params.key_warps;
+}
+
+/* The keys of a warp in a round: a tile of mma_keys. A tile takes one round for each block of kv
+ * heads. */
+struct key_tile {
+    int64_t b, j;
+    bool is_there;
+};
+
+__device__ static key_tile find_tile(const score_params &params, int round) {
+    const int block = round / params.head_blocks * gridDim.x + blockIdx.x;
+    const int index = block * params.key_warps + threadIdx.x / 32;
+    const int b = index / params.sequence_tiles;
+    return {b, (int64_t)(index - b * params.sequence_tiles) * mma_keys,
+            has_keys(params) && index < params.key_tiles};
+}
+
+__device__ static bool is_valid(const score_params &params, int64_t b, int64_t j) {
+    return j < params.kv_len &&
+           (params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0);
+}
+
+/* A warp's ring of stages, and the next copies of this lane: a vector of every copy_rows-th key of
+ * a tile. */
+template <typename config> struct key_ring {
+    char *stages;
+    int filled, free;                     // the stages to read next and to fill next
+    const typename config::element *from; // the vector of the first key
+    uint32_t valid;                       // bit i: key i exists and is valid
+    int channel, d;                       // of the vector: counted over all heads, and in its head
+    int round, step;
+};
+
+template <typename config>
+__device__ static void advance(key_ring<config> &ring, const score_params &params, int channels) {
+    ring.channel += channels;
+    ring.d += channels;
+    ring.from += channels;
+    for (; ring.d >= params.head_dim; ring.d -= params.head_dim)
+        ring.from += params.v.head - params.head_dim;
+}
+
+template <typename config>
+__device__ static void enter_round(key_ring<config> &ring, const score_params &params, int round) {
+    const key_tile tile = find_tile(params, round);
+    const int lane = threadIdx.x % 32;
+    const int64_t j = tile.j + lane / config::row_vecs;
+    ring.round = round;
+    ring.step = ring.channel = ring.d = 0;
+    ring.valid = 0;
+    ring.from = (const typename config::element *)params.v.data;
+    if (!tile.is_there)
+        return;
+    ring.from += tile.b * params.v.batch + j * params.v.row;
+#pragma unroll
+    for (int i = 0; i < config::copies; i++)
+        ring.valid |= (uint32_t)is_valid(params, tile.b, j + i * config::copy_rows) << i;
+    advance(ring, params, lane % config::row_vecs * vec_channels);
+}
+
+/* The swizzled offset of a vector: vectors that ldmatrix reads together are in different banks. */
+template <typename config> __device__ static uint32_t vec_offset(int row, int vec) {
+    return row * config::row_bytes + (vec ^ row % 8) * vec_bytes;
+}
+
+/* The copies of a lane if v is not aligned: element by element. */
+template <typename config>
+__device__ static __noinline__ void
+copy_unaligned(char *stage, const typename config::element *from, int64_t stride, uint32_t valid) {
+    const int row = threadIdx.x % 32 / config::row_vecs, vec = threadIdx.x % config::row_vecs;
+    for (int i = 0; i < config::copies; i++) {
+        alignas(16) typename config::element elements[vec_channels] = {};
+        if (valid >> i & 1)
+            for (int d = 0; d < vec_channels; d++)
+                elements[d] = from[i * stride + d];
+        *(uint4 *)(stage + vec_offset<config>(row + i * config::copy_rows, vec)) =
+            *(const uint4 *)elements;
+    }
+}
+
+/* Starts a warp's copies of a step. Keys that are not valid become zeros. */
+template <typename config>
+__device__ static void copy_keys(key_ring<config> &ring, const score_params &params) {
+    const int row = threadIdx.x % 32 / config::row_vecs, vec = threadIdx.x % config::row_vecs;
+    const int64_t stride = config::copy_rows * params.v.row;
+    const uint32_t valid = ring.channel < params.channels ? ring.valid : 0;
+    char *const stage = ring.stages + ring.free * config::stage_bytes;
+    const uint32_t to = shared_address(stage);
+    const typename config::element *from = ring.from;
+    if (!params.is_aligned)
+        copy_unaligned<config>(stage, from, stride, valid);
+    else
+#pragma unroll
+        for (int i = 0; i < config::copies; i++, from += stride)
+            cp_async_16(to + vec_offset<config>(row + i * config::copy_rows, vec), from,
+                        valid & 1u << i ? vec_bytes : 0);
+    advance(ring, params, config::step_channels);
+    if (++ring.step == params.panels * params.panel_steps)
+        enter_round(ring, params, ring.round + 1);
+}
+
+/* Starts a thread block's copies of a panel: [limbs][panel_steps][heads] rows of the weights of the
+ * kv heads from `head` on. */
+template <typename config>
+__device__ static void copy_panel(char *panel, const score_params &params, int head, int index) {
+    const int vecs = params.panel_steps * config::heads * config::row_vecs;
+    const int first = index * params.panel_steps * config::step_channels;
+    const typename config::element *from =
+        (const typename config::element *)params.weights + head * params.weight_row + first;
+    uint32_t to = shared_address(panel);
+    for (int limb = 0; limb < params.limbs; limb++) {
+        for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
+            const int vec = i % config::row_vecs, row = i / config::row_vecs;
+            const int g = row % config::heads, step = row / config::heads;
+            const int channel = step * config::step_channels + vec * vec_channels;
+            const bool is_there = head + g < params.kv_heads && first + channel < params.channels;
+            cp_async_16(to + vec_offset<config>(row, vec), from + g * params.weight_row + channel,
+                        is_there ? vec_bytes : 0);
+        }
+        from += params.weight_limb;
+        to += vecs * vec_bytes;
+    }
+}
 
 static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, which truncates
@@ -222,7 +439,7 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     key_ring<config> ring;
     ring.stages = other + panel_bytes + threadIdx.x / 32 * params.stages * config::stage_bytes;
     if (params.key_valid != NULL)
-        griddepcontrol_wait(); // for find_valid(), see adapt/used.cu
+        griddepcontrol_wait(); // for find_valid(), see adapt/adapt.cu
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();

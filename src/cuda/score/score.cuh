@@ -6,7 +6,6 @@
 #include "core/integers.h"
 #include "cuda/device/element.cuh"
 #include "cuda/device/host.cuh"
-#include "cuda/device/vec.cuh"
 
 struct score_params {
     head_view v;

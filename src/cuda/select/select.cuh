@@ -1,11 +1,9 @@
-/* Selection on the GPU: the arguments of its kernels, and the code that the two implementations for
- * all positions share. sm80/select.cu takes any segment in several launches. sm90/select.cu takes a
- * segment that fits in a cluster of blocks in one launch. Both select by score, in the order of
- * device/order.cuh. Before that, rules.cu finds the sinks, to which load_key() gives an order above
- * all scores. After it, rules.cu applies the rules `recent` and `gap` to the result. slots.cu hands
- * down slots for the rule `recent` and for sm80/select.cu. Three kernels have steps of their own:
- * for fused calls sm90/top.cu selects for the last positions alone and short/short.cu also writes
- * forward's lists; keep_all.cu takes calls in which no key can leave.
+/* Selection on the GPU: the arguments of its kernels, and the code that they share. Two kernels
+ * select for all positions, in the order of device/order.cuh: sm80.cu takes any segment in several
+ * launches, sm90.cu a segment that fits in a cluster of blocks in one launch. Before them, rules.cu
+ * finds the sinks, to which load_key() gives an order above all scores. After them, it applies the
+ * rules `recent` and `gap`. The kernels of fused calls also write what forward works from: fused.cu
+ * its plan for short sequences, top.cu the list of the last positions alone.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they are
  * sorted, worst first; absent keys come before all others. Ranks and positions are cut into

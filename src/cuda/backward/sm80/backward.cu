@@ -2,10 +2,10 @@
  * mma.sync. One pass makes dq (dq.cuh), in the way forward makes out. The others make dk, dv and
  * dbias (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each
  * pass computes the weights again, and none reduces through memory, so results are bit-equal from
- * run to run. With attn_mask a single pass makes all gradients (listed.cuh), unless the call is to
- * be deterministic. Source: arXiv:2205.14135, algorithm 4. */
+ * run to run. With attn_mask a single pass makes all gradients, unless the call is to be
+ * deterministic. Source: arXiv:2205.14135, algorithm 4. */
 #include "cuda/backward/sm80/dkv.cuh"
-#include "cuda/backward/sm80/listed.cuh"
+#include "cuda/backward/sm80/dq.cuh"
 #include "cuda/plan/backward_host.cuh"
 
 static constexpr int32_t block_slots = 64; // of a slot block

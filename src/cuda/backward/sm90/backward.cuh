@@ -9,9 +9,24 @@
 #pragma once
 
 #include "cuda/device/gather.cuh"
-#include "cuda/device/pipeline.cuh"
-#include "cuda/device/tensor_map.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/plan/backward.cuh"
+
+#include <cuda.h>
+
+/* A tensor [batch, length, heads, head_dim] of 16-bit elements, copied in boxes of `rows` rows of
+ * one head and panel_channels channels. Rows and channels past the end are 0. */
+struct row_map {
+    CUtensorMap map;
+    bool has_batches, has_heads; // false: there is one, or it is repeated
+};
+
+/* Copies the box that begins with row `row` and channel `channel` of a head. */
+__device__ static void copy_box(uint32_t shared, const row_map &rows, int32_t b, int32_t row,
+                                int32_t head, int32_t channel, uint64_t *barrier) {
+    cp_async_bulk_tensor(shared, &rows.map, channel, row, rows.has_heads ? head : 0,
+                         rows.has_batches ? b : 0, barrier);
+}
 
 static constexpr int q_tile_rows = 64; // queries of one head in a tile
 

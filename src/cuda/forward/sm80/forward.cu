@@ -1,12 +1,11 @@
 /* Forward for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0:
  * FlashAttention's tiling with mma.sync, over the keys of a tile list. A thread block takes one
- * tile of rows of a kv head (mma/queries.cuh) and visits its list one key block at a time.
+ * tile of rows of a kv head (mma/attention.cuh) and visits its list one key block at a time.
  *
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
 #include <type_traits>
 
-#include "cuda/mma/dropout.cuh"
-#include "cuda/mma/pairs.cuh"
+#include "cuda/mma/attention.cuh"
 #include "cuda/plan/host.cuh"
 
 /* pairs: with attn_mask or attn_bias; drops: with dropout. Both take registers. */

@@ -54,7 +54,6 @@ __device__ static tile_keys keys_of_tile(const row_strides &strides, const head_
     return {strides, carried, own, tile.b, tile.g, rows_of(strides, carried, own, tile.b, tile.g)};
 }
 
-/* The key of a lane in a key block. */
 struct own_key {
     int32_t key; // no_key: nothing to read
     key_record record;
