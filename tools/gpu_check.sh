@@ -101,9 +101,9 @@ tables() {
 tests="test_cuda test_cuda_lists test_cuda_select test_cuda_top test_cuda_short test_cuda_calls test_cuda_carried test_cuda_workspace
     test_cuda_score_backward"
 # of any backend; see tests/c/backend.h
-backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes test_kv_used test_cache
-    test_cache_batch test_cache_copy test_cache_store test_streams test_stream_attention test_sink_logit
-    test_probabilities test_dropout test_masks test_mask_gradients test_pair_gradients"
+backend_tests="test_cases test_forward test_backward_shapes test_sequences test_cache
+    test_cache_batch test_cache_store test_streams test_stream_attention test_sink_logit
+    test_probabilities test_dropout test_masks test_mask_gradients"
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }

@@ -232,3 +232,18 @@ static inline void decode_streams(const whole_call *x, const fdma_cache *cache, 
     }
     CHECK(seen[0] > 2 * x->test->len / 3);
 }
+
+/* Decodes and commits the next token of stream 0 in the sequences of `index`, each of which has
+ * `seen` tokens of it. */
+static inline void decode_token(const whole_call *x, const fdma_cache *cache, int32_t seen,
+                                const int32_t *index, int64_t batch, const char *kernel) {
+    const int32_t passed[streams] = {seen};
+    step s = {.batch = batch, .new_len = 1, .q_len = 1};
+    for (int64_t b = 0; b < batch; b++) {
+        s.index[b] = index[b];
+        s.tokens[b] = s.commit[b] = 1;
+    }
+    make_step(x, passed, &s);
+    run_step(x, cache, &s, kernel);
+    check_step(x, passed, &s);
+}

@@ -316,6 +316,22 @@ static inline void call_drop_selection(call *x) {
         memset((char *)&x->args + offset, 0, sizeof(fdma_selection *));
 }
 
+/* A selection without contents, full of guard bytes. */
+static inline fdma_selection new_selection(int64_t batch, int64_t kv_heads, int64_t kv_len) {
+    return (fdma_selection){.size = sizeof(fdma_selection),
+                            .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
+                            .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1)};
+}
+
+static inline fdma_selection selection_for(fdma_tensor score) {
+    return new_selection(score.shape[0], score.shape[1], score.shape[2]);
+}
+
+static inline void check_same_selection(const fdma_selection *actual, const fdma_selection *want) {
+    CHECK(same_tensor(actual->expiry, want->expiry));
+    CHECK(same_tensor(actual->slot, want->slot));
+}
+
 /* Selects by random scores with the reference; all kernels select alike. */
 static inline void call_select(call *x, int64_t window, fdma_scope scope, uint64_t *state) {
     const int64_t *const n = x->selection.expiry.shape;
@@ -403,6 +419,9 @@ static inline bool operation_takes(const char *operation, const char *kernel, fd
     return true;
 }
 
+/* The kernel of the definitions: slow, and in double precision for every dtype. */
+static inline bool is_reference(const char *kernel) { return strcmp(kernel, "reference") == 0; }
+
 /* The name by which tests force a kernel. A decode kernel takes few rows only, so it is forced by
  * the name of its point, such as cpu/avx2; the tile kernel of that point takes all other calls. */
 static inline const char *forced_name(const char *name) {
@@ -489,3 +508,26 @@ static inline void for_each_kernel(const char *operation,
         }
     }
 }
+
+static inline void test_each_kernel(const test_entry *test) {
+    for_each_kernel(test->operation, test->each_kernel);
+}
+
+static inline void test_each_kernel_once(const test_entry *test) {
+    const kernel_list kernels = kernels_for(test->operation, backend_dtype());
+    for (int i = 0; i < kernels.count; i++) {
+        test_context("%s %s", kernels.name[i], test->operation);
+        test->each_kernel_once(kernels.name[i]);
+        test_free_all();
+    }
+}
+
+/* Entries of a table of tests: a property that is checked with every kernel of an operation, in
+ * every dtype or in one. */
+#define EACH_KERNEL(of, property)                                                                  \
+    {.name = #property, .run_each = test_each_kernel, .operation = of, .each_kernel = property}
+#define EACH_KERNEL_ONCE(of, property)                                                             \
+    {.name = #property,                                                                            \
+     .run_each = test_each_kernel_once,                                                            \
+     .operation = of,                                                                              \
+     .each_kernel_once = property}

@@ -58,7 +58,7 @@ typedef struct shape_case {
 #define SHAPE(...) SHAPE_RULES(__VA_ARGS__, 0, 0)
 
 static const shape_case cases[] = {
-#define CASE_PACKED(...) /* test_packed.c has cases of its own */
+#define CASE_PACKED(...) /* test_sequences.c has cases of its own */
 #define CASE_PAIRS(...)  /* test_masks.c has cases of its own */
 #define CASE_RULES(...) SHAPE_RULES(__VA_ARGS__),
 #define CASE(...) SHAPE(__VA_ARGS__),

@@ -237,16 +237,8 @@ static inline fdma_status device_run(fdma_operation operation, void *args) {
 
 /* Its tensors and its selection are on the host. */
 static inline problem device_small_problem(fdma_dtype dtype) {
-    problem x = {.batch = 2,
-                 .q_len = 300,
-                 .kv_len = 700,
-                 .q_heads = 8,
-                 .kv_heads = 2,
-                 .head_dim = 64,
-                 .window = 50,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype};
+    problem x = SIZES(2, 300, 700, 8, 2, 64, 50, 1);
+    x.dtype = dtype;
     problem_fill(&x, 5);
     problem_select(&x);
     return x;

@@ -123,7 +123,7 @@ static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
     return copy;
 }
 
-/* Positions `first` to `end` - 1 of a contiguous tensor with the positions along `axis`. */
+/* Positions `first` to `end` - 1 of a tensor along `axis`; an absent tensor stays absent. */
 static inline fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
     if (tensor.rank > 0) {
         const size_t before = (size_t)(first * tensor.stride[axis]);
@@ -147,6 +147,36 @@ static inline fdma_tensor widened(fdma_tensor tensor) {
 static inline void fill_random(fdma_tensor tensor, uint64_t *state, float size) {
     for (int64_t i = 0; i < count_of(tensor); i++)
         store_float(tensor.data, tensor.dtype, i, size * random_float(state));
+}
+
+/* The address of an element, or of a row. */
+static inline char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
+    const int64_t at = x0 * tensor.stride[0] + x1 * tensor.stride[1] + x2 * tensor.stride[2];
+    return (char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
+}
+
+/* Fills a contiguous tensor with a number. It is converted once, because conversions to 16 bits are
+ * slow. */
+static inline void fill_tensor_with(fdma_tensor tensor, double value) {
+    const size_t size = dtype_size(tensor.dtype);
+    char *const data = tensor.data;
+    if (count_of(tensor) == 0)
+        return;
+    if (tensor.dtype == FDMA_INT32)
+        *(int32_t *)tensor.data = (int32_t)value;
+    else if (tensor.dtype == FDMA_FLOAT64)
+        *(double *)tensor.data = value;
+    else
+        store_float(tensor.data, tensor.dtype, 0, (float)value);
+    for (int64_t i = 1; i < count_of(tensor); i++)
+        memcpy(data + (size_t)i * size, data, size);
+}
+
+static inline fdma_tensor new_list(const int32_t *numbers, int64_t count) {
+    const fdma_tensor list = new_tensor(FDMA_INT32, count, -1, -1, -1);
+    if (count > 0)
+        memcpy(list.data, numbers, bytes_of(list));
+    return list;
 }
 
 static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {

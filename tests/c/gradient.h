@@ -4,19 +4,6 @@
 
 #include "problem.h"
 
-/* The sizes of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1:
- * dense), causal. */
-#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
-    {.batch = b,                                                                                   \
-     .q_len = i,                                                                                   \
-     .kv_len = j,                                                                                  \
-     .q_heads = h,                                                                                 \
-     .kv_heads = g,                                                                                \
-     .head_dim = d,                                                                                \
-     .window = w,                                                                                  \
-     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
-     .causal = is_causal}
-
 typedef union gradients {
     struct {
         fdma_tensor dq, dk, dv, dbias;
@@ -171,14 +158,20 @@ static inline gradients last_gradients(gradients all) {
 
 /* ---- comparison with the reference ---- */
 
-/* The gradients in float64, from the same inputs. */
-static inline gradients reference_gradients(const gradient_problem *p) {
+/* The same problem in float64. */
+static inline gradient_problem widened_problem(const gradient_problem *p) {
     gradient_problem wide = *p;
     fdma_tensor *const tensors[] = {&wide.x.q, &wide.x.k, &wide.x.v,  &wide.x.bias,
                                     &wide.out, &wide.lse, &wide.dout, &wide.dlse};
     for (int t = 0; t < TEST_COUNT(tensors); t++)
         *tensors[t] = widened(*tensors[t]);
     wide.x.dtype = FDMA_FLOAT64;
+    return wide;
+}
+
+/* The gradients in float64, from the same inputs. */
+static inline gradients reference_gradients(const gradient_problem *p) {
+    const gradient_problem wide = widened_problem(p);
     fdma_backward_args args = gradient_args(&wide, "reference");
     CHECK_OK(run_backward(&args));
     return gradient_outputs(&args);

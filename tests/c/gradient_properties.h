@@ -29,7 +29,7 @@ static inline void check_right(const gradient_problem *p, const char *kernel) {
 static inline void check_repeats(const gradient_problem *p, const char *kernel) {
     static const unsigned char fills[] = {0x00, 0x7f, 0xff};
     const unsigned char before = test_backend.fill;
-    const int32_t most_threads = is_device_kernel(kernel) ? 1 : 5;
+    const int32_t most_threads = is_device_kernel(kernel) ? 1 : is_reference(kernel) ? 2 : 5;
     const gradients want = gradient_run(p, kernel, 1);
     for (int run = 0; run < TEST_COUNT(fills); run++) {
         fdma_backward_args args = gradient_args(p, kernel);

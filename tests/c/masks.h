@@ -4,6 +4,13 @@
 #include "backend.h"
 #include "gradient.h"
 
+static const problem mask_sizes[] = {
+    SIZES(2, 70, 70, 4, 2, 64, 20, 1),    SIZES(1, 131, 170, 6, 2, 40, 30, 0),
+    SIZES(1, 300, 300, 3, 3, 128, 9, 1),  SIZES(2, 1, 300, 8, 2, 128, 50, 1),
+    SIZES(1, 30, 20, 2, 2, 24, 12, 0),    SIZES(1, 400, 413, 5, 1, 32, 64, 1),
+    SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
+};
+
 typedef struct pairs {
     fdma_tensor mask, bias;
 } pairs;

@@ -349,3 +349,11 @@ static inline void check_cases(fdma_operation operation, int every, void (*check
         }
     }
 }
+
+/* Checks the cases of every operation: every `few`-th one of those that each kernel takes all of,
+ * and every `many`-th one of the longer lists. */
+static inline void check_operations(int few, int many, void (*check)(const call *)) {
+    for (int operation = 0; operation < TEST_COUNT(cases_of); operation++)
+        if (cases_of[operation].make != NULL)
+            check_cases((fdma_operation)operation, cases_of[operation].all ? few : many, check);
+}

@@ -81,11 +81,6 @@ static inline int32_t seen_of(const fdma_cache *cache, int64_t s) {
     return ((const int32_t *)cache->table.seen.data)[s];
 }
 
-static inline const char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
-    const int64_t at = x0 * tensor.stride[0] + x1 * tensor.stride[1] + x2 * tensor.stride[2];
-    return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
-}
-
 static inline void check_same_sequence(const fdma_cache *plain, const paged_cache *paged,
                                        int64_t s) {
     const fdma_cache *const cache = &paged->cache;

@@ -24,6 +24,19 @@ typedef struct problem {
     fdma_tensor rng_state;
 } problem;
 
+/* The sizes of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1:
+ * dense), causal. */
+#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
+    {.batch = b,                                                                                   \
+     .q_len = i,                                                                                   \
+     .kv_len = j,                                                                                  \
+     .q_heads = h,                                                                                 \
+     .kv_heads = g,                                                                                \
+     .head_dim = d,                                                                                \
+     .window = w,                                                                                  \
+     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
+     .causal = is_causal}
+
 typedef struct attended {
     fdma_tensor out, lse;
 } attended;
@@ -42,30 +55,99 @@ static inline void problem_fill(problem *x, uint64_t seed) {
     x->bias = copy_tensor(x->score);
 }
 
-/* Selects by x->score with the reference; all kernels select alike. */
-static inline void problem_select(problem *x) {
-    if (x->window < 0)
-        return;
-    x->selection = (fdma_selection){
-        .size = sizeof x->selection,
-        .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),
-        .slot = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),
-    };
-    fdma_select_args args = {
-        .size = sizeof args,
+/* Problems of sequences of different lengths: packed ones of 25, 0 and 35 positions, or a batch
+ * whose sequences have 20, 50 and 0 keys. */
+static inline problem pieces_problem(bool packed, fdma_dtype dtype) {
+    static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
+    problem x = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
+    if (packed)
+        x = (problem)SIZES(1, 60, 60, 4, 2, 64, -1, 1);
+    x.dtype = dtype;
+    problem_fill(&x, packed ? 5 : 6);
+    if (packed)
+        x.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
+    else
+        x.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
+    return x;
+}
+
+/* Sizes without queries, without keys, and without sequences. */
+static const problem empty_sizes[] = {
+    SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 0, 0, 4, 2, 64, -1, 1),
+    SIZES(0, 5, 9, 4, 2, 64, -1, 0), SIZES(1, 5, 0, 4, 2, 64, -1, 0)};
+
+/* A call that writes its selection to `to`. */
+static inline fdma_select_args select_args(const problem *x, fdma_selection *to,
+                                           const char *kernel) {
+    return (fdma_select_args){
+        .size = sizeof(fdma_select_args),
         .score = x->score,
         .key_valid = x->key_valid,
         .starts = x->starts,
-        .selection = &x->selection,
+        .selection = to,
         .window = x->window,
         .recent = x->recent,
         .sinks = x->sinks,
         .scope = x->scope,
-        .exec = {.kernel = "reference"},
+        .exec = {.kernel = kernel, .threads = 2},
         .kv_used = x->kv_used,
         .gap = x->gap,
     };
+}
+
+static inline fdma_selection selected_by(const problem *x, const char *kernel) {
+    fdma_selection selection = selection_for(x->score);
+    fdma_select_args args = select_args(x, &selection, kernel);
     CHECK_OK(run_select(&args));
+    return selection;
+}
+
+/* The lists of tiles of `tile_len` queries. Each has room for all keys. */
+static inline fdma_lists_args lists_args(const problem *x, int64_t tile_len, const char *kernel) {
+    const int64_t tiles = x->q_len / tile_len + (x->q_len % tile_len != 0);
+    return (fdma_lists_args){
+        .size = sizeof(fdma_lists_args),
+        .selection = &x->selection,
+        .starts = x->starts,
+        .list = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, x->kv_len),
+        .count = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, 2),
+        .q_len = x->q_len,
+        .tile_len = tile_len,
+        .causal = x->causal,
+        .exec = {.kernel = kernel, .threads = 2},
+        .kv_used = x->kv_used,
+    };
+}
+
+/* Selects by x->score with the reference; all kernels select alike. */
+static inline void problem_select(problem *x) {
+    if (x->window < 0)
+        return;
+    x->selection = selected_by(x, "reference");
+}
+
+/* A problem of these sizes and options, with random tensors and its selection. */
+static inline problem new_problem(const problem *sizes, fdma_dtype dtype, uint64_t seed) {
+    problem x = *sizes;
+    x.dtype = dtype;
+    problem_fill(&x, seed);
+    problem_select(&x);
+    return x;
+}
+
+/* The same problem with tensors of its own. */
+static inline problem copied_problem(const problem *x) {
+    problem copy = *x;
+    fdma_tensor *const tensors[] = {&copy.q,
+                                    &copy.k,
+                                    &copy.v,
+                                    &copy.score,
+                                    &copy.bias,
+                                    &copy.selection.expiry,
+                                    &copy.selection.slot};
+    for (int t = 0; t < TEST_COUNT(tensors); t++)
+        *tensors[t] = copy_tensor(*tensors[t]);
+    return copy;
 }
 
 static inline fdma_forward_args problem_args(const problem *x, const char *kernel) {
@@ -96,6 +178,37 @@ static inline fdma_forward_args problem_args(const problem *x, const char *kerne
  * bits of these inputs, and with them the outcome of a test, do not depend on the machine. */
 static inline const char *input_kernels(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT64 ? "reference" : "cpu/scalar";
+}
+
+static inline fdma_probabilities_args probabilities_args(const problem *x, fdma_tensor lse,
+                                                         const char *kernel) {
+    return (fdma_probabilities_args){
+        .size = sizeof(fdma_probabilities_args),
+        .q = x->q,
+        .k = x->k,
+        .bias = x->bias,
+        .key_valid = x->key_valid,
+        .starts = x->starts,
+        .lse = lse,
+        .probability = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, x->kv_len),
+        .selection = x->window >= 0 ? &x->selection : NULL,
+        .scale = x->scale,
+        .softcap = x->softcap,
+        .causal = x->causal,
+        .exec = {.kernel = kernel, .threads = 2},
+        .kv_used = x->kv_used,
+        .dropout = x->dropout,
+        .seed = x->seed,
+        .offset = x->offset,
+        .rng_state = x->rng_state,
+    };
+}
+
+static inline fdma_tensor find_probabilities(const problem *x, fdma_tensor lse,
+                                             const char *kernel) {
+    fdma_probabilities_args args = probabilities_args(x, lse, kernel);
+    CHECK_OK(run_probabilities(&args));
+    return args.probability;
 }
 
 static inline attended problem_attend(const problem *x, const char *kernel, int32_t threads) {
@@ -200,12 +313,7 @@ static inline int64_t poison_unread(problem *x, float poison) {
 
 /* One sequence of a tensor's batch; an absent tensor stays absent. */
 static inline fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
-    if (tensor.rank > 0) {
-        tensor.data =
-            (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
-        tensor.shape[0] = 1;
-    }
-    return tensor;
+    return positions_of(tensor, 0, b, b + 1);
 }
 
 static inline fdma_tensor last_of(fdma_tensor tensor) {
@@ -218,6 +326,7 @@ static inline problem problem_sequence(const problem *x, int64_t b) {
     alone.q = sequence_of(x->q, b);
     alone.k = sequence_of(x->k, b);
     alone.v = sequence_of(x->v, b);
+    alone.score = sequence_of(x->score, b);
     alone.bias = sequence_of(x->bias, b);
     alone.key_valid = sequence_of(x->key_valid, b);
     alone.kv_used = sequence_of(x->kv_used, b);
@@ -228,37 +337,48 @@ static inline problem problem_sequence(const problem *x, int64_t b) {
 
 static inline problem last_problem(const problem *x) { return problem_sequence(x, x->batch - 1); }
 
-static inline void for_each_problem_of_type(const problem *sizes, uint64_t seed, int type,
+/* Checks a property on random problems of these sizes and options, with every kernel of an
+ * operation. */
+static inline void for_each_problem_of_type(const char *operation, const problem *sizes,
+                                            uint64_t seed, int type,
                                             void (*holds)(problem *x, const char *kernel)) {
-    const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
+    const kernel_list kernels = kernels_for(operation, test_dtypes[type]);
+    const problem made = new_problem(sizes, test_dtypes[type], seed);
+    const int kept = test_state.blocks;
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        problem x = *sizes;
-        test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
-        x.dtype = test_dtypes[type];
-        problem_fill(&x, seed);
-        problem_select(&x);
+        test_context("%s %s, q_len %d, kv_len %d, window %d", kernels.name[kernel],
+                     dtype_name(made.dtype), (int)made.q_len, (int)made.kv_len, (int)made.window);
+        problem x = copied_problem(&made);
         holds(&x, kernels.name[kernel]);
-        test_free_all();
+        test_free_after(kept);
     }
+    test_free_all();
 }
 
-/* Checks a property on random problems of these sizes and options, with every kernel of forward.
- * With a divided number of cases, each property is checked in one dtype. */
-static inline void for_each_problem(const problem *sizes, uint64_t seed,
-                                    void (*holds)(problem *x, const char *kernel)) {
-    static int properties;
-    for (int type = first_dtype(); type < test_dtype_count; type++)
-        if (!is_left_out(properties, type))
-            for_each_problem_of_type(sizes, seed, type, holds);
-    properties++;
-}
-
-/* As for_each_problem(), for each of several sizes. With a divided number of cases, each size has
- * one dtype. */
-static inline void for_each_size_of(const problem *sizes, int count,
-                                    void (*holds)(problem *x, const char *kernel)) {
-    for (int n = 0; n < count; n++)
+/* With a divided number of cases, each test has one dtype; if it has several sizes, each size. */
+static inline void test_each_problem(const test_entry *test) {
+    for (int n = 0; n < test->count || n == 0; n++)
         for (int type = first_dtype(); type < test_dtype_count; type++)
-            if (!is_left_out(n, type))
-                for_each_problem_of_type(&sizes[n], (uint64_t)n + 1, type, holds);
+            if (!is_left_out(test->count > 0 ? n : test_state.index, type))
+                for_each_problem_of_type(test->operation, &test->sizes[n],
+                                         test->count > 0 ? (uint64_t)n + 1 : test->seed, type,
+                                         test->each_problem);
 }
+
+/* Entries of a table of tests: a property that is checked on problems of these sizes, or of each of
+ * a table of sizes, with every kernel of forward or of another operation. */
+#define EACH_PROBLEM(property, of_sizes, of_seed)                                                  \
+    {.name = #property " of " #of_sizes,                                                           \
+     .run_each = test_each_problem,                                                                \
+     .operation = "forward",                                                                       \
+     .each_problem = property,                                                                     \
+     .sizes = &(of_sizes),                                                                         \
+     .seed = of_seed}
+#define EACH_SIZE_OF(of, property, table)                                                          \
+    {.name = #property,                                                                            \
+     .run_each = test_each_problem,                                                                \
+     .operation = of,                                                                              \
+     .each_problem = property,                                                                     \
+     .sizes = table,                                                                               \
+     .count = TEST_COUNT(table)}
+#define EACH_SIZE(property, table) EACH_SIZE_OF("forward", property, table)

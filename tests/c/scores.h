@@ -99,11 +99,3 @@ static inline fdma_tensor new_padding(int64_t batch, int64_t kv_len, uint64_t *s
     }
     return valid;
 }
-
-/* An empty selection for these scores, full of guard bytes. */
-static inline fdma_selection selection_for(fdma_tensor score) {
-    const int64_t *const n = score.shape;
-    return (fdma_selection){.size = sizeof(fdma_selection),
-                            .expiry = new_output(FDMA_INT32, n[0], n[1], n[2], -1),
-                            .slot = new_output(FDMA_INT32, n[0], n[1], n[2], -1)};
-}

@@ -4,9 +4,12 @@
  *     static const test_entry tests[] = {TEST(adds)};
  *     int main(void) { return test_run(tests, TEST_COUNT(tests)); }
  *
+ * calls.h and problem.h have entries for properties of every kernel: EACH_KERNEL, EACH_PROBLEM.
  * A test that checks nothing fails. Every comparison of numbers is written so that NaN fails.
  */
 #pragma once
+
+#include "fdma.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -15,12 +18,25 @@
 #include <stdlib.h>
 #include <string.h>
 
+struct problem;    /* see problem.h */
+struct vocabulary; /* see vocabulary/vocabulary.h */
+
+/* A test: a function, or a property that `run_each` checks with every kernel of an operation. */
 typedef struct test_entry {
     const char *name;
     void (*run)(void);
+    void (*run_each)(const struct test_entry *test); /* if not NULL, in place of `run` */
+    const char *operation;
+    void (*each_kernel)(const char *kernel, fdma_dtype dtype);
+    void (*each_kernel_once)(const char *kernel);
+    void (*each_problem)(struct problem *x, const char *kernel);
+    void (*each_vocabulary)(const struct vocabulary *words);
+    const struct problem *sizes;
+    int count; /* of sizes */
+    uint64_t seed;
 } test_entry;
 
-#define TEST(function) {#function, function}
+#define TEST(function) {.name = #function, .run = function}
 #define TEST_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
 enum {
@@ -43,6 +59,7 @@ static struct {
     char context[256];
     test_block block[test_blocks];
     int blocks;
+    int index; /* in the table of tests */
 } test_state;
 
 /* test_divisor() - FDMA_TEST_DIVISOR, the divisor of the number of random cases; 1 by default.
@@ -169,25 +186,30 @@ static inline void *test_alloc(size_t size) { return test_keep(size, 0); }
 /* test_alloc_guarded() - as test_alloc(), between guard bytes that test_free_all() checks. */
 static inline void *test_alloc_guarded(size_t size) { return test_keep(size, 1); }
 
-static inline void test_free_all(void) {
+/* Frees the buffers that were allocated when there were more than `kept`. */
+static inline void test_free_after(int kept) {
     unsigned char guard[test_guard];
     memset(guard, test_guard_byte, sizeof guard);
-    for (int i = 0; i < test_state.blocks; i++) {
-        const test_block block = test_state.block[i];
+    while (test_state.blocks > kept) {
+        const test_block block = test_state.block[--test_state.blocks];
         if (block.guarded) {
             CHECK_BYTES(block.base, guard, sizeof guard);
             CHECK_BYTES(block.base + test_guard + block.size, guard, sizeof guard);
         }
         free(block.base);
     }
-    test_state.blocks = 0;
 }
+
+static inline void test_free_all(void) { test_free_after(0); }
 
 static inline int test_one(const test_entry *test) {
     test_state.checks = 0;
     test_state.failures = 0;
     test_state.context[0] = '\0';
-    test->run();
+    if (test->run_each != NULL)
+        test->run_each(test);
+    else
+        test->run();
     test_free_all();
     if (test_state.checks == 0) {
         printf("%s: checked nothing\n", test->name);
@@ -204,6 +226,7 @@ static inline int test_one(const test_entry *test) {
 static inline int test_run(const test_entry *tests, int count) {
     int failed = 0;
     for (int i = 0; i < count; i++) {
+        test_state.index = i;
         failed += !test_one(&tests[i]);
         fflush(stdout);
     }

@@ -203,7 +203,7 @@ static fdma_score_args score_at(const char *kernel, float dt, float a) {
 
 /* dt = 0: softplus(0) = log 2, so every score is a[g] log 2. dt = +-200: softplus is the identity
  * or 0; exp must not overflow on the way. By definition exp(z) beyond float32 is infinity. */
-static void check_points(const char *kernel, fdma_dtype dtype) {
+static void score_at_known_points(const char *kernel, fdma_dtype dtype) {
     static const float points[] = {0, 200, -200, 0x1p-20F};
     const double denormal_step = 0x1p-149, step = (double)FLT_EPSILON;
     if (dtype != FDMA_FLOAT32)
@@ -225,10 +225,8 @@ static void check_points(const char *kernel, fdma_dtype dtype) {
     CHECK_NEAR((double)((float *)beyond.bias.data)[0], (double)INFINITY, 0);
 }
 
-static void score_at_known_points(void) { for_each_kernel("score", check_points); }
-
 /* Padding is not read: its z is -inf, and its bias is what the form makes of -inf. */
-static void check_invalid(const char *kernel, fdma_dtype dtype) {
+static void invalid_keys_score_nothing(const char *kernel, fdma_dtype dtype) {
     const attention_case n = {
         {1, 1, 20, 1, 2, 16, 0, 0, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 0, 0};
     call x = {.operation = operation_score, .args.score = {.exec = {.kernel = kernel}}};
@@ -248,13 +246,11 @@ static void check_invalid(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void invalid_keys_score_nothing(void) { for_each_kernel("score", check_invalid); }
-
 static const test_entry tests[] = {
     TEST(one_call_is_three),
     TEST(untrained_scores_slide),
-    TEST(score_at_known_points),
-    TEST(invalid_keys_score_nothing),
+    EACH_KERNEL("score", score_at_known_points),
+    EACH_KERNEL("score", invalid_keys_score_nothing),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -7,8 +7,6 @@
 
 typedef void (*property)(const gradient_problem *p, const char *kernel);
 
-static bool is_reference(const char *kernel) { return strcmp(kernel, "reference") == 0; }
-
 /* Calls `holds` for every stride-th case that a kernel takes: some properties are slow to test on a
  * device, or depend little on the shape. The reference is slow and computes in double for every
  * dtype, so it is tested in one dtype. */
@@ -56,7 +54,7 @@ static void corrupt_selections_stay_inside(void) {
 
 /* ---- keys that no query keeps ---- */
 
-static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
+static void unread_keys_do_not_show(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
         test_context("%s %s, %s", kernel, dtype_name(dtype), unread_cases[s]);
         if (dtype == FDMA_FLOAT32 || !is_reference(kernel))
@@ -64,13 +62,12 @@ static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void unread_keys_do_not_show(void) { for_each_kernel("backward", check_unread_cases); }
 static void read_keys_show(void) { for_each_kernel("backward", check_read_shows); }
 
 /* ---- calls that are not deterministic ---- */
 
 /* The nondeterministic form has no bits to compare, so the poison is not finite. */
-static void check_unread_fast(const char *kernel, fdma_dtype dtype) {
+static void unread_keys_do_not_show_in_fast_gradients(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
         problem x = unread_problem(unread_cases[s], dtype);
         const gradient_problem p = gradient_of(&x, 1);
@@ -87,9 +84,6 @@ static void check_unread_fast(const char *kernel, fdma_dtype dtype) {
 }
 
 static void fast_gradients_are_right(void) { for_some_cases(check_right, 0, 1); }
-static void unread_keys_do_not_show_in_fast_gradients(void) {
-    for_each_kernel("backward", check_unread_fast);
-}
 static void corrupt_selections_stay_inside_in_fast_calls(void) {
     for_some_cases(run_corrupt, 0, 19);
 }
@@ -104,7 +98,7 @@ static const shape_case large_cases[] = {
     SHAPE("wide", 22, 390, 390, 8, 8, 256, 90, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
 };
 
-static void check_large(const char *kernel, fdma_dtype dtype) {
+static void many_query_blocks_are_each_alone(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(large_cases) && dtype == FDMA_BFLOAT16; s++) {
         const problem x = shape_problem(&large_cases[s], 91, dtype);
         gradient_problem p = gradient_of(&x, 1);
@@ -115,11 +109,9 @@ static void check_large(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void many_query_blocks_are_each_alone(void) { for_each_kernel("backward", check_large); }
-
 /* In this selection all keys leave at once, so later lists have fewer keys than earlier ones. No
  * selection of this library is like that, but blocks that wait for one another must still end. */
-static void check_leaving(const char *kernel, fdma_dtype dtype) {
+static void keys_that_all_leave_stop_nothing(const char *kernel, fdma_dtype dtype) {
     const shape_case n =
         SHAPE("leave", 8, 1024, 1024, 32, 32, 8, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
     if (dtype != FDMA_BFLOAT16)
@@ -133,8 +125,6 @@ static void check_leaving(const char *kernel, fdma_dtype dtype) {
         if (gradient_is_taken(&p, kernel))
             gradient_run(&p, kernel, 1);
 }
-
-static void keys_that_all_leave_stop_nothing(void) { for_each_kernel("backward", check_leaving); }
 
 /* ---- outputs that the fused call, and its step of scores, add to ---- */
 
@@ -167,7 +157,7 @@ static void run_fused(const gradient_problem *p, const char *kernel, int accumul
     CHECK_OK(run_attention_backward(&args));
 }
 
-static void check_fused_accumulated(const char *kernel, fdma_dtype dtype) {
+static void the_fused_call_accumulates(const char *kernel, fdma_dtype dtype) {
     const problem x = unread_problem(unread_cases[0], dtype);
     const gradient_problem p = gradient_of(&x, 1);
     fdma_tensor alone[fused_outputs], sum[fused_outputs], held[fused_outputs];
@@ -177,20 +167,16 @@ static void check_fused_accumulated(const char *kernel, fdma_dtype dtype) {
         check_added(sum[i], held[i], alone[i]);
 }
 
-static void the_fused_call_accumulates(void) {
-    for_each_kernel("backward", check_fused_accumulated);
-}
-
 static const test_entry tests[] = {
     TEST(gradients_are_right),
     TEST(runs_and_threads_are_equal),
     TEST(each_sequence_is_alone),
     TEST(gradients_accumulate),
-    TEST(the_fused_call_accumulates),
+    EACH_KERNEL("backward", the_fused_call_accumulates),
     TEST(bias_and_its_gradient_are_optional),
     TEST(memory_order_does_not_matter),
     TEST(repeated_inputs_are_as_copies),
-    TEST(unread_keys_do_not_show),
+    EACH_KERNEL("backward", unread_keys_do_not_show),
     TEST(read_keys_show),
     TEST(corrupt_selections_stay_inside),
     TEST(nan_rows_stay_with_their_keys),
@@ -204,14 +190,14 @@ static const test_entry device_tests[] = {
     TEST(bias_and_its_gradient_are_optional),
     TEST(memory_order_does_not_matter),
     TEST(repeated_inputs_are_as_copies),
-    TEST(unread_keys_do_not_show),
+    EACH_KERNEL("backward", unread_keys_do_not_show),
     TEST(corrupt_selections_stay_inside),
     TEST(nan_rows_stay_with_their_keys),
     TEST(fast_gradients_are_right),
-    TEST(unread_keys_do_not_show_in_fast_gradients),
+    EACH_KERNEL("backward", unread_keys_do_not_show_in_fast_gradients),
     TEST(corrupt_selections_stay_inside_in_fast_calls),
-    TEST(many_query_blocks_are_each_alone),
-    TEST(keys_that_all_leave_stop_nothing),
+    EACH_KERNEL("backward", many_query_blocks_are_each_alone),
+    EACH_KERNEL("backward", keys_that_all_leave_stop_nothing),
 };
 
 int main(int argc, char **argv) {

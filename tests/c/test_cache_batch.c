@@ -70,28 +70,22 @@ static batch_call new_call(int64_t batch, int64_t tokens, fdma_dtype dtype, uint
     return x;
 }
 
-static fdma_tensor entry_of(fdma_tensor tensor, int64_t b) {
-    tensor.data = (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
-    tensor.shape[0] = 1;
-    return tensor;
-}
-
 static void check_alone(const fdma_cache *cache, const batch_call *all, int64_t b,
                         const char *kernel) {
     const int64_t tokens = all->q.shape[1];
-    batch_call one = {entry_of(all->index, b),
-                      entry_of(all->q, b),
-                      entry_of(all->k, b),
-                      entry_of(all->v, b),
-                      entry_of(all->score, b),
-                      entry_of(all->commit, b),
+    batch_call one = {positions_of(all->index, 0, b, b + 1),
+                      positions_of(all->q, 0, b, b + 1),
+                      positions_of(all->k, 0, b, b + 1),
+                      positions_of(all->v, 0, b, b + 1),
+                      positions_of(all->score, 0, b, b + 1),
+                      positions_of(all->commit, 0, b, b + 1),
                       new_output(all->q.dtype, 1, tokens, q_heads, head_dim),
                       new_output(FDMA_FLOAT32, 1, q_heads, tokens, -1)};
     one.index.stride[0] = one.commit.stride[0] = 1;
     fdma_decode_args args = args_of(cache, &one, kernel);
     CHECK_OK(run_decode(&args));
-    CHECK_BYTES(one.out.data, entry_of(all->out, b).data, bytes_of(one.out));
-    CHECK_BYTES(one.lse.data, entry_of(all->lse, b).data, bytes_of(one.lse));
+    CHECK_BYTES(one.out.data, positions_of(all->out, 0, b, b + 1).data, bytes_of(one.out));
+    CHECK_BYTES(one.lse.data, positions_of(all->lse, 0, b, b + 1).data, bytes_of(one.lse));
 }
 
 static const struct {
@@ -99,7 +93,7 @@ static const struct {
 } shapes[] = {
     {300, 1, 70, 70, 16}, {150, 9, 130, 40, 4}, {40, 64, 33, 33, 1}, {3, 2, 4100, 4100, 32}};
 
-static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
+static void streams_are_the_same_in_any_batch(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < TEST_COUNT(shapes); n++) {
         const bool on_device = is_device_kernel(kernel);
         const int64_t batch = on_device ? shapes[n].batch : 3;
@@ -120,16 +114,7 @@ static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void streams_are_the_same_in_any_batch(void) {
-    for_each_kernel("decode", batches_change_no_bit);
-}
-
 /* ---- pages ---- */
-
-static char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
-    const int64_t at = x0 * tensor.stride[0] + x1 * tensor.stride[1] + x2 * tensor.stride[2];
-    return (char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
-}
 
 /* Address of a row of k or v in a cache with pages, by its page table. */
 static char *row_in_pages(const fdma_cache *cache, fdma_tensor pool, int64_t s, int64_t row,
@@ -217,7 +202,7 @@ static void streams_are_the_same_in_pages(void) { // test_cache_pages has the ot
 /* ---- workspace ---- */
 
 /* With these rows, three new tokens make more splits of the keys on the CPU than four. */
-static void fewer_tokens_need_no_more_memory(const char *kernel, fdma_dtype dtype) {
+static void workspaces_serve_fewer_tokens(const char *kernel, fdma_dtype dtype) {
     enum { tokens = 4, used = 3, rows = 9213 };
     uint64_t state = 3;
     int32_t count = used;
@@ -243,12 +228,8 @@ static void fewer_tokens_need_no_more_memory(const char *kernel, fdma_dtype dtyp
     test_free_all();
 }
 
-static void workspaces_serve_fewer_tokens(void) {
-    for_each_kernel("decode", fewer_tokens_need_no_more_memory);
-}
-
-static const test_entry tests[] = {TEST(streams_are_the_same_in_any_batch),
+static const test_entry tests[] = {EACH_KERNEL("decode", streams_are_the_same_in_any_batch),
                                    TEST(streams_are_the_same_in_pages),
-                                   TEST(workspaces_serve_fewer_tokens)};
+                                   EACH_KERNEL("decode", workspaces_serve_fewer_tokens)};
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -51,18 +51,12 @@ static void decode_both(const whole_call *x, const fdma_cache *plain, const page
     check_same_steps(&other, &s, broken);
 }
 
-static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
-    const fdma_tensor list = new_tensor(FDMA_INT32, count, -1, -1, -1);
-    memcpy(list.data, numbers, bytes_of(list));
-    return list;
-}
-
 static void copy_sequences(const fdma_cache *cache, const int32_t *from, const int32_t *to,
                            int64_t count, const char *kernel) {
     fdma_cache_copy_args args = {.size = sizeof args,
                                  .cache = *cache,
-                                 .from = list_of(from, count),
-                                 .to = list_of(to, count),
+                                 .from = new_list(from, count),
+                                 .to = new_list(to, count),
                                  .exec = {.kernel = cache_kernel(kernel), .threads = 2}};
     CHECK_OK(run_cache_copy(&args));
 }
@@ -153,7 +147,7 @@ static void pages_are_as_none(const stream_case *test, int64_t page_len, const c
     test_free_all();
 }
 
-static void pages_of_any_length(const char *kernel, fdma_dtype dtype) {
+static void pages_by_every_kernel(const char *kernel, fdma_dtype dtype) {
     static const int64_t lengths[] = {1, 16, 2, 64, 8, 256};
     for (int n = 0; n < TEST_COUNT(lengths) * TEST_COUNT(cases); n++) {
         const int c = n / TEST_COUNT(lengths), length = n % TEST_COUNT(lengths);
@@ -165,21 +159,12 @@ static void pages_of_any_length(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void pages_by_every_kernel(void) { for_each_kernel("decode", pages_of_any_length); }
-
 /* ---- shared pages ---- */
 
 static void decode_tokens(const whole_call *x, const fdma_cache *cache, int32_t sequence,
                           int32_t first, int32_t end, const char *kernel) {
-    for (int32_t seen = first; seen < end; seen++) {
-        const int32_t passed[streams] = {seen};
-        step s = {.batch = 1, .new_len = 1, .q_len = 1};
-        s.index[0] = sequence;
-        s.tokens[0] = s.commit[0] = 1;
-        make_step(x, passed, &s);
-        run_step(x, cache, &s, kernel);
-        check_step(x, passed, &s);
-    }
+    for (int32_t seen = first; seen < end; seen++)
+        decode_token(x, cache, seen, &sequence, 1, kernel);
 }
 
 /* Two continuations of a prefix use its full pages together, and each has a copy of the last
@@ -216,7 +201,8 @@ static void prefixes_are_shared(void) {
 
 /* ---- missing pages ---- */
 
-static void one_sequence_lacks_pages(const char *kernel, fdma_dtype dtype) {
+/* The other sequences of a call get the bits that they get without pages. */
+static void missing_pages_are_the_sequences_own(const char *kernel, fdma_dtype dtype) {
     enum { broken = 3 };
     for (int c = 1; c < TEST_COUNT(cases); c++) {
         uint64_t state = (uint64_t)c + 40;
@@ -235,11 +221,6 @@ static void one_sequence_lacks_pages(const char *kernel, fdma_dtype dtype) {
         check_poison(&paged);
         test_free_all();
     }
-}
-
-/* The other sequences of a call get the bits that they get without pages. */
-static void missing_pages_are_the_sequences_own(void) {
-    for_each_kernel("decode", one_sequence_lacks_pages);
 }
 
 /* Stores the first `tokens` tokens of stream 0 in sequence 2 of both caches. */
@@ -418,8 +399,8 @@ static void check_pages_refused(const fdma_cache *cache, fdma_status status, con
     static const int32_t list[] = {0};
     fdma_cache_copy_args args = {.size = sizeof args,
                                  .cache = *cache,
-                                 .from = list_of(list, 1),
-                                 .to = list_of(list, 1),
+                                 .from = new_list(list, 1),
+                                 .to = new_list(list, 1),
                                  .exec = {.device = cache->device}};
     size_t bytes = 0;
     CHECK_INT(fdma_cache_copy_workspace(&args, &bytes), status);
@@ -469,12 +450,12 @@ static void pools_are_not_counted(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(pages_by_every_kernel),
+    EACH_KERNEL("decode", pages_by_every_kernel),
     TEST(prefixes_are_shared),
     TEST(missing_pages_hide_their_keys),
     TEST(lost_sinks_have_successors),
     TEST(rows_without_pages_are_not_copied),
-    TEST(missing_pages_are_the_sequences_own),
+    EACH_KERNEL("decode", missing_pages_are_the_sequences_own),
     TEST(corrupt_page_tables_do_no_harm),
     TEST(wrong_pages_are_refused),
     TEST(pools_are_not_counted),

@@ -8,14 +8,8 @@
 
 static const int32_t own_sequence[streams] = {4, 3, 2}; // as in the steps of decode
 
-static fdma_selection selection_for(int64_t batch, int64_t kv_len) {
-    return (fdma_selection){.size = sizeof(fdma_selection),
-                            .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
-                            .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1)};
-}
-
-static fdma_select_args select_args(const stream_case *test, fdma_tensor score,
-                                    fdma_selection *selection) {
+static fdma_select_args stream_select_args(const stream_case *test, fdma_tensor score,
+                                           fdma_selection *selection) {
     return (fdma_select_args){.size = sizeof(fdma_select_args),
                               .score = score,
                               .selection = selection,
@@ -34,23 +28,17 @@ static fdma_cache_store_args store_args(const whole_call *x, const fdma_cache *c
                                    .exec = {.kernel = kernel, .threads = 2}};
 }
 
-static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
-    const fdma_tensor list = new_tensor(FDMA_INT32, count, -1, -1, -1);
-    memcpy(list.data, numbers, bytes_of(list));
-    return list;
-}
-
 /* The first `len` tokens of every stream, as entries of a batch. */
 static fdma_cache_store_args select_batch(const whole_call *x, const fdma_cache *cache, int64_t len,
                                           fdma_selection *selection, const char *kernel) {
     const fdma_tensor score = positions_of(x->score, 2, 0, len);
-    *selection = selection_for(streams, len);
-    fdma_select_args select = select_args(x->test, score, selection);
+    *selection = new_selection(streams, kv_heads, len);
+    fdma_select_args select = stream_select_args(x->test, score, selection);
     if (x->key_valid.rank > 0)
         select.key_valid = positions_of(x->key_valid, 1, 0, len);
     CHECK_OK(run_select(&select));
     fdma_cache_store_args store = store_args(x, cache, selection, kernel);
-    store.index = list_of(own_sequence, streams);
+    store.index = new_list(own_sequence, streams);
     store.k = positions_of(x->k, 1, 0, len);
     store.v = positions_of(x->v, 1, 0, len);
     store.score = score;
@@ -77,13 +65,13 @@ static void store_packed(const whole_call *x, const fdma_cache *cache, int32_t *
     }
     const int64_t len = starts[streams] + 3, dim = x->test->head_dim;
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, 1, kv_heads, len, -1);
-    fdma_selection selection = selection_for(1, len);
+    fdma_selection selection = new_selection(1, kv_heads, len);
     fdma_cache_store_args store = store_args(x, cache, &selection, kernel);
     store.k = new_tensor(x->dtype, 1, len, kv_heads, dim);
     store.v = new_tensor(x->dtype, 1, len, kv_heads, dim);
     store.score = score;
-    store.starts = list_of(starts, streams + 1);
-    store.index = list_of(own_sequence, streams);
+    store.starts = new_list(starts, streams + 1);
+    store.index = new_list(own_sequence, streams);
     for (int64_t n = 0; n < streams * len; n++) {
         const int64_t stream = n / len, token = n % len;
         if (token >= seen[stream])
@@ -92,7 +80,7 @@ static void store_packed(const whole_call *x, const fdma_cache *cache, int32_t *
         copy_token(store.v, 0, starts[stream] + token, x->v, stream, token);
         copy_token(store.score, 0, starts[stream] + token, x->score, stream, token);
     }
-    fdma_select_args select = select_args(x->test, score, &selection);
+    fdma_select_args select = stream_select_args(x->test, score, &selection);
     select.starts = store.starts;
     CHECK_OK(run_select(&select));
     CHECK_OK(run_cache_store(&store));
@@ -120,9 +108,9 @@ static void check_piece(const whole_call *x, int64_t stream, int64_t first, fdma
 static void store_piece(const whole_call *x, const fdma_cache *cache, int64_t stream, int64_t first,
                         int64_t end, const char *kernel) {
     const int64_t rows = x->test->window + x->test->recent, s = own_sequence[stream];
-    fdma_selection selection = selection_for(1, rows + end - first);
+    fdma_selection selection = new_selection(1, kv_heads, rows + end - first);
     fdma_select_args select =
-        select_args(x->test, piece_of(x->score, 2, stream, first, end), &selection);
+        stream_select_args(x->test, piece_of(x->score, 2, stream, first, end), &selection);
     select.key_valid = piece_of(x->key_valid, 1, stream, first, end);
     select.table_in = (fdma_table){.score = only(cache->table.score, s),
                                    .position = only(cache->table.position, s),
@@ -145,7 +133,7 @@ static void store_piece(const whole_call *x, const fdma_cache *cache, int64_t st
     CHECK_OK(run_forward(&forward));
     check_piece(x, stream, first, forward.out);
     fdma_cache_store_args store = store_args(x, cache, &selection, kernel);
-    store.index = list_of(&own_sequence[stream], 1);
+    store.index = new_list(&own_sequence[stream], 1);
     store.k = forward.k;
     store.v = forward.v;
     store.score = select.score;
@@ -168,13 +156,8 @@ static void store_pieces(const whole_call *x, const fdma_cache *cache, int32_t *
 
 /* ---- contents of the cache ---- */
 
-static const void *row_of(fdma_tensor tensor, int64_t b, int64_t n, int64_t g) {
-    const int64_t at = b * tensor.stride[0] + n * tensor.stride[1] + g * tensor.stride[2];
-    return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
-}
-
 static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
-    return *(const float *)row_of(tensor, b, g, j);
+    return *(const float *)(const void *)address(tensor, b, g, j);
 }
 
 /* Each kept key is in its row unchanged, with its score and its bias; empty rows are marked
@@ -191,8 +174,8 @@ static void check_rows(const whole_call *x, const fdma_cache *cache, const int32
             CHECK(float_at(cache->table.score, s, g, row) == -INFINITY);
             continue;
         }
-        CHECK_BYTES(row_of(cache->k, s, row, g), row_of(x->k, stream, p, g), row_bytes);
-        CHECK_BYTES(row_of(cache->v, s, row, g), row_of(x->v, stream, p, g), row_bytes);
+        CHECK_BYTES(address(cache->k, s, row, g), address(x->k, stream, p, g), row_bytes);
+        CHECK_BYTES(address(cache->v, s, row, g), address(x->v, stream, p, g), row_bytes);
         CHECK(float_at(cache->table.score, s, g, row) == float_at(x->score, stream, g, p));
         if (x->bias.rank > 0) {
             const float bias = float_at(x->bias, stream, g, p);
@@ -208,7 +191,7 @@ typedef void prefill(const whole_call *x, const fdma_cache *cache, int32_t *seen
 
 static prefill *const prefills[] = {store_batch, store_packed, store_pieces};
 
-static void prompts_go_on(const char *kernel, fdma_dtype dtype) {
+static void prompts_by_every_kernel(const char *kernel, fdma_dtype dtype) {
     for (int c = 0; c < TEST_COUNT(prefills) * TEST_COUNT(cases); c++) {
         const int n = c / TEST_COUNT(prefills);
         uint64_t state = (uint64_t)c + 3;
@@ -224,8 +207,6 @@ static void prompts_go_on(const char *kernel, fdma_dtype dtype) {
         test_free_all();
     }
 }
-
-static void prompts_by_every_kernel(void) { for_each_kernel("cache_store", prompts_go_on); }
 
 /* The first tokens of each stream are padding. Their positions count, but no row has them. */
 static void padding_is_not_stored(void) {
@@ -291,7 +272,7 @@ static void threads_and_skipped_entries(void) {
             caches[n] = new_cache(&cases[7], FDMA_FLOAT32);
             fdma_cache_store_args store =
                 select_batch(&x, &caches[n], 40, &selection, kernels.name[kernel]);
-            store.index = list_of(index, streams);
+            store.index = new_list(index, streams);
             store.exec.threads = 1 + 2 * n;
             CHECK_OK(run_cache_store(&store));
         }
@@ -300,7 +281,7 @@ static void threads_and_skipped_entries(void) {
             const bool stored = s == 1 || s == 3;
             CHECK_INT(((const int32_t *)caches[0].table.seen.data)[s], stored ? 40 : 0);
             CHECK_INT(int_at(caches[0].table.position, s, 1, 0), stored ? 0 : -1);
-            CHECK(isnan(*(const float *)row_of(caches[0].v, s, 0, 1)) == !stored);
+            CHECK(isnan(*(const float *)address(caches[0].v, s, 0, 1)) == !stored);
         }
         test_free_all();
     }
@@ -363,9 +344,9 @@ static void contradictions_are_refused(void) {
     make_scores(&x, NULL);
     const fdma_cache_store_args right = select_batch(&x, &cache, 20, &selection, NULL);
     fdma_cache_store_args args = right;
-    args.index = list_of(wrong_index, streams);
+    args.index = new_list(wrong_index, streams);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "index: element 1 is 5, want -1 to 4");
-    args = right, args.index = list_of(wrong_index, 2);
+    args = right, args.index = new_list(wrong_index, 2);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "index: axis 0 has 2 elements, want 3");
     args = right, args.cache.dtype = FDMA_FLOAT16;
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "cache: its dtype is float16");
@@ -379,7 +360,7 @@ static void contradictions_are_refused(void) {
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "cache.k: axis 1 has 19 elements, want 20");
     args = right, args.cache.table.score.dtype = FDMA_FLOAT64;
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "cache.bias: dtype is float32");
-    args = right, args.index = (fdma_tensor){0}, args.starts = list_of(starts, 3);
+    args = right, args.index = (fdma_tensor){0}, args.starts = new_list(starts, 3);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "batch: is 3, want 1 with starts");
     args = right, args.exec.device = FDMA_CUDA(0);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "cache: its device is the CPU");
@@ -409,16 +390,16 @@ static void too_many_prompts_are_refused(void) {
     one = selection;
     one.expiry = only(one.expiry, 0), one.slot = only(one.slot, 0);
     args.selection = &one, args.k = only(args.k, 0), args.v = only(args.v, 0);
-    args.score = only(args.score, 0), args.starts = list_of(starts, 4);
+    args.score = only(args.score, 0), args.starts = new_list(starts, 4);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT,
                         "starts: axis 0 has 4 elements, want at most 3 without index");
-    args.starts = list_of(wrong, 3);
+    args.starts = new_list(wrong, 3);
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "starts: element 2 is 8, want 9 to 20");
-    args.starts = list_of(starts, 4), args.starts.shape[0] = 0;
+    args.starts = new_list(starts, 4), args.starts.shape[0] = 0;
     check_store_refused(&args, FDMA_INVALID_ARGUMENT, "starts: axis 0 has 0 elements");
-    args.starts = list_of(few, 3);
+    args.starts = new_list(few, 3);
     CHECK_OK(run_cache_store(&args));
-    one = selection_for(1, 40); // counts the rows of the cache
+    one = new_selection(1, kv_heads, 40); // counts the rows of the cache
     one.window = test->window, one.recent = test->recent, one.sinks = test->sinks;
     one.scope = FDMA_SCOPE_CAUSAL, one.kv_len = 40;
     check_store_refused(&args, FDMA_INVALID_ARGUMENT,
@@ -434,10 +415,10 @@ static void long_streams_are_refused(void) {
     fdma_selection fresh;
     make_scores(&x, NULL);
     fdma_cache_store_args args = select_batch(&x, &cache, 20, &fresh, NULL);
-    fdma_selection carried = selection_for(streams, 40);
+    fdma_selection carried = new_selection(streams, kv_heads, 40);
     carried.window = test->window, carried.recent = test->recent, carried.sinks = test->sinks;
     carried.scope = FDMA_SCOPE_CAUSAL, carried.kv_len = 40;
-    args.selection = &carried, args.index = list_of(twice, streams);
+    args.selection = &carried, args.index = new_list(twice, streams);
     int32_t *const seen = cache.table.seen.data;
     seen[3] = INT32_MAX - 19;
     check_store_refused(&args, FDMA_INVALID_ARGUMENT,
@@ -464,10 +445,10 @@ static void corrupt_selections_do_no_harm(void) {
         make_scores(&x, NULL);
         const fdma_cache cache = new_cache(&cases[2], FDMA_FLOAT32);
         fdma_cache_store_args args = select_batch(&x, &cache, 20, &selection, kernels.name[c / 40]);
-        args.index = list_of(index, streams);
+        args.index = new_list(index, streams);
         if (c % 2 == 0) {
             const fdma_selection fresh = selection;
-            selection = selection_for(streams, 40);
+            selection = new_selection(streams, kv_heads, 40);
             selection.window = fresh.window, selection.recent = fresh.recent;
             selection.sinks = fresh.sinks, selection.scope = fresh.scope, selection.kv_len = 40;
         }
@@ -488,10 +469,14 @@ static void corrupt_selections_do_no_harm(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(prompts_by_every_kernel),        TEST(padding_is_not_stored),
-    TEST(prompts_replace_what_was_there), TEST(threads_and_skipped_entries),
-    TEST(wrong_selections_are_refused),   TEST(contradictions_are_refused),
-    TEST(too_many_prompts_are_refused),   TEST(long_streams_are_refused),
+    EACH_KERNEL("cache_store", prompts_by_every_kernel),
+    TEST(padding_is_not_stored),
+    TEST(prompts_replace_what_was_there),
+    TEST(threads_and_skipped_entries),
+    TEST(wrong_selections_are_refused),
+    TEST(contradictions_are_refused),
+    TEST(too_many_prompts_are_refused),
+    TEST(long_streams_are_refused),
     TEST(corrupt_selections_do_no_harm),
 };
 

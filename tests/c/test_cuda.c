@@ -93,7 +93,7 @@ static void check_alone(const problem *x, const char *kernel) {
     check_same_results(problem_attend(&last, kernel, 1), want);
 }
 
-static void check_forward(const char *kernel, fdma_dtype dtype) {
+static void results_repeat(const char *kernel, fdma_dtype dtype) {
     for (int shape = 0; shape < TEST_COUNT(forward_cases); shape++) {
         const problem x = unpadded(&forward_cases[shape], 7, dtype);
         const fdma_forward_args args = problem_args(&x, kernel);
@@ -107,8 +107,6 @@ static void check_forward(const char *kernel, fdma_dtype dtype) {
         test_free_all();
     }
 }
-
-static void results_repeat(void) { for_each_kernel("forward", check_forward); }
 
 static const shape_case backward_cases[] = {
     SHAPE("iid", 1, 1200, 1200, 8, 2, 128, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
@@ -190,7 +188,7 @@ static void check_score_alone(const call *host) {
     CHECK(same_tensor(args->score, last_of(all.args.score.score)));
 }
 
-static void check_scores(const char *kernel, fdma_dtype dtype) {
+static void scores_repeat(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < TEST_COUNT(score_sizes); n++) {
         call x = {.operation = operation_score};
         uint64_t state = 3;
@@ -204,10 +202,8 @@ static void check_scores(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void scores_repeat(void) { for_each_kernel("score", check_scores); }
-
 /* The call adds to dv, so dv starts from the same values each time. */
-static void check_score_gradients(const char *kernel, fdma_dtype dtype) {
+static void gradients_of_scores_repeat(const char *kernel, fdma_dtype dtype) {
     static const call_sizes n = {.batch = 2, .kv_len = 1500, .kv_heads = 4, .head_dim = 64};
     call x = {.operation = operation_score_backward};
     uint64_t state = 23;
@@ -218,18 +214,14 @@ static void check_score_gradients(const char *kernel, fdma_dtype dtype) {
     check_runs(&x, 200);
 }
 
-static void gradients_of_scores_repeat(void) {
-    for_each_kernel("score_backward", check_score_gradients);
-}
-
 static const test_entry tests[] = {
     TEST(every_operation_has_kernels),
     TEST(packed_calls_have_kernels),
-    TEST(results_repeat),
+    EACH_KERNEL("forward", results_repeat),
     TEST(gradients_repeat),
     TEST(biases_of_any_size_count),
-    TEST(scores_repeat),
-    TEST(gradients_of_scores_repeat),
+    EACH_KERNEL("score", scores_repeat),
+    EACH_KERNEL("score_backward", gradients_of_scores_repeat),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

@@ -298,7 +298,7 @@ static void the_fused_call_is_its_steps(void) {
 /* ---- corrupt selections ---- */
 
 /* No fault, no write outside (the guards check that), and no harm to later calls. */
-static void check_corrupt(const char *kernel, fdma_dtype dtype) {
+static void corrupt_selections_stay_inside(const char *kernel, fdma_dtype dtype) {
     const problem x = device_small_problem(dtype);
     problem wrong = x;
     uint64_t state = 77;
@@ -317,8 +317,6 @@ static void check_corrupt(const char *kernel, fdma_dtype dtype) {
     }
     check_same_results(problem_attend(&x, kernel, 1), want);
 }
-
-static void corrupt_selections_stay_inside(void) { for_each_kernel("forward", check_corrupt); }
 
 /* ---- elements further apart than an int32 counts ---- */
 
@@ -363,16 +361,8 @@ static char *far_memory;
 static void check_far_forward(const char *kernel, fdma_dtype dtype) {
     static const char *const names[] = {"q", "k", "v", "out"};
     for (int window = -1; window < 60 && dtype == FDMA_BFLOAT16; window += 20) {
-        problem x = {.batch = 1,
-                     .q_len = far_rows,
-                     .kv_len = far_rows,
-                     .q_heads = 4,
-                     .kv_heads = 2,
-                     .head_dim = 64,
-                     .window = window,
-                     .scope = FDMA_SCOPE_CAUSAL,
-                     .causal = 1,
-                     .dtype = dtype};
+        problem x = SIZES(1, far_rows, far_rows, 4, 2, 64, window, 1);
+        x.dtype = dtype;
         problem_fill(&x, 8);
         problem_select(&x);
         const fdma_forward_args args = problem_args(&x, kernel);
@@ -414,7 +404,7 @@ static const test_entry tests[] = {
     TEST(graphs_replay_whole_calls),
     TEST(graphs_replay_selections),
     TEST(the_fused_call_is_its_steps),
-    TEST(corrupt_selections_stay_inside),
+    EACH_KERNEL("forward", corrupt_selections_stay_inside),
     TEST(rows_far_apart),
 };
 

@@ -69,17 +69,9 @@ static void write_pieces(const placement *how, fdma_tensor all, char *memory, fd
     write_piece(*own, rest);
 }
 
-static problem new_problem(int64_t q_len, int64_t head_dim, int64_t window, fdma_dtype dtype) {
-    problem x = {.batch = batch,
-                 .q_len = q_len,
-                 .kv_len = kv_len,
-                 .q_heads = 6,
-                 .kv_heads = 3,
-                 .head_dim = head_dim,
-                 .window = window,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype};
+static problem stream_problem(int64_t q_len, int64_t head_dim, int64_t window, fdma_dtype dtype) {
+    problem x = SIZES(batch, q_len, kv_len, 6, 3, head_dim, window, 1);
+    x.dtype = dtype;
     problem_fill(&x, 5);
     problem_select(&x);
     return x;
@@ -129,8 +121,8 @@ static void pieces_are_the_whole(int64_t q_len) {
     for (int d = 0; d < TEST_COUNT(head_dims); d++)
         for (int n = 0; n < TEST_COUNT(placements); n++)
             for (int64_t window = -1; window <= 60; window += 61) {
-                const problem x =
-                    new_problem(q_len, head_dims[d], window, n % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16);
+                const problem x = stream_problem(q_len, head_dims[d], window,
+                                                 n % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16);
                 check_placement(&x, &placements[n], NULL, NULL);
                 if (placements[n].is_plain && q_len > 16)
                     check_placement(&x, &placements[n], NULL, "cuda/sm80");
@@ -155,7 +147,7 @@ static void pieces_at_both_ends_of_memory(void) {
                                .apart = apart,
                                .own_first = n % 2,
                                .is_plain = true};
-        const problem x = new_problem(131, 64, 60, FDMA_BFLOAT16);
+        const problem x = stream_problem(131, 64, 60, FDMA_BFLOAT16);
         check_placement(&x, &far, memory, NULL);
         test_free_all();
     }
@@ -229,8 +221,8 @@ static void gradients_of_pieces_are_those_of_the_whole(void) {
     for (int d = 0; d < TEST_COUNT(head_dims); d++)
         for (int n = 0; n < TEST_COUNT(placements); n++)
             for (int64_t window = n % 2 ? -1 : 20; window <= 60; window += 61) {
-                const problem x = new_problem(n % 3 == 0 ? new_len : 131, head_dims[d], window,
-                                              n % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16);
+                const problem x = stream_problem(n % 3 == 0 ? new_len : 131, head_dims[d], window,
+                                                 n % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16);
                 check_gradients(&x, &placements[n], NULL);
                 if (placements[n].is_plain)
                     check_gradients(&x, &placements[n], "cuda/sm80");
@@ -261,7 +253,7 @@ static void check_cleared(fdma_tensor on_device) {
 static void gradients_of_carried_keys_alone_are_zeros(void) {
     static const char *const kernels[] = {"cuda", "cuda/sm80"};
     for (int n = 0; n < 2 * TEST_COUNT(kernels); n++) {
-        const problem x = new_problem(131, 64, -1, FDMA_BFLOAT16);
+        const problem x = stream_problem(131, 64, -1, FDMA_BFLOAT16);
         const gradient_problem p = gradient_of(&x, 1);
         fdma_backward_args args = gradient_args(&p, kernels[n / 2]);
         call here, there;

@@ -86,16 +86,8 @@ static void check_forward_shifted(const problem *x) {
 static void forward_of_shifted_data(void) {
     static const int64_t lengths[][2] = {{1, 1000}, {16, 1024}, {16, 40}, {7, 3000}, {200, 300}};
     for (int i = 0; i < TEST_COUNT(lengths) * 4; i++) {
-        problem x = {.batch = 2,
-                     .q_len = lengths[i / 4][0],
-                     .kv_len = lengths[i / 4][1],
-                     .q_heads = 4,
-                     .kv_heads = 2,
-                     .head_dim = 64,
-                     .window = i % 2 ? 33 : -1,
-                     .scope = FDMA_SCOPE_CAUSAL,
-                     .causal = 1,
-                     .dtype = test_dtypes[1 + i / 2 % 2]};
+        problem x = SIZES(2, lengths[i / 4][0], lengths[i / 4][1], 4, 2, 64, i % 2 ? 33 : -1, 1);
+        x.dtype = test_dtypes[1 + i / 2 % 2];
         problem_fill(&x, (uint64_t)i);
         problem_select(&x);
         check_forward_shifted(&x);

@@ -32,8 +32,7 @@ static problem problem_of(const shape *n, fdma_dtype dtype) {
     x.seed = n->seed;
     x.offset = n->offset;
     problem_fill(&x, 8);
-    fdma_tensor numbers = new_tensor(FDMA_INT32, 4, -1, -1, -1);
-    memcpy(numbers.data, n->numbers, sizeof n->numbers);
+    const fdma_tensor numbers = new_list(n->numbers, TEST_COUNT(n->numbers));
     if (n->packed)
         x.starts = numbers;
     if (n->cut)
@@ -63,28 +62,6 @@ static problem without_dropout(const problem *x) {
     return plain;
 }
 
-static fdma_tensor find_probabilities(const problem *x, fdma_tensor lse, const char *kernel) {
-    fdma_probabilities_args args = {
-        .size = sizeof args,
-        .q = x->q,
-        .k = x->k,
-        .bias = x->bias,
-        .starts = x->starts,
-        .kv_used = x->kv_used,
-        .lse = lse,
-        .probability = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, x->kv_len),
-        .selection = x->window >= 0 ? &x->selection : NULL,
-        .causal = x->causal,
-        .exec = {.kernel = kernel, .threads = 2},
-        .dropout = x->dropout,
-        .seed = x->seed,
-        .offset = x->offset,
-        .rng_state = x->rng_state,
-    };
-    CHECK_OK(run_probabilities(&args));
-    return args.probability;
-}
-
 /* ---- one pair after another ---- */
 
 typedef struct pair {
@@ -96,28 +73,37 @@ static pair pair_at(const problem *x, int64_t at) {
     return (pair){head / x->q_heads, head % x->q_heads, row % x->q_len, at % x->kv_len};
 }
 
-static void for_each_shape(const char *kernel, fdma_dtype dtype,
-                           void (*check)(const problem *x, const char *kernel)) {
-    for (int n = 0; n < TEST_COUNT(shapes); n++) {
-        if (is_left_out(n, (int)dtype))
+/* The results of the reference without dropout. A kept pair has a probability above 0. */
+typedef struct plain_results {
+    fdma_tensor lse, probability;
+} plain_results;
+
+/* Checks each shape, in each dtype, with each kernel of an operation. */
+static void for_each_shape(const char *operation,
+                           void (*check)(const problem *x, const plain_results *plain,
+                                         const char *kernel)) {
+    for (int i = 0; i < TEST_COUNT(shapes) * test_dtype_count; i++) {
+        const int n = i / test_dtype_count, type = i % test_dtype_count;
+        if (type < first_dtype() || is_left_out(n, (int)test_dtypes[type]))
             continue;
-        test_context("%s %s %s", shapes[n].name, kernel, dtype_name(dtype));
-        const problem x = problem_of(&shapes[n], dtype);
-        check(&x, kernel);
+        const kernel_list kernels = kernels_for(operation, test_dtypes[type]);
+        const problem x = problem_of(&shapes[n], test_dtypes[type]);
+        const problem without = without_dropout(&x);
+        plain_results plain = {.lse = problem_attend(&without, "reference", 1).lse};
+        plain.probability = find_probabilities(&without, plain.lse, "reference");
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            test_context("%s %s %s", shapes[n].name, kernels.name[kernel],
+                         dtype_name(test_dtypes[type]));
+            check(&x, &plain, kernels.name[kernel]);
+        }
+        test_free_all();
     }
 }
 
-/* The probabilities of the reference without dropout. A kept pair has more than 0. */
-static fdma_tensor plain_probabilities(const problem *x) {
-    const problem plain = without_dropout(x);
-    return find_probabilities(&plain, problem_attend(&plain, "reference", 1).lse, "reference");
-}
-
-static void check_probabilities(const problem *x, const char *kernel) {
-    const problem plain = without_dropout(x);
-    const fdma_tensor lse = problem_attend(&plain, "reference", 1).lse;
-    const fdma_tensor found = find_probabilities(x, lse, kernel);
-    const fdma_tensor whole = find_probabilities(&plain, lse, kernel);
+static void check_probabilities(const problem *x, const plain_results *plain, const char *kernel) {
+    const problem without = without_dropout(x);
+    const fdma_tensor found = find_probabilities(x, plain->lse, kernel);
+    const fdma_tensor whole = find_probabilities(&without, plain->lse, kernel);
     const double scale = dropout_scale(params_of(x).threshold);
     int64_t dropped = 0;
     for (int64_t at = 0; at < count_of(found); at++) {
@@ -131,14 +117,6 @@ static void check_probabilities(const problem *x, const char *kernel) {
     CHECK(dropped > 0);
 }
 
-static void probabilities_of_a_kernel(const char *kernel, fdma_dtype dtype) {
-    for_each_shape(kernel, dtype, check_probabilities);
-}
-
-static void probabilities_are_dropped(void) {
-    for_each_kernel("probabilities", probabilities_of_a_kernel);
-}
-
 /* Sets channel d of row d to 1 and all others to 0, in each head or in one of each `group`. */
 static void make_unit_rows(fdma_tensor tensor, int64_t group) {
     for (int64_t at = 0; at < count_of(tensor); at++) {
@@ -150,15 +128,16 @@ static void make_unit_rows(fdma_tensor tensor, int64_t group) {
 
 /* If the values of keys are unit vectors, channel j of out is the probability of key j. Dropout
  * does not change lse. */
-static void check_out(const problem *given, const char *kernel) {
+static void check_out(const problem *given, const plain_results *plain, const char *kernel) {
     problem x = *given;
     if (!problem_is_taken(&x, kernel))
         return;
+    x.v = copy_tensor(x.v);
     make_unit_rows(x.v, 1);
-    const problem plain = without_dropout(&x);
+    const problem without = without_dropout(&x);
     const attended found = problem_attend(&x, kernel, 2);
-    const attended whole = problem_attend(&plain, kernel, 1);
-    const fdma_tensor probability = plain_probabilities(&x);
+    const attended whole = problem_attend(&without, kernel, 1);
+    const fdma_tensor probability = plain->probability;
     const double scale = dropout_scale(params_of(&x).threshold);
     for (int64_t row = 0; row < count_of(whole.lse); row++) {
         const double lse = load_double(whole.lse.data, FDMA_FLOAT32, row);
@@ -178,15 +157,9 @@ static void check_out(const problem *given, const char *kernel) {
     }
 }
 
-static void out_of_a_kernel(const char *kernel, fdma_dtype dtype) {
-    for_each_shape(kernel, dtype, check_out);
-}
-
-static void out_lacks_dropped_pairs(void) { for_each_kernel("forward", out_of_a_kernel); }
-
 /* If dout of one head of each group are unit vectors, channel i of dv is the probability that query
  * i gives to the key. */
-static void check_dv(const problem *x, const char *kernel) {
+static void check_dv(const problem *x, const plain_results *plain, const char *kernel) {
     const int64_t group = x->q_heads / x->kv_heads;
     const gradient_problem p = gradient_of(x, 0);
     fdma_backward_args args = gradient_args(&p, kernel);
@@ -194,7 +167,7 @@ static void check_dv(const problem *x, const char *kernel) {
         return;
     make_unit_rows(p.dout, group);
     const gradients found = gradient_run(&p, kernel, 2);
-    const fdma_tensor probability = plain_probabilities(x);
+    const fdma_tensor probability = plain->probability;
     const double scale = dropout_scale(params_of(x).threshold);
     for (int64_t at = 0; at < count_of(probability); at++) {
         const pair n = pair_at(x, at);
@@ -209,11 +182,11 @@ static void check_dv(const problem *x, const char *kernel) {
     }
 }
 
-static void dv_of_a_kernel(const char *kernel, fdma_dtype dtype) {
-    for_each_shape(kernel, dtype, check_dv);
+static void probabilities_are_dropped(void) {
+    for_each_shape("probabilities", check_probabilities);
 }
-
-static void gradients_lack_dropped_pairs(void) { for_each_kernel("backward", dv_of_a_kernel); }
+static void out_lacks_dropped_pairs(void) { for_each_shape("forward", check_out); }
+static void gradients_lack_dropped_pairs(void) { for_each_shape("backward", check_dv); }
 
 /* ---- options ---- */
 
@@ -251,7 +224,7 @@ static void state_replaces_seed_and_offset(void) {
 }
 
 /* Dropout that rounds to 0 has no effect. */
-static void check_small_dropout(const char *kernel, fdma_dtype dtype) {
+static void dropout_is_rounded(const char *kernel, fdma_dtype dtype) {
     problem x = problem_of(&shapes[0], dtype);
     x.dropout = 0x1p-18;
     if (!problem_is_taken(&x, kernel))
@@ -260,10 +233,8 @@ static void check_small_dropout(const char *kernel, fdma_dtype dtype) {
     check_same_results(problem_attend(&x, kernel, 1), problem_attend(&plain, kernel, 1));
 }
 
-static void dropout_is_rounded(void) { for_each_kernel("forward", check_small_dropout); }
-
 /* The last queries alone, and any number of threads, drop the same pairs. */
-static void check_last_queries(const char *kernel, fdma_dtype dtype) {
+static void some_queries_drop_the_same(const char *kernel, fdma_dtype dtype) {
     const problem x = problem_of(&shapes[0], dtype);
     problem last = x;
     const int64_t first = 27;
@@ -281,8 +252,6 @@ static void check_last_queries(const char *kernel, fdma_dtype dtype) {
                    2 * problem_out_tolerance(&x));
     }
 }
-
-static void some_queries_drop_the_same(void) { for_each_kernel("forward", check_last_queries); }
 
 /* ---- the function ---- */
 
@@ -408,8 +377,8 @@ static const test_entry tests[] = {
     TEST(out_lacks_dropped_pairs),
     TEST(gradients_lack_dropped_pairs),
     TEST(state_replaces_seed_and_offset),
-    TEST(dropout_is_rounded),
-    TEST(some_queries_drop_the_same),
+    EACH_KERNEL("forward", dropout_is_rounded),
+    EACH_KERNEL("forward", some_queries_drop_the_same),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -29,12 +29,6 @@ static bool is_masked(int64_t b, int64_t i) {
     return i % 5 == 0;
 }
 
-static fdma_tensor numbers_of(const int32_t *numbers, int64_t count) {
-    const fdma_tensor list = new_tensor(FDMA_INT32, count, -1, -1, -1);
-    memcpy(list.data, numbers, bytes_of(list));
-    return list;
-}
-
 static empty_case new_case(int n, fdma_dtype dtype) {
     static const int32_t starts[] = {0, 30, 80}, used[] = {70, 90};
     static bool (*const rules[])(int64_t b, int64_t i) = {is_padding, is_behind, is_before,
@@ -50,9 +44,9 @@ static empty_case new_case(int n, fdma_dtype dtype) {
         for (int64_t j = 0; j < x->batch * x->kv_len; j++)
             ((uint8_t *)x->key_valid.data)[j] = j % x->kv_len >= padding;
     } else if (n == 1) {
-        x->starts = numbers_of(starts, TEST_COUNT(starts));
+        x->starts = new_list(starts, TEST_COUNT(starts));
     } else if (n == 2) {
-        x->kv_used = numbers_of(used, TEST_COUNT(used));
+        x->kv_used = new_list(used, TEST_COUNT(used));
     } else {
         made.attn_mask = new_tensor(FDMA_UINT8, 1, 1, x->q_len, 1);
         for (int64_t i = 0; i < x->q_len; i++)
@@ -117,7 +111,7 @@ static void check_spoilt(const empty_case *c, const char *kernel) {
     }
 }
 
-static void check_cases(const char *kernel, fdma_dtype dtype) {
+static void empty_rows_pass_nothing_on(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < 2 * 4; n++) {
         empty_case c = new_case(n / 2, dtype);
         uint64_t state = 5;
@@ -132,8 +126,6 @@ static void check_cases(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void empty_rows_pass_nothing_on(void) { for_each_kernel("backward", check_cases); }
-
-static const test_entry tests[] = {TEST(empty_rows_pass_nothing_on)};
+static const test_entry tests[] = {EACH_KERNEL("backward", empty_rows_pass_nothing_on)};
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

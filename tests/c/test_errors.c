@@ -1,5 +1,7 @@
-/* test_errors.c - bad arguments of every operation: sizes, options, selections, exec, workspace and
- * the structs themselves. test_errors_tensors.c makes single bad tensors. */
+/* test_errors.c - bad arguments of every operation: sizes, options, selections, exec, workspace,
+ * the structs themselves, and the numbers of kv_used and starts. test_errors_tensors.c makes single
+ * bad tensors. */
+#include "problem.h"
 #include "right_call.h"
 
 /* ---- sizes that all tensors agree on ---- */
@@ -13,7 +15,7 @@ static bool set_size(call *x, char letter, int64_t size) {
     const tensor_table table = fdma_tensors[x->operation];
     bool found = false;
     if (x->operation == operation_cache_copy && letter == 'b')
-        return false; // at most the sequences of the cache: test_cache_copy.c
+        return false; // at most the sequences of the cache: test_cache.c
     for (size_t t = 0; t < table.count; t++) {
         const char *const axis = strpbrk(table.entries[t].dims, letters);
         if (axis != NULL) {
@@ -355,6 +357,132 @@ static void null_arguments(void) {
     }
 }
 
+/* ---- numbers of sequences ---- */
+
+/* Lists that are refused: kv_used of two sequences of 9 keys, starts of 167 positions. */
+static const struct {
+    int32_t numbers[4];
+    int64_t count;
+    int rank;
+    bool is_packed, has_data;
+    fdma_dtype dtype;
+    expectation want;
+} wrong_lists[] = {
+    {{9, 10}, 2, 1, false, true, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"kv_used", "1", "10"}, 1}},
+    {{9, -1}, 2, 1, false, true, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"kv_used", "-1", "9"}, 1}},
+    {{9, 4}, 3, 1, false, true, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"kv_used", "3", "2"}, 0}},
+    {{9, 4}, 2, 2, false, true, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"kv_used", "rank", "1"}, 0}},
+    {{9, 4},
+     2,
+     1,
+     false,
+     true,
+     FDMA_FLOAT32,
+     {FDMA_UNSUPPORTED, {"kv_used", "float32", "int32"}, 0}},
+    {{9, 4}, 2, 1, false, false, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"kv_used", "NULL"}, 1}},
+    {{0, 40, 30, 167},
+     4,
+     1,
+     true,
+     true,
+     FDMA_INT32,
+     {FDMA_INVALID_ARGUMENT, {"starts", "element 2 is 30, want 40"}, 1}},
+    {{1, 167},
+     2,
+     1,
+     true,
+     true,
+     FDMA_INT32,
+     {FDMA_INVALID_ARGUMENT, {"starts", "element 0 is 1, want 0 to 0"}, 1}},
+    {{0, 168},
+     2,
+     1,
+     true,
+     true,
+     FDMA_INT32,
+     {FDMA_INVALID_ARGUMENT, {"starts", "is 168, want 0 to 167"}, 1}},
+    {{0, -1},
+     2,
+     1,
+     true,
+     true,
+     FDMA_INT32,
+     {FDMA_INVALID_ARGUMENT, {"starts", "is -1, want 0 to 167"}, 1}},
+    {{0},
+     0,
+     1,
+     true,
+     true,
+     FDMA_INT32,
+     {FDMA_INVALID_ARGUMENT, {"starts", "0 elements, want 1 or more"}, 0}},
+    {{0}, 4, 2, true, true, FDMA_INT32, {FDMA_INVALID_ARGUMENT, {"starts", "rank"}, 0}},
+    {{0}, 3, 1, true, true, FDMA_FLOAT32, {FDMA_UNSUPPORTED, {"starts", "float32"}, 0}},
+};
+
+/* Checks a call of forward, and its workspace query. */
+static void check_refused(const fdma_forward_args *wrong, const expectation *want) {
+    fdma_forward_args args = *wrong;
+    const fdma_tensor out = copy_tensor(args.out);
+    size_t bytes = 0;
+    check_query(fdma_forward_workspace(&args, &bytes), want);
+    exec_alloc(&args.exec, 1 << 20);
+    check_status(fdma_forward(&args), want);
+    CHECK(same_tensor(args.out, out));
+}
+
+static void wrong_numbers_are_refused(void) {
+    static const problem both[] = {SIZES(2, 3, 9, 1, 1, 8, 4, 1),
+                                   SIZES(1, 167, 167, 2, 1, 8, 4, 1)};
+    for (int n = 0; n < TEST_COUNT(wrong_lists); n++) {
+        const problem x = new_problem(&both[wrong_lists[n].is_packed], FDMA_FLOAT32, 1);
+        fdma_forward_args args = problem_args(&x, NULL);
+        int32_t numbers[4];
+        memcpy(numbers, wrong_lists[n].numbers, sizeof numbers);
+        fdma_tensor list = fdma_tensor_1d(numbers, wrong_lists[n].dtype, wrong_lists[n].count);
+        if (wrong_lists[n].rank == 2)
+            list = fdma_tensor_2d(numbers, wrong_lists[n].dtype, wrong_lists[n].count, 1);
+        if (!wrong_lists[n].has_data)
+            list.data = NULL;
+        test_context("list %d", n);
+        *(wrong_lists[n].is_packed ? &args.starts : &args.kv_used) = list;
+        check_refused(&args, &wrong_lists[n].want);
+        test_free_all();
+    }
+}
+
+/* kv_used excludes packed sequences, carried keys and tables. Packed sequences have one batch entry
+ * and as many queries as keys. */
+static void options_of_sequences_exclude_each_other(void) {
+    static const problem one = SIZES(1, 9, 9, 1, 1, 8, 4, 1), two = SIZES(2, 9, 9, 1, 1, 8, -1, 1);
+    static const int32_t used[] = {5}, starts[] = {0};
+    const problem x = new_problem(&one, FDMA_FLOAT32, 1), pair = new_problem(&two, FDMA_FLOAT32, 1);
+    fdma_forward_args args = problem_args(&x, NULL);
+    args.kv_used = new_list(used, 1), args.starts = new_list(starts, 1);
+    check_refused(&args, &(expectation){FDMA_INVALID_ARGUMENT, {"kv_used", "starts"}, 0});
+    args = problem_args(&x, NULL);
+    args.k_carried = args.v_carried = x.k;
+    args.bias_carried = x.bias;
+    args.selection = NULL;
+    args.kv_used = new_list(used, 1);
+    check_refused(&args, &(expectation){FDMA_INVALID_ARGUMENT, {"kv_used", "k_carried"}, 0});
+    fdma_selection selection = selection_for(x.score);
+    fdma_select_args select = select_args(&x, &selection, NULL);
+    select.kv_used = new_list(used, 1);
+    select.table_out = (fdma_table){.score = new_output(FDMA_FLOAT32, 1, 1, 4, -1),
+                                    .position = new_output(FDMA_INT32, 1, 1, 4, -1),
+                                    .seen = new_tensor(FDMA_INT32, 1, -1, -1, -1)};
+    check_status(fdma_select(&select),
+                 &(expectation){FDMA_INVALID_ARGUMENT, {"kv_used", "table_out"}, 0});
+    args = problem_args(&x, NULL);
+    args.starts = new_list(starts, 1);
+    args.q = positions_of(args.q, 1, 0, 5), args.out = positions_of(args.out, 1, 0, 5);
+    args.lse = (fdma_tensor){0};
+    check_refused(&args, &(expectation){FDMA_INVALID_ARGUMENT, {"q_len: is 5, want kv_len, 9"}, 0});
+    args = problem_args(&pair, NULL);
+    args.starts = new_list(starts, 1);
+    check_refused(&args, &(expectation){FDMA_INVALID_ARGUMENT, {"batch: is 2, want 1"}, 0});
+}
+
 /* ---- valid calls ---- */
 
 /* With FDMA_BIAS_NONE nothing reads dt_proj, a and dt_bias, so they may hold anything. */
@@ -400,6 +528,8 @@ static const test_entry tests[] = {
     TEST(structs_may_be_shorter),
     TEST(structs_may_be_longer),
     TEST(null_arguments),
+    TEST(wrong_numbers_are_refused),
+    TEST(options_of_sequences_exclude_each_other),
     TEST(unread_weights_may_be_anything),
     TEST(success_keeps_the_message),
 };

@@ -1,27 +1,8 @@
 /* test_mask_gradients.c - backward with attn_mask and attn_bias: compared with the reference, with
- * selections and bias, and with expanded tensors, and on any number of threads. */
+ * selections and bias, and with expanded tensors, and on any number of threads. In 16 bits each
+ * element of dattn_bias is the float32 sum of its terms, rounded once, for any heads, rows, keys
+ * and sequences that share it. */
 #include "masks.h"
-
-static const problem sizes[] = {
-    SIZES(2, 70, 70, 4, 2, 64, 20, 1),    SIZES(1, 131, 170, 6, 2, 40, 30, 0),
-    SIZES(1, 300, 300, 3, 3, 128, 9, 1),  SIZES(2, 1, 300, 8, 2, 128, 50, 1),
-    SIZES(1, 30, 20, 2, 2, 24, 12, 0),    SIZES(1, 400, 413, 5, 1, 32, 64, 1),
-    SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
-};
-
-static void for_each_size(const char *kernel, fdma_dtype dtype,
-                          void (*check)(problem *x, const char *kernel)) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++) {
-        problem x = sizes[n];
-        if (is_left_out(n, (int)dtype))
-            continue;
-        x.dtype = dtype;
-        problem_fill(&x, (uint64_t)n + 1);
-        problem_select(&x);
-        if (masks_are_taken(&x, kernel))
-            check(&x, kernel);
-    }
-}
 
 /* A mask and a bias if the kernel takes them: the kernels of forward and backward of one name take
  * the same. */
@@ -31,84 +12,99 @@ static pairs random_pairs(const problem *x, const char *kernel, int mask_axes, i
         (pairs){new_mask(x, mask_axes, 24, 6), new_pair_bias(x, x->dtype, bias_axes, 7)});
 }
 
-/* dattn_bias is a sum of terms of both signs. Its error is at most the error of all terms in a
- * row. */
+/* The tolerance of dattn_bias, a sum of terms of both signs: the error of all terms in a row, and
+ * of rounding to its dtype. */
 static void check_sums(const problem *x, fdma_tensor found, fdma_tensor full) {
     if (found.rank == 0)
         return;
     const fdma_tensor want = summed_like(x, full, found);
     const double terms = (double)(count_of(full) / count_of(found));
+    const double step = found.dtype == FDMA_FLOAT32 ? 0 : step_of(found.dtype) / 2;
     CHECK_NEAR(largest_difference(found, want), 0,
-               (double)FLT_EPSILON * sqrt(terms) * largest_of(full) * terms + DBL_MIN);
+               (double)FLT_EPSILON * sqrt(terms) * largest_of(full) * terms +
+                   step * largest_of(want) + DBL_MIN);
 }
 
 /* ---- the reference ---- */
 
-static masked_gradients reference_of(const gradient_problem *p, pairs given, const char *kernel,
-                                     bool wide) {
-    gradient_problem own = *p;
-    fdma_tensor *const tensors[] = {&own.x.q, &own.x.k, &own.x.v,  &own.x.bias,
-                                    &own.out, &own.lse, &own.dout, &own.dlse};
-    for (int t = 0; t < TEST_COUNT(tensors) && wide; t++)
-        *tensors[t] = widened(*tensors[t]);
-    if (wide) {
-        own.x.dtype = FDMA_FLOAT64;
-        given.bias = widened(given.bias);
+/* The expected gradients of a problem with some mask and bias; empty until a kernel needs them. */
+typedef struct masked_reference {
+    bool known;
+    gradient_problem p;
+    masked_gradients want, plain;
+} masked_reference;
+
+static void make_reference(masked_reference *r, const problem *x, pairs given) {
+    const pairs wide_pairs = {given.mask, widened(given.bias)};
+    r->p = gradient_masked(x, given);
+    const gradient_problem wide = widened_problem(&r->p);
+    r->want = run_masked(&wide, "reference", wide_pairs, 1);
+    r->plain = run_masked(&r->p, "reference/float32", given, 1);
+    r->known = true;
+}
+
+static void check_like_reference(fdma_tensor found, fdma_tensor want, fdma_tensor plain,
+                                 fdma_dtype dtype) {
+    CHECK_NEAR(largest_difference(found, want), 0,
+               4 * largest_difference(plain, want) + 2 * step_of(dtype) * largest_of(want));
+}
+
+/* Compares every kernel with the reference: with the bias if it takes one, else without. */
+static void check_against_reference(const problem *x, pairs both) {
+    masked_reference references[2] = {{.known = false}};
+    const kernel_list kernels = kernels_for("backward", x->dtype);
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        const char *const name = kernels.name[kernel];
+        const pairs given = pairs_taken(x, name, both);
+        masked_reference *const r = &references[given.bias.rank > 0];
+        test_context("%s %s, q_len %d", name, dtype_name(x->dtype), (int)x->q_len);
+        if (!masks_are_taken(x, name))
+            continue;
+        if (!r->known)
+            make_reference(r, x, given);
+        const masked_gradients found = run_masked(&r->p, name, given, 1);
+        for (int t = 0; t < TEST_COUNT(found.rows.all); t++)
+            check_like_reference(found.rows.all[t], r->want.rows.all[t], r->plain.rows.all[t],
+                                 x->dtype);
+        if (given.bias.rank > 0)
+            check_like_reference(found.dpairs, r->want.dpairs, r->plain.dpairs, x->dtype);
     }
-    return run_masked(&own, kernel, given, 1);
 }
 
-static void check_against_reference(problem *x, const char *kernel, pairs given) {
-    const gradient_problem p = gradient_masked(x, given);
-    const masked_gradients found = run_masked(&p, kernel, given, 1);
-    const masked_gradients want = reference_of(&p, given, "reference", true);
-    const masked_gradients plain = reference_of(&p, given, "reference/float32", false);
-    for (int t = 0; t < TEST_COUNT(want.rows.all); t++)
-        CHECK_NEAR(largest_difference(found.rows.all[t], want.rows.all[t]), 0,
-                   4 * largest_difference(plain.rows.all[t], want.rows.all[t]) +
-                       2 * step_of(x->dtype) * largest_of(want.rows.all[t]));
-    if (given.bias.rank == 0)
-        return;
-    CHECK_NEAR(largest_difference(found.dpairs, want.dpairs), 0,
-               4 * largest_difference(plain.dpairs, want.dpairs) +
-                   2 * step_of(x->dtype) * largest_of(want.dpairs));
-}
-
-static void check_reference(problem *x, const char *kernel) {
-    check_against_reference(x, kernel, random_pairs(x, kernel, all_axes, axis_h | axis_i | axis_j));
+static void are_those_of_the_reference(void) {
+    for (int n = 0; n < TEST_COUNT(mask_sizes); n++)
+        for (int type = first_dtype(); type < test_dtype_count; type++) {
+            if (is_left_out(n, (int)test_dtypes[type]))
+                continue;
+            const problem x = new_problem(&mask_sizes[n], test_dtypes[type], (uint64_t)n + 1);
+            check_against_reference(
+                &x, (pairs){new_mask(&x, all_axes, 24, 6),
+                            new_pair_bias(&x, x.dtype, axis_h | axis_i | axis_j, 7)});
+            test_free_all();
+        }
 }
 
 /* Logits are so low that a weight is infinite unless a mask clears it. No query keeps every third
  * key, so that a list is shorter than the keys. */
-static void check_low_logits(const char *kernel, fdma_dtype dtype) {
-    problem x = sizes[1];
-    x.dtype = dtype;
-    problem_fill(&x, 9);
-    problem_select(&x);
-    if (!masks_are_taken(&x, kernel))
-        return;
-    const pairs given = random_pairs(&x, kernel, all_axes, axis_h | axis_i | axis_j);
-    for (int64_t n = 0; n < count_of(given.mask); n++)
-        if (n % x.kv_len % 3 == 1)
-            ((uint8_t *)given.mask.data)[n] = 0;
-    for (int64_t n = 0; n < count_of(x.bias); n++)
-        store_float(x.bias.data, x.bias.dtype, n,
-                    (float)load_double(x.bias.data, x.bias.dtype, n) - 120);
-    check_against_reference(&x, kernel, given);
+static void may_have_low_logits(void) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        const problem x = new_problem(&mask_sizes[1], test_dtypes[type], 9);
+        const pairs given = {new_mask(&x, all_axes, 24, 6),
+                             new_pair_bias(&x, x.dtype, axis_h | axis_i | axis_j, 7)};
+        for (int64_t n = 0; n < count_of(given.mask); n++)
+            if (n % x.kv_len % 3 == 1)
+                ((uint8_t *)given.mask.data)[n] = 0;
+        for (int64_t n = 0; n < count_of(x.bias); n++)
+            ((float *)x.bias.data)[n] -= 120;
+        check_against_reference(&x, given);
+        test_free_all();
+    }
 }
-
-static void may_have_low_logits(void) { for_each_kernel("backward", check_low_logits); }
-
-static void check_reference_of(const char *kernel, fdma_dtype dtype) {
-    for_each_size(kernel, dtype, check_reference);
-}
-
-static void are_those_of_the_reference(void) { for_each_kernel("backward", check_reference_of); }
 
 /* ---- masks that repeat other arguments ---- */
 
 /* Compares with a mask of the pairs that a selection keeps, and with a bias for each key. */
-static void check_selection(problem *x, const char *kernel) {
+static void are_those_of_a_selection(problem *x, const char *kernel) {
     if (!biases_are_taken(x, kernel))
         return;
     const gradient_problem p = gradient_of(x, 1);
@@ -130,16 +126,10 @@ static void check_selection(problem *x, const char *kernel) {
     check_near(found.dpairs, dbias, tolerance);
 }
 
-static void check_selection_of(const char *kernel, fdma_dtype dtype) {
-    for_each_size(kernel, dtype, check_selection);
-}
-
-static void are_those_of_a_selection(void) { for_each_kernel("backward", check_selection_of); }
-
 /* ---- axes ---- */
 
 /* Broadcast tensors give the bits of expanded ones, except for dattn_bias, which is their sum. */
-static void check_axes(const char *kernel, fdma_dtype dtype) {
+static void are_summed_over_broadcast_axes(const char *kernel, fdma_dtype dtype) {
     problem x = SIZES(2, 37, 53, 6, 2, 16, 20, 1);
     x.dtype = dtype;
     x.softcap = 3;
@@ -158,12 +148,10 @@ static void check_axes(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void are_summed_over_broadcast_axes(void) { for_each_kernel("backward", check_axes); }
-
 /* ---- threads ---- */
 
 /* Tasks that add to the same elements take turns. */
-static void check_threads(const char *kernel, fdma_dtype dtype) {
+static void do_not_depend_on_threads(const char *kernel, fdma_dtype dtype) {
     static const problem large[] = {SIZES(2, 700, 700, 3, 1, 16, -1, 1),
                                     SIZES(1, 700, 700, 4, 2, 16, 40, 1)};
     static const int axes[] = {0, axis_i | axis_j, axis_j, axis_h | axis_i | axis_j | per_kv_head,
@@ -190,12 +178,12 @@ static void check_threads(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void do_not_depend_on_threads(void) { for_each_kernel("backward", check_threads); }
-
 /* ---- pairs and keys that are not kept ---- */
 
 /* Gradients of pairs and keys that are not kept are 0, and NaN in these has no effect. */
-static void check_poison(problem *x, const char *kernel) {
+static void ignore_what_is_not_kept(problem *x, const char *kernel) {
+    if (!masks_are_taken(x, kernel))
+        return;
     const pairs given = random_pairs(x, kernel, all_axes, all_axes);
     for (int64_t n = 0; n < count_of(given.mask); n++)
         if (n % x->kv_len % 3 == 1 || n / x->kv_len % 5 == 2)
@@ -223,65 +211,182 @@ static void check_poison(problem *x, const char *kernel) {
     CHECK(isfinite(largest_of(want.rows.dq)) && largest_of(want.rows.dv) > 0);
 }
 
-static void check_poison_of(const char *kernel, fdma_dtype dtype) {
-    for_each_size(kernel, dtype, check_poison);
-}
-
-static void ignore_what_is_not_kept(void) { for_each_kernel("backward", check_poison_of); }
-
 /* ---- packed sequences, sequences with only some keys, and no rows ---- */
 
 /* All sequences share a bias: dattn_bias of the whole is the sum over its pieces. */
-static void check_pieces(const char *kernel, fdma_dtype dtype) {
-    static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
-    problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
-    packed.dtype = batch.dtype = dtype;
-    problem_fill(&packed, 5);
-    problem_fill(&batch, 6);
-    if (!masks_are_taken(&packed, kernel))
-        return;
-    packed.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
-    batch.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
-    const problem *const both[] = {&packed, &batch};
+static void add_up_over_pieces(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < 2; n++) {
-        const problem *const x = both[n];
-        const pairs heads = random_pairs(x, kernel, axis_h | axis_i | axis_j, axis_h);
-        const pairs full = {heads.mask, expanded(x, heads.bias)};
-        const gradient_problem p = gradient_masked(x, heads);
+        const problem x = pieces_problem(n == 0, dtype);
+        if (!masks_are_taken(&x, kernel))
+            return;
+        const pairs heads = random_pairs(&x, kernel, axis_h | axis_i | axis_j, axis_h);
+        const pairs full = {heads.mask, expanded(&x, heads.bias)};
+        const gradient_problem p = gradient_masked(&x, heads);
         const masked_gradients found = run_masked(&p, kernel, heads, 2);
         const masked_gradients each = run_masked(&p, kernel, full, 1);
         check_equal_gradients(kernel, found.rows, each.rows);
-        check_sums(x, found.dpairs, each.dpairs);
+        check_sums(&x, found.dpairs, each.dpairs);
         CHECK(heads.bias.rank == 0 || largest_of(each.dpairs) > 0);
     }
 }
 
-static void add_up_over_pieces(void) { for_each_kernel("backward", check_pieces); }
-
-static void check_empty(const char *kernel, fdma_dtype dtype) {
-    const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 5, 0, 4, 2, 64, -1, 0),
-                             SIZES(0, 5, 9, 4, 2, 64, -1, 0), SIZES(1, 0, 0, 4, 2, 64, -1, 1)};
-    for (int n = 0; n < TEST_COUNT(empty); n++) {
-        problem x = empty[n];
-        x.dtype = dtype;
-        problem_fill(&x, 5);
+static void no_rows_give_zero(const char *kernel, fdma_dtype dtype) {
+    const fdma_dtype dtypes[] = {FDMA_FLOAT32, dtype};
+    for (int n = 0; n < 2 * TEST_COUNT(empty_sizes); n++) {
+        const problem x = new_problem(&empty_sizes[n / 2], dtype, 5);
         if (!masks_are_taken(&x, kernel))
             continue;
         const pairs given = random_pairs(&x, kernel, axis_i | axis_j, axis_h);
         const gradient_problem p = gradient_masked(&x, given);
-        const masked_gradients found = run_masked(&p, kernel, given, 2);
-        for (int h = 0; h < 4 && given.bias.rank > 0; h++)
-            CHECK(((const float *)found.dpairs.data)[h] == 0);
+        const masked_gradients found = run_masked_as(&p, kernel, given, 2, dtypes[n % 2]);
+        for (int64_t h = 0; h < count_of(found.dpairs); h++)
+            CHECK(load_double(found.dpairs.data, found.dpairs.dtype, h) == 0);
     }
 }
 
-static void no_rows_give_zero(void) { for_each_kernel("backward", check_empty); }
+/* ---- dattn_bias in 16 bits ---- */
+
+/* Groups of 1, 2, 3, 4 and 8 heads; rows of whole vectors and others; lists of several blocks. */
+static const problem short_sizes[] = {
+    SIZES(2, 37, 53, 6, 2, 16, 20, 1),  SIZES(1, 40, 216, 4, 2, 32, 200, 1),
+    SIZES(2, 20, 160, 4, 1, 64, -1, 1), SIZES(1, 33, 90, 8, 1, 24, -1, 0),
+    SIZES(1, 20, 40, 2, 2, 16, -1, 1),
+};
+
+static bool is_short(fdma_dtype dtype) { return dtype_size(dtype) == 2; }
+
+/* A neighbour of a 16-bit number: `by` = 1 moves away from 0, -1 towards 0 and past it. */
+static double neighbour(fdma_tensor tensor, int64_t n, int by) {
+    const uint16_t bits = ((const uint16_t *)tensor.data)[n];
+    const bool is_zero = (bits & 0x7fff) == 0;
+    // 8 bytes, because compilers warn of load_double() where other dtypes would not fit
+    const uint16_t next[4] = {is_zero && by < 0 ? 0x8001 : (uint16_t)(bits + by)};
+    return load_double(next, tensor.dtype, 0);
+}
+
+/* True if element n is the number of its dtype nearest to `want`; of two, the even one. */
+static bool is_nearest(fdma_tensor tensor, int64_t n, double want) {
+    const double found = load_double(tensor.data, tensor.dtype, n);
+    const double most = tensor.dtype == FDMA_FLOAT16 ? 65520 : (double)FLT_MAX;
+    const bool is_even = ((const uint16_t *)tensor.data)[n] % 2 == 0;
+    if (!isfinite(found))
+        return isnan(want) ? isnan(found) : fabs(want) >= most && found * want > 0;
+    for (int by = -1; by <= 1; by += 2) {
+        const double other = fabs(neighbour(tensor, n, by) - want), error = fabs(found - want);
+        if (isnan(want) || other < error || (other == error && !is_even))
+            return false;
+    }
+    return true;
+}
+
+static void check_rounded(fdma_tensor found, fdma_tensor want) {
+    int64_t wrong = 0;
+    for (int64_t n = 0; n < count_of(found); n++)
+        wrong += !is_nearest(found, n, load_double(want.data, want.dtype, n));
+    CHECK_INT(wrong, 0);
+}
+
+/* True if two calls of a kernel add to an element in the same order. On a device that fails where
+ * several lanes hold pairs that share it. */
+static bool has_one_order(const problem *x, const char *kernel, fdma_tensor dpairs) {
+    return strncmp(kernel, "cuda", 4) != 0 || count_of(dpairs) == pair_total(x);
+}
+
+/* Checks dattn_bias in 16 bits against dattn_bias in float32 and the terms of its sums. */
+static void check_short(const problem *x, const char *kernel, const gradient_problem *p,
+                        pairs given) {
+    const masked_gradients wide = run_masked(p, kernel, given, 3);
+    const masked_gradients found = run_masked_as(p, kernel, given, 3, x->dtype);
+    check_equal_gradients(kernel, found.rows, wide.rows);
+    if (has_one_order(x, kernel, found.dpairs)) {
+        check_rounded(found.dpairs, wide.dpairs);
+        return;
+    }
+    const pairs full = {given.mask, expanded(x, given.bias)};
+    const fdma_tensor each = run_masked(p, kernel, full, 1).dpairs;
+    check_sums(x, found.dpairs, each);
+}
+
+static void check_axes_of(const problem *x, const char *kernel, bool has_mask, int axes) {
+    const pairs given = {has_mask ? new_mask(x, (axes * 7 + 5) % 32, 40, 6) : (fdma_tensor){0},
+                         new_pair_bias(x, x->dtype, axes, 7)};
+    const gradient_problem p = gradient_masked(x, given);
+    check_short(x, kernel, &p, given);
+}
+
+/* Every broadcast for the first problem, some for the others. */
+static void are_rounded_once(const char *kernel, fdma_dtype dtype) {
+    static const int some_axes[] = {all_axes | per_kv_head, all_axes, all_axes - axis_h, axis_j};
+    const int step = test_divisor() > 1 ? 7 : 1;
+    for (int n = 0; n < TEST_COUNT(short_sizes); n++) {
+        if (!is_short(dtype) || is_left_out(n, (int)dtype))
+            continue;
+        const problem x = new_problem(&short_sizes[n], dtype, (uint64_t)n + 1);
+        if (!biases_are_taken(&x, kernel))
+            continue;
+        for (int axes = 0; n == 0 && axes <= (all_axes | per_kv_head); axes += step)
+            check_axes_of(&x, kernel, axes % 4 != 1, axes);
+        for (int s = 0; s < TEST_COUNT(some_axes); s++)
+            check_axes_of(&x, kernel, (s + n) % 4 != 0, some_axes[s]);
+    }
+}
+
+/* dS = -P delta can have any size, because delta is -dlse: too small for 16 bits, subnormal, too
+ * large. */
+static void may_have_any_size(const char *kernel, fdma_dtype dtype) {
+    const problem x = new_problem(&short_sizes[4], dtype, 9);
+    if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+        return;
+    const pairs given = {new_mask(&x, axis_i | axis_j, 60, 6),
+                         new_pair_bias(&x, x.dtype, axis_h | axis_i | axis_j, 7)};
+    gradient_problem p = gradient_masked(&x, given);
+    memset(p.dout.data, 0, bytes_of(p.dout));
+    for (int64_t n = 0; n < count_of(p.dlse); n++)
+        ((float *)p.dlse.data)[n] = ldexpf(n % 3 == 0 ? -1 : 1, (int)(n * 7 % 60) - 35);
+    const masked_gradients wide = run_masked(&p, kernel, given, 1);
+    const masked_gradients found = run_masked_as(&p, kernel, given, 1, x.dtype);
+    check_rounded(found.dpairs, wide.dpairs);
+    CHECK(dtype != FDMA_FLOAT16 || largest_of(found.dpairs) == (double)INFINITY);
+}
+
+/* Runs where a device may not add in any order. */
+static void are_made_deterministically(const char *kernel, fdma_dtype dtype) {
+    const problem x = new_problem(&short_sizes[2], dtype, 5);
+    if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+        return;
+    const pairs given = {new_mask(&x, all_axes, 20, 6), new_pair_bias(&x, x.dtype, all_axes, 7)};
+    gradient_problem p = gradient_masked(&x, given);
+    p.deterministic = 1;
+    check_short(&x, kernel, &p, given);
+}
+
+/* A bias that several sequences share is rounded once, not once per sequence. Another bias gets
+ * zeros where no query sees a key. */
+static void are_rounded_once_over_pieces(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < 4; n++) {
+        const problem x = pieces_problem(n % 2 == 0, dtype);
+        if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+            return;
+        const pairs given = {new_mask(&x, axis_h | axis_i | axis_j, 40, 6),
+                             new_pair_bias(&x, x.dtype, n < 2 ? axis_h : all_axes, 7)};
+        const gradient_problem p = gradient_masked(&x, given);
+        check_short(&x, kernel, &p, given);
+    }
+}
 
 static const test_entry tests[] = {
-    TEST(are_those_of_the_reference), TEST(may_have_low_logits),
-    TEST(are_those_of_a_selection),   TEST(are_summed_over_broadcast_axes),
-    TEST(do_not_depend_on_threads),   TEST(ignore_what_is_not_kept),
-    TEST(add_up_over_pieces),         TEST(no_rows_give_zero),
+    TEST(are_those_of_the_reference),
+    TEST(may_have_low_logits),
+    EACH_SIZE_OF("backward", are_those_of_a_selection, mask_sizes),
+    EACH_KERNEL("backward", are_summed_over_broadcast_axes),
+    EACH_KERNEL("backward", do_not_depend_on_threads),
+    EACH_SIZE_OF("backward", ignore_what_is_not_kept, mask_sizes),
+    EACH_KERNEL("backward", add_up_over_pieces),
+    EACH_KERNEL("backward", no_rows_give_zero),
+    EACH_KERNEL("backward", are_rounded_once),
+    EACH_KERNEL("backward", may_have_any_size),
+    EACH_KERNEL("backward", are_made_deterministically),
+    EACH_KERNEL("backward", are_rounded_once_over_pieces),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -95,7 +95,7 @@ static const problem sizes[] = {
 static const int axes[] = {all_axes, axis_i | axis_j, axis_h | axis_j | per_kv_head,
                            axis_b | axis_i | axis_j, axis_h | axis_i | axis_j | per_kv_head};
 
-static void check_size(problem *x, const char *kernel) {
+static void give_what_the_mask_does(problem *x, const char *kernel) {
     for (int n = 0; n < TEST_COUNT(axes) && masks_are_taken(x, kernel); n++) {
         const fdma_tensor mask = new_mask(x, axes[n], 20, (uint64_t)n + 1);
         check_forward(x, kernel, mask);
@@ -104,40 +104,21 @@ static void check_size(problem *x, const char *kernel) {
     }
 }
 
-static void give_what_the_mask_does(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_size);
-}
-
-static void check_packed_and_used(const char *kernel, fdma_dtype dtype) {
-    static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
-    problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
-    problem *const both[] = {&packed, &batch};
+static void know_sequences_and_the_keys_that_exist(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < 2; n++) {
-        both[n]->dtype = dtype;
-        problem_fill(both[n], 5);
-        if (!masks_are_taken(both[n], kernel))
+        const problem x = pieces_problem(n == 0, dtype);
+        if (!masks_are_taken(&x, kernel))
             return;
+        const fdma_tensor mask = new_mask(&x, all_axes, 20, 4);
+        check_forward(&x, kernel, mask);
+        check_backward(&x, kernel, mask);
     }
-    packed.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
-    batch.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
-    for (int n = 0; n < 2; n++) {
-        const fdma_tensor mask = new_mask(both[n], all_axes, 20, 4);
-        check_forward(both[n], kernel, mask);
-        check_backward(both[n], kernel, mask);
-    }
-}
-
-static void know_sequences_and_the_keys_that_exist(void) {
-    for_each_kernel("forward", check_packed_and_used);
 }
 
 /* ---- bad input ---- */
 
 static fdma_forward_args described(problem *x, const char *kernel, fdma_dtype dtype) {
-    *x = sizes[0];
-    x->dtype = dtype;
-    problem_fill(x, 1);
-    problem_select(x);
+    *x = new_problem(&sizes[0], dtype, 1);
     return masked_args(x, kernel, new_mask(x, all_axes, 20, 1));
 }
 
@@ -224,7 +205,7 @@ static void save_workspace(void) {
 #endif
 
 /* Any bytes give some results, and the memory around the tensors does not change. */
-static void check_corrupt(const char *kernel, fdma_dtype dtype) {
+static void may_hold_anything(const char *kernel, fdma_dtype dtype) {
     problem x;
     fdma_forward_args args = described(&x, kernel, dtype);
     if (!masks_are_taken(&x, kernel))
@@ -242,14 +223,12 @@ static void check_corrupt(const char *kernel, fdma_dtype dtype) {
     CHECK_OK(run_backward(&backward));
 }
 
-static void may_hold_anything(void) { for_each_kernel("forward", check_corrupt); }
-
 static const test_entry tests[] = {
-    TEST(give_what_the_mask_does),
-    TEST(know_sequences_and_the_keys_that_exist),
+    EACH_SIZE(give_what_the_mask_does, sizes),
+    EACH_KERNEL("forward", know_sequences_and_the_keys_that_exist),
     TEST(need_a_mask),
     TEST(refuse_too_few_bytes),
-    TEST(may_hold_anything),
+    EACH_KERNEL("forward", may_hold_anything),
 #if defined(FDMA_HAVE_CUDA)
     TEST(are_apart_from_what_they_are_made_of),
     TEST(save_workspace),

@@ -2,13 +2,6 @@
  * with expanded tensors; and memory that they must not read. */
 #include "masks.h"
 
-static const problem sizes[] = {
-    SIZES(2, 70, 70, 4, 2, 64, 20, 1),    SIZES(1, 131, 170, 6, 2, 40, 30, 0),
-    SIZES(1, 300, 300, 3, 3, 128, 9, 1),  SIZES(2, 1, 300, 8, 2, 128, 50, 1),
-    SIZES(1, 30, 20, 2, 2, 24, 12, 0),    SIZES(1, 400, 413, 5, 1, 32, 64, 1),
-    SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
-};
-
 static problem dense_of(const problem *x) {
     problem dense = *x;
     dense.window = -1;
@@ -28,7 +21,7 @@ static fdma_tensor mask_of_selection(const problem *x) {
     return mask;
 }
 
-static void check_selection(problem *x, const char *kernel) {
+static void are_what_a_selection_keeps(problem *x, const char *kernel) {
     const problem dense = dense_of(x);
     if (!masks_are_taken(x, kernel))
         return;
@@ -38,13 +31,9 @@ static void check_selection(problem *x, const char *kernel) {
     check_close_results(x, attend_masked(x, kernel, given, 1), want);
 }
 
-static void are_what_a_selection_keeps(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_selection);
-}
-
 /* A mask of ones, a bias of zeros, a bias of -inf in place of a mask, and a bias for each key in
  * place of `bias`. */
-static void check_trivial(problem *x, const char *kernel) {
+static void are_what_other_arguments_are(problem *x, const char *kernel) {
     const fdma_tensor none = {0};
     if (!masks_are_taken(x, kernel))
         return;
@@ -70,14 +59,13 @@ static void check_trivial(problem *x, const char *kernel) {
                         attend_masked(x, kernel, half, 1));
 }
 
-static void are_what_other_arguments_are(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_trivial);
-}
-
 /* ---- axes ---- */
 
+static const problem axes_sizes[] = {SIZES(2, 37, 53, 6, 2, 16, 20, 1),
+                                     SIZES(2, 41, 130, 4, 4, 24, -1, 0)};
+
 /* Every combination of broadcast axes gives the bits of the expanded tensors. */
-static void check_axes(problem *x, const char *kernel) {
+static void may_be_broadcast(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     x->softcap = 3;
@@ -92,14 +80,8 @@ static void check_axes(problem *x, const char *kernel) {
     }
 }
 
-static void may_be_broadcast(void) {
-    static const problem some[] = {SIZES(2, 37, 53, 6, 2, 16, 20, 1),
-                                   SIZES(2, 41, 130, 4, 4, 24, -1, 0)};
-    for_each_size_of(some, TEST_COUNT(some), check_axes);
-}
-
 /* Strides may be anything: heads and queries are transposed, and rows lie apart. */
-static void check_strides(problem *x, const char *kernel) {
+static void may_have_any_strides(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     const pairs both = {new_mask(x, all_axes, 30, 3), new_pair_bias(x, x->dtype, all_axes, 4)};
@@ -123,11 +105,6 @@ static void check_strides(problem *x, const char *kernel) {
     }
     check_same_results(attend_masked(x, kernel, pairs_taken(x, kernel, strided), 1),
                        attend_masked(x, kernel, given, 1));
-}
-
-static void may_have_any_strides(void) {
-    static const problem one = SIZES(2, 37, 53, 6, 2, 16, 20, 1);
-    for_each_problem(&one, 5, check_strides);
 }
 
 /* ---- pairs that are not kept are not read ---- */
@@ -167,7 +144,7 @@ static pairs sparse_pairs(const problem *x) {
     return given;
 }
 
-static void check_poison(problem *x, const char *kernel) {
+static void read_nothing_that_is_not_kept(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
@@ -179,11 +156,7 @@ static void check_poison(problem *x, const char *kernel) {
         CHECK(isfinite(load_double(want.out.data, x->dtype, n)));
 }
 
-static void read_nothing_that_is_not_kept(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_poison);
-}
-
-static void check_nan(problem *x, const char *kernel) {
+static void nan_of_a_kept_pair_is_seen(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     const pairs given = sparse_pairs(x);
@@ -198,9 +171,7 @@ static void check_nan(problem *x, const char *kernel) {
         CHECK(isnan(((float *)found.lse.data)[row]) == (row == n / x->kv_len));
 }
 
-static void nan_of_a_kept_pair_is_seen(void) { for_each_problem(&sizes[0], 2, check_nan); }
-
-static void check_empty_rows(problem *x, const char *kernel) {
+static void may_leave_rows_empty(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     const pairs given = {.mask = new_mask(x, axis_i | axis_j, 20, 8)};
@@ -229,110 +200,71 @@ static void check_empty_rows(problem *x, const char *kernel) {
     }
 }
 
-static void may_leave_rows_empty(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_empty_rows);
-}
-
 /* ---- packed sequences, and sequences with only some keys ---- */
 
-/* A rectangle of a tensor with all its axes; an absent tensor stays absent. */
-static fdma_tensor rectangle_of(fdma_tensor tensor, int64_t b, int64_t first, int64_t queries,
-                                int64_t keys) {
-    const int64_t at = b * tensor.stride[0] + first * tensor.stride[2] + (queries > 0 ? first : 0);
-    if (tensor.rank == 0)
-        return tensor;
-    tensor.data = (char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
-    tensor.shape[0] = 1;
-    tensor.shape[2] = queries;
-    tensor.shape[3] = keys;
-    return tensor;
+/* Mask and bias of a sequence alone: its rows and columns of tensors with all axes. */
+static pairs pairs_of(pairs given, int64_t b, int64_t first, int64_t queries, int64_t keys) {
+    fdma_tensor *const tensors[] = {&given.mask, &given.bias};
+    for (int t = 0; t < TEST_COUNT(tensors); t++) {
+        const fdma_tensor rows =
+            positions_of(sequence_of(*tensors[t], b), 2, first, first + queries);
+        *tensors[t] = positions_of(rows, 3, first, first + keys);
+    }
+    return given;
 }
 
-static void cut_rows(fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
-    tensor->data =
-        (char *)tensor->data + (size_t)(first * tensor->stride[axis]) * dtype_size(tensor->dtype);
-    tensor->shape[axis] = count;
-}
-
-static void check_packed(problem *x, const char *kernel) {
-    static int32_t starts[] = {0, 25, 25, 60};
-    if (!masks_are_taken(x, kernel))
+static void are_indexed_by_packed_positions(const char *kernel, fdma_dtype dtype) {
+    const problem x = pieces_problem(true, dtype);
+    if (!masks_are_taken(&x, kernel))
         return;
-    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
-    x->starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
-    const attended whole = attend_masked(x, kernel, given, 1);
+    const pairs given = pairs_taken(&x, kernel, sparse_pairs(&x));
+    const attended whole = attend_masked(&x, kernel, given, 1);
     for (int n = 0; n < 2; n++) {
-        const int64_t first = n == 0 ? 0 : 25, count = n == 0 ? 25 : 35;
-        problem one = *x;
+        const int64_t first = n == 0 ? 0 : 25, end = n == 0 ? 25 : 60;
+        problem one = x;
         one.starts = (fdma_tensor){0};
-        one.q_len = one.kv_len = count;
-        cut_rows(&one.q, 1, first, count);
-        cut_rows(&one.k, 1, first, count);
-        cut_rows(&one.v, 1, first, count);
-        cut_rows(&one.bias, 2, first, count);
-        const pairs own = {rectangle_of(given.mask, 0, first, count, count),
-                           rectangle_of(given.bias, 0, first, count, count)};
-        attended want = attend_masked(&one, kernel, own, 1), got = whole;
-        cut_rows(&got.out, 1, first, count);
-        if (strncmp(kernel, "cuda", 4) == 0) // other keys of a tile change the order of sums
-            CHECK_NEAR(largest_difference(got.out, want.out), 0, problem_out_tolerance(x));
-        else
-            CHECK_BYTES(got.out.data, want.out.data, bytes_of(want.out));
-    }
-}
-
-static void are_indexed_by_packed_positions(void) {
-    static const problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1);
-    for_each_problem(&packed, 4, check_packed);
-}
-
-static void check_used(problem *x, const char *kernel) {
-    static int32_t used[] = {20, 50, 0};
-    if (!masks_are_taken(x, kernel))
-        return;
-    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
-    x->kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
-    const attended whole = attend_masked(x, kernel, given, 1);
-    for (int b = 0; b < TEST_COUNT(used); b++) {
-        problem one = problem_sequence(x, b);
-        one.kv_used = (fdma_tensor){0};
-        one.kv_len = one.k.shape[1] = one.v.shape[1] = one.bias.shape[2] = used[b];
-        pairs own = given;
-        own.mask = sequence_of(given.mask, b);
-        if (given.bias.rank > 0)
-            own.bias = sequence_of(given.bias, b);
-        own.mask.shape[3] = own.bias.shape[3] = used[b];
+        one.q_len = one.kv_len = end - first;
+        one.q = positions_of(x.q, 1, first, end);
+        one.k = positions_of(x.k, 1, first, end);
+        one.v = positions_of(x.v, 1, first, end);
+        one.bias = positions_of(x.bias, 2, first, end);
+        const pairs own = pairs_of(given, 0, first, end - first, end - first);
         const attended want = attend_masked(&one, kernel, own, 1);
-        check_close_results(x, (attended){sequence_of(whole.out, b), sequence_of(whole.lse, b)},
-                            want);
+        const fdma_tensor got = positions_of(whole.out, 1, first, end);
+        if (is_device_kernel(kernel)) // other keys of a tile change the order of sums
+            CHECK_NEAR(largest_difference(got, want.out), 0, problem_out_tolerance(&x));
+        else
+            CHECK_BYTES(got.data, want.out.data, bytes_of(want.out));
     }
 }
 
-static void are_cut_to_the_keys_that_exist(void) {
-    static const problem batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
-    for_each_problem(&batch, 4, check_used);
+static void are_cut_to_the_keys_that_exist(const char *kernel, fdma_dtype dtype) {
+    const problem x = pieces_problem(false, dtype);
+    if (!masks_are_taken(&x, kernel))
+        return;
+    const pairs given = pairs_taken(&x, kernel, sparse_pairs(&x));
+    const attended whole = attend_masked(&x, kernel, given, 1);
+    for (int64_t b = 0; b < x.batch; b++) {
+        problem one = problem_sequence(&x, b);
+        one.kv_len = ((const int32_t *)x.kv_used.data)[b];
+        one.kv_used = (fdma_tensor){0};
+        one.k.shape[1] = one.v.shape[1] = one.bias.shape[2] = one.kv_len;
+        const pairs own = pairs_of(given, b, 0, x.q_len, one.kv_len);
+        check_close_results(&x, (attended){sequence_of(whole.out, b), sequence_of(whole.lse, b)},
+                            attend_masked(&one, kernel, own, 1));
+    }
 }
 
 /* ---- probabilities ---- */
 
-static void check_probabilities(problem *x, const char *kernel) {
+static void have_probabilities(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel) || strcmp(kernel, "reference") == 0)
         return;
     const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
     const attended done = attend_masked(x, kernel, given, 1);
     poison_pairs(x, given);
-    fdma_probabilities_args args = {
-        .size = sizeof args,
-        .q = x->q,
-        .k = x->k,
-        .bias = x->bias,
-        .lse = done.lse,
-        .probability = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, x->kv_len),
-        .selection = x->window >= 0 ? &x->selection : NULL,
-        .causal = x->causal,
-        .attn_mask = given.mask,
-        .attn_bias = given.bias,
-    };
+    fdma_probabilities_args args = probabilities_args(x, done.lse, NULL);
+    args.attn_mask = given.mask, args.attn_bias = given.bias;
     CHECK_OK(run_probabilities(&args));
     const float *const found = args.probability.data;
     for (int64_t row = 0; row < count_of(done.lse); row++) {
@@ -345,8 +277,6 @@ static void check_probabilities(problem *x, const char *kernel) {
         CHECK_NEAR(sum, empty ? 0 : 1, 1e-4 + 8 * step_of(x->dtype) * (x->dtype != FDMA_FLOAT32));
     }
 }
-
-static void have_probabilities(void) { for_each_problem(&sizes[0], 2, check_probabilities); }
 
 /* ---- bad input ---- */
 
@@ -368,16 +298,16 @@ static void are_refused_with_carried_keys(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(are_what_a_selection_keeps),
-    TEST(are_what_other_arguments_are),
-    TEST(may_be_broadcast),
-    TEST(may_have_any_strides),
-    TEST(read_nothing_that_is_not_kept),
-    TEST(nan_of_a_kept_pair_is_seen),
-    TEST(may_leave_rows_empty),
-    TEST(are_indexed_by_packed_positions),
-    TEST(are_cut_to_the_keys_that_exist),
-    TEST(have_probabilities),
+    EACH_SIZE(are_what_a_selection_keeps, mask_sizes),
+    EACH_SIZE(are_what_other_arguments_are, mask_sizes),
+    EACH_SIZE(may_be_broadcast, axes_sizes),
+    EACH_PROBLEM(may_have_any_strides, axes_sizes[0], 5),
+    EACH_SIZE(read_nothing_that_is_not_kept, mask_sizes),
+    EACH_PROBLEM(nan_of_a_kept_pair_is_seen, mask_sizes[0], 2),
+    EACH_SIZE(may_leave_rows_empty, mask_sizes),
+    EACH_KERNEL("forward", are_indexed_by_packed_positions),
+    EACH_KERNEL("forward", are_cut_to_the_keys_that_exist),
+    EACH_PROBLEM(have_probabilities, mask_sizes[0], 2),
     TEST(are_refused_with_carried_keys),
 };
 

@@ -101,7 +101,7 @@ static void check_merged(const problem *x, attended actual, attended want) {
     }
 }
 
-static void check_splits(const char *kernel, fdma_dtype dtype) {
+static void partial_results_merge_to_the_whole(const char *kernel, fdma_dtype dtype) {
     for (int i = 0; i < TEST_COUNT(splits); i++) {
         const split *n = &splits[i];
         const problem x = whole_of(n, dtype);
@@ -112,8 +112,6 @@ static void check_splits(const char *kernel, fdma_dtype dtype) {
         check_merged(&x, merge(b, a, kernel), gradient_forward(&x));
     }
 }
-
-static void partial_results_merge_to_the_whole(void) { for_each_kernel("merge", check_splits); }
 
 /* ---- gradients ---- */
 
@@ -242,7 +240,7 @@ static double edge_out(const attended partials[2], int h, int64_t d) {
     return sum;
 }
 
-static void check_edges(const char *kernel, fdma_dtype dtype) {
+static void edges_of_merge(const char *kernel, fdma_dtype dtype) {
     const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
                                   edge_partial(dtype, 6, edge_lse[1])};
     const attended got = merge(partials[0], partials[1], kernel);
@@ -262,9 +260,7 @@ static void check_edges(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void edges_of_merge(void) { for_each_kernel("merge", check_edges); }
-
-static void check_gradient_edges(const char *kernel, fdma_dtype dtype) {
+static void edges_of_merge_backward(const char *kernel, fdma_dtype dtype) {
     const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
                                   edge_partial(dtype, 6, edge_lse[1])};
     uint64_t state = 7;
@@ -288,11 +284,7 @@ static void check_gradient_edges(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void edges_of_merge_backward(void) {
-    for_each_kernel("merge_backward", check_gradient_edges);
-}
-
-static void check_no_lse(const char *kernel, fdma_dtype dtype) {
+static void lse_need_not_be_asked_for(const char *kernel, fdma_dtype dtype) {
     const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
                                   edge_partial(dtype, 6, edge_lse[1])};
     const attended with = merge(partials[0], partials[1], kernel);
@@ -302,15 +294,13 @@ static void check_no_lse(const char *kernel, fdma_dtype dtype) {
     CHECK(same_tensor(args.out, with.out));
 }
 
-static void lse_need_not_be_asked_for(void) { for_each_kernel("merge", check_no_lse); }
-
 static const test_entry tests[] = {
-    TEST(partial_results_merge_to_the_whole),
+    EACH_KERNEL("merge", partial_results_merge_to_the_whole),
     TEST(merge_backward_is_the_derivative_of_merge),
     TEST(gradients_of_partials_are_the_wholes),
-    TEST(edges_of_merge),
-    TEST(edges_of_merge_backward),
-    TEST(lse_need_not_be_asked_for),
+    EACH_KERNEL("merge", edges_of_merge),
+    EACH_KERNEL("merge_backward", edges_of_merge_backward),
+    EACH_KERNEL("merge", lse_need_not_be_asked_for),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -13,7 +13,7 @@ typedef struct shape {
     bool padded, cut, without_bias;
 } shape;
 
-#define SIZES(n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim)                                    \
+#define LENGTHS(n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim)                                  \
     .batch = n_batch, .q_len = n_q, .kv_len = n_kv, .q_heads = n_q_heads, .kv_heads = n_kv_heads,  \
     .head_dim = n_dim
 #define DENSE .window = -1
@@ -21,28 +21,30 @@ typedef struct shape {
 #define GLOBAL_SCOPE .scope = FDMA_SCOPE_GLOBAL
 
 static const shape probability_shapes[] = {
-    {"dense", .sizes = {SIZES(2, 37, 61, 4, 2, 40), DENSE, .causal = 1}, .without_bias = true},
-    {"full", .sizes = {SIZES(2, 41, 29, 3, 1, 24), DENSE}, .padded = true},
-    {"empty rows", .sizes = {SIZES(1, 45, 31, 2, 2, 64), DENSE, .causal = 1}},
-    {"one query", .sizes = {SIZES(2, 1, 97, 8, 2, 128), .window = 20, CAUSAL_SCOPE}},
+    {"dense", .sizes = {LENGTHS(2, 37, 61, 4, 2, 40), DENSE, .causal = 1}, .without_bias = true},
+    {"full", .sizes = {LENGTHS(2, 41, 29, 3, 1, 24), DENSE}, .padded = true},
+    {"empty rows", .sizes = {LENGTHS(1, 45, 31, 2, 2, 64), DENSE, .causal = 1}},
+    {"one query", .sizes = {LENGTHS(2, 1, 97, 8, 2, 128), .window = 20, CAUSAL_SCOPE}},
     {"causal scope",
-     .sizes = {SIZES(1, 67, 67, 6, 2, 48), .window = 13, CAUSAL_SCOPE, .softcap = 2}},
-    {"padding", .sizes = {SIZES(2, 53, 67, 2, 1, 72), .window = 13, CAUSAL_SCOPE}, .padded = true},
+     .sizes = {LENGTHS(1, 67, 67, 6, 2, 48), .window = 13, CAUSAL_SCOPE, .softcap = 2}},
+    {"padding", .sizes = {LENGTHS(2, 53, 67, 2, 1, 72), .window = 13, CAUSAL_SCOPE},
+     .padded = true},
     {"rules",
-     .sizes = {SIZES(2, 33, 71, 4, 2, 96), .window = 9, .recent = 5, .sinks = 2, CAUSAL_SCOPE,
+     .sizes = {LENGTHS(2, 33, 71, 4, 2, 96), .window = 9, .recent = 5, .sinks = 2, CAUSAL_SCOPE,
                .scale = 0.3},
      .padded = true},
     {"global scope",
-     .sizes = {SIZES(2, 51, 51, 3, 1, 64), .window = 12, GLOBAL_SCOPE, .causal = 1}},
-    {"global, full", .sizes = {SIZES(1, 21, 65, 2, 2, 80), .window = 12, GLOBAL_SCOPE},
+     .sizes = {LENGTHS(2, 51, 51, 3, 1, 64), .window = 12, GLOBAL_SCOPE, .causal = 1}},
+    {"global, full", .sizes = {LENGTHS(1, 21, 65, 2, 2, 80), .window = 12, GLOBAL_SCOPE},
      .padded = true},
-    {"packed", .sizes = {SIZES(1, 91, 91, 4, 2, 32), .window = 8, CAUSAL_SCOPE}, .sequences = 4},
-    {"packed, dense", .sizes = {SIZES(1, 75, 75, 2, 1, 64), DENSE}, .sequences = 3, .padded = true},
-    {"packed, causal", .sizes = {SIZES(1, 75, 75, 2, 1, 64), DENSE, .causal = 1}, .sequences = 3},
-    {"packed, global", .sizes = {SIZES(1, 85, 85, 2, 1, 16), .window = 7, GLOBAL_SCOPE},
+    {"packed", .sizes = {LENGTHS(1, 91, 91, 4, 2, 32), .window = 8, CAUSAL_SCOPE}, .sequences = 4},
+    {"packed, dense", .sizes = {LENGTHS(1, 75, 75, 2, 1, 64), DENSE}, .sequences = 3,
+     .padded = true},
+    {"packed, causal", .sizes = {LENGTHS(1, 75, 75, 2, 1, 64), DENSE, .causal = 1}, .sequences = 3},
+    {"packed, global", .sizes = {LENGTHS(1, 85, 85, 2, 1, 16), .window = 7, GLOBAL_SCOPE},
      .sequences = 5},
-    {"kv_used", .sizes = {SIZES(5, 23, 70, 2, 1, 64), .window = 11, CAUSAL_SCOPE}, .cut = true},
-    {"kv_used, full", .sizes = {SIZES(5, 19, 43, 2, 1, 56), DENSE}, .cut = true, .padded = true},
+    {"kv_used", .sizes = {LENGTHS(5, 23, 70, 2, 1, 64), .window = 11, CAUSAL_SCOPE}, .cut = true},
+    {"kv_used, full", .sizes = {LENGTHS(5, 19, 43, 2, 1, 56), DENSE}, .cut = true, .padded = true},
 };
 
 /* A problem; the caller makes its selection. The last packed sequence ends before the keys do.
@@ -68,32 +70,6 @@ static problem make_problem(const shape *n, fdma_dtype dtype) {
     if (n->without_bias)
         x.bias = (fdma_tensor){0};
     return x;
-}
-
-static fdma_probabilities_args probabilities_args(const problem *x, fdma_tensor lse,
-                                                  const char *kernel) {
-    return (fdma_probabilities_args){
-        .size = sizeof(fdma_probabilities_args),
-        .q = x->q,
-        .k = x->k,
-        .bias = x->bias,
-        .key_valid = x->key_valid,
-        .starts = x->starts,
-        .kv_used = x->kv_used,
-        .lse = lse,
-        .probability = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, x->kv_len),
-        .selection = x->window >= 0 ? &x->selection : NULL,
-        .scale = x->scale,
-        .softcap = x->softcap,
-        .causal = x->causal,
-        .exec = {.kernel = kernel, .threads = 1},
-    };
-}
-
-static fdma_tensor find_probabilities(const problem *x, fdma_tensor lse, const char *kernel) {
-    fdma_probabilities_args args = probabilities_args(x, lse, kernel);
-    CHECK_OK(run_probabilities(&args));
-    return args.probability;
 }
 
 /* ---- kept keys, by counting ---- */
@@ -222,7 +198,7 @@ static void rows_are_those_of_forward(void) {
 static void every_head_dim_is_computed(void) {
     for (int64_t head_dim = 8; head_dim <= 256; head_dim += 8) {
         const shape n = {"head_dim",
-                         .sizes = {SIZES(1, 9, 39, 2, 1, head_dim), .window = 7, CAUSAL_SCOPE}};
+                         .sizes = {LENGTHS(1, 9, 39, 2, 1, head_dim), .window = 7, CAUSAL_SCOPE}};
         for_each_kernel_of(&n, check_shape);
     }
 }
@@ -230,7 +206,7 @@ static void every_head_dim_is_computed(void) {
 /* ---- other tensors ---- */
 
 static const shape usual_shape = {
-    "usual shape", .sizes = {SIZES(2, 33, 71, 4, 2, 40), .window = 9, .recent = 3, CAUSAL_SCOPE}};
+    "usual shape", .sizes = {LENGTHS(2, 33, 71, 4, 2, 40), .window = 9, .recent = 3, CAUSAL_SCOPE}};
 
 /* 30 carried keys and the others give the probabilities of all keys in one tensor. */
 static void check_carried(const problem *x, const attended *forward, const char *kernel) {

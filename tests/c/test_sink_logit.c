@@ -53,7 +53,7 @@ static void check_row(const problem *x, attended with, attended without, double 
     }
 }
 
-static void check_forward(problem *x, const char *kernel) {
+static void adds_a_term_to_each_row(problem *x, const char *kernel) {
     if (!problem_is_taken(x, kernel))
         return;
     const fdma_tensor sinks = new_sinks(x->q_heads);
@@ -63,12 +63,8 @@ static void check_forward(problem *x, const char *kernel) {
         check_row(x, with, without, (double)sink_of(sinks, row / x->q_len % x->q_heads), row);
 }
 
-static void adds_a_term_to_each_row(void) {
-    for_each_size_of(sizes, TEST_COUNT(sizes), check_forward);
-}
-
 /* Sinks whose exponentials no float32 sum holds, and infinities and NaN. */
-static void check_extremes(problem *x, const char *kernel) {
+static void takes_any_number(problem *x, const char *kernel) {
     static const float extremes[] = {1e30F, -1e30F, 2e38F, -2e38F, INFINITY, NAN};
     if (!problem_is_taken(x, kernel))
         return;
@@ -102,9 +98,9 @@ static void check_extremes(problem *x, const char *kernel) {
     }
 }
 
-static void takes_any_number(void) { for_each_size_of(sizes, TEST_COUNT(sizes), check_extremes); }
+static const problem halved = SIZES(1, 40, 130, 4, 2, 64, -1, 0);
 
-static void check_halves(problem *x, const char *kernel) {
+static void belongs_to_one_of_merged_halves(problem *x, const char *kernel) {
     problem half = *x;
     if (!problem_is_taken(x, kernel))
         return;
@@ -133,11 +129,6 @@ static void check_halves(problem *x, const char *kernel) {
     for (int64_t at = 0; at < count_of(whole.out); at++)
         CHECK_NEAR(load_double(merge.out.data, x->dtype, at),
                    load_double(whole.out.data, x->dtype, at), 2 * problem_out_tolerance(x));
-}
-
-static void belongs_to_one_of_merged_halves(void) {
-    static const problem dense = SIZES(1, 40, 130, 4, 2, 64, -1, 0);
-    for_each_problem(&dense, 9, check_halves);
 }
 
 /* ---- gradients ---- */
@@ -209,7 +200,7 @@ static bool takes_gradients(const problem *x, const char *kernel) {
 }
 
 /* With one query head for each kv head, the gradient of the key's bias equals the sink's. */
-static void check_gradients(const char *kernel, fdma_dtype dtype) {
+static void has_the_gradient_of_a_bias(const char *kernel, fdma_dtype dtype) {
     static const problem one_head[] = {
         SIZES(2, 70, 70, 2, 2, 64, 20, 1),
         SIZES(1, 150, 170, 3, 3, 40, -1, 0),
@@ -217,10 +208,7 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
         SIZES(1, 64, 90, 2, 2, 128, 30, 0),
     };
     for (int n = 0; n < TEST_COUNT(one_head); n++) {
-        problem x = one_head[n];
-        x.dtype = dtype;
-        problem_fill(&x, (uint64_t)n + 1);
-        problem_select(&x);
+        problem x = new_problem(&one_head[n], dtype, (uint64_t)n + 1);
         if (!takes_gradients(&x, kernel))
             continue;
         const fdma_tensor sinks = new_tensor(FDMA_FLOAT32, x.q_heads, -1, -1, -1);
@@ -251,8 +239,6 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void has_the_gradient_of_a_bias(void) { for_each_kernel("backward", check_gradients); }
-
 static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t used) {
     gradient_problem one = *p;
     one.x = problem_sequence(&p->x, b);
@@ -264,12 +250,6 @@ static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t
     return one;
 }
 
-static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t end) {
-    const size_t before = (size_t)(first * tensor->stride[axis]);
-    tensor->data = (char *)tensor->data + before * dtype_size(tensor->dtype);
-    tensor->shape[axis] = end - first;
-}
-
 /* Positions `first` to `end` - 1 of packed sequences, alone. */
 static gradient_problem piece_of(const gradient_problem *p, int64_t first, int64_t end) {
     gradient_problem one = *p;
@@ -279,9 +259,9 @@ static gradient_problem piece_of(const gradient_problem *p, int64_t first, int64
     x->starts = (fdma_tensor){0};
     x->q_len = x->kv_len = end - first;
     for (int n = 0; n < TEST_COUNT(rows); n++)
-        cut_axis(rows[n], 1, first, end);
+        *rows[n] = positions_of(*rows[n], 1, first, end);
     for (int n = 0; n < TEST_COUNT(numbers); n++)
-        cut_axis(numbers[n], 2, first, end);
+        *numbers[n] = positions_of(*numbers[n], 2, first, end);
     return one;
 }
 
@@ -302,16 +282,10 @@ static void check_sum(const gradient_problem *whole, const gradient_problem *pie
 /* The gradient of the whole is the sum of the gradients of its pieces: packed sequences, one of
  * them empty, and sequences of a batch with different numbers of existing keys, some with fewer
  * keys than queries or none. */
-static void check_pieces(const char *kernel, fdma_dtype dtype) {
-    static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
-    problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
-    packed.dtype = batch.dtype = dtype;
-    problem_fill(&packed, 5);
-    problem_fill(&batch, 6);
+static void adds_up_over_pieces(const char *kernel, fdma_dtype dtype) {
+    const problem packed = pieces_problem(true, dtype), batch = pieces_problem(false, dtype);
     if (!takes_gradients(&packed, kernel))
         return;
-    packed.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
-    batch.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
     const fdma_tensor sinks = new_sinks(4);
     const gradient_problem all[] = {gradient_with(&packed, sinks), gradient_with(&batch, sinks)};
     const gradient_problem sequences[] = {piece_of(&all[0], 0, 25), piece_of(&all[0], 25, 60)};
@@ -321,17 +295,11 @@ static void check_pieces(const char *kernel, fdma_dtype dtype) {
     check_sum(&all[1], entries, TEST_COUNT(entries), kernel, sinks);
 }
 
-static void adds_up_over_pieces(void) { for_each_kernel("backward", check_pieces); }
-
-static void check_empty(const char *kernel, fdma_dtype dtype) {
-    const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 0, 0, 4, 2, 64, -1, 0),
-                             SIZES(0, 5, 9, 4, 2, 64, -1, 0)};
-    for (int n = 0; n < TEST_COUNT(empty); n++) {
-        problem x = empty[n];
+static void no_rows_give_zero(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < TEST_COUNT(empty_sizes); n++) {
+        const problem x = new_problem(&empty_sizes[n], dtype, 5);
         gradients unused;
-        x.dtype = dtype;
-        problem_fill(&x, 5);
-        if (!takes_gradients(&x, kernel))
+        if (x.batch * x.q_len > 0 || !takes_gradients(&x, kernel))
             continue;
         const gradient_problem p = gradient_with(&x, new_sinks(4));
         const fdma_tensor found = run_with_sinks(&p, kernel, new_sinks(4), 2, 0, &unused);
@@ -339,8 +307,6 @@ static void check_empty(const char *kernel, fdma_dtype dtype) {
             CHECK(((const float *)found.data)[h] == 0);
     }
 }
-
-static void no_rows_give_zero(void) { for_each_kernel("backward", check_empty); }
 
 /* ---- the fused calls and decode ---- */
 
@@ -392,7 +358,7 @@ static void fused_calls_are_their_steps(void) {
 }
 
 /* Tokens that enter an empty cache attend to each other as in a causal call over them alone. */
-static void check_decode(const char *kernel, fdma_dtype dtype) {
+static void decode_has_it_too(const char *kernel, fdma_dtype dtype) {
     problem x = SIZES(1, 12, 12, 6, 2, 64, -1, 1);
     size_t bytes;
     x.dtype = dtype;
@@ -419,15 +385,10 @@ static void check_decode(const char *kernel, fdma_dtype dtype) {
     check_close_results(&x, (attended){args.out, args.lse}, attend_with(&x, NULL, sinks));
 }
 
-static void decode_has_it_too(void) { for_each_kernel("decode", check_decode); }
-
 /* ---- bad input ---- */
 
 static void gradient_needs_the_sinks(void) {
-    problem x = sizes[0];
-    x.dtype = backend_dtype();
-    problem_fill(&x, 2);
-    problem_select(&x);
+    problem x = new_problem(&sizes[0], backend_dtype(), 2);
     gradient_problem p = gradient_of(&x, 0);
     fdma_backward_args args = gradient_args(&p, NULL);
     args.dsink_logit = new_output(FDMA_FLOAT32, x.q_heads, -1, -1, -1);
@@ -437,15 +398,15 @@ static void gradient_needs_the_sinks(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(adds_a_term_to_each_row),
-    TEST(takes_any_number),
-    TEST(belongs_to_one_of_merged_halves),
-    TEST(has_the_gradient_of_a_bias),
+    EACH_SIZE(adds_a_term_to_each_row, sizes),
+    EACH_SIZE(takes_any_number, sizes),
+    EACH_PROBLEM(belongs_to_one_of_merged_halves, halved, 9),
+    EACH_KERNEL("backward", has_the_gradient_of_a_bias),
     TEST(fused_calls_are_their_steps),
-    TEST(decode_has_it_too),
+    EACH_KERNEL("decode", decode_has_it_too),
     TEST(gradient_needs_the_sinks),
-    TEST(adds_up_over_pieces),
-    TEST(no_rows_give_zero),
+    EACH_KERNEL("backward", adds_up_over_pieces),
+    EACH_KERNEL("backward", no_rows_give_zero),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -16,12 +16,6 @@ typedef struct piece {
     fdma_selection selection;
 } piece;
 
-static fdma_selection new_selection(int64_t kv_len) {
-    return (fdma_selection){.size = sizeof(fdma_selection),
-                            .expiry = new_output(FDMA_INT32, streams, kv_heads, kv_len, -1),
-                            .slot = new_output(FDMA_INT32, streams, kv_heads, kv_len, -1)};
-}
-
 static whole_call new_stream(fdma_dtype dtype, fdma_bias_form form, bool padded) {
     stream_case *const test = test_alloc(sizeof *test);
     uint64_t state = 8;
@@ -104,7 +98,7 @@ static piece next_piece(const piece *done) {
 static void attend_piece(const whole_call *x, piece *one, int64_t end, const char *kernel) {
     const int64_t first = one->first;
     one->end = end;
-    one->selection = new_selection(one->carried + end - first);
+    one->selection = new_selection(streams, kv_heads, one->carried + end - first);
     one->q = positions_of(x->q, 1, first, end);
     one->k = positions_of(x->k, 1, first, end);
     one->v = positions_of(x->v, 1, first, end);
@@ -276,7 +270,7 @@ static gradients whole_gradients(const whole_call *x) {
     return reference_gradients(&p);
 }
 
-static void gradients_add_up(const char *kernel, fdma_dtype dtype) {
+static void gradients_pass_through_carried_keys(const char *kernel, fdma_dtype dtype) {
     static piece pieces[most_pieces];
     whole_call x = new_stream(dtype, FDMA_BIAS_LINEAR, false);
     attend_all(&x, NULL);
@@ -288,10 +282,6 @@ static void gradients_add_up(const char *kernel, fdma_dtype dtype) {
     const gradients plain = sum_pieces(&x, pieces, count, "reference/float32");
     for (int t = 0; t < TEST_COUNT(want.all); t++)
         check_like_plain(sum.all[t], want.all[t], plain.all[t], t < 3 ? dtype : FDMA_FLOAT32);
-}
-
-static void gradients_pass_through_carried_keys(void) {
-    for_each_kernel("backward", gradients_add_up);
 }
 
 static fdma_attention_backward_args fused_backward_args(const whole_call *x, const piece *one,
@@ -368,7 +358,7 @@ static void fused_gradients_are_those_of_the_steps(void) {
 
 /* With `accumulate` the gradient of bias_carried is added to the contents of its tensor, like all
  * others. fdma_backward() overwrites it, like dbias. */
-static void check_added(const char *kernel, fdma_dtype dtype) {
+static void fused_gradients_are_added(const char *kernel, fdma_dtype dtype) {
     static piece pieces[most_pieces];
     const whole_call x = new_stream(dtype, FDMA_BIAS_EXP, true);
     attend_stream(&x, 80, test_backend.run != NULL ? "cuda" : NULL, pieces);
@@ -395,8 +385,6 @@ static void check_added(const char *kernel, fdma_dtype dtype) {
         }
     CHECK(zeros > 0 && zeros < count_of(held[0])); // keys that no query keeps any more
 }
-
-static void fused_gradients_are_added(void) { for_each_kernel("backward", check_added); }
 
 /* ---- bad arguments ---- */
 
@@ -487,9 +475,9 @@ static void forward_with_carried_keys_is_causal(void) {
 
 static const test_entry tests[] = {
     TEST(pieces_by_every_kernel),
-    TEST(gradients_pass_through_carried_keys),
+    EACH_KERNEL("backward", gradients_pass_through_carried_keys),
     TEST(fused_gradients_are_those_of_the_steps),
-    TEST(fused_gradients_are_added),
+    EACH_KERNEL("backward", fused_gradients_are_added),
     TEST(contradictions_are_refused),
     TEST(forward_with_carried_keys_is_causal),
 };

@@ -1,10 +1,78 @@
 /* test_streams.c - a stream in pieces equals the whole sequence. Selected with a table, it has the
- * same expiries and slots, bit for bit, for any cut. In forward and backward, carried keys count as
- * keys before the call's own. Empty rows are never read. */
-#include "errors.h"
+ * same expiries and slots, bit for bit, for any cut, and with a table of what several pieces, each
+ * selected alone, leave. In forward and backward, carried keys count as keys before the call's own.
+ * Empty rows are never read. */
+#include "backend.h"
 #include "gradient.h"
-#include "stream_pieces.h"
 
+typedef struct stream_case {
+    int64_t batch, kv_heads, kv_len, window, recent, sinks;
+    int levels; /* number of distinct scores: few of them make ties */
+    int padded;
+} stream_case;
+
+static const stream_case stream_cases[] = {
+    {1, 1, 40, 1, 0, 0, 3, 0},  {2, 3, 97, 7, 0, 0, 1000, 0},        {1, 2, 200, 16, 5, 2, 5, 1},
+    {2, 1, 150, 2, 1, 1, 2, 1}, {1, 3, 301, 33, 0, 9, 40, 1},        {2, 2, 60, 64, 8, 0, 9, 0},
+    {1, 1, 90, 3, 40, 3, 4, 1}, {1, 2, 700, 100, 28, 4, 1000000, 0}, {1, 2, 129, 5, 0, 5, 1, 0},
+};
+
+static float score_at(uint64_t *state, int levels) {
+    const int64_t level = random_below(state, levels + 1);
+    return level == levels && levels > 8 ? NAN : (float)level - 2;
+}
+
+static problem stream_problem(const stream_case *test, uint64_t seed) {
+    uint64_t state = seed;
+    problem x = {.batch = test->batch,
+                 .kv_heads = test->kv_heads,
+                 .kv_len = test->kv_len,
+                 .window = test->window,
+                 .recent = test->recent,
+                 .sinks = test->sinks,
+                 .dtype = FDMA_FLOAT32};
+    x.score = new_tensor(FDMA_FLOAT32, x.batch, x.kv_heads, x.kv_len, -1);
+    for (int64_t n = 0; n < count_of(x.score); n++)
+        ((float *)x.score.data)[n] = score_at(&state, test->levels);
+    if (test->padded) {
+        x.key_valid = new_tensor(FDMA_UINT8, x.batch, x.kv_len, -1, -1);
+        for (int64_t n = 0; n < count_of(x.key_valid); n++)
+            ((uint8_t *)x.key_valid.data)[n] = random_below(&state, 4) > 0;
+    }
+    return x;
+}
+
+static fdma_table new_table(const problem *x) {
+    const int64_t rows = x->window + x->recent;
+    return (fdma_table){
+        .score = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
+        .position = new_output(FDMA_INT32, x->batch, x->kv_heads, rows, -1),
+        .seen = new_output(FDMA_INT32, x->batch, -1, -1, -1),
+    };
+}
+
+static int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
+    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
+    return ((const int32_t *)tensor.data)[at];
+}
+
+static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
+    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
+    return ((const float *)tensor.data)[at];
+}
+
+/* A piece of a stream: the call selects the keys from `first` on with the table `in`. */
+typedef struct piece {
+    int64_t first, end, rows; /* rows: rows of `in`, 0 for the first piece */
+    fdma_table in, out;
+    fdma_selection selection;
+} piece;
+
+/* The index, in the call, of a position of the stream. */
+static int64_t index_of(const piece *one, int64_t position) {
+    return position < one->end ? one->rows + position - one->first
+                               : one->rows + one->end - one->first;
+}
 /* ---- select: every way of cutting ---- */
 
 static void check_new_keys(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
@@ -47,15 +115,15 @@ static void check_table(const problem *x, const fdma_selection *whole, const pie
 
 static piece select_piece(const problem *x, const piece *before, int64_t end, const char *kernel) {
     piece one = {.first = before->end, .end = end};
-    fdma_select_args args = select_args(x, kernel);
-    args.score = keys_of(x->score, 2, one.first, end);
-    args.key_valid = keys_of(x->key_valid, 1, one.first, end);
+    fdma_select_args args = select_args(x, NULL, kernel);
+    args.score = positions_of(x->score, 2, one.first, end);
+    args.key_valid = positions_of(x->key_valid, 1, one.first, end);
     if (before->out.score.rank > 0) {
         one.in = args.table_in = before->out;
         one.rows = x->window + x->recent;
     }
     one.out = args.table_out = new_table(x);
-    one.selection = new_selection(x, one.rows + end - one.first);
+    one.selection = new_selection(x->batch, x->kv_heads, one.rows + end - one.first);
     args.selection = &one.selection;
     CHECK_OK(run_select(&args));
     CHECK_INT(one.selection.kv_len, one.rows + end - one.first);
@@ -73,7 +141,7 @@ static void check_piece(const problem *x, const fdma_selection *whole, const pie
 
 static void check_stream(const stream_case *test, int64_t most, uint64_t seed, const char *kernel) {
     const problem x = stream_problem(test, seed);
-    const fdma_selection whole = select_whole(&x);
+    const fdma_selection whole = selected_by(&x, "reference");
     uint64_t state = seed + 1;
     piece one = {0};
     while (one.end < x.kv_len) {
@@ -83,17 +151,15 @@ static void check_stream(const stream_case *test, int64_t most, uint64_t seed, c
     }
 }
 
-static void selection_does_not_depend_on_cuts(void) {
+static void selection_does_not_depend_on_cuts(const char *kernel) {
     static const int64_t lengths[] = {1, 3, 20, 64, 300};
-    const kernel_list kernels = kernels_of("select");
-    for (int kernel = 0; kernel < kernels.count; kernel++)
-        for (int c = 0; c < TEST_COUNT(stream_cases) * TEST_COUNT(lengths); c++) {
-            const stream_case *const test = &stream_cases[c % TEST_COUNT(stream_cases)];
-            const int64_t most = lengths[c / TEST_COUNT(stream_cases)];
-            test_context("case %d, pieces of at most %d, %s", c, (int)most, kernels.name[kernel]);
-            check_stream(test, most, (uint64_t)(c + 5), kernels.name[kernel]);
-            test_free_all();
-        }
+    for (int c = 0; c < TEST_COUNT(stream_cases) * TEST_COUNT(lengths); c++) {
+        const stream_case *const test = &stream_cases[c % TEST_COUNT(stream_cases)];
+        const int64_t most = lengths[c / TEST_COUNT(stream_cases)];
+        test_context("case %d, pieces of at most %d, %s", c, (int)most, kernel);
+        check_stream(test, most, (uint64_t)(c + 5), kernel);
+        test_free_all();
+    }
 }
 
 /* A stream may be as long as int32 positions allow, and no longer. */
@@ -106,8 +172,8 @@ static void streams_end_at_the_last_position(void) {
     CHECK_INT(int_at(one.out.seen, 0, 0, 0), INT32_MAX);
     for (int64_t row = 0; row < 3; row++)
         CHECK(int_at(one.out.position, 0, 0, row) <= INT32_MAX - 1);
-    fdma_select_args args = select_args(&x, NULL);
-    fdma_selection selection = new_selection(&x, 3 + 6);
+    fdma_select_args args = select_args(&x, NULL, NULL);
+    fdma_selection selection = new_selection(x.batch, x.kv_heads, 3 + 6);
     args.selection = &selection;
     args.table_in = one.out;
     CHECK_INT(run_select(&args), FDMA_INVALID_ARGUMENT);
@@ -115,13 +181,11 @@ static void streams_end_at_the_last_position(void) {
 }
 
 /* With any contents of a table, the selection is one that forward can use. */
-static void corrupt_tables_do_no_harm(void) {
+static void corrupt_tables_do_no_harm(const char *kernel) {
     static const int32_t strange[] = {INT32_MIN, -1, 0, 7, 7, INT32_MAX};
-    const kernel_list kernels = kernels_of("select");
-    for (int c = 0; c < 40 * kernels.count; c++) {
+    for (int c = 0; c < 40; c++) {
         uint64_t state = (uint64_t)c + 1;
         const problem x = stream_problem(&stream_cases[3 + c % 2], state);
-        const char *const kernel = kernels.name[c / 40];
         test_context("case %d, %s", c, kernel);
         piece one = select_piece(&x, &(piece){0}, 50, kernel);
         for (int64_t n = 0; n < count_of(one.out.position); n++)
@@ -136,6 +200,166 @@ static void corrupt_tables_do_no_harm(void) {
         }
         test_free_all();
     }
+}
+
+/* ---- tables of what several pieces leave ---- */
+
+static fdma_table table_of_rows(const problem *x, int64_t rows) {
+    const fdma_table table = {
+        .score = new_tensor(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
+        .position = new_tensor(FDMA_INT32, x->batch, x->kv_heads, rows, -1),
+        .seen = new_tensor(FDMA_INT32, x->batch, -1, -1, -1),
+    };
+    for (int64_t n = 0; n < count_of(table.position); n++)
+        ((int32_t *)table.position.data)[n] = -1;
+    return table;
+}
+
+static void set_row(const fdma_table *table, int64_t b, int64_t g, int64_t row, float score,
+                    int32_t position) {
+    ((float *)table->score.data)[b * table->score.stride[0] + g * table->score.stride[1] + row] =
+        score;
+    ((int32_t *)table->position
+         .data)[b * table->position.stride[0] + g * table->position.stride[1] + row] = position;
+}
+
+/* The row of a table for a kept key: its slot; rows - 1 - slot; or the number of kept keys before
+ * it, so that keys are in the order of positions and empty rows come last. */
+typedef enum row_order { order_slot, order_reversed, order_position } row_order;
+
+static int64_t row_of(row_order order, int64_t slot, int64_t rows, int64_t kept_before) {
+    return order == order_slot ? slot : order == order_reversed ? rows - 1 - slot : kept_before;
+}
+
+/* Selects keys `first` to `end` - 1 alone, and writes the keys that its last query keeps to rows
+ * from `row` on. */
+static void leave_rows(const problem *x, int64_t first, int64_t end, int64_t row, row_order order,
+                       const fdma_table *table) {
+    const int64_t rows = x->window + x->recent;
+    fdma_select_args args = select_args(x, NULL, "reference");
+    fdma_selection alone = new_selection(x->batch, x->kv_heads, end - first);
+    args.score = positions_of(x->score, 2, first, end);
+    args.key_valid = positions_of(x->key_valid, 1, first, end);
+    args.selection = &alone;
+    CHECK_OK(run_select(&args));
+    int64_t kept = 0; // for this (b, g), so far
+    for (int64_t n = 0; n < count_of(alone.expiry); n++) {
+        const int64_t b = n / (end - first) / x->kv_heads, g = n / (end - first) % x->kv_heads;
+        const int64_t j = n % (end - first), slot = int_at(alone.slot, b, g, j);
+        if (j == 0)
+            kept = 0;
+        if (int_at(alone.expiry, b, g, j) < end - first)
+            continue;
+        set_row(table, b, g, row + row_of(order, slot, rows, kept),
+                float_at(x->score, b, g, first + j), (int32_t)(first + j));
+        kept++;
+    }
+}
+
+/* While a key is kept, no other key has its slot. */
+static void check_slots(const problem *x, const piece *one, int64_t b, int64_t g) {
+    const int64_t slots = x->window + x->recent, kv_len = one->rows + one->end - one->first;
+    int32_t *const end_of_slot = test_alloc((size_t)slots * sizeof *end_of_slot);
+    for (int64_t slot = 0; slot < slots; slot++)
+        end_of_slot[slot] = 0;
+    for (int64_t j = 0; j < kv_len; j++) {
+        const int32_t expiry = int_at(one->selection.expiry, b, g, j);
+        const int32_t slot = int_at(one->selection.slot, b, g, j);
+        CHECK((slot >= 0) == (expiry > j) && slot < slots);
+        if (slot < 0 || expiry == one->rows)
+            continue;
+        CHECK(end_of_slot[slot] <= (j < one->rows ? 0 : j));
+        end_of_slot[slot] = expiry;
+    }
+}
+
+/* The own keys, and the carried keys that some own query keeps, expire as in the whole sequence. No
+ * query keeps any other key. */
+static void check_expiries(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
+    int64_t carried = 0, wanted = 0;
+    for (int64_t row = 0; row < one->rows; row++) {
+        const int32_t p = int_at(one->in.position, b, g, row);
+        const int32_t expiry = int_at(one->selection.expiry, b, g, row);
+        const int64_t want = p < 0 ? 0 : int_at(whole->expiry, b, g, p);
+        if (want > one->first)
+            CHECK_INT(expiry, index_of(one, want));
+        else
+            CHECK(expiry <= one->rows);
+        carried += expiry > one->rows;
+    }
+    for (int64_t p = 0; p < one->first; p++)
+        wanted += int_at(whole->expiry, b, g, p) > one->first;
+    CHECK_INT(carried, wanted); // so none of them is missing in the table
+    for (int64_t p = one->first; p < one->end; p++)
+        CHECK_INT(int_at(one->selection.expiry, b, g, index_of(one, p)),
+                  index_of(one, int_at(whole->expiry, b, g, p)));
+}
+
+/* Selects the last of `pieces` pieces with a table of the keys that each earlier piece, alone,
+ * leaves. */
+static void check_several(const stream_case *test, int64_t pieces, uint64_t seed,
+                          const char *kernel) {
+    const problem x = stream_problem(test, seed);
+    const fdma_selection whole = selected_by(&x, "reference");
+    const int64_t slots = x.window + x.recent, length = x.kv_len / pieces;
+    piece one = {.first = (pieces - 1) * length, .end = x.kv_len, .rows = (pieces - 1) * slots};
+    fdma_select_args args = select_args(&x, NULL, kernel);
+    one.in = args.table_in = table_of_rows(&x, one.rows);
+    for (int64_t n = 0; n < pieces - 1; n++) { // in some other order if the seed is odd
+        const row_order order = seed % 4 >= 2 ? order_position
+                                : n % 2 == 1  ? order_reversed
+                                              : order_slot;
+        leave_rows(&x, n * length, (n + 1) * length,
+                   slots * (seed % 2 == 1 ? (n + 1) % (pieces - 1) : n), order, &one.in);
+    }
+    for (int64_t b = 0; b < x.batch; b++)
+        ((int32_t *)one.in.seen.data)[b] = (int32_t)one.first;
+    one.selection = new_selection(x.batch, x.kv_heads, one.rows + one.end - one.first);
+    args.score = positions_of(x.score, 2, one.first, one.end);
+    args.key_valid = positions_of(x.key_valid, 1, one.first, one.end);
+    args.selection = &one.selection;
+    CHECK_OK(run_select(&args));
+    for (int64_t b = 0; b < x.batch; b++)
+        for (int64_t g = 0; g < x.kv_heads; g++) {
+            check_expiries(&whole, &one, b, g);
+            check_slots(&x, &one, b, g);
+        }
+}
+
+static void tables_hold_what_several_pieces_leave(const char *kernel) {
+    static const int64_t counts[] = {2, 3, 4, 7};
+    static const struct {
+        stream_case test;
+        int64_t pieces;
+    } many[] = {
+        {{1, 2, 6000, 900, 60, 3, 1000000, 0}, 8},  // 7 tables of 960 rows, each with 750 keys
+        {{1, 2, 16000, 901, 60, 3, 1000000, 0}, 8}, // 7 tables of 961 rows, none of them empty
+        {{1, 2, 2400, 4900, 60, 3, 1000000, 0}, 3}, // 2 tables of 4960 rows, each with 800 keys
+    };
+    for (int c = 0; c < TEST_COUNT(stream_cases) * TEST_COUNT(counts); c++) {
+        const int64_t pieces = counts[c / TEST_COUNT(stream_cases)];
+        test_context("case %d, %d pieces, %s", c, (int)pieces, kernel);
+        check_several(&stream_cases[c % TEST_COUNT(stream_cases)], pieces, (uint64_t)(c + 3),
+                      kernel);
+        test_free_all();
+    }
+    for (int c = 0; c < TEST_COUNT(many) * 4; c++) {
+        test_context("many rows, case %d, %s", c, kernel);
+        check_several(&many[c / 4].test, many[c / 4].pieces, (uint64_t)c, kernel);
+        test_free_all();
+    }
+}
+
+static void tables_of_other_rows_leave_no_table(void) {
+    const problem x = stream_problem(&stream_cases[1], 3); // 7 slots
+    fdma_select_args args = select_args(&x, NULL, NULL);
+    fdma_selection selection = new_selection(x.batch, x.kv_heads, 9 + x.kv_len);
+    args.table_in = table_of_rows(&x, 9);
+    args.table_out = new_table(&x);
+    args.selection = &selection;
+    memset(args.table_in.seen.data, 0, (size_t)x.batch * sizeof(int32_t));
+    CHECK_INT(run_select(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "table_in.score: axis 2 has 9 elements, want 7 with table_out");
 }
 
 /* ---- carried keys in forward and backward ---- */
@@ -197,11 +421,11 @@ static problem joined_problem(const carried_case *test, fdma_dtype dtype) {
 /* Both pieces of a tensor, each in its own memory: shaped as k, cut along axis 1, or as bias, along
  * axis 2. */
 static fdma_tensor carried_of(fdma_tensor tensor, int axis) {
-    return tensor.rank > 0 ? gathered(keys_of(tensor, axis, 0, rows_of_table)) : tensor;
+    return tensor.rank > 0 ? gathered(positions_of(tensor, axis, 0, rows_of_table)) : tensor;
 }
 
 static fdma_tensor own_of(fdma_tensor tensor, int axis) {
-    return tensor.rank > 0 ? gathered(keys_of(tensor, axis, rows_of_table, tensor.shape[axis]))
+    return tensor.rank > 0 ? gathered(positions_of(tensor, axis, rows_of_table, tensor.shape[axis]))
                            : tensor;
 }
 
@@ -228,10 +452,6 @@ static void forward_counts_carried_keys(const char *kernel, fdma_dtype dtype) {
             check_forward(&x, kernel);
         test_free_all();
     }
-}
-
-static void forward_by_every_kernel(void) {
-    for_each_kernel("forward", forward_counts_carried_keys);
 }
 
 /* A request for gradients. Gaps are elements after each row; 24 leave rows aligned. */
@@ -306,40 +526,37 @@ static void backward_counts_carried_keys(const char *kernel, fdma_dtype dtype) {
     CHECK(taken > 0);
 }
 
-static void backward_by_every_kernel(void) {
-    for_each_kernel("backward", backward_counts_carried_keys);
-}
-
 /* Tensors without elements have no memory. A piece without keys does not change a stream. */
-static void a_piece_may_have_no_keys(void) {
+static void a_piece_may_have_no_keys(const char *kernel) {
     static int32_t seen[] = {3}, position[] = {2, 0, -1}, expiry[3], slot[3];
     static float score[] = {1, 2, 0};
-    const kernel_list kernels = kernels_of("select");
-    for (int n = 0; n < kernels.count && test_backend.run == NULL; n++) {
-        fdma_selection selection = {.size = sizeof selection,
-                                    .expiry = fdma_tensor_3d(expiry, FDMA_INT32, 1, 1, 3),
-                                    .slot = fdma_tensor_3d(slot, FDMA_INT32, 1, 1, 3)};
-        fdma_select_args args = {
-            .size = sizeof args,
-            .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, 1, 1, 0),
-            .table_in = {.score = fdma_tensor_3d(score, FDMA_FLOAT32, 1, 1, 3),
-                         .position = fdma_tensor_3d(position, FDMA_INT32, 1, 1, 3),
-                         .seen = fdma_tensor_1d(seen, FDMA_INT32, 1)},
-            .selection = &selection,
-            .window = 3,
-            .exec.kernel = kernels.name[n]};
-        test_context("%s", kernels.name[n]);
-        CHECK_OK(run_select(&args));
-        CHECK(expiry[0] == 3 && expiry[1] == 3 && expiry[2] == 2);
-        CHECK(slot[0] == 0 && slot[1] == 1 && slot[2] == -1);
-    }
-    CHECK(kernels.count > 0);
+    fdma_selection selection = {.size = sizeof selection,
+                                .expiry = fdma_tensor_3d(expiry, FDMA_INT32, 1, 1, 3),
+                                .slot = fdma_tensor_3d(slot, FDMA_INT32, 1, 1, 3)};
+    fdma_select_args args = {.size = sizeof args,
+                             .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, 1, 1, 0),
+                             .table_in = {.score = fdma_tensor_3d(score, FDMA_FLOAT32, 1, 1, 3),
+                                          .position = fdma_tensor_3d(position, FDMA_INT32, 1, 1, 3),
+                                          .seen = fdma_tensor_1d(seen, FDMA_INT32, 1)},
+                             .selection = &selection,
+                             .window = 3,
+                             .exec.kernel = kernel};
+    if (is_device_kernel(kernel))
+        return;
+    CHECK_OK(run_select(&args));
+    CHECK(expiry[0] == 3 && expiry[1] == 3 && expiry[2] == 2);
+    CHECK(slot[0] == 0 && slot[1] == 1 && slot[2] == -1);
 }
 
 static const test_entry tests[] = {
-    TEST(selection_does_not_depend_on_cuts), TEST(streams_end_at_the_last_position),
-    TEST(corrupt_tables_do_no_harm),         TEST(forward_by_every_kernel),
-    TEST(backward_by_every_kernel),          TEST(a_piece_may_have_no_keys),
+    EACH_KERNEL_ONCE("select", selection_does_not_depend_on_cuts),
+    TEST(streams_end_at_the_last_position),
+    EACH_KERNEL_ONCE("select", corrupt_tables_do_no_harm),
+    EACH_KERNEL_ONCE("select", tables_hold_what_several_pieces_leave),
+    TEST(tables_of_other_rows_leave_no_table),
+    EACH_KERNEL("forward", forward_counts_carried_keys),
+    EACH_KERNEL("backward", backward_counts_carried_keys),
+    EACH_KERNEL_ONCE("select", a_piece_may_have_no_keys),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

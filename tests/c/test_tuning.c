@@ -8,14 +8,6 @@
 static const problem long_one = SIZES(2, 700, 760, 4, 2, 40, 90, 1);
 static const problem few_rows = SIZES(2, 3, 3000, 4, 2, 40, 700, 1);
 
-static problem new_problem(const problem *sizes, fdma_dtype dtype) {
-    problem x = *sizes;
-    x.dtype = dtype;
-    problem_fill(&x, 5);
-    problem_select(&x);
-    return x;
-}
-
 static size_t workspace_of(const fdma_forward_args *args) {
     size_t bytes = 0;
     CHECK_OK(fdma_forward_workspace(args, &bytes));
@@ -41,7 +33,7 @@ static void choose_other_kernel(tuning_choice *choice) {
 /* ---- choices take effect ---- */
 
 static void entries_name_the_kernel(void) {
-    const problem x = new_problem(&few_rows, FDMA_FLOAT32);
+    const problem x = new_problem(&few_rows, FDMA_FLOAT32, 5);
     const fdma_forward_args args = problem_args(&x, NULL);
     tuning_choice choice = {.kernel = ""};
     const char *const rules = kernel_of(&args);
@@ -55,7 +47,7 @@ static void entries_name_the_kernel(void) {
 
 /* A class that differs in any field has no entry, so its calls follow the rules. */
 static void other_classes_follow_the_rules(void) {
-    const problem x = new_problem(&few_rows, FDMA_FLOAT32);
+    const problem x = new_problem(&few_rows, FDMA_FLOAT32, 5);
     const fdma_forward_args args = problem_args(&x, NULL);
     const tuning_class calls = class_of(&x);
     const char *const rules = kernel_of(&args);
@@ -83,7 +75,7 @@ static void other_classes_follow_the_rules(void) {
 
 /* If a kernel does not take a call with more rows than decode takes, the rules choose one. */
 static void kernels_may_refuse(void) {
-    const problem x = new_problem(&long_one, FDMA_FLOAT32);
+    const problem x = new_problem(&long_one, FDMA_FLOAT32, 5);
     const fdma_forward_args args = problem_args(&x, NULL);
     const char *const rules = kernel_of(&args);
     tune_class(class_of(&x), (tuning_choice){.kernel = "cpu/scalar/decode"});
@@ -94,8 +86,8 @@ static void kernels_may_refuse(void) {
 /* The size of the workspace shows the plan: it holds a tile for each thread, and a partial result
  * for each split. */
 static void entries_change_the_plan(void) {
-    const problem tiles = new_problem(&long_one, FDMA_FLOAT32);
-    const problem splits = new_problem(&few_rows, FDMA_FLOAT32);
+    const problem tiles = new_problem(&long_one, FDMA_FLOAT32, 5);
+    const problem splits = new_problem(&few_rows, FDMA_FLOAT32, 5);
     fdma_forward_args many = problem_args(&tiles, NULL), few = problem_args(&splits, NULL);
     const size_t tile_bytes = workspace_of(&many), split_bytes = workspace_of(&few);
     tune_class(class_of(&tiles), (tuning_choice){.tile_rows = 65536});
@@ -114,7 +106,7 @@ static void entries_change_the_plan(void) {
 
 /* Calls that force a kernel, have a mask or use dropout were not measured. */
 static void other_calls_follow_the_rules(void) {
-    const problem x = new_problem(&few_rows, FDMA_FLOAT32);
+    const problem x = new_problem(&few_rows, FDMA_FLOAT32, 5);
     fdma_forward_args args = problem_args(&x, "cpu"), drops = problem_args(&x, NULL);
     fdma_forward_args masked = problem_args(&x, NULL);
     tuning_choice choice = {.kernel = ""};
@@ -132,7 +124,7 @@ static void other_calls_follow_the_rules(void) {
 
 /* The attention step of a fused call has the same class as the call alone. */
 static void fused_calls_follow(void) {
-    problem x = new_problem(&few_rows, FDMA_FLOAT32);
+    problem x = new_problem(&few_rows, FDMA_FLOAT32, 5);
     fdma_selection made = selection_for(x.score);
     fdma_attention_args args = {.size = sizeof args, .window = x.window, .causal = 1};
     fdma_attention_kernels names = {.size = sizeof names};
@@ -168,7 +160,7 @@ static void check_forward(const problem *x, tuning_choice choice, attended want)
 static void check_forward_choices(const problem *sizes, fdma_dtype dtype) {
     static const int64_t sets[][3] = {
         {1, 1, 1}, {64, 100, 0}, {100, 256, 10}, {0, 4096, 50}, {65536, 1 << 30, 1000000}};
-    const problem x = new_problem(sizes, dtype);
+    const problem x = new_problem(sizes, dtype, 5);
     const attended want = problem_attend(&x, "reference", 1);
     const kernel_list kernels = kernels_for("forward", dtype);
     for (int kernel = 0; kernel < kernels.count; kernel++)
@@ -194,7 +186,7 @@ static void forward_agrees_with_the_reference(void) {
 static void check_backward_choices(fdma_dtype dtype) {
     static const problem sizes = SIZES(2, 300, 330, 4, 2, 40, 50, 1);
     static const int64_t tile_rows[] = {1, 64, 100, 200, 65536};
-    const problem x = new_problem(&sizes, dtype);
+    const problem x = new_problem(&sizes, dtype, 5);
     const gradient_problem p = gradient_of(&x, 1);
     const fdma_backward_args args = gradient_args(&p, NULL);
     const tuning_class calls = class_of_call(operation_backward, &args);
@@ -339,7 +331,7 @@ static void check_change(const problem *x, tuning_choice choice, attended rules)
 }
 
 static void workspace_outlives_the_tuning(void) {
-    const problem x = new_problem(&few_rows, FDMA_FLOAT32);
+    const problem x = new_problem(&few_rows, FDMA_FLOAT32, 5);
     const attended rules = problem_attend(&x, NULL, 1);
     check_change(&x, (tuning_choice){.split_keys = 64}, rules);   /* needs more than the rules */
     check_change(&x, (tuning_choice){.split_keys = 4096}, rules); /* needs less */

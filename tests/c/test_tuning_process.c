@@ -11,13 +11,7 @@
 
 static const problem sizes = SIZES(1, 2, 1000, 2, 1, 16, 200, 1);
 
-static problem new_problem(void) {
-    problem x = sizes;
-    x.dtype = FDMA_FLOAT32;
-    problem_fill(&x, 5);
-    problem_select(&x);
-    return x;
-}
+static problem small_problem(void) { return new_problem(&sizes, FDMA_FLOAT32, 5); }
 
 /* Writes a file with one entry, for the class of the problem. Afterwards the process has no
  * tuning. */
@@ -49,7 +43,7 @@ static void run_child(const char *variable, bool (*check)(void), char *said) {
 }
 
 static bool calls_work(void) {
-    const problem x = new_problem();
+    const problem x = small_problem();
     CHECK_INT(fdma_score(NULL), FDMA_INVALID_ARGUMENT); /* score follows no tuning */
     char before[512];
     snprintf(before, sizeof before, "%s", fdma_last_error());
@@ -60,7 +54,7 @@ static bool calls_work(void) {
 static file_name environment_file;
 
 static bool writes_the_file(void) {
-    const problem x = new_problem();
+    const problem x = small_problem();
     write_tuning(environment_file.text, &x, 64);
     return true;
 }
@@ -128,7 +122,7 @@ static void *call_again(void *context) {
 }
 
 static void calls_go_on_while_the_tuning_changes(void) {
-    const problem x = new_problem();
+    const problem x = small_problem();
     const file_name names[] = {test_file(1), test_file(2)};
     concurrent_calls all = {.x = &x};
     caller selves[callers];
@@ -162,7 +156,7 @@ static void calls_go_on_while_the_tuning_changes(void) {
 }
 
 static void children_inherit_the_tuning(void) {
-    const problem x = new_problem();
+    const problem x = small_problem();
     const file_name name = test_file(1);
     write_tuning(name.text, &x, 64);
     CHECK_OK(fdma_tuning_load(name.text));
@@ -246,7 +240,7 @@ static void tuning_reports_what_it_keeps(void) {
 /* Calls of this thread follow the tuning of the process again. Covers dense and single queries,
  * too. */
 static void tuning_leaves_calls_alone(void) {
-    const problem x = new_problem();
+    const problem x = small_problem();
     const file_name name = test_file(1);
     write_tuning(name.text, &x, 64);
     fdma_tune_args args = small_shape();

@@ -2,19 +2,10 @@
  * nothing, logits far apart. */
 #include "problem.h"
 
-typedef void (*property)(problem *x, const char *kernel);
-
-static void check_on_all_kernels(property holds, int64_t window) {
-    const problem sizes = {.batch = 1,
-                           .q_len = 150,
-                           .kv_len = 150,
-                           .q_heads = 3,
-                           .kv_heads = 1,
-                           .head_dim = 24,
-                           .window = window,
-                           .causal = 1};
-    for_each_problem(&sizes, 21, holds);
-}
+static const problem window_1 = SIZES(1, 150, 150, 3, 1, 24, 1, 1);
+static const problem window_20 = SIZES(1, 150, 150, 3, 1, 24, 20, 1);
+static const problem window_60 = SIZES(1, 150, 150, 3, 1, 24, 60, 1);
+static const problem dense = SIZES(1, 150, 150, 3, 1, 24, -1, 1);
 
 static double lse_of(const problem *x, attended got, int64_t h, int64_t i) {
     return (double)((const float *)got.lse.data)[h * x->q_len + i];
@@ -80,7 +71,7 @@ static int64_t passing_key(const problem *x) {
     return 70;
 }
 
-static void check_poisonous_bias(problem *x, const char *kernel) {
+static void poison_stays_in_its_rows(problem *x, const char *kernel) {
     const int64_t j = passing_key(x);
     const attended clean = problem_attend(x, kernel, 1);
     set_bias(x, j, NAN);
@@ -89,22 +80,14 @@ static void check_poisonous_bias(problem *x, const char *kernel) {
     check_poisoned(x, problem_attend(x, kernel, 1), clean, j);
 }
 
-static void poison_stays_in_its_rows(void) { check_on_all_kernels(check_poisonous_bias, 20); }
-static void poison_stays_in_its_rows_dense(void) { check_on_all_kernels(check_poisonous_bias, -1); }
-
-static void check_poisonous_key(problem *x, const char *kernel) {
+static void nan_keys_stay_in_their_rows(problem *x, const char *kernel) {
     const int64_t j = passing_key(x);
     const attended clean = problem_attend(x, kernel, 1);
     spoil_key(x->k, 0, j, 0, NAN);
     check_poisoned(x, problem_attend(x, kernel, 1), clean, j);
 }
 
-static void nan_keys_stay_in_their_rows(void) { check_on_all_kernels(check_poisonous_key, 20); }
-static void nan_keys_stay_in_their_rows_dense(void) {
-    check_on_all_kernels(check_poisonous_key, -1);
-}
-
-static void check_poisonous_query(problem *x, const char *kernel) {
+static void nan_queries_stay_alone(problem *x, const char *kernel) {
     const int64_t i = 77, h = 1;
     const attended clean = problem_attend(x, kernel, 1);
     for (int64_t d = 0; d < x->head_dim; d++)
@@ -119,10 +102,8 @@ static void check_poisonous_query(problem *x, const char *kernel) {
     }
 }
 
-static void nan_queries_stay_alone(void) { check_on_all_kernels(check_poisonous_query, 20); }
-
 /* Logits of -inf have no weight: first a whole tile of them, then some among others. */
-static void check_weightless(problem *x, const char *kernel) {
+static void minus_infinity_weighs_nothing(problem *x, const char *kernel) {
     problem without = *x;
     without.bias = copy_tensor(x->bias);
     without.v = copy_tensor(x->v);
@@ -147,11 +128,6 @@ static void check_weightless(problem *x, const char *kernel) {
     }
 }
 
-static void minus_infinity_weighs_nothing(void) { check_on_all_kernels(check_weightless, 60); }
-static void minus_infinity_weighs_nothing_dense(void) {
-    check_on_all_kernels(check_weightless, -1);
-}
-
 static void check_all_empty(problem *x, const char *kernel) {
     const attended got = problem_attend(x, kernel, 2);
     for (int64_t h = 0; h < x->q_heads; h++)
@@ -159,7 +135,7 @@ static void check_all_empty(problem *x, const char *kernel) {
             check_empty_row(x, got, h, i);
 }
 
-static void check_none_kept(problem *x, const char *kernel) {
+static void a_selection_may_keep_nothing(problem *x, const char *kernel) {
     for (int32_t j = 0; j < (int32_t)x->kv_len; j++) {
         ((int32_t *)x->selection.expiry.data)[j] = j;
         ((int32_t *)x->selection.slot.data)[j] = -1;
@@ -167,9 +143,7 @@ static void check_none_kept(problem *x, const char *kernel) {
     check_all_empty(x, kernel);
 }
 
-static void a_selection_may_keep_nothing(void) { check_on_all_kernels(check_none_kept, 1); }
-
-static void check_all_invalid(problem *x, const char *kernel) {
+static void padding_alone_keeps_nothing(problem *x, const char *kernel) {
     x->key_valid = new_tensor(FDMA_UINT8, 1, x->kv_len, -1, -1);
     problem_select(x);
     check_all_empty(x, kernel);
@@ -179,10 +153,7 @@ static void check_all_invalid(problem *x, const char *kernel) {
     check_all_empty(x, kernel);
 }
 
-static void padding_alone_keeps_nothing(void) { check_on_all_kernels(check_all_invalid, 20); }
-static void padding_alone_keeps_nothing_dense(void) { check_on_all_kernels(check_all_invalid, -1); }
-
-static void check_early_queries(problem *x, const char *kernel) {
+static void queries_before_the_first_key(problem *x, const char *kernel) {
     problem shorter = *x;
     shorter.kv_len = 40;
     shorter.k.shape[1] = shorter.v.shape[1] = 40;
@@ -201,10 +172,8 @@ static void check_early_queries(problem *x, const char *kernel) {
     }
 }
 
-static void queries_before_the_first_key(void) { check_on_all_kernels(check_early_queries, -1); }
-
 /* One key outweighs all others by exp(1000): the row is its value. */
-static void check_dominated(problem *x, const char *kernel) {
+static void logits_far_apart(problem *x, const char *kernel) {
     set_bias(x, 0, 1000);
     set_bias(x, 90, 2000);
     const attended got = problem_attend(x, kernel, 1);
@@ -220,11 +189,9 @@ static void check_dominated(problem *x, const char *kernel) {
     }
 }
 
-static void logits_far_apart(void) { check_on_all_kernels(check_dominated, -1); }
-
 /* A softcap far above all logits has no effect. One far below them makes them all 0; then the lse
  * of n keys is log n, because bias is 0 here. */
-static void check_softcaps(problem *x, const char *kernel) {
+static void extreme_softcaps(problem *x, const char *kernel) {
     static const double caps[] = {1e12, 1e30, 1e38, 1e39, 1e300};
     static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300};
     for (int64_t j = 0; j < x->kv_len; j++)
@@ -246,22 +213,20 @@ static void check_softcaps(problem *x, const char *kernel) {
     }
 }
 
-static void extreme_softcaps(void) { check_on_all_kernels(check_softcaps, -1); }
-
 static const test_entry tests[] = {
-    TEST(poison_stays_in_its_rows),
-    TEST(poison_stays_in_its_rows_dense),
-    TEST(nan_keys_stay_in_their_rows),
-    TEST(nan_keys_stay_in_their_rows_dense),
-    TEST(nan_queries_stay_alone),
-    TEST(minus_infinity_weighs_nothing),
-    TEST(minus_infinity_weighs_nothing_dense),
-    TEST(a_selection_may_keep_nothing),
-    TEST(padding_alone_keeps_nothing),
-    TEST(padding_alone_keeps_nothing_dense),
-    TEST(queries_before_the_first_key),
-    TEST(logits_far_apart),
-    TEST(extreme_softcaps),
+    EACH_PROBLEM(poison_stays_in_its_rows, window_20, 21),
+    EACH_PROBLEM(poison_stays_in_its_rows, dense, 21),
+    EACH_PROBLEM(nan_keys_stay_in_their_rows, window_20, 21),
+    EACH_PROBLEM(nan_keys_stay_in_their_rows, dense, 21),
+    EACH_PROBLEM(nan_queries_stay_alone, window_20, 21),
+    EACH_PROBLEM(minus_infinity_weighs_nothing, window_60, 21),
+    EACH_PROBLEM(minus_infinity_weighs_nothing, dense, 21),
+    EACH_PROBLEM(a_selection_may_keep_nothing, window_1, 21),
+    EACH_PROBLEM(padding_alone_keeps_nothing, window_20, 21),
+    EACH_PROBLEM(padding_alone_keeps_nothing, dense, 21),
+    EACH_PROBLEM(queries_before_the_first_key, dense, 21),
+    EACH_PROBLEM(logits_far_apart, dense, 21),
+    EACH_PROBLEM(extreme_softcaps, dense, 21),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

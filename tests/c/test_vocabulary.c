@@ -1,6 +1,7 @@
 /* test_vocabulary.c - every word of src/cpu/simd, in every vocabulary that this machine can run, on
  * ordinary and special numbers. It equals plain C bit by bit, or is near double precision if the
- * word is free to round. src/cpu/simd/scalar.h defines each word. */
+ * word is free to round. src/cpu/simd/scalar.h defines each word. Also the elementary functions of
+ * src/cpu/common/math.h, and the words of bfloat16 pairs. */
 #define _GNU_SOURCE /* mmap */
 
 #include "fence.h"
@@ -24,7 +25,7 @@ static void vocabularies_are_named(void) {
 /* ---- at the edges of memory ---- */
 
 /* Loads and stores work with memory aligned to one element, and touch nothing around it. */
-static void check_copies(const vocabulary *x) {
+static void loads_and_stores(const vocabulary *x) {
     uint64_t state = 1;
     float values[lanes];
     const int64_t shape[] = {x->width};
@@ -42,8 +43,6 @@ static void check_copies(const vocabulary *x) {
         fence_free_all();
     }
 }
-
-static void loads_and_stores(void) { on_each(check_copies); }
 
 /* Loads and stores `count` elements of a dtype in memory of exactly that size. */
 static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fence_edge edge) {
@@ -75,7 +74,7 @@ static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fe
 }
 
 /* Rows are multiples of 8 channels; vocabularies of up to 8 lanes rely on that. */
-static void check_firsts(const vocabulary *x) {
+static void first_lanes(const vocabulary *x) {
     static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
     for (int type = 0; type < TEST_COUNT(dtypes); type++) {
         for (int edge = 0; edge < fence_edges; edge++) {
@@ -85,8 +84,6 @@ static void check_firsts(const vocabulary *x) {
         }
     }
 }
-
-static void first_lanes(void) { on_each(check_firsts); }
 
 /* ---- types ---- */
 
@@ -166,18 +163,15 @@ static void check_all_loads(const vocabulary *x, fdma_dtype dtype) {
     }
 }
 
-static void check_float16(const vocabulary *x) {
+static void float16_is_exact(const vocabulary *x) {
     check_all_loads(x, FDMA_FLOAT16);
     check_all_stores(x, FDMA_FLOAT16);
 }
 
-static void check_bfloat16(const vocabulary *x) {
+static void bfloat16_is_exact(const vocabulary *x) {
     check_all_loads(x, FDMA_BFLOAT16);
     check_all_stores(x, FDMA_BFLOAT16);
 }
-
-static void float16_is_exact(void) { on_each(check_float16); }
-static void bfloat16_is_exact(void) { on_each(check_bfloat16); }
 
 /* ---- arithmetic ---- */
 
@@ -190,7 +184,7 @@ static float plain_copy_sign(float size, float sign) {
     return bits_to_float((float_to_bits(size) & 0x7fffffff) | (float_to_bits(sign) & 0x80000000));
 }
 
-static void check_pairs(const vocabulary *x) {
+static void operations_are_exact(const vocabulary *x) {
     const struct {
         const char *name;
         void (*word)(float *, const float *, const float *);
@@ -216,10 +210,8 @@ static void check_pairs(const vocabulary *x) {
     }
 }
 
-static void operations_are_exact(void) { on_each(check_pairs); }
-
 /* A fused result is rounded once; otherwise the product is rounded first. */
-static void check_fused(const vocabulary *x) {
+static void products_are_summed(const vocabulary *x) {
     uint64_t state = 7;
     for (int round = 0; round < rounds; round++) {
         float a[lanes], b[lanes], c[lanes], to[lanes];
@@ -237,7 +229,7 @@ static void check_fused(const vocabulary *x) {
 }
 
 /* The products are far from subnormal numbers, so that their rounding errors are numbers too. */
-static void check_rounding_errors(const vocabulary *x) {
+static void rounding_errors_are_exact(const vocabulary *x) {
     uint64_t state = 9;
     for (int round = 0; round < rounds; round++) {
         float a[lanes], b[lanes], product[lanes], to[lanes];
@@ -254,11 +246,7 @@ static void check_rounding_errors(const vocabulary *x) {
     }
 }
 
-static void rounding_errors_are_exact(void) { on_each(check_rounding_errors); }
-
-static void products_are_summed(void) { on_each(check_fused); }
-
-static void check_sums(const vocabulary *x) {
+static void lanes_are_summed(const vocabulary *x) {
     uint64_t state = 11;
     for (int round = 0; round < rounds; round++) {
         float whole[lanes], any[lanes];
@@ -280,11 +268,9 @@ static void check_sums(const vocabulary *x) {
     }
 }
 
-static void lanes_are_summed(void) { on_each(check_sums); }
-
 /* ---- comparisons and lanes ---- */
 
-static void check_greater(const vocabulary *x) {
+static void comparisons_are_exact(const vocabulary *x) {
     uint64_t state = 13;
     for (int round = 0; round < rounds; round++) {
         float a[lanes], b[lanes], yes[lanes], no[lanes], to[lanes];
@@ -313,8 +299,6 @@ static void check_greater(const vocabulary *x) {
     }
 }
 
-static void comparisons_are_exact(void) { on_each(check_greater); }
-
 static void check_range(const vocabulary *x, int32_t first, int32_t end) {
     uint64_t state = 17;
     float from[lanes], to[lanes];
@@ -324,7 +308,7 @@ static void check_range(const vocabulary *x, int32_t first, int32_t end) {
         check_lane("vf_keep", i, to[i], i >= first && i < end ? from[i] : -INFINITY);
 }
 
-static void check_ranges(const vocabulary *x) {
+static void ranges_of_lanes_are_kept(const vocabulary *x) {
     static const int32_t far[] = {INT32_MIN, INT32_MIN + 1, -1000, 1000, INT32_MAX};
     const int32_t beyond = x->width + 2;
     for (int32_t first = -2; first <= beyond; first++) {
@@ -338,9 +322,7 @@ static void check_ranges(const vocabulary *x) {
     }
 }
 
-static void ranges_of_lanes_are_kept(void) { on_each(check_ranges); }
-
-static void check_transposed(const vocabulary *x) {
+static void rows_become_columns(const vocabulary *x) {
     static float from[lanes * lanes], to[lanes * lanes];
     uint64_t state = 19;
     for (int round = 0; round < 20; round++) {
@@ -351,8 +333,6 @@ static void check_transposed(const vocabulary *x) {
             check_lane("vf_transpose", i, to[i], from[i % x->width * x->width + i / x->width]);
     }
 }
-
-static void rows_become_columns(void) { on_each(check_transposed); }
 
 /* ---- powers of 2 ---- */
 
@@ -381,7 +361,7 @@ static void check_power(float actual, float x) {
         CHECK_NEAR((double)actual, want, want * (double)FLT_EPSILON);
 }
 
-static void check_powers(const vocabulary *x) {
+static void powers_of_two(const vocabulary *x) {
     uint64_t state = 23;
     for (int round = 0; round < rounds; round++) {
         float from[lanes], to[lanes];
@@ -406,12 +386,10 @@ static void check_powers(const vocabulary *x) {
     }
 }
 
-static void powers_of_two(void) { on_each(check_powers); }
-
 /* ---- subnormal numbers ---- */
 
 /* While subnormals are flushed they may count as 0; afterwards they are kept as before. */
-static void check_flushed(const vocabulary *x) {
+static void flushing_is_undone(const vocabulary *x) {
     float small[lanes], factor[lanes], tiny[lanes], up[lanes], to[lanes];
     for (int i = 0; i < lanes; i++) {
         small[i] = FLT_MIN;
@@ -439,7 +417,7 @@ static void check_flushed(const vocabulary *x) {
 
 /* With any rounding direction of the caller, both words round to nearest, and one keeps
  * subnormals. */
-static void check_modes(const vocabulary *x) {
+static void callers_modes_do_not_show(const vocabulary *x) {
     float one[lanes], third[lanes], small[lanes], factor[lanes], to[lanes];
     for (int i = 0; i < lanes; i++) {
         one[i] = 1;
@@ -466,19 +444,323 @@ static void check_modes(const vocabulary *x) {
     }
 }
 
-static void callers_modes_do_not_show(void) { on_each(check_modes); }
+/* ---- whole rows and masks ---- */
 
-static void flushing_is_undone(void) { on_each(check_flushed); }
+static void even_and_odd_channels_are_told_apart(const vocabulary *x) {
+    for (uint32_t first = 0; first < 0x10000; first += (uint32_t)x->width) {
+        uint16_t from[2 * lanes];
+        float even[lanes], odd[lanes];
+        for (int i = 0; i < x->width; i++) {
+            from[2 * i] = (uint16_t)(first + (uint32_t)i);
+            from[2 * i + 1] = (uint16_t)~from[2 * i];
+        }
+        x->load_even_odd_bf16(even, odd, from);
+        for (int i = 0; i < x->width; i++) {
+            check_lane("even", i, even[i], (float)load_double(from, FDMA_BFLOAT16, 2 * i));
+            check_lane("odd", i, odd[i], (float)load_double(from, FDMA_BFLOAT16, 2 * i + 1));
+        }
+    }
+}
+
+/* The sum of each row is in its own lane, and near the sum in double precision. */
+static void rows_are_summed(const vocabulary *x) {
+    static float rows[lanes * lanes];
+    uint64_t state = 12;
+    for (int round = 0; round < 100; round++) {
+        float to[lanes];
+        for (int i = 0; i < x->width * x->width; i++)
+            rows[i] = random_float(&state);
+        x->sum_each(to, rows);
+        for (int i = 0; i < x->width; i++) {
+            double sum = 0, size = 0;
+            for (int n = 0; n < x->width; n++) {
+                sum += (double)rows[i * x->width + n];
+                size += fabs((double)rows[i * x->width + n]);
+            }
+            CHECK_NEAR((double)to[i], sum, (x->width - 1) * size * (double)FLT_EPSILON / 2);
+        }
+    }
+}
+
+static void keep_bits_keeps_lanes(const vocabulary *x) {
+    uint64_t state = 19;
+    float from[lanes], to[lanes];
+    fill_any(from, &state);
+    for (int n = 0; n < 100; n++) {
+        const uint32_t bits = n < 2 ? -(uint32_t)n : (uint32_t)random_bits(&state);
+        x->keep_bits(to, from, bits);
+        for (int i = 0; i < x->width; i++)
+            check_lane("vf_keep_bits", i, to[i], bits >> i & 1 ? from[i] : -INFINITY);
+    }
+}
+
+/* One nonzero byte, random bytes, and an address of any alignment. */
+static void bytes_become_bits(const vocabulary *x) {
+    uint64_t state = 21;
+    uint8_t bytes[80] = {0};
+    for (int n = 0; n < 64; n++) {
+        bytes[3 + n] = (uint8_t)(1 << n % 8);
+        CHECK(x->nonzero_bytes(bytes + 3) == UINT64_C(1) << n);
+        bytes[3 + n] = 0;
+    }
+    for (int round = 0; round < 100; round++) {
+        uint64_t want = 0;
+        for (int n = 0; n < 64; n++) {
+            bytes[round % 16 + n] = random_bits(&state) % 3 == 0 ? (uint8_t)random_bits(&state) : 0;
+            want |= (uint64_t)(bytes[round % 16 + n] != 0) << n;
+        }
+        CHECK(x->nonzero_bytes(bytes + round % 16) == want);
+    }
+}
+
+/* ---- elementary functions ---- */
+
+typedef struct function_case {
+    const char *name;
+    void (*function)(float *, const float *);
+    double (*exact)(double);
+    float first, last; /* the range of arguments */
+    double error;      /* the relative error that math.h promises */
+} function_case;
+
+static void check_function(const vocabulary *x, const function_case *f) {
+    enum { samples = 200000 };
+    int wrong = 0;
+    for (int n = 0; n < samples; n += x->width) {
+        float from[lanes], to[lanes];
+        for (int i = 0; i < x->width; i++)
+            from[i] = f->first + (f->last - f->first) * (float)(n + i) / (samples + lanes);
+        f->function(to, from);
+        for (int i = 0; i < x->width; i++) {
+            const double exact = f->exact((double)from[i]);
+            wrong += !(fabs((double)to[i] - exact) <= f->error * fabs(exact));
+        }
+    }
+    test_context("%s of %d lanes", f->name, x->width);
+    CHECK_INT(wrong, 0);
+}
+
+static void functions_are_as_near_as_promised(const vocabulary *x) {
+    const function_case functions[] = {
+        {"exp2_of", x->exp2, exp2, -125, 127.9F, 2e-7},
+        {"exp_of", x->exp, exp, -87, 88, 2.5e-7},
+        {"log1p_of", x->log1p, log1p, 1e-6F, 1, 2.5e-7},
+        {"tanh_of", x->tanh, tanh, 1e-6F, 12, 2.5e-7},
+    };
+    for (int f = 0; f < TEST_COUNT(functions); f++)
+        check_function(x, &functions[f]);
+}
+
+/* ---- bfloat16 pairs ---- */
+
+/* The pair vocabularies of this build's architecture. */
+#if defined(FDMA_HAVE_AVX512BF16)
+static const pair_vocabulary *const pairs = &vocabulary_avx512bf16;
+static const char *missing_pairs(void) { return fdma_missing_avx512bf16(); }
+#elif defined(FDMA_HAVE_NEONBF16)
+static const pair_vocabulary *const pairs = &vocabulary_neonbf16;
+static const char *missing_pairs(void) { return fdma_missing_neonbf16(); }
+#else
+static const pair_vocabulary *const pairs = NULL;
+static const char *missing_pairs(void) { return "a build with kernels of bfloat16 pairs"; }
+#endif
+
+/* Rounds to the nearest even; subnormal numbers, before or after, become 0. */
+static uint32_t rounded(float x) {
+    const uint32_t bits = float_to_bits(x), sign = bits & 0x80000000;
+    if (isnan(x))
+        return bits >> 16 | 0x40;
+    if (fabsf(x) < FLT_MIN)
+        return sign >> 16;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static void check_bits(const char *word, int lane, float actual, uint32_t want) {
+    if (!CHECK(float_to_bits(actual) == want))
+        printf("    %s, lane %d: is %08x, want %08x\n", word, lane, float_to_bits(actual), want);
+}
+
+static void halves_are_rounded_and_told_apart(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 5;
+    for (int round = 0; round < rounds; round++) {
+        float even[lanes], odd[lanes], word[lanes], low[lanes], high[lanes];
+        fill_any(even, &state);
+        fill_any(odd, &state);
+        x->join(word, even, odd);
+        x->even(low, word);
+        x->odd(high, word);
+        for (int i = 0; i < x->width; i++) {
+            check_bits("vf_join", i, word[i], rounded(odd[i]) << 16 | rounded(even[i]));
+            check_bits("vf_even", i, low[i], rounded(even[i]) << 16);
+            check_bits("vf_odd", i, high[i], rounded(odd[i]) << 16);
+        }
+    }
+}
+
+/* The words convert adjacent numbers, and write nothing beyond them. */
+static void terms_are_rounded(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 8;
+    for (int round = 0; round < rounds; round++) {
+        float from[lanes], words[lanes];
+        fill_any(from, &state);
+        for (int i = 0; i < lanes; i++)
+            words[i] = 1;
+        x->store_terms(words, from);
+        for (int i = 0; i < x->width / 2; i++) {
+            check_bits("vf_store_terms", i, words[i],
+                       rounded(from[2 * i + 1]) << 16 | rounded(from[2 * i]));
+        }
+        CHECK(words[x->width / 2] == 1);
+    }
+}
+
+/* Rows are multiples of 8 channels: a longer vector may end with fewer, or lie past the end. */
+static void rows_are_paired(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 6;
+    for (int64_t count = x->width < 8 ? x->width : 0; count <= x->width; count += 8) {
+        uint16_t *even = test_alloc((size_t)count * 2), *odd = test_alloc((size_t)count * 2);
+        float word[lanes];
+        for (int64_t i = 0; i < count; i++) {
+            even[i] = (uint16_t)random_bits(&state);
+            odd[i] = (uint16_t)random_bits(&state);
+        }
+        x->load_pairs(word, even, odd, count);
+        for (int i = 0; i < x->width; i++) {
+            check_bits("vf_load_pairs", i, word[i],
+                       i < count ? (uint32_t)odd[i] << 16 | even[i] : 0);
+        }
+        test_free_all();
+    }
+}
+
+static void channels_of_two_rows_are_paired(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 9;
+    for (int round = 0; round < rounds; round++) {
+        uint16_t first[2 * lanes], second[2 * lanes];
+        float even[lanes], odd[lanes];
+        for (int i = 0; i < 2 * lanes; i++) {
+            first[i] = (uint16_t)random_bits(&state);
+            second[i] = (uint16_t)random_bits(&state);
+        }
+        x->load_even_odd_pairs(even, odd, first, second);
+        for (int i = 0; i < x->width; i++) {
+            check_bits("even", i, even[i], (uint32_t)second[2 * i] << 16 | first[2 * i]);
+            check_bits("odd", i, odd[i], (uint32_t)second[2 * i + 1] << 16 | first[2 * i + 1]);
+        }
+    }
+}
+
+/* Products of bfloat16 are exact in double precision. Each of the two additions is off by less than
+ * a unit in the last place of its sum, with any rounding direction. */
+static void dots_are_sums_of_products(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 7;
+    for (int round = 0; round < rounds; round++) {
+        float term[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
+        for (int i = 0; i < lanes; i++) {
+            for (int p = 0; p < 4; p++)
+                term[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
+            sum[i] = 100 * random_float(&state);
+        }
+        x->join(a, term[0], term[1]);
+        x->join(b, term[2], term[3]);
+        x->dot(to, a, b, sum); /* the first word of a, every word of b */
+        for (int i = 0; i < x->width; i++) {
+            const double even = (double)term[0][0] * (double)term[2][i];
+            const double odd = (double)term[1][0] * (double)term[3][i];
+            const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
+            const double step = (double)FLT_EPSILON;
+            CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
+        }
+        x->dot_lanes(to, a, b, sum); /* every word of both */
+        for (int i = 0; i < x->width; i++) {
+            const double even = (double)term[0][i] * (double)term[2][i];
+            const double odd = (double)term[1][i] * (double)term[3][i];
+            const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
+            const double step = (double)FLT_EPSILON;
+            CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
+        }
+    }
+}
+
+static void dots_of_special_numbers(void) {
+    static const struct {
+        float even, odd, sum, want; /* of even * 1 + odd * 2^20 + sum */
+    } cases[] = {
+        {0x1p-130F, 0x1p-130F, 0x1p-130F, 0}, /* subnormal numbers count as 0 */
+        {0x1p-126F, 0, -0x1p-127F, 0x1p-126F},
+        {INFINITY, 1, 1, INFINITY},
+        {1, -INFINITY, 1, -INFINITY},
+        {INFINITY, -INFINITY, 1, NAN},
+        {1, 1, -INFINITY, -INFINITY},
+        {INFINITY, 1, -INFINITY, NAN},
+        {1, NAN, 1, NAN},
+        {1, 1, NAN, NAN},
+        {0, 0x1p127F, 0, INFINITY},        /* an infinite product */
+        {0x1p127F, 0, 0x1p127F, INFINITY}, /* an infinite sum */
+    };
+    const pair_vocabulary *x = pairs;
+    float one[lanes], factor[lanes], b[lanes];
+    for (int i = 0; i < lanes; i++) {
+        one[i] = 1;
+        factor[i] = 0x1p20F;
+    }
+    x->join(b, one, factor);
+    for (int c = 0; c < TEST_COUNT(cases); c++) {
+        float a[lanes], sum[lanes], to[lanes];
+        for (int i = 0; i < lanes; i++) { /* as words: conversion loses subnormal numbers */
+            a[i] = bits_to_float((float_to_bits(cases[c].odd) & 0xffff0000) |
+                                 float_to_bits(cases[c].even) >> 16);
+            sum[i] = cases[c].sum;
+        }
+        x->dot(to, a, b, sum);
+        for (int i = 0; i < x->width; i++)
+            check_lane("vf_dot", i, to[i], cases[c].want);
+    }
+}
 
 static const test_entry tests[] = {
-    TEST(vocabularies_are_named),    TEST(loads_and_stores),    TEST(first_lanes),
-    TEST(float16_is_exact),          TEST(bfloat16_is_exact),   TEST(operations_are_exact),
-    TEST(products_are_summed),       TEST(lanes_are_summed),    TEST(comparisons_are_exact),
-    TEST(ranges_of_lanes_are_kept),  TEST(rows_become_columns), TEST(powers_of_two),
-    TEST(rounding_errors_are_exact), TEST(flushing_is_undone),  TEST(callers_modes_do_not_show),
+    TEST(vocabularies_are_named),
+    EACH_VOCABULARY(loads_and_stores),
+    EACH_VOCABULARY(first_lanes),
+    EACH_VOCABULARY(float16_is_exact),
+    EACH_VOCABULARY(bfloat16_is_exact),
+    EACH_VOCABULARY(operations_are_exact),
+    EACH_VOCABULARY(products_are_summed),
+    EACH_VOCABULARY(lanes_are_summed),
+    EACH_VOCABULARY(comparisons_are_exact),
+    EACH_VOCABULARY(ranges_of_lanes_are_kept),
+    EACH_VOCABULARY(rows_become_columns),
+    EACH_VOCABULARY(powers_of_two),
+    EACH_VOCABULARY(rounding_errors_are_exact),
+    EACH_VOCABULARY(flushing_is_undone),
+    EACH_VOCABULARY(callers_modes_do_not_show),
+    EACH_VOCABULARY(even_and_odd_channels_are_told_apart),
+    EACH_VOCABULARY(rows_are_summed),
+    EACH_VOCABULARY(keep_bits_keeps_lanes),
+    EACH_VOCABULARY(bytes_become_bits),
+    EACH_VOCABULARY(functions_are_as_near_as_promised),
+};
+
+static const test_entry pair_tests[] = {
+    TEST(halves_are_rounded_and_told_apart),
+    TEST(terms_are_rounded),
+    TEST(rows_are_paired),
+    TEST(dots_are_sums_of_products),
+    TEST(dots_of_special_numbers),
+    TEST(channels_of_two_rows_are_paired),
 };
 
 int main(void) {
     fence_watch();
-    return test_run(tests, TEST_COUNT(tests));
+    const int failed = test_run(tests, TEST_COUNT(tests));
+    if (missing_pairs() != NULL) {
+        printf("skipped the words of pairs: this machine lacks %s\n", missing_pairs());
+        return failed;
+    }
+    return test_run(pair_tests, TEST_COUNT(pair_tests)) || failed;
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "backend.h"
-#include "errors.h"
 #include "gradient.h"
 
 enum { streams = 3, kv_heads = 2, q_heads = 6 };
@@ -43,9 +42,7 @@ static inline whole_call new_whole(const stream_case *test, fdma_dtype dtype) {
         x.bias = new_output(FDMA_FLOAT32, streams, kv_heads, len, -1);
     x.out = new_output(dtype, streams, len, q_heads, dim);
     x.lse = new_output(FDMA_FLOAT32, streams, q_heads, len, -1);
-    x.selection.size = sizeof x.selection;
-    x.selection.expiry = new_output(FDMA_INT32, streams, kv_heads, len, -1);
-    x.selection.slot = new_output(FDMA_INT32, streams, kv_heads, len, -1);
+    x.selection = new_selection(streams, kv_heads, len);
     return x;
 }
 

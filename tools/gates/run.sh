@@ -145,8 +145,7 @@ words_tested() {
 
 # The tests of a sample where the compiler or the CPU is another one: those of the vocabulary, and of
 # the arithmetic of every operation.
-arithmetic=$(printf 'test_%s ' vocabulary vocabulary_rows math pairs kernels select attention forward \
-    backward decode)
+arithmetic=$(printf 'test_%s ' vocabulary kernels select attention forward backward)
 of_arithmetic="($(echo "$arithmetic" | tr ' ' '|')check_(window|softcap))\$"
 
 clang_tests() {
@@ -299,12 +298,12 @@ neon_tests() {
     targets="fdma_shared fdma_tool $arithmetic"
     if [ "$full" = 1 ]; then
         targets=all
-        set -- -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$'
+        set -- -E '(test_(cases|tuning|parallel|backward_(shapes|rows)|small_window|sequences|cache_batch)|check_(row|long))$'
     fi
     build_targets "$targets" neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon "$@" &&
         QEMU_CPU=cortex-a72 FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
-            -R 'test_(kernels|vocabulary|pairs|select|attention)$'
+            -R 'test_(kernels|vocabulary|select|attention)$'
 }
 
 # Every CUDA kernel for every device, without a spilled register. The sample is for the oldest and for
@@ -328,11 +327,11 @@ cuda_build() {
 emulated_tests() {
     # shellcheck disable=SC2086 # a list of options
     build_targets "fdma_tool test_cache_store test_small_window test_stream_attention test_cuda_lists
-            test_cuda_query_blocks test_cuda_workspace test_probabilities test_sink_logit test_dropout
-            test_masks test_mask_gradients test_mask_lists test_pair_gradients" \
+            test_cuda_backward test_cuda_workspace test_probabilities test_sink_logit test_dropout
+            test_masks test_mask_gradients test_mask_lists" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
         c_tests "$([ "$full" = 1 ] && echo 8 || echo 32)" build/gates/emulated -R \
-            '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|query_blocks|workspace))$'
+            '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists)_cuda|test_cuda_(lists|backward|workspace))$'
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,

@@ -27,15 +27,19 @@ static const struct {
 #endif
 };
 
-static inline void on_each(void (*holds)(const vocabulary *words)) {
+static inline void on_each_vocabulary(const test_entry *test) {
     for (int i = 0; i < TEST_COUNT(vocabularies); i++) {
         if (vocabularies[i].missing() == NULL) {
             test_context("%s", vocabularies[i].name);
-            holds(vocabularies[i].words);
+            test->each_vocabulary(vocabularies[i].words);
             test_free_all();
         }
     }
 }
+
+/* An entry of a table of tests: a property of every vocabulary that this machine can run. */
+#define EACH_VOCABULARY(property)                                                                  \
+    {.name = #property, .run_each = on_each_vocabulary, .each_vocabulary = property}
 
 static const float special[] = {
     0.0F,          -0.0F,     1,         -1,          2,           0.5F,
