@@ -44,7 +44,7 @@ PYTHON = [
           ("pytest test_direct.py -k same", "pytest test_backward.py -k alone")),
     Fault("a kernel of PyTorch replaces a layer of TransformerEncoder", "python/flash_dmattn/",
           "self.register_forward_pre_hook(call_forward)", "pass",
-          ("pytest test_mha_models.py -k transformer_encoder",)),
+          ("pytest test_mha.py -k transformer_encoder",)),
     Fault("a padded head is scaled by its padded channels", "python/flash_dmattn/",
           "return 0.0 if head_dim is None else head_dim**-0.5", "return 0.0",
           ("pytest test_head_dims.py -k attention",)),
