@@ -54,7 +54,7 @@ PYTHON = [
     Fault("a scale is taken for dropout", "python/flash_dmattn/",
           'if not is_number or is_yes_or_no(second) or "dropout_p" in named:',
           'if not is_number or "dropout_p" in named:',
-          ("pytest test_dmattn_programs.py -k follows_the_bias",)),
+          ("pytest test_dmattn.py -k follows_the_bias",)),
     Fault("keys that torch.nn appends to padding are padding", "python/flash_dmattn/",
           "F.pad(~mask, added, value=True), None\n    valid",
           "F.pad(~mask, added, value=False), None\n    valid",
