@@ -15,8 +15,9 @@ import evaluate
 import pytest
 import quality_model
 import torch
+import warm
 from flash_dmattn import DynamicMaskAttention
-from programs import ROOT, Done, output_of, python, run
+from programs import ROOT, Done, output_of, run
 from safetensors.torch import load_file, save_file
 from samples import combinations
 
@@ -513,7 +514,7 @@ def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
 
 def test_the_reference_as_a_script(lm: ModuleType, write: Write, tmp_path: Path) -> None:
     model, text = write("recent", 8), write_text(tmp_path, 700)
-    done = python(FOLDER / "reference.py", model, text, "--length", "200")
+    done = warm.python(FOLDER / "reference.py", model, text, "--length", "200")
     assert abs(loss_of(done) - lm.loss(lm.read_model(model), text.read_bytes(), 200)) < 1e-6
 
 
@@ -527,7 +528,7 @@ def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> N
     checkpoint, out = tmp_path / "checkpoint.pt", tmp_path / "model.safetensors"
     torch.save({"model": {f"_orig_mod.{name}": one for name, one in weights.items()}}, checkpoint)
     options = "--key model --head-dim 32 --window 20 --recent 12 --bits 8".split()
-    printed = output_of(python(FOLDER / "convert.py", checkpoint, out, *options))
+    printed = output_of(warm.python(FOLDER / "convert.py", checkpoint, out, *options))
     assert printed.endswith(f"{out.stat().st_size} bytes\n")
     made = lm.read_model(out)
     assert made.metadata == {
@@ -554,7 +555,7 @@ def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> N
 def test_bad_conversions(options: str, message: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"
     torch.save(random_weights(True), checkpoint)
-    done = python(FOLDER / "convert.py", checkpoint, tmp_path / "out", *options.split())
+    done = warm.python(FOLDER / "convert.py", checkpoint, tmp_path / "out", *options.split())
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
