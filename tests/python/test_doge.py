@@ -11,6 +11,7 @@ from typing import Any
 import context_ranks
 import pytest
 import torch
+import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
@@ -415,9 +416,13 @@ def run_parallel(rank: int) -> dict[str, Any]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     ours.register()
     with tempfile.TemporaryDirectory() as folder:
-        make_models("doge")[0].save_pretrained(folder)
+        of_first = [folder]
+        dist.broadcast_object_list(of_first)
+        make_models("doge")[0].save_pretrained(folder)  # only the first rank writes all files
+        dist.barrier()
         kind = {"attn_implementation": "dynamic_mask", "tp_plan": "auto"}
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(of_first[0], **kind)
+        dist.barrier()
     tokens = make_tokens()
     with torch.no_grad():
         found = {"whole": model(tokens).logits}

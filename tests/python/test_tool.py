@@ -375,8 +375,8 @@ def test_bench_forward(tmp_path: Path) -> None:
     [
         ("select/falling/n131072/w2048", ["--all"], 131072),
         ("lists/iid/t512/n16384/w1024", [], 16384),
-        ("backward/dense/f32/d64/n4096", ["--all"], None),
-        ("score_backward/f32/d128/n16384/h8g8", ["--all"], None),
+        ("backward/dense/f32/d64/n4096", [], None),
+        ("score_backward/f32/d128/n16384/h8g8", [], None),
     ],
 )
 def test_bench(tmp_path: Path, name: str, options: list[str], keys: int | None) -> None:

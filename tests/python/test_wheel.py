@@ -1,9 +1,5 @@
 """Installing: a wheel is built without torch, contains the package with the library, and works
-unpacked; an editable install finds the library.
-
-The library of the wheel is the one under test; with FDMA_FULL=1 pip also builds one from the
-sources.
-"""
+unpacked; an editable install finds the library."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import pytest
 import torch
 from flash_dmattn import _library
 from programs import ROOT, output_of, python, run
-from samples import FULL
 
 # The extension module is built if Python's headers exist.
 HAS_HEADERS = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
@@ -59,7 +54,7 @@ def make_wheel(folder: Path, **env: str | None) -> Path:
 SOURCES = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
 
 
-@pytest.fixture(scope="module", params=["built", "sources"] if FULL else ["built"])
+@pytest.fixture(scope="module", params=["sources", "built"])
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = {"FDMA_LIBRARY": str(_library.find())}
     env = built if request.param == "built" else SOURCES
