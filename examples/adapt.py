@@ -22,7 +22,6 @@ it is written to FOLDER/adapt.json too. Exit status: 0 done; 2 bad usage; 130 en
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import math
@@ -97,6 +96,7 @@ from flash_dmattn import DynamicMaskAttention
 from recall_text import Pieces
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
+from train_text import narrow
 
 ROPE_BASE = 1e5  # slow angles, which leave the match of equal bytes alone at these distances
 WARM_UP = 50  # steps until a learning rate is reached
@@ -126,12 +126,6 @@ class Reader(train_text.Model):
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         before = pad(text[:, :-1], (1, 0))
         return self.head(self.norm(self.blocks(self.embedding(text) + self.before(before))))
-
-
-def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to bfloat16 on a CUDA device, where attention takes 16-bit types only."""
-    is_cuda = device.type == "cuda"
-    return torch.autocast("cuda", torch.bfloat16) if is_cuda else contextlib.nullcontext()
 
 
 def losses_of(model: nn.Module, pieces: Pieces) -> torch.Tensor:

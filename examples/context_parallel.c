@@ -35,8 +35,371 @@
  *
  * Exit status: 0; 1 where the ranks and the whole sequence disagree, or a call fails; 2 bad
  * usage. */
-#include "context_parallel_check.h"
-#include "context_parallel_ranks.h"
+#include "fdma.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef FDMA_HAVE_NCCL
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#endif
+
+/* ---- ranks of one process: CUDA devices with NCCL between them, or a loop on the CPU ---- */
+
+enum { most_ranks = 64, most_owned = 64 };
+
+typedef struct backend backend;
+
+typedef struct rank {
+    const backend *backend;
+    int32_t device;      /* as in fdma_exec */
+    void *stream, *comm; /* the device's cudaStream_t and ncclComm_t */
+    void *workspace;     /* workspace of the calls on `stream`, which run one after the other */
+    size_t workspace_size;
+    void *owned[most_owned]; /* the memory that close_ranks() releases */
+    int owned_count;
+} rank;
+
+/* The data that a rank sends to all, and the memory for the data of all ranks, in their order. */
+typedef struct transfer {
+    const rank *of;
+    const void *own;
+    void *all;
+    size_t bytes; /* bytes of `own` */
+} transfer;
+
+struct backend {
+    void *(*allocate)(const rank *of, size_t bytes);
+    void (*release)(const rank *of, void *data);
+    void (*copy)(const rank *of, void *to, const void *from, size_t bytes);
+    void (*all_gather)(int ranks, int count, const transfer *transfers);
+    void (*close)(const rank *of);
+};
+
+static _Noreturn void fail(const char *what, const char *why) {
+    fprintf(stderr, "context_parallel: %s: %s\n", what, why);
+    exit(1);
+}
+
+static void demand(fdma_status status) {
+    if (status != FDMA_OK)
+        fail(fdma_status_name(status), fdma_last_error());
+}
+
+/* ---- the CPU ---- */
+
+static void *allocate(size_t count, size_t size) {
+    void *const data = calloc(count + 1, size);
+    if (data == NULL)
+        fail("host", "out of memory");
+    return data;
+}
+
+static void *allocate_host(const rank *of, size_t bytes) {
+    (void)of;
+    return allocate(bytes, 1);
+}
+
+static void release_host(const rank *of, void *data) {
+    (void)of;
+    free(data);
+}
+
+static void copy_host(const rank *of, void *to, const void *from, size_t bytes) {
+    (void)of;
+    memcpy(to, from, bytes);
+}
+
+static void gather_host(int ranks, int count, const transfer *transfers) {
+    for (int n = 0; n < count * ranks; n++)
+        for (int r = 0; r < ranks; r++) {
+            const transfer *const from = &transfers[n / ranks * ranks + r];
+            memcpy((char *)transfers[n].all + (size_t)r * from->bytes, from->own, from->bytes);
+        }
+}
+
+static void close_host(const rank *of) { (void)of; }
+
+static const backend cpu_backend = {allocate_host, release_host, copy_host, gather_host,
+                                    close_host};
+
+static rank cpu_rank(void) { return (rank){.backend = &cpu_backend, .device = FDMA_CPU}; }
+
+/* Makes `count` ranks on the CPU. */
+static int open_host(int count, rank *ranks) {
+    if (count < 1 || count > most_ranks)
+        fail("--cpu", "want 1 to 64 ranks");
+    for (int r = 0; r < count; r++)
+        ranks[r] = cpu_rank();
+    return count;
+}
+
+/* ---- CUDA devices and NCCL ---- */
+
+#ifdef FDMA_HAVE_NCCL
+static void demand_cuda(cudaError_t error) {
+    if (error != cudaSuccess)
+        fail("CUDA", cudaGetErrorString(error));
+}
+
+static void demand_nccl(ncclResult_t result) {
+    if (result != ncclSuccess)
+        fail("NCCL", ncclGetErrorString(result));
+}
+
+static void *allocate_device(const rank *of, size_t bytes) {
+    void *data;
+    demand_cuda(cudaSetDevice(of->device - FDMA_CUDA(0)));
+    demand_cuda(cudaMalloc(&data, bytes + 1)); // 0 bytes would give NULL
+    return data;
+}
+
+static void release_device(const rank *of, void *data) {
+    demand_cuda(cudaStreamSynchronize(of->stream)); // its calls may still use the memory
+    demand_cuda(cudaFree(data));
+}
+
+static void copy_device(const rank *of, void *to, const void *from, size_t bytes) {
+    demand_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, of->stream));
+    demand_cuda(cudaStreamSynchronize(of->stream));
+}
+
+/* One thread calls for all devices, so all calls form a group: outside of one, the first rank's
+ * call may wait for the second rank's, which comes after it. */
+static void gather_devices(int ranks, int count, const transfer *transfers) {
+    demand_nccl(ncclGroupStart());
+    for (int n = 0; n < count * ranks; n++) {
+        const transfer *const one = &transfers[n];
+        demand_nccl(ncclAllGather(one->own, one->all, one->bytes, ncclUint8, one->of->comm,
+                                  one->of->stream));
+    }
+    demand_nccl(ncclGroupEnd());
+}
+
+static void close_device(const rank *of) {
+    demand_nccl(ncclCommDestroy(of->comm));
+    demand_cuda(cudaStreamDestroy(of->stream));
+}
+
+static const backend cuda_backend = {allocate_device, release_device, copy_device, gather_devices,
+                                     close_device};
+
+/* Makes a rank of each device. Returns their number. */
+static int open_devices(rank *ranks) {
+    ncclComm_t comms[most_ranks];
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess)
+        fail("no CUDA device", cudaGetErrorString(error));
+    if (count < 2)
+        fail("one CUDA device", "want two or more, or --cpu RANKS");
+    count = count < most_ranks ? count : most_ranks;
+    demand_nccl(ncclCommInitAll(comms, count, NULL)); // devices 0 to count - 1
+    for (int r = 0; r < count; r++) {
+        cudaStream_t stream;
+        demand_cuda(cudaSetDevice(r));
+        demand_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        ranks[r] = (rank){
+            .backend = &cuda_backend, .device = FDMA_CUDA(r), .stream = stream, .comm = comms[r]};
+    }
+    return count;
+}
+#else
+static int open_devices(rank *ranks) {
+    (void)ranks;
+    fail("built without NCCL", "want --cpu RANKS");
+}
+#endif
+
+/* ---- any rank ---- */
+
+static void close_ranks(int count, rank *ranks) {
+    for (int r = 0; r < count; r++) {
+        rank *const one = &ranks[r];
+        for (int n = 0; n < one->owned_count; n++)
+            one->backend->release(one, one->owned[n]);
+        if (one->workspace != NULL)
+            one->backend->release(one, one->workspace);
+        one->backend->close(one);
+    }
+}
+
+/* Memory of the rank, until close_ranks(). */
+static void *take(rank *of, int64_t count, size_t size) {
+    if (of->owned_count == most_owned)
+        fail("rank", "has too many tensors");
+    void *const data = of->backend->allocate(of, (size_t)count * size);
+    of->owned[of->owned_count++] = data;
+    return data;
+}
+
+/* Copies between the memory of the rank and the host, once the earlier work of the rank is done. It
+ * has finished when it returns. */
+static void copy(const rank *of, void *to, const void *from, int64_t count, size_t size) {
+    of->backend->copy(of, to, from, (size_t)count * size);
+}
+
+/* A copy in the memory of `to`; one of the two ranks is on the CPU. */
+static void *take_copy(rank *to, const rank *of, const void *from, int64_t count, size_t size) {
+    void *const data = take(to, count, size);
+    copy(to->device == FDMA_CPU ? of : to, data, from, count, size);
+    return data;
+}
+
+/* The transfers n * ranks to n * ranks + ranks - 1, one of each rank, are one all-gather; there are
+ * `count` of them. On devices it does not wait. */
+static void all_gather(int ranks, int count, const transfer *transfers) {
+    transfers->of->backend->all_gather(ranks, count, transfers);
+}
+
+static fdma_exec exec_of(const rank *of) {
+    return (fdma_exec){.device = of->device, .stream = of->stream};
+}
+
+static void lend_workspace(rank *to, fdma_exec *exec, size_t bytes) {
+    if (bytes > to->workspace_size) {
+        if (to->workspace != NULL)
+            to->backend->release(to, to->workspace);
+        to->workspace = to->backend->allocate(to, bytes);
+        to->workspace_size = bytes;
+    }
+    exec->workspace = to->workspace;
+    exec->workspace_size = to->workspace_size;
+}
+
+/* ---- the sequence, and a check of a rank against attention over the whole of it ---- */
+
+enum { q_heads = 8, kv_heads = 2, head_dim = 64, vocabulary = 512 };
+enum { q_width = q_heads * head_dim, kv_width = kv_heads * head_dim };
+enum { window = 96, recent = 32, sinks = 4, rows = window + recent }; /* rows: of a table */
+
+/* The whole sequence, on the host. */
+typedef struct sequence {
+    int64_t len;
+    uint16_t *q, *k, *v; /* [len, heads, head_dim], the upper halves of float32 */
+    float *dt_proj, *a;  /* [kv_heads, kv_width], [kv_heads] */
+} sequence;
+
+/* Repeatable numbers in [-1, 1): the high bits of a linear congruential generator. */
+static float next_random(void) {
+    static uint64_t state = 1;
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    return (float)(state >> 40) * 0x1p-23F - 1;
+}
+
+static float *random_floats(size_t count, float size) {
+    float *const data = allocate(count, sizeof *data);
+    for (size_t n = 0; n < count; n++)
+        data[n] = size * next_random();
+    return data;
+}
+
+static uint16_t *random_bfloat16(size_t count) {
+    uint16_t *const data = allocate(count, sizeof *data);
+    for (size_t n = 0; n < count; n++) {
+        const float x = next_random();
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        data[n] = (uint16_t)(bits >> 16);
+    }
+    return data;
+}
+
+static float float_of(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* A key has the value state of its token. So many scores are equal, and positions decide which of
+ * these keys a query keeps. */
+static sequence new_sequence(int64_t len) {
+    const size_t count = (size_t)len;
+    const sequence made = {.len = len,
+                           .q = random_bfloat16(count * q_width),
+                           .k = random_bfloat16(count * kv_width),
+                           .v = allocate(count * kv_width, sizeof(uint16_t)),
+                           .dt_proj = random_floats((size_t)kv_heads * kv_width, 0.3F),
+                           .a = random_floats(kv_heads, 1)};
+    uint16_t *const values = random_bfloat16((size_t)vocabulary * kv_width);
+    for (size_t j = 0; j < count; j++) {
+        const size_t token = (size_t)((next_random() + 1) / 2 * vocabulary);
+        memcpy(made.v + j * kv_width, values + token * kv_width, kv_width * sizeof *values);
+    }
+    free(values);
+    return made;
+}
+
+static void free_sequence(const sequence *it) {
+    void *const all[] = {it->q, it->k, it->v, it->dt_proj, it->a};
+    for (size_t n = 0; n < sizeof all / sizeof all[0]; n++)
+        free(all[n]);
+}
+
+/* Results for consecutive tokens, copied to the host. */
+typedef struct results {
+    int64_t offset, len; /* the first token, and how many there are */
+    int32_t *expiry;     /* [kv_heads, rows + len], of the whole sequence [kv_heads, len] */
+    int32_t *carried;    /* [kv_heads, rows]: positions of the carried keys, -1: none */
+    float *lse;          /* [q_heads, len] */
+    uint16_t *out;       /* [len, q_heads, head_dim] bfloat16 */
+} results;
+
+/* The number of keys of the sequence so far on which a selection differs from the selection of the
+ * whole. */
+static int64_t count_differences(const results *found, const results *whole) {
+    const int64_t begin = found->offset, end = begin + found->len, keys = rows + found->len;
+    int32_t *const until = allocate((size_t)end, sizeof *until); // the expiry, as a position
+    int64_t differences = 0;
+    for (int64_t g = 0; g < kv_heads; g++) {
+        for (int64_t j = 0; j < end; j++)
+            until[j] = -1; // evicted before the first of the tokens
+        for (int64_t key = 0; key < keys; key++) {
+            const int64_t j = key < rows ? found->carried[g * rows + key] : begin + key - rows;
+            if (j >= end)
+                differences++;
+            else if (j >= 0)
+                until[j] = (int32_t)(found->expiry[g * keys + key] - rows + begin);
+        }
+        for (int64_t j = 0; j < end; j++) {
+            const int64_t expiry = whole->expiry[g * whole->len + j];
+            differences += until[j] != (expiry < begin ? -1 : expiry < end ? expiry : end);
+        }
+    }
+    free(until);
+    return differences;
+}
+
+/* The larger of `most` and |x - y|; NaN if either is. */
+static double raise_to(double most, float x, float y) {
+    const double off = fabs((double)x - (double)y);
+    return isnan(most) || off <= most ? most : off;
+}
+
+static bool is_right(int r, const results *found, const results *whole) {
+    // |v| <= 1. Each of the two may round weights to bfloat16, and rounds out: by 2^-9 at most.
+    const double most_out = 4 * 0x1p-9;
+    // Sums of lse are in float32. One key more or less changes it by about 1 / rows.
+    const double most_lse = 1e-4;
+    const int64_t begin = found->offset, len = found->len;
+    const int64_t differences = count_differences(found, whole);
+    double out = 0, lse = 0;
+    for (int64_t n = 0; n < len * q_width; n++)
+        out = raise_to(out, float_of(found->out[n]), float_of(whole->out[begin * q_width + n]));
+    for (int64_t h = 0; h < q_heads; h++)
+        for (int64_t i = 0; i < len; i++)
+            lse = raise_to(lse, found->lse[h * len + i], whole->lse[h * whole->len + begin + i]);
+    printf("rank %2d, tokens %7lld to %7lld: %lld keys differ, lse by %.1e, out by %.1e\n", r,
+           (long long)begin, (long long)(begin + len - 1), (long long)differences, lse, out);
+    return differences == 0 && lse <= most_lse && out <= most_out;
+}
+
+/* ---- pieces ---- */
 
 enum { default_tokens = 16384 };
 

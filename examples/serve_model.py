@@ -21,7 +21,7 @@ import torch
 from flash_dmattn import DynamicMaskAttention, DynamicMaskCache
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu
-from train_text import BYTES, Text, cut
+from train_text import BYTES, Block, Text, cut, narrow
 
 Attend = Callable[[int, DynamicMaskAttention, torch.Tensor], torch.Tensor]
 RATE = 1e-3  # learning rate of AdamW
@@ -39,30 +39,16 @@ class Rows(NamedTuple):
     draft: bool = False  # the tokens enter no cache before they are committed
 
 
-class Block(nn.Module):
-    """Attention, then two linear layers, each with a residual connection."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
-        width = options.width
-        self.attention_norm = nn.RMSNorm(width)
-        self.attention = DynamicMaskAttention(
-            *(width, options.heads, options.kv_heads, options.window),
-            recent=options.recent,
-            head_dim=options.head_dim,
-        )
-        self.norm = nn.RMSNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
-
-
 class Model(nn.Module):
     """From bytes to the logits of each next byte, with a pool that holds the earlier bytes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, options.width)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        sizes = (options.width, options.heads, options.kv_heads, options.window)
+        rules = {"recent": options.recent, "head_dim": options.head_dim}
+        layer = functools.partial(DynamicMaskAttention, *sizes, **rules)
+        self.blocks = nn.ModuleList(Block(options.width, layer()) for _ in range(options.layers))
         self.norm = nn.RMSNorm(options.width)
         self.head = nn.Linear(options.width, BYTES, bias=False)
         # Attention is sharp and decides on the next byte, even before any training.
@@ -174,8 +160,7 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> float:
         program.doing(f"trains the model: step {step + 1} of {options.train}")
         starts = torch.randint(len(text.train) - LENGTH, (ROWS,), generator=generator)
         pieces = cut(text.train, starts, LENGTH).to(options.device)
-        # On a CUDA device attention takes 16-bit types only.
-        with torch.autocast("cuda", torch.bfloat16, enabled=options.device == "cuda"):
+        with narrow(options.device):
             found = list(model.states(pieces[:, :-1], lambda _, layer, x: layer(x), options.layers))
             losses = [
                 cross_entropy(model.logits(found[end]).flatten(0, 1), pieces[:, 1:].flatten())

@@ -19,7 +19,6 @@ so far. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import resource
@@ -95,7 +94,7 @@ from flash_dmattn.distributed import split_lengths
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from train_text import Model, Progress
+from train_text import Model, Progress, narrow
 
 MIB = 2**20
 
@@ -145,8 +144,7 @@ def sum_losses(
 ) -> torch.Tensor:
     """The sum, in bits, of the losses of a rank's own bytes. Each byte predicts the next."""
     piece = piece.to(device)
-    on_cuda = device.type == "cuda"
-    with torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext():
+    with narrow(device):
         logits = model(piece[:, :-1], lengths)
     total = cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten(), reduction="sum")
     return total / math.log(2)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -109,19 +110,10 @@ HELD_OUT_ROWS = 8  # pieces of held-out text in an evaluation
 class Block(nn.Module):
     """Attention, then two linear layers, each with a residual connection."""
 
-    def __init__(
-        self, width: int, window: int | None, process_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, width: int, attention: DynamicMaskAttention) -> None:
         super().__init__()
-        heads = width // HEAD_DIM
-        recent = 0 if window is None else window // 2  # the newest bytes; scores choose the others
-        best = None if window is None else window - recent
         self.attention_norm = nn.RMSNorm(width)
-        self.attention = DynamicMaskAttention(
-            *(width, heads, max(1, heads // GROUP), best),
-            recent=recent,
-            process_group=process_group,
-        )
+        self.attention = attention
         self.norm = nn.RMSNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
@@ -144,8 +136,13 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        blocks = (Block(width, window, process_group) for _ in range(layers))
-        self.blocks = nn.Sequential(*blocks)
+        heads = width // HEAD_DIM
+        recent = 0 if window is None else window // 2  # the newest bytes; scores choose the others
+        best = None if window is None else window - recent
+        sizes = (width, heads, max(1, heads // GROUP), best)
+        options = {"recent": recent, "process_group": process_group}
+        layer = functools.partial(DynamicMaskAttention, *sizes, **options)
+        self.blocks = nn.Sequential(*(Block(width, layer()) for _ in range(layers)))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
@@ -180,11 +177,16 @@ def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
     return text[starts[:, None] + torch.arange(length + 1)]
 
 
+def narrow(device: str | torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to bfloat16 on a CUDA device, where attention takes 16-bit types only."""
+    is_cuda = str(device).startswith("cuda")
+    return torch.autocast("cuda", torch.bfloat16) if is_cuda else contextlib.nullcontext()
+
+
 def loss_of(model: Model, pieces: torch.Tensor, device: str) -> torch.Tensor:
-    """Mean loss in bits per byte. On a CUDA device attention takes 16-bit types only: bfloat16."""
+    """Mean loss in bits per byte."""
     pieces = pieces.to(device)
-    narrow = device.startswith("cuda")
-    with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
+    with narrow(device):
         logits = model(pieces[:, :-1])
     loss = cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
     return loss / math.log(2)

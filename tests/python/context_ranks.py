@@ -1,7 +1,7 @@
-"""Runs a function of a test module on the ranks of a process group: processes of this machine that
+"""Runs functions of test modules on the ranks of a process group: processes of this machine that
 are connected by gloo.
 
-run_ranks() starts this file as a program, which imports the module once and then forks, so that
+run_ranks() starts this file as a program, which imports the modules once and then forks, so that
 ranks need not import PyTorch themselves. A rank's standard output and error go to a file, and its
 result to another one. The process of rank 0 has the store, and ends last unless it fails.
 """
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -49,10 +49,11 @@ def outputs_of(folder: Path) -> str:
 
 
 def run_ranks(
-    module: str, function: str, size: int, *, timeout: float, rank_timeout: float = 20
+    functions: Sequence[str], size: int, *, timeout: float, rank_timeout: float = 20
 ) -> list[Any]:
-    """The results of a module's function(rank) on all ranks; None for a rank that has left early by
-    os._exit(0). `rank_timeout` is the timeout of the process group in seconds.
+    """On all ranks the results of functions(rank), each given as "module.function", in a list; None
+    for a rank that has left early by os._exit(0). `rank_timeout` is the timeout of the process
+    group in seconds.
 
     Raises:
         AssertionError: a rank raised an error or did not end within `timeout` seconds. The message
@@ -60,16 +61,8 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = [
-            sys.executable,
-            __file__,
-            module,
-            function,
-            str(size),
-            name,
-            str(rank_timeout),
-            str(timeout),
-        ]
+        numbers = (size, rank_timeout, timeout)
+        program = [sys.executable, __file__, name, *map(str, numbers), *functions]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with open(folder / "all ranks.txt", "w") as output:
             started = subprocess.Popen(
@@ -85,31 +78,55 @@ def run_ranks(
                 except ProcessLookupError:
                     pass  # all of them have ended
                 started.wait()
-        assert status == 0, f"{module}.{function}: {status}\n{outputs_of(folder)}"
+        assert status == 0, f"{functions}: {status}\n{outputs_of(folder)}"
         files = [folder / f"{rank}.pt" for rank in range(size)]
         return [torch.load(one, weights_only=False) if one.exists() else None for one in files]
 
 
 class Once:
-    """run_ranks(), once for all tests of a module, even if it fails for all of them."""
+    """run_ranks(), once for all tests of a module, even if it fails for all of them. Modules with
+    ranks of the same number and timeout share the processes."""
 
-    def __init__(self, module: str, function: str, size: int, **timeouts: float) -> None:
-        self.run = functools.partial(run_ranks, module, function, size, **timeouts)
+    made: dict[tuple[int, float], list[Once]] = {}
 
-    @functools.cached_property
-    def outcome(self) -> list[Any] | None:
+    def __init__(
+        self, module: str, function: str, size: int, *, timeout: float, rank_timeout: float = 20
+    ) -> None:
+        self.function, self.size, self.timeout = f"{module}.{function}", size, timeout
+        self.rank_timeout, self.message = rank_timeout, ""
+        self.found: list[Any] | None = None
+        self.sharing = Once.made.setdefault((size, rank_timeout), [])
+        self.sharing.append(self)
+
+    def run(self) -> None:
+        functions = [one.function for one in self.sharing]
+        timeout = sum(one.timeout for one in self.sharing)
+        options = {"timeout": timeout, "rank_timeout": self.rank_timeout}
         try:
-            return self.run()
+            ranks = run_ranks(functions, self.size, **options)
         except AssertionError as error:
-            self.message = str(error)
-            return None
+            for one in self.sharing:
+                one.message = str(error)
+            return
+        for number, one in enumerate(self.sharing):
+            one.found = [None if rank is None else rank[number] for rank in ranks]
 
     def results(self) -> list[Any]:
         """The results. Only the first test that fails has the whole message."""
-        if self.outcome is None:
+        if self.found is None and not self.message:
+            self.run()
+        if self.found is None:
             message, self.message = self.message, "the ranks failed: see the first of these tests"
             raise AssertionError(message)
-        return self.outcome
+        return self.found
+
+    def results_of(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
+        """What these ranks, or all, have recorded under a name."""
+        ranks = range(self.size) if ranks is None else ranks
+        found = [self.results()[rank][name] for rank in ranks]
+        errors = [one for one in found if isinstance(one, str)]
+        assert not errors, "\n".join(errors)
+        return found
 
 
 # ---- In the process of a rank ----
@@ -154,6 +171,15 @@ def attempt(action: Callable[[], Any]) -> Any:
         return traceback.format_exc()
 
 
+def record(functions: Mapping[str, Callable[[int], Any]], rank: int) -> dict[str, Any]:
+    """The results of functions of the rank by their names, or the texts of their errors."""
+    found = {}
+    for name, function in functions.items():
+        print(name, flush=True)
+        found[name] = attempt(functools.partial(function, rank))
+    return found
+
+
 def refusal_of(action: Callable[[], Any]) -> dict[str, Any]:
     """The type and message of a call's error, and the seconds until it came."""
     begin = time.monotonic()
@@ -190,10 +216,15 @@ def received_bytes() -> Iterator[dict[str, int]]:
 # ---- The program ----
 
 
+def find_function(name: str) -> Callable[[int], Any]:
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(module), function)
+
+
 def run_rank(
     rank: int, size: int, listener: socket.socket, done: Any, arguments: list[str]
 ) -> None:
-    module, function, _, folder, seconds, all_seconds = arguments
+    folder, _, seconds, all_seconds, *functions = arguments
     with open(Path(folder, f"rank {rank}.txt"), "w") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
@@ -205,7 +236,7 @@ def run_rank(
     options = {"master_listen_fd": listener.fileno()} if rank == 0 else {}
     store = dist.TCPStore(*address, size, rank == 0, timeout, **options)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    result = getattr(importlib.import_module(module), function)(rank)
+    result = [function(rank) for function in map(find_function, functions)]
     path = Path(folder, f"{rank}.pt")
     torch.save(result, path.with_suffix(".incomplete"))
     path.with_suffix(".incomplete").rename(path)
@@ -216,10 +247,11 @@ def run_rank(
 
 
 def main(arguments: list[str]) -> int:
-    module, _, size = *arguments[:2], int(arguments[2])
-    signal.alarm(math.ceil(float(arguments[5])))
+    size = int(arguments[1])
+    signal.alarm(math.ceil(float(arguments[3])))
     torch.set_num_threads(1)
-    importlib.import_module(module)
+    for name in arguments[4:]:
+        find_function(name)  # imported before there are ranks
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     context = multiprocessing.get_context("fork")
     done = context.Event()

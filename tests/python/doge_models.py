@@ -60,6 +60,26 @@ def make_tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def make_mask(left: int = 0, right: int = 0, length: int = LENGTH) -> torch.Tensor:
+    """For two rows, the first one with padding on the left, the second one on the right."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, length - right :] = 0
+    return mask
+
+
+def make_positions(ends: list[int]) -> torch.Tensor:
+    """[1, len]: positions that begin anew after each end."""
+    return torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:])])[None]
+
+
+def in_pieces(model: Any, tokens: torch.Tensor, ends: list[int], cache: Any = None) -> torch.Tensor:
+    """The logits of pieces of a row, each after the others in a cache; without a cache alone."""
+    given = {} if cache is None else {"past_key_values": cache}
+    found = [model(tokens[:, a:b], **given).logits for a, b in zip(ends, ends[1:])]
+    return torch.cat(found, 1)
+
+
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5) -> None:
     assert (found - wanted).abs().max() <= allowed * max(1.0, wanted.abs().max())
 

@@ -1,4 +1,5 @@
-"""Decoding over a cache: however a sequence is cut, the results are as for the whole sequence."""
+"""Decoding over a cache: however a sequence is cut, the results are as for the whole sequence;
+caches that layers make, for layers of different windows too; one compiled graph for all steps."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _library, ops
+import torch._dynamo.testing
+from flash_dmattn import DynamicMaskAttention, DynamicMaskCache, LayerCaches, _library, ops
+from samples import FULL, combinations
 from torch.testing import assert_close
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW = 3, 4, 2, 16, 12
@@ -21,13 +24,9 @@ Tensors = Tuple[torch.Tensor, ...]
 assert sum(PIECES) == LENGTH
 
 
-def make_cache(
-    layers: int = 1, batch: int = BATCH, **options: Any
-) -> flash_dmattn.DynamicMaskCache:
+def make_cache(layers: int = 1, batch: int = BATCH, **options: Any) -> DynamicMaskCache:
     """An empty cache, with NaN in everything that has no meaning."""
-    cache = flash_dmattn.DynamicMaskCache(
-        layers, batch, KV_HEADS, HEAD_DIM, WINDOW, **{**RULES, **options}
-    )
+    cache = DynamicMaskCache(layers, batch, KV_HEADS, HEAD_DIM, WINDOW, **{**RULES, **options})
     for tensor in cache.keys[:4]:
         tensor.fill_(torch.nan)
     return cache
@@ -177,6 +176,48 @@ def test_padding_on_the_left() -> None:
     outs += [attend(cache, cut(rows, t, 1), weights) for t in range(90, 120)]
     valid = options["key_valid"]
     assert_close(torch.cat(outs, 1)[valid], expected[valid])
+
+
+def test_ragged_pieces() -> None:
+    """One piece is empty, and one has a single token."""
+    rows, weights = make_tokens(250)
+    expected, cache = whole(rows, weights), make_cache()
+    first, counts = torch.tensor([70, 0, 99]).int(), torch.tensor([150, 130, 1]).int()
+    attend(cache, cut(rows, 0, 100), weights, n_tokens=first)
+    piece = [
+        torch.stack([one[b, n : n + 150] for b, n in enumerate(first.tolist())]) for one in rows
+    ]
+    out = attend(cache, tuple(piece), weights, n_tokens=counts)
+    for b, (n, count) in enumerate(zip(first.tolist(), counts.tolist())):
+        assert_close(out[b, :count], expected[b, n : n + count])
+    assert torch.equal(cache.keys.seen, first + counts)
+
+
+def test_empty_sequences_are_known_on_the_host() -> None:
+    """Only empty sequences have no carried keys in a prefill. Every row is right whatever the cache
+    held."""
+    rows, weights = make_tokens(80)
+    cache, expected = make_cache(layers=2), whole(rows, weights)
+    where = torch.tensor([1], dtype=torch.int32)
+    for layer in range(2):
+        attend(cache, tuple(one[1:2] for one in rows), weights, layer, index=where)
+    assert cache._empty == [False] * 2
+    cache.drop(2)
+    cache.reorder(torch.arange(BATCH))  # the host does not know its numbers
+    assert cache._empty == [False] * 2
+    for b in range(BATCH):
+        assert not any(cache._empty)
+        cache.drop(b)
+    assert cache._empty == [True] * 2
+    cache.reorder(torch.zeros(BATCH).long())
+    assert cache._empty == [True] * 2
+    assert_close(attend(cache, rows, weights, 1), expected)
+    attend(cache, cut(rows, 0, 3), weights, draft=True)
+    assert cache._empty == [True, False]
+    attend(cache, cut(rows, 3, 1), weights)
+    assert cache._empty == [False] * 2
+    cache.reset()
+    assert cache._empty == [True] * 2
 
 
 # ---- drafts ----
@@ -365,15 +406,14 @@ def test_a_cache_with_spaced_channels_is_refused() -> None:
 def make_layer(**options: Any) -> Any:
     torch.manual_seed(0)
     rules = {"head_dim": HEAD_DIM, **RULES, **options}
-    layer = flash_dmattn.DynamicMaskAttention(48, Q_HEADS, KV_HEADS, WINDOW, **rules)
+    layer = DynamicMaskAttention(48, Q_HEADS, KV_HEADS, WINDOW, **rules)
     torch.nn.init.normal_(layer.A)
     return layer
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rope_base", [None, 10000.0])
+@pytest.mark.parametrize(("dtype", "rope_base"), combinations(DTYPES, [None, 10000.0]))
 @torch.no_grad()
-def test_the_module(rope_base: float | None, dtype: torch.dtype) -> None:
+def test_the_module(dtype: torch.dtype, rope_base: float | None) -> None:
     """In 16 bits scores that nearly tie may rank differently, because the projections of one row
     and of many differ in their last bits."""
     layer = make_layer(rope_base=rope_base, dtype=dtype, dt_bias=True, softcap=4.0)
@@ -392,32 +432,22 @@ def test_the_module(rope_base: float | None, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_positions_follow_each_sequence() -> None:
-    """Rotary angles follow each sequence, not the longest one."""
-    layer, x = make_layer(), torch.randn(BATCH, 90, 48)
-    cache, ages = make_cache(), torch.tensor([80, 3, 41], dtype=torch.int32)
-    layer(x[:, :80], cache=cache, n_tokens=ages)
-    nexts = torch.stack([x[b, age : age + 4] for b, age in enumerate(ages.tolist())])
-    out = layer(nexts, cache=cache)
-    for b, age in enumerate(ages.tolist()):
-        assert_close(out[b], layer(x[b : b + 1, : age + 4])[0, age:])
-
-
-@torch.no_grad()
 def test_the_module_with_an_index() -> None:
-    """A step of some sequences and a prefill of one, each with its own rotary angles."""
+    """Steps of all sequences and of some, and a prefill of one: rotary angles follow each sequence,
+    not the longest one."""
     layer, x = make_layer(), torch.randn(BATCH, 180, 48)
     cache, ages = make_cache(), [80, 3, 41]
     layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))
-    for chosen, count in (([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
-        index = torch.tensor(chosen, dtype=torch.int32)
-        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in chosen])
+    for chosen, count in ((None, 4), ([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
+        rows = chosen or range(BATCH)
+        index = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
+        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in rows])
         out = layer(nexts, cache=cache, index=index)
-        for n, b in enumerate(chosen):
+        for n, b in enumerate(rows):
             if b >= 0:
                 ages[b] += count
                 assert_close(out[n], layer(x[b : b + 1, : ages[b]])[0, -count:])
-    assert cache.keys.seen.tolist() == ages == [84, 4, 116]
+    assert cache.keys.seen.tolist() == ages == [88, 8, 120]
 
 
 @torch.no_grad()
@@ -438,3 +468,218 @@ def test_the_operators_have_mutated_tensors() -> None:
     for operator in (ops.DECODE, ops.CACHE_STORE, ops.CACHE_COPY):
         assert operator.operation.mutated == cache
     assert ops.PREFILL.operation.mutated == ()
+
+
+# ---- compiled ----
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make_layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x, cache=cache, layer=number)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"] if FULL else ["aot_eager"])
+@torch.no_grad()
+def test_one_graph_for_all_steps(backend: str) -> None:
+    """Without graph breaks, 100 steps compile at most twice, and every tensor keeps its address."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    model, x = Stack(), torch.randn(BATCH, 180, 48)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    cache, plain = make_cache(layers=2), make_cache(layers=2)
+    addresses = [one.data_ptr() for one in cache.keys[:6]]
+    assert_close(model(x[:, :80], cache), model(x[:, :80], plain))
+    for t in range(80, 180):
+        assert_close(compiled(x[:, t : t + 1], cache), model(x[:, t : t + 1], plain))
+    assert 0 < counter.frame_count <= 2
+    assert addresses == [one.data_ptr() for one in cache.keys[:6]]
+    assert cache.get_seq_length(1) == 180 and torch.equal(cache.keys.seen, plain.keys.seen)
+
+
+@torch.no_grad()
+def test_static_caches_change_no_number_on_the_host() -> None:
+    """One graph without symbolic numbers. With these, CUDA graphs would be recorded anew."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model, x = Stack(), torch.randn(BATCH, 130, 48)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    cache, plain = make_cache(layers=2, static=True), make_cache(layers=2)
+    assert_close(model(x[:, :80], cache), model(x[:, :80], plain))
+    for t in range(80, 130):
+        assert_close(compiled(x[:, t : t + 1], cache), model(x[:, t : t + 1], plain))
+    assert counter.frame_count == 1
+    inputs = [
+        node.meta["example_value"] for node in counter.graphs[0].graph.find_nodes(op="placeholder")
+    ]
+    assert len(inputs) > 0 and all(isinstance(one, torch.Tensor) for one in inputs)
+    assert [int(cache.get_seq_length(layer)) for layer in (0, 1)] == [130, 130]
+    assert torch.equal(cache.keys.seen, plain.keys.seen)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    assert_close(model(x[:, :80], cache), model(x[:, :80], make_cache(layers=2)))
+
+
+@torch.no_grad()
+def test_drafts_and_prefills_compile() -> None:
+    torch._dynamo.reset()
+    rows, weights = make_tokens(100)
+
+    def run(cache: Any) -> Tensors:
+        first = attend(cache, cut(rows, 0, 80), weights, n_tokens=80)
+        second = attend(cache, cut(rows, 80, 10), weights, draft=True)
+        cache.commit(torch.full((BATCH,), 5, dtype=torch.int32))
+        return first, second, attend(cache, cut(rows, 85, 15), weights)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found, expected = make_cache(), make_cache()
+    assert_close(compiled(found), run(expected))
+    assert_same_state(state(found), state(expected))
+    assert_close(run(make_cache())[2], whole(rows, weights)[:, 85:])
+
+
+# ---- caches that layers make, and one cache for layers of different windows ----
+
+PAIR, TOKENS, HIDDEN = 2, 40, 32
+WINDOWS = ({"window": 4}, {"window": 9, "recent": 0, "sinks": 2}, {"window": 4})
+
+
+@pytest.fixture
+def layers() -> list[DynamicMaskAttention]:
+    torch.manual_seed(0)
+    layers = [DynamicMaskAttention(HIDDEN, 4, 2, **rules) for rules in WINDOWS]
+    for layer in layers:
+        torch.nn.init.normal_(layer.A)
+    return layers
+
+
+def pass_all(layers: list[DynamicMaskAttention], x: torch.Tensor, cache: Any, **given: Any) -> Any:
+    for number, layer in enumerate(layers):
+        x = layer(x, cache=cache, layer=number, **given) if cache is not None else layer(x)
+    return x
+
+
+def states(batch: int = PAIR) -> torch.Tensor:
+    return torch.randn(batch, TOKENS, HIDDEN)
+
+
+def close(found: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_of_different_windows(layers: list[DynamicMaskAttention]) -> None:
+    x, cache = states(), LayerCaches(layers, PAIR)
+    want = pass_all(layers, x, None)
+    found = [pass_all(layers, x[:, :30], cache)]
+    found += [pass_all(layers, x[:, t : t + 1], cache) for t in range(30, TOKENS)]
+    close(torch.cat(found, 1), want)
+    assert [one.layers for one in cache.caches] == [2, 1]
+    assert [cache.get_seq_length(n) for n in range(3)] == [TOKENS] * 3
+    assert cache.memory_bytes == sum(layer.new_cache(PAIR).memory_bytes for layer in layers)
+    cache.reset()
+    close(pass_all(layers, x[:, :7], cache), pass_all(layers, x[:, :7], None))
+
+
+@torch.no_grad()
+def test_drafts_of_layers(layers: list[DynamicMaskAttention]) -> None:
+    """Four drafts: three stay after crop(), and two enter."""
+    x, other = states(), states()
+    cache, plain = LayerCaches(layers, PAIR), LayerCaches(layers, PAIR)
+    for one in (cache, plain):
+        pass_all(layers, x[:, :10], one)
+    drafts = torch.cat((x[:, 10:12], other[:, :2]), 1)
+    pass_all(layers, drafts, cache, draft=True)
+    assert cache.drafts == 4
+    cache.crop(3)
+    assert cache.drafts == 3
+    cache.commit(torch.tensor([2, 2], dtype=torch.int32))
+    pass_all(layers, x[:, 10:12], plain)
+    close(pass_all(layers, x[:, 12:20], cache), pass_all(layers, x[:, 12:20], plain))
+
+
+@torch.no_grad()
+def test_sequences_of_layers(layers: list[DynamicMaskAttention]) -> None:
+    x, cache = states(), LayerCaches(layers, PAIR)
+    pass_all(layers, x[:, :10], cache)
+    cache.reorder(torch.tensor([1, 0]))
+    close(
+        pass_all(layers, x.flip(0)[:, 10:20], cache),
+        pass_all(layers, x, None).flip(0)[:, 10:20],
+    )
+    cache.drop(1)
+    index = torch.tensor([1], dtype=torch.int32)
+    close(pass_all(layers, x[:1, :5], cache, index=index), pass_all(layers, x[:1, :5], None))
+    assert cache.positions(1, 1, index).tolist() == [[5]]
+
+
+@torch.no_grad()
+def test_attend_of_a_layer() -> None:
+    layer = DynamicMaskAttention(HIDDEN, 4, 2, 4)
+    cache, alone = LayerCaches([layer, layer], 1), layer.new_cache(1)
+    rows = torch.randn(1, 6, 4, 8), *torch.randn(2, 1, 6, 2, 8)
+    weights = torch.randn(2, 16), torch.ones(2)
+    found = cache.attend(1, *rows, *weights, softcap=2.0)
+    assert torch.equal(found, alone.attend(0, *rows, *weights, softcap=2.0))
+    assert [cache.get_seq_length(n) for n in (0, 1)] == [0, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_makes_its_cache(dtype: torch.dtype) -> None:
+    rules = {"window": 6, "recent": 3, "sinks": 2, "head_dim": 16}
+    layer = DynamicMaskAttention(HIDDEN, 4, 2, **rules, dtype=dtype)
+    cache = layer.new_cache(PAIR, layers=3, static=True)
+    assert (cache.layers, cache.batch, cache.static) == (3, PAIR, True)
+    assert cache.keys.key.shape == (3 * PAIR, 9, 2, 16) and cache.keys.key.dtype == dtype
+    assert (cache.keys.window, cache.keys.recent, cache.keys.sinks) == (6, 3, 2)
+    with torch.no_grad():
+        layer(torch.randn(PAIR, 5, HIDDEN, dtype=dtype), cache=cache, layer=2)
+
+
+def test_recent_is_window_by_default() -> None:
+    """As in a layer; functions have 0, as in the method's documents."""
+    assert DynamicMaskCache(1, 1, 2, 8, window=5).keys.recent == 5
+    assert DynamicMaskCache(1, 1, 2, 8, window=5, recent=0).keys.recent == 0
+    assert DynamicMaskAttention(HIDDEN, 4, 2, 5).recent == 5
+    assert flash_dmattn.select(torch.randn(1, 2, 6), 5).recent == 0
+
+
+def test_what_caches_look_like(layers: list[DynamicMaskAttention]) -> None:
+    cache = layers[1].new_cache(PAIR)
+    shown = (
+        "DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, window=9, recent=0, sinks=2, "
+        "bias_form='exp', dtype=torch.float32, device=cpu{}): {} tokens, 2744 bytes"
+    )
+    assert cache.memory_bytes == 2744
+    assert repr(cache) == shown.format("", 0)
+    static = layers[1].new_cache(PAIR, static=True)
+    with torch.no_grad():
+        for one in (cache, static):
+            layers[1](torch.randn(PAIR, 11, HIDDEN), cache=one)
+    assert repr(cache) == shown.format("", 11)
+    assert repr(static) == shown.format(", static=True", 11)
+    both = LayerCaches(layers, PAIR)
+    assert repr(both).startswith("LayerCaches(\n    DynamicMaskCache(layers=2, batch=2,")
+    assert repr(both).count("0 tokens") == 2
+
+
+@torch.no_grad()
+def test_a_refused_commit_changes_nothing(layers: list[DynamicMaskAttention]) -> None:
+    x, cache = states(), LayerCaches(layers, PAIR)
+    pass_all(layers, x[:, :10], cache)
+    for number, length in enumerate((3, 2, 3)):
+        layers[number](x[:, :length], cache=cache, layer=number, draft=True)
+    seen = [one.keys.seen.clone() for one in cache.caches]
+    with pytest.raises(
+        ValueError, match=r"^count: the layers have \[3, 3, 2\] drafts, want as many"
+    ):
+        cache.commit(3)
+    with pytest.raises(ValueError, match="^b: the layers have"):
+        cache.drop(0)
+    assert all(torch.equal(one.keys.seen, was) for one, was in zip(cache.caches, seen))
+    assert cache.drafts == 3

@@ -146,18 +146,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
     ),
 }
 
-# A call with arguments that are wrong on all ranks in the same way, and the error.
-WRONG_EVERYWHERE: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
-    "softmax_scale": (attend, {"softmax_scale": -1.0}, "ValueError", "softmax_scale"),
-    "softcap": (attend, {"softcap": -1.0}, "ValueError", "softcap"),
-    "head_dim": (attend, {"head_dim": 12}, "NotImplementedError", "head_dim"),
-    "backend": (attend, {"backend": "abacus"}, "NotImplementedError", "backend"),
-    "ring softmax_scale": (attend_to_all, {"softmax_scale": -1.0}, "ValueError", "softmax_scale"),
-    "ring head_dim": (attend_to_all, {"head_dim": 12}, "NotImplementedError", "head_dim"),
-    "ring backend": (attend_to_all, {"backend": "abacus"}, "NotImplementedError", "backend"),
-    "ring softcap": (attend_to_all, {"softcap": -1.0}, "ValueError", "softcap"),
-}
-
 
 # ---- On the ranks ----
 
@@ -173,32 +161,63 @@ def refuse(call: Callable[..., Any], arguments: Arguments) -> Arguments:
     return {**found, "works": context_ranks.attempt(works)}
 
 
+def assert_refused(
+    call: Callable[..., Any], arguments: Arguments, kind: str, *words: str, works: bool = True
+) -> None:
+    """The call's error comes soon, and then the group works again."""
+    found = refuse(call, arguments) if works else refusal_of(lambda: call(**arguments))
+    assert found["kind"] == kind and all(one in found["message"] for one in words), found
+    assert found["seconds"] < SOON and found.get("works", True) is True, found
+
+
 def call_another_function(rank: int) -> Arguments:
     return refuse(attend_to_all if rank == ODD else attend, {})
 
 
-def give_lengths(rank: int) -> dict[str, Arguments]:
+def give_lengths(rank: int) -> None:
     """Lengths that are wrong on every rank. With lengths, ranks do not compare arguments."""
-    given = {"too few": [LENGTH] * 2, "below 0": [LENGTH, -1, LENGTH]}
-    given["of other tokens"] = [LENGTH + 1] * SIZE
-    found = {name: refuse(attend, {"lengths": lengths}) for name, lengths in given.items()}
-    tensor = torch.ones(1, 10)
-    found["another sum"] = refusal_of(lambda: distributed.split_sequence(tensor, lengths=[5, 3, 3]))
-    found["split too few"] = refusal_of(lambda: distributed.split_sequence(tensor, lengths=[10]))
-    return found
+    for lengths, words in (
+        ([LENGTH] * 2, "want 3 numbers of 0 or more"),
+        ([LENGTH, -1, LENGTH], "want 3 numbers of 0 or more"),
+        ([LENGTH + 1] * SIZE, "this rank has 7, want 6"),
+    ):
+        assert_refused(attend, {"lengths": lengths}, "ValueError", "lengths: ", words)
+    split = functools.partial(distributed.split_sequence, torch.ones(1, 10))
+    for lengths, words in (
+        ([5, 3, 3], "their sum is 11, want 10"),
+        ([10], "want 3 numbers of 0 or more"),
+    ):
+        assert_refused(split, {"lengths": lengths}, "ValueError", "lengths: ", words)
 
 
-def give_groups(rank: int) -> dict[str, Arguments]:
+def give_groups(rank: int) -> None:
     without = dist.new_group([0, 2])
     rectangle = init_device_mesh("cpu", (1, 3), mesh_dim_names=("rows", "columns"))
-    found = {"mesh of two dimensions": refuse(attend, {"group": rectangle})}
-    found["no group"] = refuse(attend, {"group": "all of them"})
+    words = "group: is a mesh of 2 dimensions, want one"
+    assert_refused(attend, {"group": rectangle}, "ValueError", words)
+    words = "group: is 'all of them', a str, want"
+    assert_refused(attend, {"group": "all of them"}, "TypeError", words)
     layer = DynamicMaskAttention(16, 2, 2, 4, process_group=rectangle)
-    found["layer"] = refusal_of(lambda: layer(torch.zeros(1, 4, 16)))
+    words = "group: is a mesh of 2 dimensions, want one"
+    assert_refused(layer, {"x": torch.zeros(1, 4, 16)}, "ValueError", words)
     if rank == ODD:
-        found["group without this rank"] = refusal_of(lambda: attend(group=without))
-        found["of another group"] = found["group without this rank"]
-    return found
+        words = "group: does not have this process as a rank"
+        assert_refused(attend, {"group": without}, "ValueError", words, works=False)
+
+
+def give_what_is_wrong_everywhere(rank: int) -> None:
+    """The ranks agree on the arguments, which are wrong on all of them."""
+    for call in (attend, attend_to_all):
+        for name, value, kind in (
+            ("softmax_scale", -1.0, "ValueError"),
+            ("softcap", -1.0, "ValueError"),
+            ("head_dim", 12, "NotImplementedError"),
+            ("backend", "abacus", "NotImplementedError"),
+        ):
+            assert_refused(call, {name: value}, kind, name)
+
+
+CHECKS = {one.__name__: one for one in (give_lengths, give_groups, give_what_is_wrong_everywhere)}
 
 
 def record_refusals(rank: int) -> dict[str, Any]:
@@ -207,13 +226,8 @@ def record_refusals(rank: int) -> dict[str, Any]:
         found[name] = refuse(call, odd if rank == ODD else others)
     for name, (call, odd, *_) in WRONG.items():
         found[name] = refuse(call, odd if rank == ODD else {})
-    runs = {"function": call_another_function, "lengths": give_lengths, "groups": give_groups}
-    for name, run in runs.items():
-        print(name, flush=True)
-        found[name] = context_ranks.attempt(functools.partial(run, rank))
-    for name, (call, arguments, *_) in WRONG_EVERYWHERE.items():
-        found[f"everywhere {name}"] = refuse(call, arguments)
-    return found
+    runs = {"function": call_another_function, **CHECKS}
+    return {**found, **context_ranks.record(runs, rank)}
 
 
 def record_absence(rank: int) -> dict[str, Any]:
@@ -261,15 +275,8 @@ def leave_first(rank: int) -> dict[str, Any]:
 
 # ---- In the process of the tests ----
 
-REFUSALS = context_ranks.Once(__name__, "record_refusals", SIZE, timeout=60, rank_timeout=10)
+REFUSALS = context_ranks.Once(__name__, "record_refusals", SIZE, timeout=60)
 ABSENCE = context_ranks.Once(__name__, "record_absence", SIZE, timeout=60, rank_timeout=SECONDS)
-
-
-def refusals_of(name: str) -> list[Any]:
-    found = [rank[name] for rank in REFUSALS.results()]
-    errors = [one for one in found if isinstance(one, str)]
-    assert not errors, "\n".join(errors)
-    return found
 
 
 def assert_usable(found: list[Arguments]) -> None:
@@ -280,7 +287,7 @@ def assert_usable(found: list[Arguments]) -> None:
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_that_disagree(name: str) -> None:
     """All have the same message, which says which ranks have which value."""
-    found = refusals_of(name)
+    found = REFUSALS.results_of(name)
     assert_usable(found)
     assert {one["kind"] for one in found} == {"ValueError"}
     (message,) = {one["message"] for one in found}
@@ -292,7 +299,7 @@ def test_ranks_that_disagree(name: str) -> None:
 def test_a_rank_that_refuses_its_arguments(name: str) -> None:
     """The other ranks raise its message."""
     _, _, kind, argument = WRONG[name]
-    found = refusals_of(name)
+    found = REFUSALS.results_of(name)
     assert_usable(found)
     odd = found[ODD]
     assert odd["kind"] == kind and argument in odd["message"], odd
@@ -302,7 +309,7 @@ def test_a_rank_that_refuses_its_arguments(name: str) -> None:
 
 
 def test_different_functions() -> None:
-    found = refusals_of("function")
+    found = REFUSALS.results_of("function")
     assert_usable(found)
     (message,) = {one["message"] for one in found}
     assert message.startswith("function: is context_parallel_attention on ranks 0, 2, ring_att")
@@ -310,34 +317,9 @@ def test_different_functions() -> None:
     assert {one["kind"] for one in found} == {"ValueError"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("too few", "want 3 numbers of 0 or more"),
-        ("below 0", "want 3 numbers of 0 or more"),
-        ("of other tokens", "this rank has 7, want 6"),
-        ("another sum", "their sum is 11, want 10"),
-        ("split too few", "want 3 numbers of 0 or more"),
-    ],
-)
-def test_wrong_lengths(name: str, message: str) -> None:
-    for ranks in refusals_of("lengths"):
-        assert ranks[name]["kind"] == "ValueError"
-        assert ranks[name]["message"].startswith("lengths: ") and message in ranks[name]["message"]
-        assert ranks[name].get("works", True) is True
-
-
-def test_wrong_groups() -> None:
-    found = refusals_of("groups")
-    for one in found:
-        for name in ("mesh of two dimensions", "layer"):
-            assert one[name]["kind"] == "ValueError"
-            assert one[name]["message"].startswith("group: is a mesh of 2 dimensions, want one")
-        assert one["no group"]["kind"] == "TypeError"
-        assert one["no group"]["message"].startswith("group: is 'all of them', a str, want")
-    without = found[ODD]["group without this rank"]
-    assert without["kind"] == "ValueError"
-    assert without["message"] == "group: does not have this process as a rank"
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_ranks(name: str) -> None:
+    assert REFUSALS.results_of(name) == [None] * SIZE
 
 
 @pytest.mark.parametrize("call", [attend, attend_to_all, join])
@@ -345,16 +327,6 @@ def test_no_process_group(call: Callable[..., Any]) -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="^group: torch.distributed has no process group"):
         call()
-
-
-@pytest.mark.parametrize("name", WRONG_EVERYWHERE)
-def test_arguments_that_are_wrong_on_all_ranks(name: str) -> None:
-    """The ranks agree on them."""
-    _, _, kind, argument = WRONG_EVERYWHERE[name]
-    found = refusals_of(f"everywhere {name}")
-    assert_usable(found)
-    for one in found:
-        assert one["kind"] == kind and argument in one["message"]
 
 
 @pytest.mark.parametrize("name", ["attend", "ring"])
@@ -404,9 +376,10 @@ def test_a_rank_that_has_died() -> None:
 
 
 def test_the_rank_with_the_store_has_died() -> None:
-    found = context_ranks.run_ranks(__name__, "leave_first", SIZE, timeout=60, rank_timeout=SECONDS)
+    options = {"timeout": 60, "rank_timeout": SECONDS}
+    found = context_ranks.run_ranks([f"{__name__}.leave_first"], SIZE, **options)
     assert found[0] is None
-    for one in found[1:]:
+    for (one,) in found[1:]:
         assert one["before"] is True
         for name in ("after", "again"):
             assert one[name]["kind"] == "RuntimeError" and one[name]["seconds"] < SECONDS + SOON

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import context_ranks
@@ -123,10 +124,6 @@ def run_layer(layer: torch.nn.Module, case: Case, rank: int, **options: Any) -> 
     return found
 
 
-def run_case(name: str, rank: int, group: Any) -> Tensors:
-    return run_layer(make_layer(CASES[name], group), CASES[name], rank)
-
-
 def run_on_mesh(rank: int) -> Tensors:
     """On a mesh of one dimension, and on each dimension of a mesh of two."""
     line = init_device_mesh("cpu", (8,))
@@ -158,56 +155,49 @@ def run_in_fully_sharded(rank: int) -> Tensors:
     }
 
 
-def run_with_checkpoint(rank: int) -> Tensors:
+def check_checkpoints(rank: int) -> None:
     """Backward repeats the forward pass of each of two layers."""
     layer = make_layer(WHOLE, context_ranks.group_of(8))
 
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return layer(layer(x))
+    def in_checkpoint(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False)
 
-    def in_checkpoints(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    found = {}
+    found = []
     x, dout = (own_tokens(one, WHOLE.lengths, rank) for one in make_states(WHOLE))
-    for run in (twice, in_checkpoints):
+    for run in (layer, in_checkpoint):
         layer.zero_grad(set_to_none=True)
         given = x.clone().requires_grad_()
-        out = run(given)
+        out = run(run(given))
         out.backward(dout)
-        gradients = [parameter.grad for parameter in layer.parameters()]
-        found[run.__name__] = [out.detach(), given.grad, *gradients]
-    return found
+        gradients = (parameter.grad for parameter in layer.parameters())
+        found.append((out.detach(), given.grad, *gradients))
+    evaluate.assert_same(*found)
 
 
-def run_copies(rank: int) -> Tensors:
+def check_copies(rank: int) -> None:
     group = context_ranks.group_of(8)
     layer = make_layer(WHOLE, group)
-    replica, loaded = (
-        copy.deepcopy(layer),
-        DynamicMaskAttention(HIDDEN, 4, 2, WHOLE.window, process_group=group, **WHOLE.options),
-    )
+    assert list(layer.state_dict()) == list(make_layer(WHOLE).state_dict())
+    loaded = DynamicMaskAttention(HIDDEN, 4, 2, WHOLE.window, process_group=group, **WHOLE.options)
     loaded.load_state_dict(make_layer(WHOLE).state_dict())
-    found = {"keys": list(layer.state_dict())}
-    for name, one in (("layer", layer), ("replica", replica), ("loaded", loaded)):
-        found[name] = run_layer(one, WHOLE, rank)["out"]
-    found["apart"] = all(
-        one.data_ptr() != other.data_ptr()
-        for one, other in zip(layer.parameters(), replica.parameters())
-    )
-    return found
+    replica = copy.deepcopy(layer)
+    want = run_layer(layer, WHOLE, rank)["out"]
+    for other in (replica, loaded):
+        assert torch.equal(run_layer(other, WHOLE, rank)["out"], want)
+    for one, other in zip(layer.parameters(), replica.parameters()):
+        assert one.data_ptr() != other.data_ptr()
 
 
-def run_with_cache(rank: int) -> torch.Tensor:
+def check_a_cache(rank: int) -> None:
     """Every rank decodes the whole sequence by itself: the group does not matter."""
-    case = CASES["two-ranks"]
-    layer = make_layer(case, context_ranks.group_of(8))
-    rules = {"window": layer.window, "recent": layer.recent}
-    cache = DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, **rules)
-    with torch.no_grad():
-        return layer(make_states(case)[0], cache=cache)
+    case, found = CASES["two-ranks"], []
+    for group in (context_ranks.group_of(8), None):
+        layer = make_layer(case, group)
+        rules = {"window": layer.window, "recent": layer.recent}
+        cache = DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, **rules)
+        with torch.no_grad():
+            found.append(layer(make_states(case)[0], cache=cache))
+    torch.testing.assert_close(*found)
 
 
 def run_in_bfloat16(rank: int) -> torch.Tensor:
@@ -217,9 +207,9 @@ def run_in_bfloat16(rank: int) -> torch.Tensor:
         return layer(own_tokens(make_states(WHOLE)[0], WHOLE.lengths, rank))
 
 
-def run_helpers(rank: int) -> dict[int, Tensors]:
-    """The functions that cut and join sequences, in groups of several sizes."""
-    found = {}
+def check_helpers(rank: int) -> None:
+    """The functions that cut and join sequences, in groups of several sizes. Every rank has all
+    tokens of a joined sequence, and their gradients added in the order of ranks."""
     for size, members in MEMBERS.items():
         group = context_ranks.group_of(size)
         if group is None:
@@ -227,45 +217,50 @@ def run_helpers(rank: int) -> dict[int, Tensors]:
         own, lengths = members.index(rank), EIGHT[:size]
         total = sum(lengths)
         whole = torch.arange(2.0 * total * 3).view(2, total, 3)
-        one = found[size] = {}
-        one["split"] = distributed.split_sequence(whole, group=group)
-        one["split as told"] = distributed.split_sequence(whole, group=group, lengths=lengths)
-        swapped = whole.transpose(0, 1)
-        one["split axis 0"] = distributed.split_sequence(swapped, 0, group=group, lengths=lengths)
-        one["is a view"] = one["split"].untyped_storage().data_ptr() == whole.data_ptr()
-        given = own_tokens(whole, lengths, own)
-        one["positions"] = distributed.sequence_positions(lengths[own], group=group)
-        one["positions as told"] = distributed.sequence_positions(
-            lengths[own], group=group, lengths=lengths
-        )
-        one["joined"] = distributed.gather_sequence(given, group=group)
-        one["joined as told"] = distributed.gather_sequence(given, group=group, lengths=lengths)
-        one["joined integers"] = distributed.gather_sequence(given.long(), group=group)
-        one["joined axis 0"] = distributed.gather_sequence(given.transpose(0, 1), 0, group=group)
-        one["joined last axis"] = distributed.gather_sequence(given.mT, -1, group=group)
+        given, swapped = own_tokens(whole, lengths, own), whole.transpose(0, 1)
+        told = {"group": group, "lengths": lengths}
+
+        even = distributed.split_lengths(total, size)
+        split = distributed.split_sequence(whole, group=group)
+        assert torch.equal(split, own_tokens(whole, even, own))
+        assert split.untyped_storage().data_ptr() == whole.data_ptr() or own > 0  # a view
+        assert torch.equal(distributed.split_sequence(whole, **told), given)
+        split = distributed.split_sequence(swapped, 0, **told)
+        assert torch.equal(split, given.transpose(0, 1))
+
+        want = own_tokens(torch.arange(total)[None], lengths, own)
+        for options in ({"group": group}, told):
+            found = distributed.sequence_positions(lengths[own], **options)
+            assert torch.equal(found, want)
+            assert torch.equal(distributed.gather_sequence(given, **options), whole)
+        joined = distributed.gather_sequence(given.long(), group=group)
+        assert joined.dtype == torch.int64 and torch.equal(joined, whole.long())
+        joined = distributed.gather_sequence(given.transpose(0, 1), 0, group=group)
+        assert torch.equal(joined, swapped)
+        assert torch.equal(distributed.gather_sequence(given.mT, -1, group=group), whole.mT)
         for dtype in (torch.float32, torch.bfloat16):
             leaf = given.detach().clone().to(dtype).requires_grad_()
-            joined = distributed.gather_sequence(leaf, group=group)
-            joined.backward(((own + 1) * whole).to(dtype))
-            one[f"gradient {dtype}"] = leaf.grad
-    return found
+            distributed.gather_sequence(leaf, group=group).backward(((own + 1) * whole).to(dtype))
+            sums = sum(((other + 1) * whole).to(dtype).float() for other in range(size))
+            assert torch.equal(leaf.grad, own_tokens(sums, lengths, own).to(dtype))
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (check_checkpoints, check_copies, check_a_cache, check_helpers)
+}
 
 
 def record(rank: int) -> dict[str, Any]:
-    found = {}
-    runs = {"helpers": run_helpers, "mesh": run_on_mesh, "data parallel": run_in_data_parallel}
-    runs.update({"fully sharded": run_in_fully_sharded, "checkpoint": run_with_checkpoint})
-    runs.update(copies=run_copies, cache=run_with_cache, bfloat16=run_in_bfloat16)
-    for name, run in runs.items():
-        print(name, flush=True)
-        found[name] = context_ranks.attempt(functools.partial(run, rank))
+    runs = {**CHECKS, "mesh": run_on_mesh, "data parallel": run_in_data_parallel}
+    runs.update({"fully sharded": run_in_fully_sharded, "bfloat16": run_in_bfloat16})
     for name, case in CASES.items():
         group = context_ranks.group_of(len(case.lengths))
         if group is not None:
-            print(name, flush=True)
             own = MEMBERS[len(case.lengths)].index(rank)
-            found[name] = context_ranks.attempt(functools.partial(run_case, name, own, group))
-    return found
+            layer = functools.partial(make_layer, case, group)
+            runs[name] = lambda _, layer=layer, case=case, own=own: run_layer(layer(), case, own)
+    return context_ranks.record(runs, rank)
 
 
 # ---- In the process of the tests ----
@@ -274,10 +269,7 @@ RUN = context_ranks.Once(__name__, "record", 8, timeout=90)
 
 
 def on_ranks(name: str, size: int = 8) -> list[Any]:
-    found = [RUN.results()[rank][name] for rank in MEMBERS[size]]
-    errors = [one for one in found if isinstance(one, str)]
-    assert not errors, "\n".join(errors)
-    return found
+    return RUN.results_of(name, MEMBERS[size])
 
 
 def run_whole(
@@ -350,28 +342,9 @@ def test_wrappers_take_the_mean_over_ranks(wrapper: str) -> None:
     assert_layer(on_ranks(wrapper), WHOLE, ranks_of_mean=8)
 
 
-def test_checkpoints() -> None:
-    for one in on_ranks("checkpoint"):
-        assert len(one["twice"]) > 2
-        evaluate.assert_same(tuple(one["in_checkpoints"]), tuple(one["twice"]))
-
-
-def test_copies() -> None:
-    for one in on_ranks("copies"):
-        assert one["keys"] == list(make_layer(WHOLE).state_dict())
-        assert torch.equal(one["replica"], one["layer"]) and one["apart"]
-        assert torch.equal(one["loaded"], one["layer"])
-
-
-def test_a_cache_needs_no_ranks() -> None:
-    case = CASES["two-ranks"]
-    with torch.no_grad():
-        layer = make_layer(case)
-        rules = {"window": layer.window, "recent": layer.recent}
-        cache = DynamicMaskCache(layers=1, batch=2, kv_heads=2, head_dim=8, **rules)
-        want = layer(make_states(case)[0], cache=cache)
-    for one in on_ranks("cache"):  # matrix products of processes may differ in their last bits
-        torch.testing.assert_close(one, want)
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_ranks(name: str) -> None:
+    assert RUN.results_of(name) == [None] * 8
 
 
 def test_autocast() -> None:
@@ -408,62 +381,17 @@ def test_lengths_without_a_group() -> None:
         layer(torch.zeros(1, 4, HIDDEN), lengths=[4])
 
 
-# ---- Functions that cut and join sequences ----
-
-
-@pytest.mark.parametrize("size", MEMBERS)
-def test_split_sequence(size: int) -> None:
-    lengths = EIGHT[:size]
-    whole = torch.arange(2.0 * sum(lengths) * 3).view(2, sum(lengths), 3)
-    found = [one[size] for one in on_ranks("helpers", size)]
-    even = [one["split"] for one in found]
-    assert [one.shape[1] for one in even] == distributed.split_lengths(sum(lengths), size)
-    assert torch.equal(torch.cat(even, 1), whole)
-    assert all(one["is a view"] for one in found[:1])
-    for rank, one in enumerate(found):
-        assert torch.equal(one["split as told"], own_tokens(whole, lengths, rank))
-        assert torch.equal(one["split axis 0"], one["split as told"].transpose(0, 1))
-
-
-@pytest.mark.parametrize("size", MEMBERS)
-def test_gather_sequence(size: int) -> None:
-    """Every rank has all tokens, and their gradients added in the order of ranks."""
-    lengths = EIGHT[:size]
-    whole = torch.arange(2.0 * sum(lengths) * 3).view(2, sum(lengths), 3)
-    for rank, ranks in enumerate(on_ranks("helpers", size)):
-        found = ranks[size]
-        assert torch.equal(found["joined"], whole) and torch.equal(found["joined as told"], whole)
-        assert found["joined integers"].dtype == torch.int64
-        assert torch.equal(found["joined integers"], whole.long())
-        assert torch.equal(found["joined axis 0"], whole.transpose(0, 1))
-        assert torch.equal(found["joined last axis"], whole.mT)
-        for dtype in (torch.float32, torch.bfloat16):
-            total = sum(((other + 1) * whole).to(dtype).float() for other in range(size))
-            want = own_tokens(total, lengths, rank).to(dtype)
-            assert torch.equal(found[f"gradient {dtype}"], want)
-
-
-@pytest.mark.parametrize("size", MEMBERS)
-def test_sequence_positions(size: int) -> None:
-    lengths = EIGHT[:size]
-    for rank, one in enumerate(on_ranks("helpers", size)):
-        want = own_tokens(torch.arange(sum(lengths))[None], lengths, rank)
-        assert torch.equal(one[size]["positions"], want)
-        assert torch.equal(one[size]["positions as told"], want)
-
-
-@pytest.mark.parametrize("multiple", [1, 8, 32])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("total", [0, 1, 7, 64, 100, 257])
-def test_split_lengths(total: int, ranks: int, multiple: int) -> None:
+def test_split_lengths(total: int) -> None:
     """All tokens are split. Only the last rank with tokens may have no multiple, and lengths differ
     by one multiple at most."""
-    found = distributed.split_lengths(total, ranks, multiple=multiple)
-    assert len(found) == ranks and sum(found) == total and min(found) >= 0
-    blocks = [-(-length // multiple) for length in found]
-    assert max(blocks) - min(blocks) <= 1 and blocks == sorted(blocks, reverse=True)
-    has_tokens = [length for length in found if length > 0]
-    assert all(length % multiple == 0 for length in has_tokens[:-1])
+    for ranks, multiple in itertools.product((1, 2, 3, 8), (1, 8, 32)):
+        found = distributed.split_lengths(total, ranks, multiple=multiple)
+        assert len(found) == ranks and sum(found) == total and min(found) >= 0
+        blocks = [-(-length // multiple) for length in found]
+        assert max(blocks) - min(blocks) <= 1 and blocks == sorted(blocks, reverse=True)
+        has_tokens = [length for length in found if length > 0]
+        assert all(length % multiple == 0 for length in has_tokens[:-1])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import flash_dmattn
 import pytest
 import torch
 from safetensors.torch import load_file
+from samples import combinations
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "data" / "minilm.safetensors"
 LENGTH, HEADS, HEAD_DIM = 512, 12, 32
@@ -65,7 +66,7 @@ def test_score_predicts_attention_received(
 
 
 # Seeds of random scores, or "recent" for a sliding window; and whether attention is causal.
-RIVALS = [(seed, causal) for seed in range(5) for causal in (False, True)] + [("recent", True)]
+RIVALS = [*combinations(range(5), (False, True)), ("recent", True)]
 
 
 @pytest.mark.parametrize(("rival", "causal"), RIVALS)

@@ -1,22 +1,37 @@
-"""examples/lm: the C program has the losses of PyTorch, writes the bytes that PyTorch finds
-likeliest, draws bytes by their probabilities, and refuses broken files."""
+"""examples/lm: the C program has the losses of PyTorch and of the models of research/, writes the
+bytes that these find likeliest, draws bytes by their probabilities, and refuses broken files."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
 
 import evaluate
 import pytest
+import quality_model
 import torch
+import warm
 from flash_dmattn import DynamicMaskAttention
-from lm_cases import FOLDER, PROGRAM, RANDOM_BYTES, TEXT, assert_likeliest, generate, loss_of
-from programs import ROOT, output_of, python, run
+from programs import ROOT, Done, output_of, run
 from safetensors.torch import load_file, save_file
+from samples import combinations
 
+FOLDER = ROOT / "examples" / "lm"
+PROGRAM = os.environ.get("FDMA_LM", str(ROOT / "build" / "examples" / "lm"))
+TEXT = ROOT / "examples" / "data" / "text.txt"
+RANDOM_BYTES = torch.randint(256, (1300,), generator=torch.Generator().manual_seed(2))
+PROMPTS = {  # with their lengths; pieces of a prompt have 512 bytes
+    "some pieces": 1300,
+    "none": 0,
+    "one byte": 1,
+    "shorter than the window": 9,
+    "pieces and one byte": 513,
+}
 LAYERS, WIDTH, KV_HEADS, HEAD_DIM = 2, 128, 2, 32
 
 SINKS = {"window": "24", "recent": "8", "sinks": "4"}
@@ -95,15 +110,48 @@ def logits_before(lm: ModuleType, model: Path, prompt: bytes, written: bytes) ->
         return lm.run(lm.read_model(model), text)[0, -len(written) - 1 : -1]
 
 
-@pytest.mark.parametrize("bits", [32, 16, 8])
-@pytest.mark.parametrize("form", FORMS)
+def generate(model: Path, prompt: bytes, *arguments: str) -> bytes:
+    """The program's output after the prompt."""
+    path = model.with_name("prompt")
+    path.write_bytes(prompt)
+    done = run(PROGRAM, model, "--prompt-file", path, *arguments, text=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(prompt)
+    return done.stdout[len(prompt) :]
+
+
+def loss_of(done: Done) -> float:
+    """Bits per byte."""
+    return float(output_of(done).split()[0])
+
+
+def write_text(folder: Path, length: int) -> Path:
+    path = folder / "text"
+    path.write_bytes(TEXT.read_bytes()[:length])
+    return path
+
+
+def assert_likeliest(logits: torch.Tensor, written: bytes) -> None:
+    """Each written byte has the largest of its logits [len, 256] or, in few places, one that is
+    smaller by no more than rounding."""
+    largest, second = logits.topk(2).values.T
+    rounding = 64 * torch.finfo(logits.dtype).eps * logits.abs().max()
+    assert (largest - second > rounding).double().mean() > 0.97
+    chosen = logits.gather(1, torch.tensor([*written])[:, None])[:, 0]
+    assert (largest - chosen <= rounding).all()
+
+
+def loss_in_c(model: Path, text: Path, *options: str) -> float:
+    return loss_of(run(PROGRAM, model, "--loss", text, *options))
+
+
+@pytest.mark.parametrize(("form", "bits"), combinations(FORMS, [32, 16, 8]))
 def test_losses_are_those_of_pytorch(
     form: str, bits: int, lm: ModuleType, write: Write, tmp_path: Path
 ) -> None:
     """Pieces of 300 bytes; the last one has 99."""
-    model, text = write(form, bits), tmp_path / "text"
-    text.write_bytes(TEXT.read_bytes()[:1000])
-    found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "300"))
+    model, text = write(form, bits), write_text(tmp_path, 1000)
+    found = loss_in_c(model, text, "--length", "300")
     assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 300)) < 1e-4
 
 
@@ -128,13 +176,12 @@ def test_losses_are_those_of_the_formulas(
             bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
         return evaluate.attention(*heads, mask, double, bias=bias)[0].float()
 
-    model, text = write(form), tmp_path / "text"
-    text.write_bytes(TEXT.read_bytes()[:121])
+    model, text = write(form), write_text(tmp_path, 121)
     whole = torch.tensor([[*text.read_bytes()]])
     with torch.no_grad():
         logits = lm.run(lm.read_model(model), whole[:, :-1], attend)[0]
     want = torch.nn.functional.cross_entropy(logits, whole[0, 1:]).item() / math.log(2)
-    assert abs(loss_of(run(PROGRAM, model, "--loss", text)) - want) < 1e-4
+    assert abs(loss_in_c(model, text) - want) < 1e-4
 
 
 @pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks", "qk_norm"])
@@ -183,17 +230,7 @@ def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
         torch.testing.assert_close(model["head"](model["norm"](x)), want)
 
 
-PROMPTS = {  # with their lengths; pieces of a prompt have 512 bytes
-    "none": 0,
-    "one byte": 1,
-    "shorter than the window": 9,
-    "some pieces": 1300,
-    "pieces and one byte": 513,
-}
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "prompt"), combinations(FORMS, PROMPTS))
 def test_greedy_text_is_that_of_pytorch(
     form: str, prompt: str, lm: ModuleType, write: Write
 ) -> None:
@@ -221,6 +258,184 @@ def test_threads_do_not_matter(write: Write, monkeypatch: pytest.MonkeyPatch) ->
     start = TEXT.read_bytes()[:600]
     texts = [generate(model, start, "--bytes", "99", "--threads", n) for n in ("1", "2", "3")]
     assert len(texts[0]) == 99 and texts[0] == texts[1] == texts[2]
+
+
+# ---- models of research/ ----
+
+HEADS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
+    "none": {},
+    "one of a layer": {"nope": (0, 1)},
+    "all of a layer": {"nope": (3, 0)},
+    "all": {"nope": (3, 3)},
+    "some": {"nope": (1, 2)},
+    "some, beside sliding ones": {"nope": (1, 2), "sliding": (2, 1)},
+    "all, with a few rotated channels": {"nope": (3, 3), "nope_rotary_dim": 10},
+    "some, with half of the channels rotated": {"nope": (2, 1), "nope_rotary_dim": 32},
+    "one, and a larger window in its layer": {"nope": (0, 1), "nope_window": 200},
+    "one, and a smaller window in its layer": {"nope": (1, 0), "nope_window": 6},
+    "all, and another window": {"nope": (3, 3), "nope_window": 60},
+    "one, with all channels rotated": {"nope": (0, 1), "nope_rotary_dim": 64},
+}
+NORMALIZED: dict[str, dict[str, Any]] = {
+    "some keys": {},
+    "all keys": {"window": None},
+    "sliding heads": {"sliding": (2, 1)},
+    "NoPE heads": {"nope": (1, 2)},
+    "NoPE heads, all keys": {"window": None, "nope": (1, 3)},
+    "NoPE heads, some rotated channels": {"nope": (3, 1), "nope_rotary_dim": 10},
+    "NoPE and sliding heads": {"nope": (1, 2), "sliding": (2, 1)},
+}
+KINDS = {**HEADS, **{name: {**one, "qk_norm": True} for name, one in NORMALIZED.items()}}
+CONFIGURED = ["--window=24", "--recent=8", "--rotary-base=1000"]  # by options of convert.py
+
+
+def write_trained(path: Path, window: int | None = 24, **kinds: Any) -> quality_model.Model:
+    """Write a model of research/quality_model.py. Its queries and keys are so large that rotation
+    matters, or, if they are normalized, so small that norm_eps matters."""
+    form = "dense" if window is None else "recent"
+    bias_form, recent = ("none", 0) if window is None else ("exp", 8)
+    config = quality_model.Config(
+        *(2, 6, 3, window, recent), bias_form=bias_form, rotary_base=1000.0, **kinds
+    )
+    model = quality_model.Model(config)
+    quality_model.initialise(model, form, 0, initial_a=0.5, dt_std=0.05)
+    factors = {"embedding": 50, "head": 4, "q_proj": 8, "k_proj": 8, "v_proj": 5, "o_proj": 5}
+    if config.qk_norm:
+        factors.update(embedding=25, q_proj=1 / 64, k_proj=1 / 32, v_proj=3, o_proj=3)
+    random = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(factors.get(name.split(".")[-2], 1))
+        if "q_norm" in name or "k_norm" in name:
+            parameter.data.uniform_(0.5, 2, generator=random)
+    quality_model.save(model, path)
+    return model
+
+
+@torch.no_grad()
+def trained_loss(model: quality_model.Model, text: bytes) -> float:
+    """Bits per byte of a text in one piece."""
+    whole = torch.tensor([[*text]])
+    nats = torch.nn.functional.cross_entropy(model(whole[:, :-1])[0], whole[0, 1:])
+    return nats.item() / math.log(2)
+
+
+@pytest.mark.parametrize(("kind", "window"), combinations(KINDS, [40, 1000]))
+def test_losses_are_those_of_the_trained_model(
+    kind: str, window: int, lm: ModuleType, tmp_path: Path
+) -> None:
+    """The program and reference.py, with queries that keep some keys, or all."""
+    path, text = tmp_path / "model.safetensors", write_text(tmp_path, 400)
+    want = trained_loss(write_trained(path, **{"window": window, **KINDS[kind]}), text.read_bytes())
+    assert abs(loss_in_c(path, text) - want) < 1e-4
+    assert abs(lm.loss(lm.read_model(path), text.read_bytes(), 400) - want) < 1e-4
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize(("kind", "prompt"), combinations(KINDS, [700, 0, 513, 9]))
+@torch.no_grad()
+def test_greedy_text_is_that_of_the_trained_model(kind: str, prompt: int, tmp_path: Path) -> None:
+    """A prompt in pieces of 512 bytes, which may end with a single byte, and then byte by byte."""
+    path, start = tmp_path / "model.safetensors", bytes(RANDOM_BYTES[:prompt].tolist())
+    model = write_trained(path, **KINDS[kind])
+    written = generate(path, start, "--temperature", "0", "--bytes", "100")
+    assert len(written) == 100 and len(set(written)) > 20
+    logits = model(torch.tensor([[*(start or b"\n"), *written]]))
+    assert_likeliest(logits[0, -len(written) - 1 : -1], written)
+
+
+def losses_of(folder: Path, kinds: list[dict[str, Any]]) -> list[float]:
+    text = TEXT.read_bytes()[:400]
+    return [trained_loss(write_trained(folder / "model", **kind), text) for kind in kinds]
+
+
+def least_difference(losses: list[float]) -> float:
+    losses = sorted(losses)
+    return min(above - below for below, above in zip(losses, losses[1:]))
+
+
+def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
+    """The losses above differ by far more than the comparison tolerates, so that the program cannot
+    have rotated other heads than the file's, or have kept other keys in their layers."""
+    others = ("sliding", "nope_window")
+    rules = {name: rule for name, rule in HEADS.items() if not any(one in rule for one in others)}
+    del rules["one, with all channels rotated"]  # equals no NoPE heads
+    losses = losses_of(tmp_path, [{"window": 1000, **rule} for rule in rules.values()])
+    assert least_difference(losses) > 1e-3
+    for nope in ((0, 1), (1, 0)):
+        windows = [{"nope_window": window} for window in (None, 6, 200, 1000)]
+        losses = losses_of(tmp_path, [{"window": 40, "nope": nope, **one} for one in windows])
+        assert least_difference(losses) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["some keys", "all keys"])
+def test_other_norms_have_other_losses(kind: str, tmp_path: Path) -> None:
+    """They differ by far more than the comparison above tolerates."""
+    text = TEXT.read_bytes()[:400]
+    losses = []
+    for change in ("none", "swapped gains", "no k_norm", "no gains", "eps"):
+        model = write_trained(tmp_path / "model.safetensors", **KINDS[kind])
+        for one in model.attentions():
+            if change == "swapped gains":
+                one.q_norm, one.k_norm = one.k_norm, one.q_norm
+            elif change == "no k_norm":
+                one.k_norm = torch.nn.Identity()
+            elif change == "no gains":
+                for norm in (one.q_norm, one.k_norm):
+                    torch.nn.init.ones_(norm.weight)
+            elif change == "eps":
+                one.q_norm.eps = one.k_norm.eps = 1e-6
+        losses.append(trained_loss(model, text))
+    assert min(abs(one - losses[0]) for one in losses[1:]) > 1e-3
+
+
+@pytest.mark.usefixtures("lm")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ({"qk_norm": True}, []),
+        (
+            {"nope": (0, 2), "nope_rotary_dim": 10, "nope_window": 20},
+            ["--nope=0 2", "--nope-rotary-dim=10", "--nope-window=20"],
+        ),
+        # A model that attends to all keys has no windows, whatever the options say.
+        ({"nope": (1, 2), "window": None}, ["--nope=1 2", "--nope-window=20"]),
+    ],
+)
+def test_conversion_keeps_heads_and_norms(
+    kind: dict[str, Any], options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file, and from a checkpoint whose only metadata are options."""
+    import convert
+
+    path, checkpoint, out = (tmp_path / name for name in ("a.safetensors", "a.pt", "converted"))
+    model, text = write_trained(path, **kind), write_text(tmp_path, 400)
+    torch.save(model.state_dict(), checkpoint)
+    want = trained_loss(model, text.read_bytes())
+    for arguments in ([path, out], [checkpoint, out, *CONFIGURED, *options]):
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+        convert.main()
+        assert abs(loss_in_c(out, text) - want) < 1e-4
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"nope": ""},
+        {"nope": "0 0", "nope_rotary_dim": "8"},
+        {"nope_window": "6"},
+        {"nope": "0 0", "nope_window": "6"},
+    ],
+)
+def test_files_without_nope_heads(metadata: dict[str, str], tmp_path: Path) -> None:
+    """`nope` is absent, empty or 0 in all layers. Then nope_window has no effect."""
+    path, text = tmp_path / "model.safetensors", write_text(tmp_path, 400)
+    model = write_trained(path, 40)
+    given = model.config.metadata()
+    del given["nope"], given["nope_rotary_dim"]
+    save_file(load_file(path), path, {**given, **metadata})
+    assert abs(loss_in_c(path, text) - trained_loss(model, text.read_bytes())) < 1e-4
 
 
 # ---- sampling ----
@@ -292,15 +507,14 @@ def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
     """Its loss in C equals PyTorch's, on unseen text that is longer than its window."""
     model, text = FOLDER / "model.safetensors", tmp_path / "text"
     text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:3000])
-    found = loss_of(run(PROGRAM, model, "--loss", text, "--length", "2000"))
+    found = loss_in_c(model, text, "--length", "2000")
     assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 2000)) < 1e-4
     assert 1 < found < 4  # bits per byte; untrained models have 8
 
 
 def test_the_reference_as_a_script(lm: ModuleType, write: Write, tmp_path: Path) -> None:
-    model, text = write("recent", 8), tmp_path / "text"
-    text.write_bytes(TEXT.read_bytes()[:700])
-    done = python(FOLDER / "reference.py", model, text, "--length", "200")
+    model, text = write("recent", 8), write_text(tmp_path, 700)
+    done = warm.python(FOLDER / "reference.py", model, text, "--length", "200")
     assert abs(loss_of(done) - lm.loss(lm.read_model(model), text.read_bytes(), 200)) < 1e-6
 
 
@@ -314,7 +528,7 @@ def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> N
     checkpoint, out = tmp_path / "checkpoint.pt", tmp_path / "model.safetensors"
     torch.save({"model": {f"_orig_mod.{name}": one for name, one in weights.items()}}, checkpoint)
     options = "--key model --head-dim 32 --window 20 --recent 12 --bits 8".split()
-    printed = output_of(python(FOLDER / "convert.py", checkpoint, out, *options))
+    printed = output_of(warm.python(FOLDER / "convert.py", checkpoint, out, *options))
     assert printed.endswith(f"{out.stat().st_size} bytes\n")
     made = lm.read_model(out)
     assert made.metadata == {
@@ -341,7 +555,7 @@ def test_conversion_to_8_bits(lm: ModuleType, write: Write, tmp_path: Path) -> N
 def test_bad_conversions(options: str, message: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"
     torch.save(random_weights(True), checkpoint)
-    done = python(FOLDER / "convert.py", checkpoint, tmp_path / "out", *options.split())
+    done = warm.python(FOLDER / "convert.py", checkpoint, tmp_path / "out", *options.split())
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 

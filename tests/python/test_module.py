@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import context_ranks
 import evaluate
 import flash_dmattn
 import pytest
@@ -14,8 +13,9 @@ import torch
 import torch.distributed.fsdp
 from cases import DEVICES
 from flash_dmattn.rotary import rotate
-from programs import output_of, python
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import softplus
+from torch.nn.parallel import DistributedDataParallel
 
 HIDDEN, HEADS, KV_HEADS, WINDOW, LENGTH = 48, 6, 2, 7, 40
 
@@ -383,52 +383,34 @@ def test_one_compiled_graph(rules: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other)
 
 
-# Each process has one half of the batch, and gradients are the mean of both.
-DISTRIBUTED = """
-import os
-import sys
-import torch
-import torch.distributed.fsdp
-import torch.distributed as dist
-from flash_dmattn import DynamicMaskAttention
-from torch.nn.parallel import DistributedDataParallel
+# ---- in processes: each has one half of the batch, and gradients are the mean of both ----
 
-rank, folder, kind = int(sys.argv[1]), *sys.argv[2:]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-layer = DynamicMaskAttention(48, 6, 2, 7)
-layer.load_state_dict(torch.load(f"{folder}/layer.pt"))
-x = torch.load(f"{folder}/x.pt")[rank : rank + 1]
-if kind == "ddp":
-    model = DistributedDataParallel(layer)  # it must outlive backward()
-else:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-model(x).square().sum().backward()
-whole = [one.grad if kind == "ddp" else one.grad.full_tensor() for one in layer.parameters()]
-torch.save(whole, f"{folder}/gradients-{rank}.pt")
-dist.barrier()
-dist.destroy_process_group()
-os._exit(0)  # a thread of gloo that holds a tensor could abort the interpreter's exit
-"""
+WRAPPERS = ("ddp", "fsdp") if hasattr(torch.distributed.fsdp, "fully_shard") else ("ddp",)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_distributed(kind: str, tmp_path: Path) -> None:
-    if kind == "fsdp" and not hasattr(torch.distributed.fsdp, "fully_shard"):
-        pytest.skip("PyTorch before 2.6: no fully_shard()")
+def run_distributed(rank: int) -> dict[str, list[torch.Tensor]]:
+    """The gradients of parameters in each wrapper."""
+    found = {}
+    for kind in WRAPPERS:
+        layer, x = make_layer(), make_states()[rank : rank + 1]
+        if kind == "ddp":
+            model = DistributedDataParallel(layer)  # it must outlive backward()
+        else:
+            model = torch.distributed.fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        model(x).square().sum().backward()
+        gradients = (one.grad for one in layer.parameters())
+        found[kind] = [one if kind == "ddp" else one.full_tensor() for one in gradients]
+    return found
+
+
+RUN = context_ranks.Once(__name__, "run_distributed", 2, timeout=60)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_distributed(kind: str) -> None:
     layer, x = make_layer(), make_states()
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    torch.save(x, tmp_path / "x.pt")
-    script = tmp_path / "train.py"
-    script.write_text(DISTRIBUTED)
-    with ThreadPoolExecutor() as pool:
-        for done in pool.map(lambda rank: python(script, rank, tmp_path, kind), ("0", "1")):
-            output_of(done)
     layer(x).square().sum().backward()
-    found = [torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2)]
-    for first, second, parameter in zip(*found, layer.parameters()):
-        assert torch.equal(first, second)
-        torch.testing.assert_close(first, parameter.grad / 2, rtol=1e-4, atol=1e-4)
+    first, second = (one[kind] for one in RUN.results())
+    for one, other, parameter in zip(first, second, layer.parameters()):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, parameter.grad / 2, rtol=1e-4, atol=1e-4)

@@ -15,12 +15,13 @@ import torch
 from onnx_sessions import CACHE, LIBRARY, Tensors, make_model, make_node, run, run_node
 from programs import output_of
 from programs import run as run_program
+from samples import combinations
 
 import flash_dmattn.onnx as ours  # isort: skip
 
 WINDOW, RECENT = 12, 4
 RULES = {"window": WINDOW, "recent": RECENT}
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def make_states(q_len: int, dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensors:
@@ -60,8 +61,7 @@ def assert_equal(found: list[torch.Tensor], wanted: Any) -> None:
 # ---- attention ----
 
 
-@dtypes
-@pytest.mark.parametrize("wide_weights", [False, True])
+@pytest.mark.parametrize(("dtype", "wide_weights"), combinations(DTYPES, [False, True]))
 def test_attention(dtype: torch.dtype, wide_weights: bool) -> None:
     states = make_states(50, dtype)
     if wide_weights:
@@ -70,8 +70,9 @@ def test_attention(dtype: torch.dtype, wide_weights: bool) -> None:
     assert_equal(run_node("Attention", states, causal=1, **RULES), [wanted])
 
 
-@pytest.mark.parametrize("bias_form", ["exp", "linear", "none"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("bias_form", "causal"), combinations(["exp", "linear", "none"], [True, False])
+)
 def test_options(bias_form: str, causal: bool) -> None:
     states, optional = make_states(50), make_optional(50)
     options = {"recent": RECENT if causal else 0, "sinks": 2, "bias_form": bias_form}
@@ -119,8 +120,9 @@ def call_in_torch(states: Tensors, cache: Tensors, optional: Any = (None,) * 3) 
     return ours.CACHED_ATTENTION(*states.values(), *cache.values(), *rest)
 
 
-@dtypes
-@pytest.mark.parametrize("lengths", [(1, 1, 5), (64, 1), (65, 1, 70)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lengths"), combinations(DTYPES, [(1, 1, 5), (64, 1), (65, 1, 70)])
+)
 def test_decode(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
     """Prompts and single tokens, each over the cache before."""
     found = wanted = make_cache(dtype)
@@ -243,8 +245,7 @@ REFUSED_CACHES = {
 }
 
 
-@pytest.mark.parametrize("length", [3, 70])
-@pytest.mark.parametrize("message", REFUSED_CACHES)
+@pytest.mark.parametrize(("message", "length"), combinations(REFUSED_CACHES, [3, 70]))
 def test_decode_refuses(message: str, length: int) -> None:
     inputs = {**make_states(length), **make_cache(), **REFUSED_CACHES[message]}
     assert message in refusal("Decode", inputs, RULES)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import flash_dmattn
 import pytest
+import warm
 from programs import ROOT, output_of, python, run
 
 LIBRARY = Path(os.environ["FDMA_LIBRARY"])
@@ -65,7 +66,7 @@ def test_python(document: str, tmp_path: Path) -> None:
     for example in found:
         script = tmp_path / "example.py"
         script.write_text(example.code)
-        assert_printed(example, output_of(python("-W", "ignore", script, cwd=tmp_path)))
+        assert_printed(example, output_of(warm.python(script, cwd=tmp_path)))
 
 
 def run_c(source: Path, tmp_path: Path, *arguments: str) -> str:
@@ -214,7 +215,3 @@ def test_examples_in_c(name: str, tmp_path: Path) -> None:
     assert output_of(run(program, "--help", cwd=tmp_path)).startswith(f"usage: {name}")
     wrong = run(program, "--wrong", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("usage: ")
-
-
-def test_the_example_with_torch(tmp_path: Path) -> None:
-    assert output_of(python(ROOT / "examples" / "attend_torch.py", cwd=tmp_path)).strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 import pytest
@@ -132,46 +132,36 @@ def test_malformed_file(tmp_path: Path, case: str) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-# Every dtype that the safetensors library writes (0.8.0), with the bits of an element.
+# Every dtype that the safetensors library writes (0.8.0), by the bits of an element.
 DTYPES = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "U16 I16 F16 BF16",
+    32: "U32 I32 F32",
+    64: "U64 I64 F64 C64",
 }
+
+
+def lay_out(names: Iterable[str]) -> tuple[dict[str, Any], bytes]:
+    """The header and the data of make_inputs() in this order."""
+    tensors, header, data = make_inputs(), {}, b""
+    for name in names:
+        shape, offsets = list(tensors[name].shape), [len(data), len(data) + tensors[name].nbytes]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        data += tensors[name].tobytes()
+    return header, data
 
 
 def test_other_tensors_have_any_dtype(tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
-    tensors = make_inputs()
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        end = len(data) + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [len(data), end]}
-        data += np.ascontiguousarray(tensor).tobytes()
-    for dtype, bits in DTYPES.items():
-        offsets = [len(data), len(data) + bits]  # of eight elements
-        header[f'other {dtype} 0.0 "-0'] = {"dtype": dtype, "shape": [8], "data_offsets": offsets}
-        data += bytes(bits)
-    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+    header, data = lay_out(make_inputs())
+    for bits, names in DTYPES.items():
+        for dtype in names.split():
+            offsets = [len(data), len(data) + bits]  # of eight elements
+            fields = {"dtype": dtype, "shape": [8], "data_offsets": offsets}
+            header[f'other {dtype} 0.0 "-0'] = fields
+            data += bytes(bits)
     path.write_bytes(pack(header, data))
     assert attend_json(path, "--window", "4")["keys_per_query"] == 4
 
@@ -259,20 +249,10 @@ def test_other_tensors_may_be_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spaces", [0, 1, 7])
 def test_any_alignment(tmp_path: Path, spaces: int) -> None:
     """Data need not be aligned, and tensors may be stored in any order."""
-    inputs = make_inputs()
     path = tmp_path / "in.safetensors"
-    files.save_file(inputs, path)
+    files.save_file(make_inputs(), path)
     aligned = attend_json(path, "--window", "4", "--causal")
-    header, data, offset = {}, b"", 0
-    for name in reversed(list(inputs)):
-        size = inputs[name].nbytes
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(inputs[name].shape),
-            "data_offsets": [offset, offset + size],
-        }
-        data += inputs[name].tobytes()
-        offset += size
+    header, data = lay_out(reversed(make_inputs()))
     path.write_bytes(pack(json.dumps(header).encode() + b" " * spaces, data))
     report = attend_json(path, "--window", "4", "--causal")
     same = ("mass_mean", "mass_worst", "difference_dense", "difference_selected")

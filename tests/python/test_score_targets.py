@@ -38,22 +38,15 @@ def loss_of_head(
     cap: float = 0.0,
 ) -> float:
     """The loss of one sequence by the definition, in float64."""
-    length, q_heads, _ = query.shape
-    group = q_heads // key.shape[1]
-    targets, dt = [], []
-    for j in range(sinks, length - recent):
-        dt.append((value[j].flatten().double() @ dt_proj[head].double()).item())
-        target = 0.0
-        for q_head in range(head * group, (head + 1) * group):
-            probabilities = []
-            for i in range(j + recent, length):
-                logits = key[: i + 1, head].double() @ query[i, q_head].double() * scale
-                logits = cap * torch.tanh(logits / cap) if cap else logits
-                probabilities.append(torch.softmax(logits, 0)[j].item())
-            target += max(probabilities) ** 2
-        targets.append(target)
-    rest = math.log(sum(map(math.exp, dt)))
-    return sum(target * (rest - one) for target, one in zip(targets, dt)) / sum(targets)
+    length, group = len(query), query.shape[1] // key.shape[1]
+    own, predicted = slice(head * group, (head + 1) * group), slice(sinks, length - recent)
+    logits = torch.einsum("ihd,jd->hij", query[:, own].double(), key[:, head].double()) * scale
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    probabilities = logits.masked_fill(~seen, -math.inf).softmax(2) * seen.tril(-recent)
+    target = probabilities.amax(1).square().sum(0)[predicted]
+    dt = (value.flatten(1).double() @ dt_proj[head].double())[predicted]
+    return ((target * (dt.logsumexp(0) - dt)).sum() / target.sum()).item()
 
 
 @pytest.mark.parametrize("queries", [0, 7, 16, 1024])

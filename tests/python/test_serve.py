@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from cases import on_device
-from programs import ROOT, output_of, python
+from programs import ROOT, output_of
+from samples import combinations
 from torch.testing import assert_close
 
 SIZES = "--layers 2 --width 32 --heads 4 --kv-heads 2 --head-dim 8 --requests 9 --sequences 4"
@@ -72,8 +74,7 @@ def test_a_sequence_that_is_not_emptied_is_found(
     assert "of 9 requests" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("piece", [7, 80])
-@pytest.mark.parametrize("name", ["fdma", "full"])
+@pytest.mark.parametrize(("name", "piece"), combinations(["fdma", "full"], [7, 80]))
 def test_a_batch_makes_the_tokens_of_each_request_alone(
     name: str, piece: int, example: Any
 ) -> None:
@@ -150,7 +151,7 @@ def test_times(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_as_a_script() -> None:
     arguments = f"{SMALL} {ON_CPU} --check --window 110".split()
-    done = python(ROOT / "examples" / "serve.py", *arguments)
+    done = warm.python(ROOT / "examples" / "serve.py", *arguments)
     assert output_of(done) == "full: 9 of 9 requests have the same tokens as fdma\n"
 
 

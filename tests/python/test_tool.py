@@ -11,16 +11,19 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Callable
 
 import pytest
 from safetensors import numpy as files
+from samples import combinations
 from tool import EXAMPLE, TOOL, attend_json, make_inputs, refusal, run_tool
 
 COMMANDS = ["attend", "check", "bench", "info"]
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", [[], *([one] for one in COMMANDS)])
+@pytest.mark.parametrize(
+    ("command", "flag"), combinations([[], *([one] for one in COMMANDS)], ["-h", "--help"])
+)
 def test_help(command: list[str], flag: str) -> None:
     done = run_tool(*command, flag)
     assert done.returncode == 0 and done.stderr == ""
@@ -236,14 +239,21 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [TOOL, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_check_reports_as_it_goes(number: signal.Signals) -> None:
     """It also reports into a pipe, and a signal ends it with the results so far."""
-    arguments = [TOOL, "check", "padding", "--kernel", "cpu/scalar"]
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
-    ) as check:
-        assert check.stdout is not None
+    with start("check", "padding", "--kernel", "cpu/scalar") as check:
         first = check.stdout.readline()
         check.send_signal(number)
         rest = check.stdout.read()
@@ -259,10 +269,7 @@ def test_check_reports_as_it_goes(number: signal.Signals) -> None:
 
 
 def test_check_says_that_all_cases_take_long() -> None:
-    with subprocess.Popen(
-        [TOOL, "check"], stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
-    ) as check:
-        assert check.stdout is not None
+    with start("check") as check:
         line = check.stdout.readline()
         check.kill()
     assert "minutes" in line and "FILTER, --one-dtype and --kernel" in line
@@ -368,8 +375,8 @@ def test_bench_forward(tmp_path: Path) -> None:
     [
         ("select/falling/n131072/w2048", ["--all"], 131072),
         ("lists/iid/t512/n16384/w1024", [], 16384),
-        ("backward/dense/f32/d64/n4096", ["--all"], None),
-        ("score_backward/f32/d128/n16384/h8g8", ["--all"], None),
+        ("backward/dense/f32/d64/n4096", [], None),
+        ("score_backward/f32/d128/n16384/h8g8", [], None),
     ],
 )
 def test_bench(tmp_path: Path, name: str, options: list[str], keys: int | None) -> None:
@@ -398,15 +405,9 @@ def test_interrupted_bench_keeps_its_rows(tmp_path: Path, number: signal.Signals
     """The file replaces the old one with its first row, and is valid from then on."""
     path = tmp_path / "bench.json"
     path.write_text("old")
-    arguments = [TOOL, "bench", "score/", "--json", path]
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
-    ) as bench:
-        assert bench.stdout is not None
+    with start("bench", "score/", "--json", path) as bench:
         printed = [bench.stdout.readline() for _ in range(4)]  # the fourth is the first case
-        deadline = time.monotonic() + 60
-        while path.read_text() == "old" and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: path.read_text() != "old")
         bench.send_signal(number)
         assert bench.wait(timeout=60) == -number
     machine, *rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -417,11 +418,8 @@ def test_interrupted_bench_keeps_its_rows(tmp_path: Path, number: signal.Signals
 def test_bench_that_is_stopped_early_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text("old")
-    arguments = [TOOL, "bench", "forward/dense/f32/d128/n8192", "--json", path]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, preexec_fn=heed_signals) as bench:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with start("bench", "forward/dense/f32/d128/n8192", "--json", path) as bench:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
         bench.send_signal(signal.SIGTERM)
         assert bench.wait(timeout=60) == -signal.SIGTERM
     assert list(tmp_path.iterdir()) == [path]

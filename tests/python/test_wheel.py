@@ -50,11 +50,15 @@ def make_wheel(folder: Path, **env: str | None) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel from the sources, without optimisation, which takes a fraction of the time."""
-    env = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
-    return make_wheel(tmp_path_factory.mktemp("wheel"), **env)
+# From the sources without optimisation, which takes a fraction of the time.
+SOURCES = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
+
+
+@pytest.fixture(scope="module", params=["sources", "built"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = {"FDMA_LIBRARY": str(_library.find())}
+    env = built if request.param == "built" else SOURCES
+    return make_wheel(tmp_path_factory.mktemp(f"wheel-{request.param}"), **env)
 
 
 def test_contents(wheel: Path) -> None:
@@ -71,6 +75,9 @@ def test_contents(wheel: Path) -> None:
     }
     assert files == {*sources, *built}
     assert wheel.name.startswith("flash_dmattn-") and "-py3-none-" in wheel.name
+    with zipfile.ZipFile(wheel) as opened:
+        is_built = opened.read("flash_dmattn/libfdma.so") == _library.find().read_bytes()
+    assert is_built == ("built" in wheel.parent.name)
 
 
 def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
@@ -79,12 +86,6 @@ def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
     version, library = output_of(python("-c", PROGRAM, env=env, cwd=tmp_path)).split()
     assert version == wheel.name.split("-")[1]
     assert Path(library) == tmp_path / "flash_dmattn" / "libfdma.so"
-
-
-def test_a_library_that_is_built_goes_into_the_wheel(tmp_path: Path) -> None:
-    built = _library.find()
-    with zipfile.ZipFile(make_wheel(tmp_path, FDMA_LIBRARY=str(built))) as files:
-        assert files.read("flash_dmattn/libfdma.so") == built.read_bytes()
 
 
 def test_an_editable_install_is_importable(tmp_path: Path) -> None:

@@ -273,8 +273,7 @@ last_bits() {
         echo "== $setting"
         # shellcheck disable=SC2046 # a list of variables
         env $(echo "$setting" | tr , ' ') OMP_WAIT_POLICY=passive "$python" -m pytest -q \
-            $(printf 'tests/python/test_%s.py ' doge_adapters doge_cache transformers lm lm_nope \
-                lm_qk_norm serve) -k "$chosen" || fails=1
+            $(printf 'tests/python/test_%s.py ' doge transformers lm serve) -k "$chosen" || fails=1
     done
     [ "$fails" = 0 ]
 }

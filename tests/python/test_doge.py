@@ -1,11 +1,17 @@
-"""DogeCache: generation with the kept keys alone gives the same tokens as a cache of all keys."""
+"""Doge in transformers: generation with the kept keys alone gives the same tokens as with a cache
+of all keys; a dt_proj that is more than its weight; offloaded weights; sliding windows."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import context_ranks
 import pytest
 import torch
+import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
@@ -15,13 +21,19 @@ from doge_models import (  # noqa: E402
     LENGTH,
     assert_near,
     decided,
+    in_pieces,
+    make_mask,
     make_models,
+    make_positions,
     make_separate,
     make_tokens,
     registered,
 )
+from samples import combinations  # noqa: E402
 
 __all__ = ["decided", "registered"]  # fixtures
+
+# ---- caches ----
 
 DOGE = ("doge", "doge with biases", "doge, all keys")
 
@@ -30,8 +42,7 @@ def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, 
     """Tokens of eager attention with a cache of all keys, tokens with a DogeCache, and that
     cache."""
     eager, selected = make_separate(name)
-    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
-    mask[0, :11] = 0
+    tokens, mask = make_tokens(2, 50), make_mask(11, length=50)
     given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
     torch.manual_seed(9)
     wanted = eager.generate(tokens, **given)
@@ -40,14 +51,16 @@ def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, 
     return wanted, selected.generate(tokens, past_key_values=cache, **given), cache
 
 
-@pytest.mark.parametrize("name", DOGE)
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"do_sample": False},
-        {"do_sample": True},
-        {"do_sample": False, "num_beams": 3, "max_new_tokens": 12},
-    ],
+    ("name", "given"),
+    combinations(
+        DOGE,
+        [
+            {"do_sample": False},
+            {"do_sample": True},
+            {"do_sample": False, "num_beams": 3, "max_new_tokens": 12},
+        ],
+    ),
 )
 @pytest.mark.usefixtures("decided")
 def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
@@ -64,11 +77,7 @@ def test_prompts_in_several_calls() -> None:
     cache = ours.DogeCache(selected.config)
     with torch.no_grad():
         wanted = selected(tokens).logits
-        ends = [0, 70, 71, 72, LENGTH]
-        found = [
-            selected(tokens[:, a:b], past_key_values=cache).logits for a, b in zip(ends, ends[1:])
-        ]
-        assert_near(torch.cat(found, 1), wanted)
+        assert_near(in_pieces(selected, tokens, [0, 70, 71, 72, LENGTH], cache), wanted)
         cache.reset()
         assert cache.get_seq_length() == 0
         assert_near(selected(tokens, past_key_values=cache).logits, wanted)
@@ -114,8 +123,7 @@ def generate_counted(model: Any, *tokens: torch.Tensor, **given: Any) -> tuple[t
     return generated, len(calls)
 
 
-@pytest.mark.parametrize("name", DOGE)
-@pytest.mark.parametrize("drafts", [3, 30])
+@pytest.mark.parametrize(("name", "drafts"), combinations(DOGE, [3, 30]))
 @pytest.mark.usefixtures("decided")
 def test_assisted_generation(name: str, drafts: int) -> None:
     """Candidates come from the prompt, which repeats, so that some are accepted."""
@@ -264,8 +272,7 @@ def test_static_caches_compile_once(padded: bool) -> None:
 
     compiled = transformers.CompileConfig(backend=backend, mode=None, fullgraph=True)
     compiled._compile_all_devices = True
-    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
-    mask[0, : 11 * padded] = 0
+    tokens, mask = make_tokens(2, 50), make_mask(11 * padded, length=50)
     given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     wanted = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
     written = torch.cat((mask, torch.ones(2, 40, dtype=torch.long)), 1)
@@ -325,3 +332,224 @@ def test_prompts_that_generate_cuts_and_continues() -> None:
     found.append(selected.generate(longer, past_key_values=cache, **given))
     for one, other in zip(found, wanted):
         assert torch.equal(one, other)
+
+
+# ---- dt_proj with adapters and hooks, in ranks, offloaded ----
+
+
+class Adapter(torch.nn.Module):
+    """A linear layer with a change of low rank, which has its weight under the layer's own name."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def add_adapters(*models: Any) -> None:
+    for model in models:
+        torch.manual_seed(4)
+        for layer in model.model.layers:
+            layer.self_attn.dt_proj = Adapter(layer.self_attn.dt_proj)
+
+
+def add_hooks(*models: Any) -> None:
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.dt_proj.register_forward_hook(lambda module, args, out: 3 * out)
+
+
+changed = pytest.mark.parametrize("change", [add_adapters, add_hooks])
+
+
+@changed
+@pytest.mark.parametrize("left", [0, 20])
+def test_logits_and_gradients_of_others(left: int, change: Any) -> None:
+    models = make_models("doge with biases")
+    tokens, mask = make_tokens(), make_mask(left)
+    before = models[1](tokens, attention_mask=mask).logits
+    change(*models)
+    eager, found = (model(tokens, attention_mask=mask).logits[mask.bool()] for model in models)
+    assert_near(found, eager)
+    assert (found - before[mask.bool()]).abs().max() > 1e-3
+    for logits in (eager, found):
+        logits.square().mean().backward()
+    for (name, one), other in zip(models[1].named_parameters(), models[0].parameters()):
+        assert one.grad is not None, name
+        assert_near(one.grad, other.grad, 1e-4)
+
+
+@changed
+@pytest.mark.usefixtures("decided")
+def test_generated_tokens_of_others(change: Any) -> None:
+    models = make_separate("doge")
+    change(*models)
+    tokens = make_tokens(2, LENGTH)  # more than one piece
+    given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    wanted = models[0].generate(tokens, **given)
+    cache = ours.DogeCache(models[1].config)
+    assert torch.equal(models[1].generate(tokens, past_key_values=cache, **given), wanted)
+    one = {**given, "prompt_lookup_num_tokens": 5}
+    cache = ours.DogeCache(models[1].config)
+    found = models[1].generate(tokens[:1], past_key_values=cache, **one)
+    assert torch.equal(found, models[1].generate(tokens[:1], **given))
+    with pytest.raises(NotImplementedError, match="attention_mask: has padding, want none in a"):
+        models[1](
+            tokens, attention_mask=make_mask(5), past_key_values=ours.DogeCache(models[1].config)
+        )
+
+
+def run_parallel(rank: int) -> dict[str, Any]:
+    """The logits of the whole text and of pieces in a cache, and the refusal of gradients."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    ours.register()
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        dist.broadcast_object_list(of_first)
+        make_models("doge")[0].save_pretrained(folder)  # only the first rank writes all files
+        dist.barrier()
+        kind = {"attn_implementation": "dynamic_mask", "tp_plan": "auto"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(of_first[0], **kind)
+        dist.barrier()
+    tokens = make_tokens()
+    with torch.no_grad():
+        found = {"whole": model(tokens).logits}
+        cache = ours.DogeCache(model.config)
+        found["pieces"] = in_pieces(model, tokens, [0, 70, LENGTH], cache)
+    return {**found, **context_ranks.refusal_of(lambda: model(tokens))}
+
+
+RUN = context_ranks.Once(__name__, "run_parallel", 2, timeout=120)
+
+
+def test_tensor_parallelism() -> None:
+    """Two processes, each with one kv head of each layer. (transformers' own attention fails,
+    because its mask has the heads of both.)"""
+    pytest.importorskip("accelerate")
+    with torch.no_grad():
+        wanted = make_models("doge")[0](make_tokens()).logits
+    for found in RUN.results():
+        assert_near(found["whole"], wanted)
+        assert_near(found["pieces"], wanted)
+        assert found["kind"] == "NotImplementedError"
+        assert "dt_proj: is tensor-parallel, want torch.no_grad()" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), combinations(["doge", "doge with biases"], ["cpu", "disk"])
+)
+def test_offloaded_weights(name: str, place: str, tmp_path: Path) -> None:
+    """With accelerate, weights exist only during a module's call."""
+    accelerate = pytest.importorskip("accelerate")
+    eager, selected = make_models(name)
+    tokens, mask = make_tokens(), make_mask(20)
+    if place == "cpu":
+        accelerate.cpu_offload(selected, execution_device="cpu")
+    else:
+        accelerate.disk_offload(selected, tmp_path, execution_device="cpu")
+    attention = selected.model.layers[0].self_attn
+    assert attention.dt_proj.weight.is_meta and attention.A.is_meta
+    with torch.no_grad():
+        wanted = eager(tokens, attention_mask=mask).logits
+        assert_near(selected(tokens, attention_mask=mask).logits[mask.bool()], wanted[mask.bool()])
+        cache = ours.DogeCache(selected.config)
+        found = in_pieces(selected, tokens, [0, 70, 71, LENGTH], cache)
+        assert_near(found, eager(tokens).logits)
+
+
+# ---- sliding windows: a query keeps its best keys in the window ----
+
+# keep_window_size is 24: the first window keeps all keys, the others keep some
+SLIDING = [1, 7, 24, 40, 200]
+
+
+def caches(config: Any) -> list[Any]:
+    return [ours.DogeCache(config), transformers.DynamicCache(config=config)]
+
+
+@pytest.mark.parametrize(("sliding", "left", "right"), combinations(SLIDING, [0, 30], [0, 20]))
+@pytest.mark.usefixtures("decided")
+def test_sliding_windows(sliding: int, left: int, right: int) -> None:
+    """With a cache the logits are the same as without."""
+    eager, selected = make_separate("doge", sliding_window=sliding)
+    tokens, mask = make_tokens(), make_mask(left, right)
+    there, ends = mask.bool(), [0, 50, 51, 52, LENGTH]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        wanted = eager(tokens, attention_mask=mask).logits
+        found = selected(tokens, attention_mask=mask).logits
+        unlimited = make_separate("doge")[1](tokens, attention_mask=mask).logits
+        assert_near(found[there], wanted[there])
+        is_same = (found - unlimited)[there].abs().max() < 1e-5
+        assert is_same == (sliding > LENGTH)
+        wanted = eager(tokens, attention_mask=mask, position_ids=positions).logits[there]
+        for cache in caches(selected.config):
+            found = [
+                selected(
+                    tokens[:, a:b],
+                    attention_mask=mask[:, :b],
+                    position_ids=positions[:, a:b],
+                    past_key_values=cache,
+                ).logits
+                for a, b in zip(ends, ends[1:])
+            ]
+            assert_near(torch.cat(found, 1)[there], wanted)
+            if isinstance(cache, ours.DogeCache) and sliding > 1:  # transformers keeps all for 1
+                assert cache.layers[0].keys.shape[2] <= sliding  # whatever the length
+
+
+@pytest.mark.parametrize("sliding", [7, 40])
+@pytest.mark.usefixtures("decided")
+def test_calls_with_sliding_windows(sliding: int) -> None:
+    """Padding in the middle, which takes up places in the window; packed sequences; crop()."""
+    eager, selected = make_separate("doge", sliding_window=sliding)
+    tokens, others, ends = make_tokens(1), make_tokens(2)[1:], [0, 30, 31, LENGTH]
+    mask = make_mask()
+    mask[:, 50:58] = 0
+    given = {"attention_mask": mask, "use_cache": False}
+    cache = ours.DogeCache(selected.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        wanted = eager(make_tokens(), **given).logits[mask.bool()]
+        assert_near(selected(make_tokens(), **given).logits[mask.bool()], wanted)
+        found = selected(tokens, position_ids=make_positions(ends), use_cache=False).logits
+        assert_near(found, in_pieces(eager, tokens, ends))
+        wanted = selected(tokens).logits
+        selected(torch.cat((tokens[:, :60], others[:, :9]), 1), past_key_values=cache)
+        cache.crop(-9)
+        assert_near(selected(tokens[:, 60:], past_key_values=cache).logits, wanted[:, 60:])
+
+
+@pytest.mark.parametrize("sliding", [7, 40])
+@pytest.mark.usefixtures("decided")
+def test_gradients_with_sliding_windows(sliding: int) -> None:
+    pair, tokens = make_separate("doge with biases", sliding_window=sliding), make_tokens()
+    for model in pair:
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+    for found, wanted in zip(pair[1].parameters(), pair[0].parameters()):
+        assert_near(found.grad, wanted.grad)
+
+
+def test_caches_of_other_windows() -> None:
+    _, selected = make_separate("doge", sliding_window=7)
+    _, unlimited = make_separate("doge")
+    for model, other, words in (
+        (selected, unlimited, "cache: its sliding_window is None, want the model's slid"),
+        (unlimited, selected, "its sliding_window is 7, want the model's sliding_window, N"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(make_tokens(1, 10), past_key_values=ours.DogeCache(other.config))
+    with pytest.raises(NotImplementedError, match="static: is True, want False for a model with a"):
+        ours.DogeCache(selected.config, static=True)
