@@ -38,34 +38,6 @@ def repeat_heads(x: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(Q_HEADS // x.shape[1], 1)
 
 
-def attend_in_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    *,
-    causal: bool = False,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """The definition, step by step, in float64."""
-    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
-    s = q @ repeat_heads(k).mT * HEAD_DIM**-0.5
-    s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
-    s = s if bias is None else s + repeat_heads(bias.double())[:, :, None]
-    s = s if attn_bias is None else s + repeat_heads(attn_bias.double())
-    kept = torch.ones(s.shape, dtype=torch.bool)
-    if causal:
-        kept = kept.tril(s.shape[3] - s.shape[2])
-    if mask is not None:
-        kept = kept & repeat_heads(mask)
-    some = kept.any(3, keepdim=True)
-    logits = torch.where(some, s.masked_fill(~kept, float("-inf")), 0)
-    weights = torch.where(some, logits.softmax(3), 0)
-    return (weights @ repeat_heads(v)).transpose(1, 2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_against_sdpa(dtype: torch.dtype, is_float: bool) -> None:

@@ -68,7 +68,10 @@ def test_calls_follow_a_file(tmp_path: Path) -> None:
 def test_the_environment_names_a_file(tmp_path: Path) -> None:
     entry = choosing(split_keys=32)
     path = write(tmp_path / "tuning", entry)
-    program = "from flash_dmattn import _library as x; print(x.library.fdma_tuning_line(0))"
+    program = (
+        "import ctypes, os; x = ctypes.CDLL(os.environ['FDMA_LIBRARY']).fdma_tuning_line; "
+        "x.restype = ctypes.c_char_p; print(x(0))"
+    )
     assert output_of(python("-c", program, env={"FDMA_TUNING": str(path)})) == f"{entry.encode()}\n"
     done = python("-c", program, env={"FDMA_TUNING": str(tmp_path / "none")})
     assert output_of(done) == "None\n"

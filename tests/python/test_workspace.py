@@ -9,6 +9,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
+from cases import FULL
 from flash_dmattn import DynamicMaskOptions, _call, _library, workspace
 from programs import Seen
 
@@ -90,9 +91,13 @@ def bytes_of(
     return needed.most
 
 
-@pytest.mark.parametrize("seed", range(24))
+# Numbers of threads in turn, or every one with every seed.
+COUNTS = (1, 3, 16)
+DRAWN = [(n, one) for n in range(24) for one in COUNTS if FULL or one == COUNTS[n % 3]]
+
+
 @pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize(("seed", "threads"), DRAWN)
 def test_no_call_within_the_limits_needs_more(
     seed: int, index: int, threads: int, set_threads: Callable[[int], None]
 ) -> None:

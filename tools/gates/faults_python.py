@@ -83,7 +83,7 @@ PYTHON = [
           ("pytest test_backward.py -k deterministic",)),
     Fault("tangents of forward mode are dropped", "python/flash_dmattn/",
           "forward_ad.unpack_dual(tensor).tangent is not None", "False",
-          ("pytest test_messages.py -k forward_mode",)),
+          ("pytest test_func.py -k forward_mode",)),
     Fault("packed sequences are scored without dt_bias", "python/flash_dmattn/",
           '"dt_bias": dt_bias, "options"', '"dt_bias": None, "options"',
           ("pytest test_sequences.py -k varlen",)),
