@@ -139,6 +139,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "feature/head-dim-3": {"head_dim": 3},
     "feature/head-dim-12": {"head_dim": 12, **SELECTED},
     "feature/head-dim-20": {"head_dim": 20, "mask": "FULL", "bias_form": "NONE"},
+    "feature/head-dim-packed": {"head_dim": 12, **PACKED},
 }
 CASES.update({name: Case(**{**PLAIN, **one}) for name, one in FEATURES.items()})
 
@@ -542,6 +543,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "head_dim 3": {"head_dim": 3},
     "head_dim 12": {"head_dim": 12, "causal": False},
     "head_dim 20": {"head_dim": 20, "bias_form": "linear"},
+    "head_dim 12, packed": {"head_dim": 12, **FORM_PACKED},
 }
 SEED = 5  # of dropout
 

@@ -224,15 +224,6 @@ def test_packed_sequences(called: list[str]) -> None:
         pack(DynamicMaskOptions(5, block_size=64))
 
 
-def test_packed_calls_that_contradict_options() -> None:
-    for size in (6, 1024):
-        words = f"keep_window_size: is {size}, want that of options, 5, or its default, 2048"
-        with pytest.raises(ValueError, match=words):
-            pack(DynamicMaskOptions(5), keep_window_size=size)
-    with pytest.raises(ValueError, match="options: is given, want None without dt_proj and a_coef"):
-        pack(DynamicMaskOptions(), dt_proj=None, a_coef=None)
-
-
 def test_layers(called: list[str]) -> None:
     """Layers without options, with limits, and dense if the window has all keys."""
     x = torch.randn(2, 20, 32)
@@ -260,16 +251,3 @@ def test_layers(called: list[str]) -> None:
         make_layer(mixed, window=20)(x), make_layer(selected, window=20)(x), atol=1e-6, rtol=1e-5
     )
     assert called == ["score", "attention", "flash_dma_attention"]
-
-
-def test_layers_that_contradict_options() -> None:
-    options = DynamicMaskOptions(8)
-    for window in (9, None):
-        words = f"options: its keep_window_size is 8, want window, {window}"
-        with pytest.raises(ValueError, match=words):
-            make_layer(options, window=window)
-    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, 8, window=8, recent=0)
-    with torch.no_grad():
-        make_layer(None)(torch.randn(2, 5, 32), cache=cache)
-        with pytest.raises(ValueError, match="cache: is given, want None for a layer with options"):
-            make_layer(options)(torch.randn(2, 5, 32), cache=cache)

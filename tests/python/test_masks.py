@@ -1,5 +1,4 @@
-"""attn_mask and attn_bias: against SDPA, their dtypes and strides. cases.py has their shapes
-among the features."""
+"""attn_mask and attn_bias: dtypes and strides. cases.py has their shapes among the features."""
 
 from __future__ import annotations
 
@@ -36,28 +35,6 @@ def make_pairs(
 
 def repeat_heads(x: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(Q_HEADS // x.shape[1], 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_float", [False, True])
-def test_against_sdpa(dtype: torch.dtype, is_float: bool) -> None:
-    query, key, value, _ = make_rows(dtype)
-    mask, attn_bias = make_pairs((BATCH, 1, Q_LEN, KV_LEN), dtype)
-    mask[..., 5] = True  # SDPA has NaN in rows without keys
-    given = {"attn_bias": attn_bias.requires_grad_()} if is_float else {"attn_mask": mask}
-    out, _ = flash_dmattn.attention(query, key, value, **given)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q, *(repeat_heads(x) for x in (k, v)), attn_mask=attn_bias if is_float else mask
-    ).transpose(1, 2)
-    step = torch.finfo(dtype).eps
-    torch.testing.assert_close(out, want, atol=16 * step, rtol=4 * step)
-    leaves = (query, key, value, *([attn_bias] if is_float else []))
-    found = torch.autograd.grad(out.float().cos().sum(), leaves)
-    wanted = torch.autograd.grad(want.float().cos().sum(), leaves)
-    for one, other in zip(found, wanted):
-        assert one.dtype == dtype
-        torch.testing.assert_close(one, other, atol=64 * step, rtol=16 * step)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

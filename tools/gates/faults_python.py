@@ -47,7 +47,7 @@ PYTHON = [
           ("pytest test_mha_models.py -k transformer_encoder",)),
     Fault("a padded head is scaled by its padded channels", "python/flash_dmattn/",
           "return 0.0 if head_dim is None else head_dim**-0.5", "return 0.0",
-          ("pytest test_head_dims.py -k attention",)),
+          ("pytest test_attention.py -k head-dim-12",)),
     Fault("a mask of fwd() counts whatever the window is", "python/flash_dma/",
           "k.shape[1] <= keep_window_size", "k.shape[1] < keep_window_size",
           ("pytest test_flash_dma.py -k mask_counts",)),
