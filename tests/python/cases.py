@@ -125,9 +125,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "feature/sink": {"has_sink": True},
     "feature/sink-padding": {"has_sink": True, "padding": "ALL", "mask": "FULL"},
     "feature/sink-selected": {"has_sink": True, **SELECTED},
-    "feature/dropout": {"dropout_p": 0.1, "bias_form": "NONE"},
+    # 1 / (1 - dropout_p) is exact in float32, which kernels multiply by. Forms have other numbers.
+    "feature/dropout": {"dropout_p": 0.75, "bias_form": "NONE"},
     "feature/dropout-half": {"dropout_p": 0.5, "mask": "FULL", **PAIRS},
-    "feature/dropout-selected": {"dropout_p": 0.9, "has_sink": True, **SELECTED},
+    "feature/dropout-selected": {"dropout_p": 0.5, "has_sink": True, **SELECTED},
     **{
         f"feature/pairs-{n}": {
             **{"mask_shape": PAIR_SHAPES[-1 - n], "bias_shape": shape},
@@ -332,10 +333,11 @@ def probabilities_of(name: str, given: Input, lse: torch.Tensor, backend: str | 
 
 def supports(kernel: str, dtype: torch.dtype) -> bool:
     """True if a kernel of the CPU supports tensors of `dtype`, forward and backward."""
-    row = torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True)
+    row, value = torch.zeros(2, 1, 1, 1, 8, dtype=dtype)
+    value.requires_grad_()
     try:
-        out, _ = flash_dmattn.attention(row, row, row, backend=kernel)
-        torch.autograd.grad(out, row, torch.zeros_like(out))
+        out, _ = flash_dmattn.attention(row, row, value, backend=kernel)
+        torch.autograd.grad(out, value, torch.zeros_like(out))
     except NotImplementedError:
         return False
     return True

@@ -542,8 +542,10 @@ def plain_gradients(
     """attention_backward() in the dtype of `tensors`, from the out and lse that backward got, with
     the channels in several orders."""
     out, lse = (result.detach().cpu() for result in results)
+    sink_logit = options.get("sink_logit")
+    numbers = lse.numel() if sink_logit is None else sink_logit.numel()
     found = []
-    for order in orders_of(dout.shape[3], lse.numel()):
+    for order in orders_of(dout.shape[3], numbers):
         back = order.argsort()
         rows = [tensor[..., order] for tensor in (dout, out, *tensors)]
         dtype = plain_dtype(dout.dtype)
@@ -551,6 +553,14 @@ def plain_gradients(
             rows[0], dlse, (rows[1], lse), *rows[2:], mask, dtype, **options
         )
         found.append((*(one[..., back] for one in gradients[:3]), *gradients[3:]))
+        if sink_logit is not None:
+            # Its gradient errs as the given out and lse do: a sample for each order has its own.
+            plain_out, _ = attention(*rows[2:], mask, dtype, **options)
+            _, plain_lse = attention(*rows[2:], mask, plain_dtype(lse.dtype), **options)
+            gradients = attention_backward(
+                rows[0], dlse, (plain_out, plain_lse), *rows[2:], mask, dtype, **options
+            )
+            found.append((*found[-1][:-1], gradients[-1]))
     return found
 
 

@@ -111,6 +111,7 @@ def test_score(
         score = evaluate.score(shuffled, dt_proj[:, order], a_coef, at, dt_bias)
         return torch.where(key_valid[:, None], score, -math.inf)
 
+    assert score.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     orders = evaluate.orders_of(kv_heads * head_dim, score.numel())
     plain = [evaluated(evaluate.plain_dtype(score.dtype), order) for order in orders]
     evaluate.assert_within(score, evaluated(torch.float64), *plain)

@@ -81,7 +81,7 @@ def test_the_formula_of_the_header(name: str) -> None:
 
 
 NAMES_OF_LSE = ["group/2", "later/steps", "dense/empty-rows", "window/1", "scores/tied"]
-NAMES_OF_LSE += ["feature/sink-padding", "feature/mask-selected", "feature/dropout-selected"]
+NAMES_OF_LSE += ["feature/sink-padding", "feature/dropout-selected"]
 NAMES_OF_LSE += ["feature/used-selected", "feature/packed-selected", "feature/bias-selected"]
 
 
@@ -110,6 +110,19 @@ def test_gradcheck(function: Callable[..., Any]) -> None:
     """Compare with finite differences in float64, which only the reference supports."""
     tensors = make_fused(60, dtype=torch.float64, head_dim=16)
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("form", ["exp", "linear", "none"])
+def test_bias_forms_of_score(form: str) -> None:
+    """The score has a gradient of its own, beside the gradient of the bias."""
+    _, _, *weights = make_fused(30, dtype=torch.float64, head_dim=16)
+    weights.append(torch.tensor([1.5, -2.25], dtype=torch.float64, requires_grad=True))
+
+    def run(*given: torch.Tensor) -> cases.Tensors:
+        found = flash_dmattn.score(*given[:3], dt_bias=given[3], bias_form=form)
+        return tuple(x for x in found if x is not None)
+
+    assert torch.autograd.gradcheck(run, weights, fast_mode=True)
 
 
 # ---- properties ----
@@ -182,8 +195,12 @@ def test_only_linear_memory_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["feature/bias-selected", "feature/mask-selected"])
-def test_one_gradient_alone(name: str) -> None:
-    """Gradients that are not wanted are not computed, and do not change the others."""
+@pytest.mark.parametrize("is_dispatched", [False, True])
+def test_one_gradient_alone(is_dispatched: bool, name: str, request: pytest.FixtureRequest) -> None:
+    """Gradients that are not wanted are not computed, and do not change the others. Direct calls
+    and those by the dispatcher find out by themselves what is wanted."""
+    if is_dispatched:
+        request.getfixturevalue("dispatched_only")
     given = make_input(name, torch.float32)
     leaves, (out, _) = attend(name, given)
     every = torch.autograd.grad(out, tuple(leaves.values()), given.dout)

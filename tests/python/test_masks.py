@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Tuple
-
 import cases
 import flash_dmattn
 import pytest
@@ -12,7 +10,6 @@ from flash_dmattn import ops
 from flash_dmattn._arguments import spread
 
 BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
-Tensors = Tuple[torch.Tensor, ...]
 
 
 def make_rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
