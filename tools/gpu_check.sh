@@ -128,8 +128,8 @@ for test in $backend_tests; do
     step "$test" 200 "$build/tests/$test" cuda
 done
 step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_attention.py \
-    tests/python/test_backward.py tests/python/test_compile.py tests/python/test_cuda_cache.py \
-    tests/python/test_packed.py -k cuda -q -p no:cacheprovider
+    tests/python/test_backward.py tests/python/test_fused.py tests/python/test_compile.py \
+    tests/python/test_cuda_cache.py tests/python/test_sequences.py -k cuda -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not installed"

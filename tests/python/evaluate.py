@@ -8,12 +8,14 @@ that sets the tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Tuple
 
+import numpy as np
 import torch
 
 Tensors = Tuple[torch.Tensor, ...]
+FUSED = ("query", "key", "value", "dt_proj", "a_coef")
 
 
 def grouped_sdpa(
@@ -166,7 +168,108 @@ def visible_keys(
     return mask
 
 
+def pieces_of(
+    b: int,
+    q_len: int,
+    kv_len: int,
+    kv_used: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence in a batch entry that has keys."""
+    if starts is not None:
+        spans = [slice(*pair) for pair in zip(starts.tolist(), starts.tolist()[1:])]
+        yield from ((span, span) for span in spans if span.start < span.stop)
+    elif kv_used is None or kv_used[b] > 0:
+        yield slice(0, q_len), slice(0, kv_len if kv_used is None else int(kv_used[b]))
+
+
+def attention_mask(
+    q_len: int,
+    score: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scope: str,
+    *,
+    key_valid: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    **rules: Any,
+) -> torch.Tensor:
+    """The mask of the attention: bool [batch, kv_heads, q_len, kv_len]. Each sequence keeps what it
+    would keep by itself. The keys are not selected if `window` is None."""
+    batch, kv_heads, kv_len = score.shape
+    mask = torch.zeros(batch, kv_heads, q_len, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        one = slice(b, b + 1)
+        for queries, keys in pieces_of(b, q_len, kv_len, kv_used, starts):
+            valid = None if key_valid is None else key_valid[one, keys]
+            kept = None
+            if window is not None:
+                kept = kept_keys(score[one, :, keys], window, scope, valid, **rules)
+            lengths = (queries.stop - queries.start, keys.stop - keys.start)
+            mask[one, :, queries, keys] = visible_keys(*lengths, causal, kept, valid)
+    return mask
+
+
+# ---- dropout: docs/algorithm.md in numpy ----
+
+
+def philox(seed: int, counter: list[np.ndarray]) -> list[np.ndarray]:
+    """Philox4x32-10 of Salmon et al., SC 2011: the four words of each counter."""
+    low = np.uint64(0xFFFFFFFF)
+    x = [np.asarray(word, dtype=np.uint64) & low for word in counter]
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        products = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        high, rest = [p >> np.uint64(32) for p in products], [p & low for p in products]
+        x = [
+            high[1] ^ x[1] ^ np.uint64(key[0]),
+            rest[1],
+            high[0] ^ x[3] ^ np.uint64(key[1]),
+            rest[0],
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x
+
+
+def dropout_factors(
+    shape: tuple[int, int, int, int], kv_heads: int, dropout_p: float, rng_state: torch.Tensor
+) -> torch.Tensor:
+    """What dropout multiplies the probabilities by: float64 [batch, q_heads, q_len, kv_len]. The
+    last query is aligned with the last key."""
+    batch, q_heads, q_len, kv_len = shape
+    seed, offset = rng_state.tolist()
+    offset_words = [np.uint64(offset & 0xFFFFFFFF), np.uint64(offset >> 32)]
+    b, h = np.arange(batch)[:, None, None], np.arange(q_heads)[None, :, None]
+    position = np.arange(q_len) + kv_len - q_len
+    row_head = 2 * (b * q_heads + h)
+    pair_of_rows = np.broadcast_to(position >> 1, (batch, q_heads, q_len))
+    flips, adds, *_ = philox(seed, [pair_of_rows, row_head + 0 * pair_of_rows, *offset_words])
+    key_head = 2 * (b * kv_heads + h // (q_heads // kv_heads)) + 1
+    key = philox(seed, [np.arange(kv_len) + 0 * key_head, key_head, *offset_words])[0]
+    words = [x.astype(np.uint32) for x in (flips, adds, key)]
+    x = (words[0][..., None] ^ words[2][:, :, None]) * np.uint32(0x7FEB352D) + words[1][..., None]
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    x = x ^ (x >> np.uint32(16))
+    is_odd = (position % 2 == 1)[:, None]
+    bits = np.where(is_odd, x >> np.uint32(16), x & np.uint32(0xFFFF))
+    dropped = math.floor(dropout_p * 65536 + 0.5)
+    return torch.from_numpy(bits >= dropped) / (1 - dropped / 65536)
+
+
 # ---- attention and its gradients ----
+
+
+def spread_heads(x: torch.Tensor, q_heads: int) -> torch.Tensor:
+    """[batch, heads, ...] for each query head. heads is 1, kv_heads or q_heads."""
+    return x.repeat_interleave(q_heads // x.shape[1], 1)
+
+
+def sum_as(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The gradient of a tensor [batch or 1, heads, q_len or 1, kv_len or 1] that was spread."""
+    x = x.unflatten(1, (shape[1], -1)).sum(2)
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return x.sum(axes, keepdim=True) if axes else x
 
 
 class Heads(NamedTuple):
@@ -186,22 +289,25 @@ def make_logits(
     value: torch.Tensor,
     mask: torch.Tensor,
     dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
+    *,
+    bias: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Heads:
-    kv_heads = key.shape[2]
-    group = query.shape[2] // kv_heads
+    q_heads = query.shape[2]
     q = query.to(dtype).transpose(1, 2)
-    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(group, 1) for x in (key, value))
-    mask = mask.expand(-1, kv_heads, -1, -1).repeat_interleave(group, 1)
+    k, v = (spread_heads(x.to(dtype).transpose(1, 2), q_heads) for x in (key, value))
+    mask = spread_heads(mask, q_heads)
     scale = 1 / math.sqrt(query.shape[3]) if softmax_scale is None else softmax_scale
     logits, slope = scale * (q @ k.mT), scale
     if softcap > 0:
         tanh = torch.tanh(logits / softcap)
         logits, slope = softcap * tanh, scale * (1 - tanh * tanh)
     if bias is not None:
-        logits = logits + bias.to(dtype).repeat_interleave(group, 1)[:, :, None, :]
+        logits = logits + spread_heads(bias.to(dtype), q_heads)[:, :, None, :]
+    if attn_bias is not None:
+        logits = logits + spread_heads(attn_bias.to(dtype), q_heads)
     return Heads(q, k, v, mask, torch.where(mask, logits, -math.inf), slope)
 
 
@@ -212,21 +318,27 @@ def attention(
     mask: torch.Tensor,
     dtype: torch.dtype,
     *,
-    bias: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    sink_logit: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    **options: Any,
 ) -> Result:
-    """Attention under `mask`, with every step in `dtype`. It supports autograd."""
-    x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
+    """Attention under `mask`, with every step in `dtype`. It supports autograd. `factors` are those
+    of dropout, and the other options are make_logits()'s."""
+    x = make_logits(query, key, value, mask, dtype, **options)
     empty = (x.logits == -math.inf).all(3)
     logits = x.logits.masked_fill(empty[..., None], 0)  # gradients of -inf would be NaN
     lse = torch.logsumexp(logits, 3)
     lse = torch.where((logits == math.inf).any(3), math.nan, lse)
+    of_empty = torch.tensor(-math.inf, dtype=dtype)
+    if sink_logit is not None:
+        sinks = sink_logit.to(dtype)[:, None]
+        lse, of_empty = torch.logaddexp(lse, sinks), sinks
     weights = torch.where(x.mask, torch.exp(logits - lse[..., None]), 0)
     weights = weights.masked_fill(empty[..., None], 0)
+    weights = weights if factors is None else weights * factors.to(dtype)
     read = x.mask.any(2)[..., None]  # a key that no query keeps is not read
     out = weights @ torch.where(read, x.value, 0)
-    return Result(out.transpose(1, 2), lse.masked_fill(empty, -math.inf))
+    return Result(out.transpose(1, 2), torch.where(empty, of_empty, lse))
 
 
 def attention_backward(
@@ -240,35 +352,46 @@ def attention_backward(
     dtype: torch.dtype,
     *,
     bias: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    attn_bias: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    **options: Any,
 ) -> Tensors:
-    """dquery, dkey, dvalue and dbias (if there is a bias) by the formula of fdma.h, from the
-    rounded out and lse, with every step in `dtype`; dbias is summed row by row, in float32 at
-    least. (Autograd in 16 bits is no measure for kernels: it keeps forward's weights, so that
-    errors of dP and of its sum cancel. They do not cancel if that sum is <dout, out>.)"""
-    x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
+    """dquery, dkey, dvalue and, if they are given, dbias, dattn_bias and dsink_logit by the formula
+    of fdma.h, from the rounded out and lse, with every step in `dtype`; the last three are summed
+    in float32 at least, dbias row by row. (Autograd in 16 bits is no measure for kernels: it keeps
+    forward's weights, so that errors of dP and of its sum cancel. They do not cancel if that sum is
+    <dout, out>.)"""
+    x = make_logits(query, key, value, mask, dtype, bias=bias, attn_bias=attn_bias, **options)
     group = query.shape[2] // key.shape[2]
+    factors = torch.ones((), dtype=dtype) if factors is None else factors.to(dtype)
     out, lse = results
+    empty = (x.logits == -math.inf).all(3)
     dout, out = (one.to(dtype).transpose(1, 2) for one in (dout, out))
     delta = (dout * out).sum(3) - (0 if dlse is None else dlse.to(dtype))
-    lse = torch.where(lse == -math.inf, 0, lse)[..., None]  # an empty row keeps no key
-    weights = torch.exp(x.logits.to(lse.dtype) - lse).to(dtype)
+    lse = torch.where(empty, 0, lse)  # an empty row keeps no key
+    weights = torch.exp(x.logits.to(lse.dtype) - lse[..., None]).to(dtype)
     weights = torch.where(x.mask, weights, 0)
-    dlogits = weights * (dout @ x.value.mT - delta[..., None])
+    dlogits = weights * (factors * (dout @ x.value.mT) - delta[..., None])
     dproducts = dlogits * x.slope
 
     def sum_heads(one: torch.Tensor) -> torch.Tensor:
         return one.unflatten(1, (-1, group)).sum(2)
 
-    dkey, dvalue = dproducts.mT @ x.query, weights.mT @ dout
+    dkey, dvalue = dproducts.mT @ x.query, (factors * weights).mT @ dout
     rows = (dproducts @ x.key, sum_heads(dkey), sum_heads(dvalue))
     gradients = tuple(one.transpose(1, 2) for one in rows)
-    if bias is None:
-        return gradients
     wide = torch.promote_types(dtype, torch.float32)
-    by_row = dlogits.to(wide).unflatten(1, (-1, group)).flatten(2, 3).unbind(2)
-    return (*gradients, sum(by_row[1:], by_row[0]))
+    if bias is not None:
+        by_row = dlogits.to(wide).unflatten(1, (-1, group)).flatten(2, 3).unbind(2)
+        gradients += (sum(by_row[1:], by_row[0]),)
+    if attn_bias is not None:
+        gradients += (sum_as(dlogits.to(wide), attn_bias.shape).to(dtype),)
+    if sink_logit is not None:
+        weights = torch.exp(sink_logit.to(lse.dtype)[:, None] - results[1].to(lse.dtype))
+        weights = weights.masked_fill(weights.isnan(), 0)  # -inf - -inf: empty, and no sink
+        gradients += (-(weights.to(wide) * delta.to(wide)).sum((0, 2)),)
+    return gradients
 
 
 def score(
@@ -286,14 +409,27 @@ def score(
 
 
 def fused_gradients(
-    tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor, dtype: torch.dtype
+    leaves: dict[str, torch.Tensor],
+    mask: torch.Tensor,
+    targets: Tensors,
+    dtype: torch.dtype,
+    bias_form: str = "exp",
+    **options: Any,
 ) -> Tensors:
-    """The gradients of flash_dma_attention() for its five tensors, and for dt_bias if it is given
-    after them, with the keys of `mask`."""
-    given = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
-    bias = torch.exp(score(*given[2:5], dtype, *given[5:]))
-    out, _ = attention(*given[:3], mask, dtype, bias=bias)
-    return torch.autograd.grad(out, given, dout.to(dtype))
+    """The gradients of flash_dma_attention() for its tensors, by name, under the keys of `mask`;
+    0 for those without influence. `targets` are the gradients of out and lse."""
+    given = {name: x.detach().to(dtype).clone().requires_grad_() for name, x in leaves.items()}
+    query, key, value, dt_proj, a_coef = (given[name] for name in FUSED)
+    bias = None
+    if bias_form != "none":
+        bias = score(value, dt_proj, a_coef, dtype, given.get("dt_bias"))
+        bias = bias.exp() if bias_form == "exp" else bias
+    options = {"bias": bias, "sink_logit": given.get("sink_logit"), **options}
+    results = attention(query, key, value, mask, dtype, **options)
+    targets = tuple(x.to(dtype) for x in targets)
+    return torch.autograd.grad(
+        results, tuple(given.values()), targets, allow_unused=True, materialize_grads=True
+    )
 
 
 # ---- tolerances ----
@@ -406,8 +542,10 @@ def plain_gradients(
     """attention_backward() in the dtype of `tensors`, from the out and lse that backward got, with
     the channels in several orders."""
     out, lse = (result.detach().cpu() for result in results)
+    sink_logit = options.get("sink_logit")
+    numbers = lse.numel() if sink_logit is None else sink_logit.numel()
     found = []
-    for order in orders_of(dout.shape[3], lse.numel()):
+    for order in orders_of(dout.shape[3], numbers):
         back = order.argsort()
         rows = [tensor[..., order] for tensor in (dout, out, *tensors)]
         dtype = plain_dtype(dout.dtype)
@@ -415,23 +553,34 @@ def plain_gradients(
             rows[0], dlse, (rows[1], lse), *rows[2:], mask, dtype, **options
         )
         found.append((*(one[..., back] for one in gradients[:3]), *gradients[3:]))
+        if sink_logit is not None:
+            # Its gradient errs as the given out and lse do: a sample for each order has its own.
+            plain_out, _ = attention(*rows[2:], mask, dtype, **options)
+            _, plain_lse = attention(*rows[2:], mask, plain_dtype(lse.dtype), **options)
+            gradients = attention_backward(
+                rows[0], dlse, (plain_out, plain_lse), *rows[2:], mask, dtype, **options
+            )
+            found.append((*found[-1][:-1], gradients[-1]))
     return found
 
 
 def plain_fused_gradients(
-    tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor
+    leaves: dict[str, torch.Tensor], mask: torch.Tensor, targets: Tensors, **options: Any
 ) -> list[Tensors]:
     """fused_gradients() in the tensors' dtype, with the channels in many orders, because da_coef
     and ddt_bias are one number per head."""
-    head_dim = dout.shape[3]
-    found = []
-    for order in orders_of(head_dim, tensors[4].numel()):
+    dout, dlse = targets
+    head_dim, found = dout.shape[3], []
+
+    def shuffle(name: str, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        if name == "dt_proj":
+            return x.unflatten(1, (-1, head_dim))[..., order].flatten(1)
+        return x[..., order] if x.dim() == 4 else x
+
+    for order in orders_of(head_dim, leaves["a_coef"].numel()):
+        shuffled = {name: shuffle(name, x, order) for name, x in leaves.items()}
+        given = (mask, (dout[..., order], dlse), dout.dtype)
+        gradients = fused_gradients(shuffled, *given, **options)
         back = order.argsort()
-        rows, (weights, *of_heads) = tensors[:3], tensors[3:]
-        by_head = weights.unflatten(1, (-1, head_dim))
-        shuffled = (*(row[..., order] for row in rows), by_head[..., order].flatten(1), *of_heads)
-        gradients = fused_gradients(shuffled, mask, dout[..., order], dout.dtype)
-        drows, (dweights, *rest) = gradients[:3], gradients[3:]
-        dweights = dweights.unflatten(1, (-1, head_dim))[..., back].flatten(1)
-        found.append((*(drow[..., back] for drow in drows), dweights, *rest))
+        found.append(tuple(shuffle(name, x, back) for name, x in zip(leaves, gradients)))
     return found

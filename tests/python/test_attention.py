@@ -1,9 +1,8 @@
-"""score, attention and flash_dma_attention against evaluations in float64, and by their properties,
-on every kernel of the CPU, and on a CUDA device if there is one."""
+"""score and attention against evaluations in float64, and by their properties, on kernels of the
+CPU, and on a CUDA device if there is one. test_fused.py tests flash_dma_attention()."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, Callable
 
@@ -12,13 +11,25 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import DEVICES, attend, fused, make_fused, make_input, make_mask, on_device, stepwise
+from cases import (
+    CASES,
+    DEVICES,
+    FEATURES,
+    attend,
+    fused,
+    make_fused,
+    make_input,
+    make_mask,
+    on_device,
+    stepwise,
+)
 from evaluate import assert_same
-from flash_dmattn import _library, ops
+from flash_dmattn import _library
 
 RUNS = cases.runs_of(cases.KERNELS, cases.DTYPES)
 TARGETS = [("cpu", kernel) for kernel in cases.KERNELS]
 TARGETS.append(pytest.param("cuda", None, marks=on_device))
+NAMES = [*cases.NAMES, "row/empty-rows", "row/1000", *FEATURES]
 
 
 def test_what_kernels_support() -> None:
@@ -28,44 +39,79 @@ def test_what_kernels_support() -> None:
     assert {"cpu/scalar", "reference"} <= set(cases.WIDE)
 
 
-@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS + cases.CUDA_RUNS)
-@pytest.mark.parametrize("name", [*cases.NAMES, "row/empty-rows", "row/1000"])
-def test_attention(name: str, device: str, kernel: str | None, dtype: torch.dtype) -> None:
-    given = make_input(name, dtype)
-    _, results = attend(name, given, kernel, device)
+def assert_probabilities(
+    found: torch.Tensor, lse: torch.Tensor, given: cases.Input, mask: torch.Tensor, **options: Any
+) -> None:
+    """They are by the formula from lse, and 0 where a key is not kept or is dropped."""
+    options.pop("sink_logit")
+    factors = options.pop("factors", torch.ones(()))
+
+    def evaluated(dtype: torch.dtype, order: torch.Tensor) -> torch.Tensor:
+        rows = (given.query[..., order], given.key[..., order], given.value)
+        heads = evaluate.make_logits(*rows, mask, dtype, **options)
+        weights = torch.exp(heads.logits - lse.to(dtype)[..., None]) * factors.to(dtype)
+        return torch.where(heads.mask, weights, 0)
+
+    orders = evaluate.orders_of(given.query.shape[3], lse.numel())
+    exact = evaluated(torch.float64, orders[0])
+    plain = [evaluated(evaluate.plain_dtype(lse.dtype), order) for order in orders]
+    evaluate.assert_within(found, exact, *plain)
+    assert (found[exact == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "device", "kernel", "dtype"), cases.chosen_runs(NAMES, RUNS))
+def test_against_float64(name: str, device: str, kernel: str | None, dtype: torch.dtype) -> None:
+    """out, lse and the probabilities."""
+    given, mask = make_input(name, dtype), make_mask(name)
+    options = cases.options_of(name, given)
+    with torch.no_grad():
+        _, results = attend(name, given, kernel, device)
     assert all(one.is_contiguous() and one.device.type == device for one in results)
-    evaluate.assert_attention(results, *given[:3], make_mask(name), **cases.options_of(name, given))
+    evaluate.assert_attention(results, *given[:3], mask, **options)
+    if name.startswith("row/1"):
+        return
+    found = cases.probabilities_of(name, given, results[1], kernel)
+    assert found.dtype == results[1].dtype and found.device.type == device
+    assert found.is_contiguous()
+    assert_probabilities(found.cpu(), results[1].cpu(), given, mask, **options)
 
 
-@pytest.mark.parametrize("kernel", cases.WIDE)
-def test_softmax_scale(kernel: str) -> None:
-    query, key, value, *_ = make_input("softcap/selected", torch.float32)
-    options = {"softmax_scale": 0.8, "softcap": 1.5}
-    results = flash_dmattn.attention(query, key, value, causal=True, backend=kernel, **options)
-    mask = evaluate.visible_keys(77, 77, True)
-    evaluate.assert_attention(results, query, key, value, mask, **options)
+SCORES = [f"{form} {weights}" for form in ("exp", "linear", "none") for weights in ("same", "wide")]
+SCORE_RUNS = cases.runs_of(cases.kernels_of("score"), cases.DTYPES)
 
 
-@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS)
-@pytest.mark.parametrize("bias_form", ["exp", "linear", "none"])
-@pytest.mark.parametrize("weights", ["same", "float32"])
-def test_score(bias_form: str, weights: str, device: str, kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dt_bias", [None, (1.5, -2.25, 0.5)])
+@pytest.mark.parametrize(
+    ("name", "device", "kernel", "dtype"), cases.chosen_runs(SCORES, SCORE_RUNS, 4)
+)
+def test_score(
+    name: str, device: str, kernel: str | None, dtype: torch.dtype, dt_bias: Any
+) -> None:
+    """The weights are of value's dtype or float32. Scores are float32, except of float64."""
+    bias_form, weights = name.split()
     batch, kv_len, kv_heads, head_dim = 2, 53, 3, 24
     generator = torch.Generator().manual_seed(3)
     value = torch.randn(batch, kv_len, kv_heads, head_dim, generator=generator).to(dtype)
     kind = dtype if weights == "same" else torch.float32
     dt_proj = (torch.randn(kv_heads, kv_heads * head_dim, generator=generator) / 4).to(kind)
     a_coef = torch.randn(kv_heads, generator=generator).to(kind)
+    dt_bias = None if dt_bias is None else torch.tensor(dt_bias, dtype=kind)
     key_valid = torch.rand(batch, kv_len, generator=generator) < 0.8
-    score, bias = flash_dmattn.score(
-        value, dt_proj, a_coef, bias_form=bias_form, key_valid=key_valid, backend=kernel
+    given = {"dt_proj": dt_proj, "a_coef": a_coef, "dt_bias": dt_bias, "key_valid": key_valid}
+    on_target = {one: None if x is None else x.to(device) for one, x in given.items()}
+    score, bias = (
+        None if x is None else x.cpu()
+        for x in flash_dmattn.score(
+            value.to(device), **on_target, bias_form=bias_form, backend=kernel
+        )
     )
 
     def evaluated(at: torch.dtype, order: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         shuffled = value.flatten(2)[..., order].view_as(value)
-        score = evaluate.score(shuffled, dt_proj[:, order], a_coef, at)
+        score = evaluate.score(shuffled, dt_proj[:, order], a_coef, at, dt_bias)
         return torch.where(key_valid[:, None], score, -math.inf)
 
+    assert score.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     orders = evaluate.orders_of(kv_heads * head_dim, score.numel())
     plain = [evaluated(evaluate.plain_dtype(score.dtype), order) for order in orders]
     evaluate.assert_within(score, evaluated(torch.float64), *plain)
@@ -74,109 +120,6 @@ def test_score(bias_form: str, weights: str, device: str, kernel: str, dtype: to
         assert bias is None
     else:
         evaluate.assert_within(bias, form(score.double()), form(score))
-
-
-FORMS: list[dict[str, Any]] = [
-    {"causal": True},
-    {"causal": False},
-    {"causal": True, "scope": "global"},
-    {"causal": True, "bias_form": "linear", "softcap": 1.5, "softmax_scale": 0.3},
-    {"causal": False, "bias_form": "none"},
-    {"causal": True, "key_valid": True},
-    {"causal": True, "recent": 25},
-    {"causal": True, "recent": 9, "sinks": 3, "key_valid": True},
-    {"causal": False, "sinks": 5},
-    {"causal": True, "gap": 0.5},
-    {"causal": True, "recent": 9, "sinks": 3, "gap": 0.2, "key_valid": True},
-]
-FUSED_RUNS = [("cpu", dtype, 32) for dtype in cases.DTYPES]
-FUSED_RUNS += [
-    pytest.param("cuda", dtype, head_dim, marks=on_device)
-    for dtype in cases.NARROW
-    for head_dim in (40, 64, 128, 256)
-]
-
-
-@pytest.mark.parametrize(("device", "dtype", "head_dim"), FUSED_RUNS)
-@pytest.mark.parametrize("form", FORMS)
-def test_flash_dma_attention(
-    form: dict[str, Any], device: str, dtype: torch.dtype, head_dim: int
-) -> None:
-    """With every option the results equal the three steps and are within tolerance. Every device
-    selects the same keys."""
-    q_len, kv_len = 150, 300
-    tensors = make_fused(q_len, kv_len, dtype, head_dim=head_dim, device=device)
-    tensors = [x.detach() for x in tensors]
-    causal, bias_form = form["causal"], form.get("bias_form", "exp")
-    on_cpu = (torch.arange(kv_len) % 5 != 1).expand(2, -1) if "key_valid" in form else None
-    key_valid = None if on_cpu is None else on_cpu.to(device)
-    options = {**form, "key_valid": key_valid}
-    out, lse = fused(*tensors, **options, return_lse=True)
-    assert torch.equal(out, fused(*tensors, **options))
-    if device == "cpu":
-        named = fused(*tensors, **options, backend="reference")
-        assert torch.allclose(named, out, rtol=0.02, atol=0.02)
-    scope = form.get("scope", "causal" if causal else "global")
-    softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
-    rules = {name: form.get(name, 0) for name in ("recent", "sinks")}
-    rules["gap"] = form.get("gap")
-    score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
-    selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid, **rules)
-    rest = {"key_valid": key_valid, "causal": causal, "bias": bias}
-    shape = {"softcap": softcap, "softmax_scale": scale}
-    steps = flash_dmattn.attention(*tensors[:3], selection=selection, **rest, **shape)
-    assert_same((out, lse), steps)
-    score, bias, *rows = [None if x is None else x.cpu() for x in (score, bias, *tensors[:3])]
-    of_cpu = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=on_cpu, **rules)
-    assert_same((selection.expiry.cpu(), selection.slot.cpu()), of_cpu[:2])
-    kept = evaluate.kept_keys(score, cases.WINDOW, scope, on_cpu, **rules)
-    mask = evaluate.visible_keys(q_len, kv_len, causal, kept, on_cpu)
-    evaluate.assert_attention((out, lse), *rows, mask, bias=bias, **shape)
-
-
-def test_everything_that_the_fused_operator_returns() -> None:
-    tensors = [x.detach() for x in make_fused(60)]
-    out, lse, score, bias, *selection = ops.FUSED.op(
-        *tensors,
-        *6 * [None],
-        cases.WINDOW,
-        9,
-        2,
-        "causal",
-        "linear",
-        True,
-        0.0,
-        3.0,
-        0.0,
-        0.0,
-        False,
-        None,
-    )
-    assert_same((out, lse, score, *selection), stepwise(*tensors, recent=9, sinks=2))
-    assert torch.equal(bias, score)
-
-
-def test_the_defaults_of_flash_dma_attention() -> None:
-    tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
-    out = flash_dmattn.flash_dma_attention(*tensors)
-    said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
-    said.update(recent=0, sinks=0)
-    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
-    assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_window_of_all_keys_takes_recent_and_sinks(backend: str) -> None:
-    """Such a window keeps every key already."""
-    tensors = [x.detach() for x in make_fused(60)]
-    expected = fused(*tensors, keep_window_size=60, backend=backend)
-    every = (1 << 63) - 1
-    for window, recent in itertools.product((1, 60, every), (60, every)):
-        rules = {"keep_window_size": window, "recent": recent, "sinks": 1}
-        assert torch.equal(fused(*tensors, **rules, backend=backend), expected)
-    sinks = fused(*tensors, keep_window_size=every, sinks=every, causal=False, backend=backend)
-    every_key = fused(*tensors, keep_window_size=60, causal=False, backend=backend)
-    assert torch.equal(sinks, every_key)
 
 
 def test_recent_keeps_the_keys_that_scores_drop() -> None:
@@ -220,34 +163,58 @@ def test_a_selection_that_says_too_small_a_window(device: str, kernel: str | Non
 # ---- properties of results and gradients ----
 
 
+# Cases whose sequences have all tensors of their own, but for sink logits.
+ALONE = ["later/steps", "padding/left", "dense/pad-holes", "feature/used", "feature/used-full"]
+ALONE += ["feature/used-selected", "feature/sink-selected", "feature/gap-rules"]
+
+
 def input_for(name: str, kernel: str | None) -> cases.Input:
     return make_input(name, torch.float32 if kernel in cases.WIDE else torch.bfloat16)
 
 
-SELECTED = ["later/steps", "padding/holes", "global/causal", "dense/pad-left", "scores/saw"]
+def has_unread(name: str) -> bool:
+    return bool((~make_mask(name).any(2)).any())
 
 
-@pytest.mark.parametrize(("device", "kernel"), TARGETS)
-@pytest.mark.parametrize("name", SELECTED)
+UNREAD = [
+    "later/steps",
+    "padding/holes",
+    "global/causal",
+    "dense/pad-left",
+    "scores/saw",
+    *FEATURES,
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "kernel"),
+    cases.chosen_targets(list(filter(has_unread, UNREAD)), cases.KERNELS),
+)
 def test_keys_that_nobody_keeps_are_not_read(name: str, device: str, kernel: str | None) -> None:
-    given = input_for(name, kernel)
-    unread = ~make_mask(name).any(2).expand(given.score.shape)  # [batch, kv_heads, kv_len]
+    """Nor are biases of pairs that are not kept."""
+    given, mask = input_for(name, kernel), make_mask(name)
+    kv_heads = given.key.shape[2]
+    unread = ~evaluate.spread_heads(mask, CASES[name].q_heads).any(2)
+    unread = unread.unflatten(1, (kv_heads, -1)).all(2)  # [batch, kv_heads, kv_len]
     rows = unread.transpose(1, 2)[..., None]
-    poisoned = given._replace(
-        key=given.key.masked_fill(rows, math.nan),
-        value=given.value.masked_fill(rows, math.nan),
-        bias=given.bias.masked_fill(unread, math.nan),
-    )
+    changes = {one: getattr(given, one).masked_fill(rows, math.nan) for one in ("key", "value")}
+    if given.bias is not None:
+        changes["bias"] = given.bias.masked_fill(unread, math.nan)
+    if given.attn_bias is not None:
+        hidden = 1 - evaluate.sum_as(mask.float(), given.attn_bias.shape).clamp(max=1)
+        changes["attn_bias"] = given.attn_bias.masked_fill(hidden.bool(), math.nan)
     found = [
         cases.attend_and_differentiate(name, one, kernel, device, deterministic=True)
-        for one in (given, poisoned)
+        for one in (given, given._replace(**changes))
     ]
     assert_same(found[0], found[1])
-    *_, dkey, dvalue, dbias = (one.cpu() for one in found[0])
-    assert unread.any() and (dbias[unread] == 0).all()
-    rows = rows.expand_as(dkey)
-    for gradient in (dkey, dvalue):
-        assert (gradient[rows] == 0).all() and (gradient[~rows] != 0).any()
+    gradients = {one: x.cpu() for one, x in zip(given.leaves, found[0][2:])}
+    if "bias" in gradients:
+        assert (gradients["bias"][unread] == 0).all()
+    rows = rows.expand_as(given.key)
+    for one in ("key", "value"):
+        assert (gradients[one][rows] == 0).all()
+        assert rows.all() or (gradients[one][~rows] != 0).any()
 
 
 @pytest.mark.parametrize("kernel", cases.WIDE)
@@ -276,19 +243,33 @@ def test_special_logits(kernel: str) -> None:
     evaluate.assert_within(out[:, whole], exact.out[:, whole], plain.out[:, whole])
 
 
-@pytest.mark.parametrize(("device", "kernel"), TARGETS)
-@pytest.mark.parametrize("name", ["later/steps", "padding/left", "dense/pad-holes"])
+@pytest.mark.parametrize(
+    ("name", "device", "kernel"),
+    cases.chosen_targets(ALONE, cases.KERNELS),
+)
 def test_a_sequence_does_not_feel_its_batch(name: str, device: str, kernel: str | None) -> None:
     given, target = make_input(name, torch.bfloat16), (kernel, device)
     together = cases.attend_and_differentiate(name, given, *target, deterministic=True)
     for b in range(cases.CASES[name].batch):
         one = cases.Input(*(None if x is None else x[b : b + 1] for x in given))
+        one = one._replace(sink_logit=given.sink_logit)
         alone = cases.attend_and_differentiate(name, one, *target, deterministic=True)
-        assert_same(alone, tuple(x[b : b + 1] for x in together))
+        found = [x[b : b + 1] for x in together]
+        if given.sink_logit is not None:  # its gradient is a sum over all sequences
+            alone, found = alone[:-1], found[:-1]
+        assert_same(alone, tuple(found))
 
 
-@pytest.mark.parametrize("kernel", cases.WIDE)
-@pytest.mark.parametrize("name", ["dense/causal-131", "scores/saw", "group/16"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("dense/causal-131", cases.WIDE[0]),
+        ("scores/saw", "cpu/scalar"),
+        ("group/16", "reference"),
+        ("feature/pairs-9", cases.WIDE[0]),
+        ("feature/sink-selected", cases.WIDE[0]),
+    ],
+)
 def test_threads_change_nothing(name: str, kernel: str) -> None:
     given = make_input(name, torch.float32)
     threads = torch.get_num_threads()
@@ -420,3 +401,53 @@ def test_inputs_stay_as_they_were() -> None:
     cases.attend_and_differentiate("padding/holes", given)
     for one, copy in zip(given, before):
         assert one is None or torch.equal(one, copy)
+
+
+# ---- attention_probabilities() beside the cases ----
+
+
+def test_every_name_of_a_kernel_of_forward_will_do() -> None:
+    names = [
+        one.name
+        for one in _library.kernels()
+        if one.operation == "forward" and one.missing is None and one.name.startswith("cpu/")
+    ]
+    query, key = torch.randn(1, 1, 2, 16).bfloat16(), torch.randn(1, 9, 1, 16).bfloat16()
+    expected = None
+    for name in names:
+        _, lse = flash_dmattn.attention(query, key, key, backend=name)
+        found = flash_dmattn.attention_probabilities(query, key, lse, backend=name)
+        expected = found if expected is None else expected
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_lse_of_more_keys() -> None:
+    """A row sums to the share that its keys have in the whole."""
+    query, key = torch.randn(1, 5, 2, 16), torch.randn(1, 12, 1, 16)
+    halves = key.split(6, 1)
+    lses = [flash_dmattn.attention(query, half, half)[1] for half in halves]
+    lse = torch.logaddexp(*lses)
+    for half, own in zip(halves, lses):
+        row_sums = flash_dmattn.attention_probabilities(query, half, lse).sum(-1)
+        torch.testing.assert_close(row_sums, torch.exp(own - lse))
+
+
+def test_a_compiled_call() -> None:
+    tensors = [tensor.detach() for tensor in make_fused(20)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        return fused(*tensors, return_attn_probs=True, return_lse=True)
+
+    assert_same(torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors), call(*tensors))
+
+
+def test_autocast() -> None:
+    query, key = torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lse = flash_dmattn.attention(query, key, key)
+        found = flash_dmattn.attention_probabilities(query, key, lse)
+    rows = query.bfloat16(), key.bfloat16()
+    assert_same(found, flash_dmattn.attention_probabilities(*rows, lse))
+    assert found.dtype == torch.float32 and math.isclose(
+        found[0, 0, 0].sum().item(), 1, abs_tol=1e-5
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Callable, Tuple
 
 import flash_dmattn
@@ -10,11 +11,13 @@ import torch
 import torch._dynamo.testing
 from cases import (
     DEVICES,
+    FULL,
     FUNCTIONS,
     Tensors,
     fused,
     gradients,
     make_fused,
+    merged,
     results,
     ruled,
     stepwise,
@@ -245,7 +248,8 @@ WITHOUT_GRADIENT = [
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
     operator, arguments = OPERATORS[name]
-    for given in (arguments,) if name in WITHOUT_GRADIENT else (arguments, learning(arguments)):
+    every = (arguments,) if name in WITHOUT_GRADIENT else (arguments, learning(arguments))
+    for given in every if FULL else every[-1:]:
         results = torch.library.opcheck(operator, given)
         assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
@@ -277,14 +281,19 @@ def test_fake_kernels_check_ranks() -> None:
         flash_dmattn.flash_dma_attention(query[0], *rest)
 
 
-forward_and_backward = pytest.mark.parametrize("run", [results, gradients])
 Run = Callable[..., Tensors]
 
 
+# Without FDMA_FULL=1 mostly graphs with gradients, of which forward is a part. The tests below take
+# aot_eager.
+CHOSEN = [(gradients, one, "inductor") for one in FUNCTIONS]
+CHOSEN += [(results, fused, "inductor"), (gradients, merged, "aot_eager")]
+if FULL:
+    CHOSEN = list(itertools.product((results, gradients), FUNCTIONS, ("aot_eager", "inductor")))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-@forward_and_backward
+@pytest.mark.parametrize(("run", "function", "backend"), CHOSEN)
 def test_one_graph(
     run: Run, function: Callable[..., Any], backend: str, device: str, deterministic: None
 ) -> None:
@@ -320,8 +329,10 @@ def test_autotuned_layers(device: str, deterministic: None) -> None:
             torch.testing.assert_close(other, one, **allowed)
 
 
-@pytest.mark.parametrize("function", [fused, stepwise, ruled])
-@forward_and_backward
+@pytest.mark.parametrize(
+    ("run", "function"),
+    [(results, fused), *((gradients, function) for function in (fused, stepwise, ruled))],
+)
 def test_one_graph_for_all_lengths(run: Run, function: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -7,23 +7,34 @@ sizes change with the second call.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import flash_dmattn
 import pytest
 import torch
+from cases import FULL
 from torch.testing import assert_close
 
 BATCHES = (3, 5, 6)
-LENGTHS = tuple(range(9, 29))  # longer than the windows, which are 8
+LENGTHS = tuple(range(9, 29 if FULL else 17))  # longer than the windows, which are 8
 # Sizes of other dimensions differ from these: PyTorch first takes equal sizes for one size.
 SIZES = {"hidden": 32, "heads": 4, "kv_heads": 2, "window": 8}
 CACHE = {"kv_heads": 2, "head_dim": 8, "window": 8, "recent": 8}
-DYNAMIC = pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+DYNAMIC = (None, True)  # torch.compile finds out which sizes change, or is told
 MOST = 2
 
 Function = Callable[..., torch.Tensor]
 Options = Callable[[int, int], dict[str, Any]]  # for a call with this batch and length
+
+
+def in_turn(values: Iterable[Any]) -> list[tuple[Any, bool | None]]:
+    """Values with both ways to compile if FDMA_FULL is 1, otherwise with one of these in turn."""
+    return [
+        (one, dynamic)
+        for n, one in enumerate(values)
+        for at, dynamic in enumerate(DYNAMIC)
+        if FULL or n % 2 == at
+    ]
 
 
 class Counter:
@@ -85,8 +96,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Options]] = {
 }
 
 
-@DYNAMIC
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dynamic"), in_turn(LAYERS))
 @torch.no_grad()
 def test_layers(name: str, dynamic: bool | None) -> None:
     options, more = LAYERS[name]
@@ -112,7 +122,7 @@ def test_sizes_that_are_marked() -> None:
     assert counter.graphs == 1
 
 
-@DYNAMIC
+@pytest.mark.parametrize("dynamic", DYNAMIC if FULL else DYNAMIC[:1])
 @torch.no_grad()
 def test_packed_sequences(dynamic: bool | None) -> None:
     layer = flash_dmattn.DynamicMaskAttention(**SIZES).eval()
@@ -134,8 +144,7 @@ def test_training() -> None:
     assert 0 < counter.graphs <= MOST
 
 
-@DYNAMIC
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("window", "dynamic"), in_turn([8, None]))
 @torch.no_grad()
 def test_multihead_attention(window: int | None, dynamic: bool | None) -> None:
     layer = flash_dmattn.MultiheadAttention(32, 4, batch_first=True, window=window).eval()
@@ -163,7 +172,7 @@ def make_model() -> Callable[..., torch.Tensor]:
     return run
 
 
-@DYNAMIC
+@pytest.mark.parametrize("dynamic", DYNAMIC if FULL else DYNAMIC[:1])
 @torch.no_grad()
 def test_tokens(dynamic: bool | None) -> None:
     """Single tokens after prompts of different lengths."""
@@ -222,8 +231,7 @@ def test_length_in_compiled_code() -> None:
     assert found == list(range(1, 13)) and counter.graphs == 1
 
 
-@pytest.mark.parametrize("longer", [0, 60], ids=["decode", "prefill"])
-@DYNAMIC
+@pytest.mark.parametrize(("longer", "dynamic"), in_turn([0, 60]))  # decode and prefill
 @torch.no_grad()
 def test_prompts(dynamic: bool | None, longer: int) -> None:
     """Prompts of one call, up to 64 tokens and above."""

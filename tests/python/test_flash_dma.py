@@ -1,4 +1,4 @@
-"""The modules flash_dma and flash_dma_cuda: results against PyTorch alone, and refusals."""
+"""The modules flash_dma and flash_dma_cuda: results as from attention(), and refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import flash_dma_cuda
 import flash_dmattn
 import pytest
 import torch
+from cases import on_device
+from evaluate import assert_same
 from flash_dmattn import _arguments
 from test_masks import (
     BATCH,
@@ -17,7 +19,6 @@ from test_masks import (
     KV_LEN,
     Q_HEADS,
     Q_LEN,
-    attend_in_torch,
     make_pairs,
     make_rows,
 )
@@ -37,27 +38,25 @@ def test_arguments() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [KV_HEADS, Q_HEADS])
-def test_against_torch(heads: int, dtype: torch.dtype) -> None:
+def test_it_is_attention(heads: int, dtype: torch.dtype) -> None:
+    """Every result and gradient is that of attention() and attention_probabilities()."""
     query, key, value, _ = make_rows(dtype)
     mask, zoh = make_pairs((BATCH, heads, Q_LEN, KV_LEN), dtype)
+    leaves, options = (query, key, value, zoh.requires_grad_()), {"softcap": 2.0}
     output, lse, p, rng_state = flash_dma.fwd(
-        *(query, key, value, zoh.requires_grad_(), mask.to(dtype)),
+        *(*leaves, mask.to(dtype)),
         is_causal=True,
         keep_window_size=KV_LEN - 1,
-        softcap=2.0,
         return_softmax=True,
+        **options,
     )
-    want = attend_in_torch(query, key, value, None, mask, zoh, causal=True, softcap=2.0)
-    step = torch.finfo(dtype).eps
-    torch.testing.assert_close(output.double(), want, atol=32 * step, rtol=8 * step)
-    assert lse.shape == (BATCH, Q_HEADS, Q_LEN) and rng_state.shape == (0,)
-    weighted = p @ value.float().transpose(1, 2).repeat_interleave(Q_HEADS // KV_HEADS, 1)
-    weighted = weighted.transpose(1, 2)
-    torch.testing.assert_close(weighted, output.float(), atol=32 * step, rtol=8 * step)
-    found = torch.autograd.grad(output.float().cos().sum(), (query, zoh))
-    wanted = torch.autograd.grad(want.cos().sum(), (query, zoh))
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other, atol=64 * step, rtol=16 * step)
+    options.update(attn_mask=mask, attn_bias=zoh, causal=True)
+    want = flash_dmattn.attention(query, key, value, **options)
+    probability = flash_dmattn.attention_probabilities(query, key, want[1], **options)
+    assert_same((output, lse, p), (*want, probability))
+    assert rng_state.shape == (0,)
+    found, wanted = (torch.autograd.grad(x.cos().sum(), leaves) for x in (output, want[0]))
+    assert_same(found, wanted)
 
 
 def test_only_what_is_asked_for() -> None:
@@ -150,13 +149,11 @@ def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_dma_cuda.fwd(*rows, None, None)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_device() -> None:
-    rows = [x.detach().bfloat16() for x in make_rows()[:3]]
-    mask, zoh = make_pairs(PAIRS, torch.bfloat16)
-    step = torch.finfo(torch.bfloat16).eps
-    want = attend_in_torch(*rows, None, mask, zoh, causal=True)
-    given = [x.cuda() for x in (*rows, zoh, mask.bfloat16())]
+@on_device
+def test_on_a_cuda_device() -> None:
+    rows = [x.detach().bfloat16().cuda() for x in make_rows()[:3]]
+    mask, zoh = (x.cuda() for x in make_pairs(PAIRS, torch.bfloat16))
+    want = flash_dmattn.attention(*rows, attn_mask=mask, attn_bias=zoh, causal=True)[0]
     for module in (flash_dma, flash_dma_cuda):
-        found = module.fwd(*given, is_causal=True, keep_window_size=1)[0].cpu().double()
-        torch.testing.assert_close(found, want, atol=32 * step, rtol=8 * step)
+        found = module.fwd(*rows, zoh, mask.bfloat16(), is_causal=True, keep_window_size=1)[0]
+        assert torch.equal(found, want)

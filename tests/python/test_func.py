@@ -35,6 +35,11 @@ def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any)
     return flash_dmattn.merge(*pieces)[0]
 
 
+def merge_alone(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    lse = torch.zeros(2, 4, 20)
+    return flash_dmattn.merge(query, lse, query.cos(), lse)[0]
+
+
 def all_keys(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return flash_dmattn.flash_dma_attention(query, *others, 100, causal=True)
 
@@ -44,7 +49,8 @@ def scored(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *weights
     return score.cos() + bias
 
 
-every_function = pytest.mark.parametrize("function", [fused, dense, merged, all_keys, scored])
+FUNCTIONS = [fused, dense, merged, merge_alone, all_keys, scored]
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
 Function = Callable[..., torch.Tensor]
 
 
@@ -55,19 +61,12 @@ def gradients(function: Function, tensors: list[torch.Tensor]) -> Any:
 
 
 @every_function
-def test_grad(function: Function) -> None:
+def test_grad_and_vjp(function: Function) -> None:
     tensors = make()
     found = func.grad(lambda *x: function(*x).cos().sum(), argnums=tuple(range(5)))(*tensors)
-    for one, other in zip(found, gradients(function, tensors)):
-        assert torch.equal(one, other)
-
-
-@every_function
-def test_vjp(function: Function) -> None:
-    tensors = make()
     out, pull_back = func.vjp(function, *tensors)
-    for one, other in zip(pull_back(-out.sin()), gradients(function, tensors)):
-        assert torch.equal(one, other)
+    for one, same, other in zip(found, pull_back(-out.sin()), gradients(function, tensors)):
+        assert torch.equal(one, other) and torch.equal(same, other)
 
 
 def test_jacrev() -> None:
@@ -104,17 +103,34 @@ def test_vmap() -> None:
         assert torch.equal(one, fused(query, *tensors[1:]))
 
 
+# What messages call the functions.
+TITLES = {fused: "flash_dma_attention", all_keys: "flash_dma_attention", dense: "attention"}
+TITLES.update({merged: "attention|merge", merge_alone: "merge", scored: "score"})
+
+
 @every_function
-@pytest.mark.parametrize("transform", [func.jacfwd, func.hessian])
-def test_forward_mode_is_refused(transform: Any, function: Function) -> None:
-    tensors = make()
-    with pytest.raises(NotImplementedError, match="forward-mode derivatives .* use reverse mode"):
-        transform(lambda query: function(query, *tensors[1:]).sum())(tensors[0])
+def test_forward_mode_is_refused(function: Function) -> None:
+    """A tensor without a tangent is accepted where others may have one."""
+    query, *others = make()
+    message = rf"flash_dmattn.({TITLES[function]}): forward-mode derivatives \(torch.func.jvp\) "
+    for transform in (func.jacfwd, func.hessian):
+        with pytest.raises(NotImplementedError, match=message + ".* use reverse mode"):
+            transform(lambda x: function(x, *others).sum())(query)
+    with torch.autograd.forward_ad.dual_level():
+        function(query, *others)
+        with pytest.raises(NotImplementedError, match=message):
+            function(torch.autograd.forward_ad.make_dual(query, torch.ones_like(query)), *others)
 
 
 @every_function
 def test_second_derivatives_are_refused(function: Function) -> None:
     query, *others = make()
-    gradient = func.grad(lambda query: function(query, *others).cos().sum())
-    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
-        func.grad(lambda query: gradient(query).sum())(query)
+    message = f"flash_dmattn.({TITLES[function]}): second derivatives are not implemented"
+    gradient = func.grad(lambda x: function(x, *others).cos().sum())
+    with pytest.raises(NotImplementedError, match=message):
+        func.grad(lambda x: gradient(x).sum())(query)
+    query.requires_grad_()
+    loss = function(query, *others).square().sum()
+    (gradient,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(NotImplementedError, match=message):
+        gradient.sum().backward()

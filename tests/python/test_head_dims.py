@@ -1,56 +1,27 @@
-"""Heads whose head_dim is not a multiple of 8: every function, layer and cache has the results and
-gradients of the formula. Kernels get zeros for the missing channels."""
+"""Heads whose head_dim is not a multiple of 8: layers, caches, and functions that are not among the
+features and forms of cases.py. Kernels get zeros for the missing channels."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import flash_dmattn
 import pytest
 import torch
+from cases import make_fused
 from flash_dmattn import DynamicMaskAttention, DynamicMaskCache
 from torch import nn
 
 HEADS, KV_HEADS, LENGTH = 4, 2, 30
 EXACT = {"atol": 2e-6, "rtol": 2e-5}
-head_dims = pytest.mark.parametrize("head_dim", [3, 12, 20])
+OPTIONS = {"keep_window_size": 7, "causal": True}
 
 
 def make(head_dim: int, length: int = LENGTH) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef."""
-    generator = torch.Generator().manual_seed(head_dim)
-    shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    shapes += [(KV_HEADS, KV_HEADS * head_dim), (KV_HEADS,)]
-    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
-    leaves[3] /= (KV_HEADS * head_dim) ** 0.5
-    leaves[4] /= 4  # so that the bias stays small
-    return [x.requires_grad_() for x in leaves]
-
-
-def attend_in_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added: torch.Tensor
-) -> torch.Tensor:
-    """Attention in float64; `added` [..., q_len, kv_len] is added to the logits of each query
-    head."""
-    rows = (x.transpose(1, 2) for x in (query, key, value))
-    out = nn.functional.scaled_dot_product_attention(*rows, added, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def scores_in_torch(value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor) -> Any:
-    dt = nn.functional.linear(value.flatten(2), dt_proj)
-    return (a_coef * nn.functional.softplus(dt)).transpose(1, 2)
-
-
-def of_selection(score: torch.Tensor, window: int) -> torch.Tensor:
-    """A mask of logits: the bias of each query's `window` best keys, and -inf for others."""
-    rows = score[:, :, None].expand(-1, -1, score.shape[-1], -1)
-    future = torch.ones(rows.shape[-2:], dtype=torch.bool).triu(1)
-    best = rows.detach().masked_fill(future, -torch.inf).topk(window, -1).indices
-    kept = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, best, True) & ~future
-    added = torch.where(kept, rows.exp(), -torch.inf)
-    return added.repeat_interleave(HEADS // KV_HEADS, 1)
+    """query, key, value, dt_proj and a_coef, small enough that no bias alone decides."""
+    tensors = make_fused(length, head_dim=head_dim)
+    tensors[4].data /= 4
+    return [x[:1].detach().requires_grad_() for x in tensors[:3]] + tensors[3:]
 
 
 def check_gradients(found: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) -> None:
@@ -63,79 +34,41 @@ def check_gradients(found: torch.Tensor, want: torch.Tensor, leaves: list[torch.
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-@head_dims
-def test_attention(head_dim: int) -> None:
-    *rows, _, _ = make(head_dim)
-    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    causal = torch.zeros(LENGTH, LENGTH).masked_fill(future, -torch.inf)
-    want = attend_in_torch(*rows, causal)
-    out, lse = flash_dmattn.attention(*rows, causal=True)
-    assert out.is_contiguous() and out.shape == rows[0].shape
-    check_gradients(out, want, rows)
+@pytest.mark.parametrize("head_dim", [3, 12, 20])
+def test_functions_of_dense_attention(head_dim: int) -> None:
+    rows = make(head_dim)[:3]
+    want, lse = flash_dmattn.attention(*rows, causal=True)
+    assert want.is_contiguous() and want.shape == rows[0].shape
     check_gradients(flash_dmattn.flash_dmattn_func(*rows, is_causal=True), want, rows)
-    weights = flash_dmattn.attention_probabilities(*rows[:2], lse, causal=True)
-    value = rows[2].transpose(1, 2).repeat_interleave(HEADS // KV_HEADS, 1)
-    torch.testing.assert_close((weights @ value).transpose(1, 2), want, **EXACT)
     halves = [flash_dmattn.attention(rows[0], *x) for x in zip(*(y.split(15, 1) for y in rows[1:]))]
     merged, _ = flash_dmattn.merge(*halves[0], *halves[1])
-    check_gradients(merged, attend_in_torch(*rows, torch.zeros(LENGTH, LENGTH)), rows)
-
-
-@head_dims
-def test_dynamic_mask_attention(head_dim: int) -> None:
-    leaves = make(head_dim)
-    score = scores_in_torch(*leaves[2:])
-    want = attend_in_torch(*leaves[:3], of_selection(score, 7))
-    options = {"keep_window_size": 7, "causal": True}
-    for _ in range(3):  # a repeated call takes a shorter way
-        found = flash_dmattn.flash_dma_attention(*leaves, **options)
-        check_gradients(found, want, leaves)
-    scores, bias = flash_dmattn.score(*leaves[2:])
-    check_gradients(scores, score, leaves[2:])
-    selection = flash_dmattn.select(scores, 7)
-    out, _ = flash_dmattn.attention(*leaves[:3], bias=bias, selection=selection, causal=True)
-    check_gradients(out, want, leaves)
-    out, weights = flash_dmattn.flash_dma_attention(*leaves, **options, return_attn_probs=True)
-    value = leaves[2].transpose(1, 2).repeat_interleave(HEADS // KV_HEADS, 1)
-    torch.testing.assert_close((weights @ value).transpose(1, 2), out, **EXACT)
+    check_gradients(merged, flash_dmattn.attention(*rows)[0], rows)
+    starts = torch.tensor([0, 11, LENGTH], dtype=torch.int32)
+    packed = flash_dmattn.flash_dmattn_varlen_func(
+        *(x[0] for x in rows), starts, starts, 19, 19, causal=True
+    )
+    pieces = [
+        flash_dmattn.attention(*x, causal=True)[0][0]
+        for x in zip(*(y.split((11, 19), 1) for y in rows))
+    ]
+    torch.testing.assert_close(packed, torch.cat(pieces), **EXACT)
 
 
 def test_new_numbers_in_the_same_tensors() -> None:
     """A remembered call does not keep padded copies."""
     leaves = [x.detach() for x in make(12)]
-    options = {"keep_window_size": 7, "causal": True}
     for _ in range(3):
-        flash_dmattn.flash_dma_attention(*leaves, **options)
+        flash_dmattn.flash_dma_attention(*leaves, **OPTIONS)
     leaves[0].copy_(leaves[0].flip(1).clone())
-    want = attend_in_torch(*leaves[:3], of_selection(scores_in_torch(*leaves[2:]), 7))
-    found = flash_dmattn.flash_dma_attention(*leaves, **options)
-    torch.testing.assert_close(found, want, **EXACT)
-
-
-@head_dims
-def test_packed(head_dim: int) -> None:
-    leaves = make(head_dim)
-    starts = torch.tensor([0, 11, LENGTH], dtype=torch.int32)
-    rows = [x[0] for x in leaves[:3]]
-    weights = {"dt_proj": leaves[3], "a_coef": leaves[4], "keep_window_size": 5}
-    for more in ({}, weights):
-        sizes = (starts, starts, 19, 19)
-        found = flash_dmattn.flash_dmattn_varlen_func(*rows, *sizes, causal=True, **more)
-        pieces = []
-        for span in (slice(0, 11), slice(11, LENGTH)):
-            own = [x[:, span] for x in leaves[:3]]
-            score = scores_in_torch(own[2], *leaves[3:])
-            score = score if more else torch.zeros_like(score)
-            window = 5 if more else score.shape[-1]
-            pieces.append(attend_in_torch(*own, of_selection(score, window))[0])
-        torch.testing.assert_close(found, torch.cat(pieces), **EXACT)
+    want = flash_dmattn.flash_dma_attention(*leaves, **OPTIONS, backend="reference")
+    torch.testing.assert_close(flash_dmattn.flash_dma_attention(*leaves, **OPTIONS), want, **EXACT)
 
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_decode(draft: bool) -> None:
     """A prompt, single tokens, and committed drafts, against the whole sequence."""
     leaves = [x.detach() for x in make(12)]
-    want = attend_in_torch(*leaves[:3], of_selection(scores_in_torch(*leaves[2:]), 7))
+    want = flash_dmattn.flash_dma_attention(*leaves, **OPTIONS)
     cache = DynamicMaskCache(layers=1, batch=1, kv_heads=KV_HEADS, head_dim=12, window=7, recent=0)
     assert cache.keys.key.shape[-1] == 16
     pieces = [(slice(0, 20), False), (slice(20, 21), False)]
@@ -158,15 +91,6 @@ def test_a_cache_of_unpadded_rows_is_refused() -> None:
     keys = keys._replace(key=keys.key[..., :12], value=keys.value[..., :12])
     with pytest.raises(ValueError, match=r"^cache\.key: axis 3 has 12 elements, want 16: head_dim"):
         flash_dmattn.decode(*leaves[:3], keys, dt_proj=leaves[3], a_coef=leaves[4])
-
-
-def test_tensors_that_do_not_fit_each_other() -> None:
-    """Messages have the sizes of the caller's tensors."""
-    query, key, value, dt_proj, a_coef = (x.detach() for x in make(12))
-    with pytest.raises(ValueError, match="^key: axis 3 has 10 elements, query has 12"):
-        flash_dmattn.attention(query, key[..., :10], value)
-    with pytest.raises(ValueError, match=r"^dt_proj: axis 1 has 20 elements.*head_dim, 24"):
-        flash_dmattn.flash_dma_attention(query, key, value, dt_proj[:, :20], a_coef)
 
 
 @pytest.mark.parametrize("rope_base", [None, 1e4])
@@ -195,11 +119,8 @@ def test_a_layer(rope_base: float | None) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-5, rtol=1e-4)
 
 
-def test_compiled_and_workspace() -> None:
+def test_workspace() -> None:
     leaves = [x.detach() for x in make(12)]
-    call = lambda *x: flash_dmattn.flash_dma_attention(*x, 7, causal=True)  # noqa: E731
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*leaves), call(*leaves), **EXACT)
     options = flash_dmattn.DynamicMaskOptions(7, max_sequence_length=64, max_batch_size=1)
     assert flash_dmattn.workspace_bytes(options, *leaves, causal=True) > 0
 

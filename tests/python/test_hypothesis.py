@@ -9,13 +9,14 @@ from typing import Callable
 import evaluate
 import flash_dmattn
 import torch
+from cases import FULL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 bounded = settings(
     derandomize=True,
     deadline=None,
-    max_examples=150,
+    max_examples=150 if FULL else 50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -102,18 +102,3 @@ def test_compiled(device: str) -> None:
         return flash_dmattn.attention(*rows, attn_mask=mask, mask_lists=lists, causal=True)[0]
 
     assert torch.equal(torch.compile(attend, fullgraph=True)(*rows, mask), attend(*rows, mask))
-
-
-def test_bad_input() -> None:
-    rows, mask = make_call("cpu")
-    query, key, _ = rows
-    with pytest.raises(TypeError, match="attn_mask: is None, want a torch.Tensor"):
-        flash_dmattn.mask_lists(query, key, None)
-    with pytest.raises(TypeError, match="query: is 'query', a str, want"):
-        flash_dmattn.mask_lists("query", key, mask)
-    with pytest.raises(ValueError, match="attn_mask: axis 3 has 169 elements"):
-        flash_dmattn.mask_lists(query, key, mask[..., 1:])
-    with pytest.raises(ValueError, match="mask_lists: is given, want none without attn_mask"):
-        flash_dmattn.attention(*rows, mask_lists=torch.empty(0, dtype=torch.uint8))
-    with pytest.raises(NotImplementedError, match="backend: no kernel is named 'fast'"):
-        flash_dmattn.mask_lists(query, key, mask, backend="fast")

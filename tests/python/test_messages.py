@@ -171,36 +171,6 @@ def test_float64_is_for_the_reference_alone() -> None:
         attend(**tensors, backend="cpu")
 
 
-DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "score": lambda x: score(value=x)[0],
-    "attention": lambda x: attend(value=x)[0],
-    "flash_dma_attention": lambda x: fused(value=x),
-    "merge": lambda x: merge(out_a=x)[0],
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_forward_mode_says_that_it_is_missing(name: str) -> None:
-    function, x = DIFFERENTIABLE[name], randn(*(QUERY if name == "merge" else KEY))
-    message = rf"flash_dmattn.{name}: forward-mode derivatives \(torch.func.jvp\) are not impl"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    with torch.autograd.forward_ad.dual_level():
-        function(x)  # a tensor without a tangent is accepted
-        with pytest.raises(NotImplementedError, match=message):
-            function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_second_derivatives_say_that_they_are_missing(name: str) -> None:
-    x = randn(*(QUERY if name == "merge" else KEY), requires_grad=True)
-    loss = DIFFERENTIABLE[name](x).square().sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    message = f"flash_dmattn.{name}: second derivatives are not implemented"
-    with pytest.raises(NotImplementedError, match=message):
-        gradient.sum().backward()
-
-
 def test_sinks_above_the_window_under_the_name_of_the_window() -> None:
     """Compiled graphs ask in this way: their numbers are symbols that Python does not check."""
     query, key, value = torch.randn(1, 8, 2, 8), *torch.randn(2, 1, 8, 1, 8)

@@ -4,7 +4,6 @@ remember, and that these are made for nothing else."""
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any, Callable, List
 
@@ -16,43 +15,15 @@ from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _library, _repeat, load_tuning, ops
 from programs import Seen
+from test_direct import Subclass, by_layout, dispatch, has_kernels
 
-pytestmark = [
-    pytest.mark.usefixtures("direct"),
-    pytest.mark.skipif(
-        not (_repeat.CAN_ASK and _repeat.has_guards()), reason="this PyTorch has no guards"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("direct"), has_kernels]
 Tensors = List[torch.Tensor]
-OPTIONS = {
-    "keep_window_size": 4,
-    "recent": 0,
-    "sinks": 0,
-    "scope": "causal",
-    "bias_form": "exp",
-    "causal": True,
-    "softmax_scale": 0.0,
-    "softcap": 0.0,
-    "dropout_p": 0.0,
-    "gap": 0.0,
-    "deterministic": False,
-    "backend": None,
-}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> None:
     torch._dynamo.reset()
-
-
-def shift(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers at an address that is not a multiple of 16."""
-    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
-
-
-def dispatch(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """The operator of flash_dma_attention(), through the dispatcher."""
-    return ops.FUSED.op(*tensors, *6 * [None], *{**OPTIONS, **options}.values())
 
 
 def attend(*tensors: torch.Tensor) -> torch.Tensor:
@@ -80,14 +51,6 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
         return run()
 
 
-def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The result of `run` if operators remember no direct call."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_repeat, "call_operator", _call.call)
-        patch.setattr(_call, "memory", _call.Memory())
-        return run()
-
-
 def remembered() -> list[_repeat.DirectCall]:
     return [call for calls in _call.memory.in_kernels.values() for call in calls]
 
@@ -103,33 +66,6 @@ def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(not_again(lambda: gradients(graph, leaves), monkeypatch), wanted)
     names = {call.prepared.operation.name for call in remembered()}
     assert names == {"flash_dma_attention", "flash_dma_attention_backward"}
-
-
-def test_layouts_are_told_apart(monkeypatch: pytest.MonkeyPatch, seen: list[Seen]) -> None:
-    """Calls of other shapes, strides, alignments and dtypes alternate. The results are as from
-    calls that are looked up by layout."""
-    whole = [x.contiguous() for x in make_small(24)]
-    layouts = [
-        whole,
-        [*(x[:, :17] for x in whole[:3]), *whole[3:]],
-        [*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole[:3]), *whole[3:]],
-        [*map(shift, whole)],
-        [*whole[:4], shift(whole[4])],
-        [x.bfloat16() for x in whole],
-        [*(x.bfloat16() for x in whole[:3]), *whole[3:]],
-        [x[:1] for x in whole[:3]] + whole[3:],
-        [whole[0][:, -9:], *whole[1:]],
-        [torch.nn.Parameter(whole[0]), *whole[1:]],
-    ]
-    with torch.no_grad():
-        wanted = [by_layout(lambda: dispatch(*x), monkeypatch) for x in layouts]  # noqa: B023
-        for _ in range(3):
-            for tensors, expected in zip(layouts, wanted):
-                assert_same(dispatch(*tensors), expected)
-    assert len({one.alignments for one in seen}) == 3
-    known: dict[_call.Prepared, tuple[int, ...]] = {}
-    for one in seen:
-        assert known.setdefault(one.prepared, one.alignments) == one.alignments
 
 
 def test_compiled_layouts_are_told_apart() -> None:
@@ -246,34 +182,6 @@ def test_the_deterministic_switch_is_followed(seen: list[Seen]) -> None:
     assert backward == [*switches]
 
 
-def test_threads_have_their_own() -> None:
-    """Threads make calls of one layout at once."""
-    inputs = [require_gradients(make_small()) for _ in range(2)]
-    inputs[1][0].data *= 2
-    graph = compiled()
-    found: list[list[Any]] = [[], []]
-    wanted = [gradients(graph, tensors) for tensors in inputs]
-
-    def run(at: int) -> None:
-        for _ in range(50):
-            found[at].append((gradients(graph, inputs[at]), dispatch(*inputs[at])))
-
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for at, expected in enumerate(wanted):
-        assert len(found[at]) == 50
-        for one, results in found[at]:
-            assert_same(one, expected)
-            assert_same(results[0], expected[0])
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
 def test_tensors_that_no_guard_tells() -> None:
     """After a call with plain tensors of the same layouts."""
     query, key, value = make_small()[:3]
@@ -330,19 +238,6 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"decode", "score_backward", "score_backward_added"} == {
         call.prepared.operation.name for call in remembered()
     }
-
-
-def test_errors_of_calls_that_are_remembered() -> None:
-    """The message is the C library's, and the next call works."""
-    tensors = make_small()
-    wanted = dispatch(*tensors)
-    (prepared,) = _call.memory.in_kernels
-    prepared.args.exec.workspace_size = 1
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
-            dispatch(*tensors)
-    prepared.args.exec.workspace_size = prepared.workspace_size
-    assert_same(dispatch(*tensors), wanted)
 
 
 def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Callable
+from typing import Any, Callable, Dict, Tuple
 
 import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import kernels_of
+from cases import FULL, kernels_of
 from evaluate import assert_same
 
 KERNELS = kernels_of("select")
 KV_LEN = 97
 ALL_KEYS = (1 << 63) - 1  # FDMA_WINDOW_ALL
-# kv_len and window
-SIZES = [(KV_LEN, window) for window in (1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000)]
-SIZES += [(kv_len, window) for kv_len in (0, 1, 2, 3, 8, 17, 40) for window in (1, 2, 7, 17, 45)]
 
 
 def some(values: list[float]) -> Callable[[torch.Generator], torch.Tensor]:
@@ -56,80 +54,40 @@ def make_scores(pattern: str) -> torch.Tensor:
     return torch.stack(rows).reshape(2, 2, KV_LEN)
 
 
-def make_padding(name: str) -> torch.Tensor | None:
-    keys = torch.arange(KV_LEN)
-    masks = {
-        "none": None,
-        "left": torch.stack([keys >= 20, keys >= 0]),
-        "scattered": torch.stack([keys % 3 != 1, keys % 5 != 0]),
-        "all": torch.stack([keys < 0, keys >= KV_LEN - 5]),
-    }
-    return masks[name]
+PADDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda _: None,
+    "left": lambda keys: torch.stack([keys >= 20, keys >= 0]),
+    "scattered": lambda keys: torch.stack([keys % 3 != 1, keys % 5 != 0]),
+    "all": lambda keys: torch.stack([keys < 0, keys >= KV_LEN - 5]),
+}
+TABLE = [
+    (scope, pattern, padding)
+    for scope in ("causal", "global")
+    for pattern in PATTERNS
+    for padding in PADDINGS
+]
+Call = Tuple[int, int, Dict[str, Any]]  # kv_len, window and rules
 
 
-@pytest.mark.parametrize("scope", ["causal", "global"])
-@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: str) -> None:
-    for kv_len, window in SIZES:
-        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
-        key_valid = None if key_valid is None else key_valid[:, :kv_len]
-        expected = evaluate.selection(score, window, scope, key_valid)
-        for name in KERNELS:
-            found = flash_dmattn.select(
-                score, window, scope=scope, key_valid=key_valid, backend=name
-            )
-            assert_same(found[:2], expected)
-            assert found[2:] == (window, scope, 0, 0, None)
-
-
-def rules_for(kv_len: int, scope: str) -> list[tuple[int, int, int]]:
+def all_calls(scope: str) -> list[Call]:
+    sizes = [(KV_LEN, window) for window in (1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000)]
+    sizes += itertools.product((0, 1, 2, 3, 8, 17, 40), (1, 2, 7, 17, 45))
+    calls: list[Call] = [(*size, {}) for size in sizes]
     windows = [(window, sinks) for window in (1, 2, 5) for sinks in range(window + 1)]
     windows.append((ALL_KEYS, 2))
-    newest = [0, 1, 3, kv_len, kv_len + 7, ALL_KEYS] if scope == "causal" else [0]
-    return [(window, recent, sinks) for window, sinks in windows for recent in newest]
-
-
-@pytest.mark.parametrize("scope", ["causal", "global"])
-@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
-@pytest.mark.parametrize("pattern", ["random", "tied", "rising", "falling", "sawtooth", "nan"])
-def test_recent_and_sinks_equal_brute_force(pattern: str, padding: str, scope: str) -> None:
     for kv_len in (1, 2, 5, 11, 23, 40):
-        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
-        key_valid = None if key_valid is None else key_valid[:, :kv_len]
-        for window, recent, sinks in rules_for(kv_len, scope):
-            rules = {"recent": recent, "sinks": sinks}
-            expected = evaluate.selection(score, window, scope, key_valid, **rules)
-            for name in KERNELS:
-                found = flash_dmattn.select(
-                    score, window, scope=scope, key_valid=key_valid, backend=name, **rules
-                )
-                assert_same(found[:2], expected)
-                assert found[2:] == (window, scope, recent, sinks, None)
-
-
-@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
-@pytest.mark.parametrize("gap", [1e-45, 0.5, 2.0])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gaps_equal_brute_force(pattern: str, gap: float, padding: str) -> None:
-    for kv_len in (1, 5, 23, 40):
-        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
-        key_valid = None if key_valid is None else key_valid[:, :kv_len]
-        for window, recent, sinks in [
-            (1, 0, 0),
-            (7, 0, 2),
-            (5, 4, 1),
-            (ALL_KEYS, 3, 0),
-            (2, 60, 2),
-        ]:
-            rules = {"recent": recent, "sinks": sinks, "gap": gap}
-            expected = evaluate.selection(score, window, "causal", key_valid, **rules)
-            for name in KERNELS:
-                found = flash_dmattn.select(
-                    score, window, key_valid=key_valid, backend=name, **rules
-                )
-                assert_same(found[:2], expected)
-                assert found[2:] == (window, "causal", recent, sinks, gap)
+        newest = [0, 1, 3, kv_len, kv_len + 7, ALL_KEYS] if scope == "causal" else [0]
+        for (window, sinks), recent in itertools.product(windows, newest):
+            calls.append((kv_len, window, {"recent": recent, "sinks": sinks}))
+    if scope == "global":
+        return calls
+    rules = ((1, 0, 0), (7, 0, 2), (5, 4, 1), (ALL_KEYS, 3, 0), (2, 60, 2))
+    gaps = itertools.product((1, 5, 23, 40), (1e-45, 0.5, 2.0), rules)
+    for kv_len, gap, (window, recent, sinks) in gaps:
+        calls.append((kv_len, window, {"recent": recent, "sinks": sinks, "gap": gap}))
+    for window, recent, sinks in ((5, 0, 2), (1, 1, 0), (5, 3, 1), (2, 30, 2), (20, 20, 20)):
+        calls.append((KV_LEN, window, {"recent": recent, "sinks": sinks}))
+    return calls
 
 
 def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:
@@ -142,50 +100,49 @@ def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
-@pytest.mark.parametrize("pattern", ["random", "tied", "falling", "nan"])
-@pytest.mark.parametrize(
-    ("window", "recent", "sinks"), [(5, 0, 2), (1, 1, 0), (5, 3, 1), (2, 30, 2), (20, 20, 20)]
-)
-def test_slots_under_recent_and_sinks(
-    window: int, recent: int, sinks: int, pattern: str, padding: str
-) -> None:
-    """Each query keeps the keys of the definition, in slots of their own."""
-    score, key_valid = make_scores(pattern), make_padding(padding)
-    rules = {"recent": recent, "sinks": sinks}
-    kept = evaluate.kept_keys(score, window, "causal", key_valid, **rules)
-    keys = torch.arange(KV_LEN)
-    for name in KERNELS:
-        expiry, slot, *_ = flash_dmattn.select(
-            score, window, key_valid=key_valid, backend=name, **rules
-        )
-        live = (keys <= keys[:, None]) & (keys[:, None] < expiry[:, :, None])
-        assert torch.equal(live, kept)
-        assert torch.equal(slot >= 0, kept.any(2)) and (slot < window + recent).all()
-        assert_slots(slot, kept)
+@pytest.mark.parametrize(("scope", "pattern", "padding"), TABLE)
+def test_equals_brute_force_on_every_kernel(scope: str, pattern: str, padding: str) -> None:
+    """Every call with some patterns of scores and some paddings; with all if FDMA_FULL is 1."""
+    calls, step = all_calls(scope), 1 if FULL else {"causal": 52, "global": 26}[scope]
+    for kv_len, window, rules in calls[TABLE.index((scope, pattern, padding)) % step :: step]:
+        score = make_scores(pattern)[..., :kv_len]
+        key_valid = PADDINGS[padding](torch.arange(KV_LEN))
+        key_valid = None if key_valid is None else key_valid[:, :kv_len]
+        expected = evaluate.selection(score, window, scope, key_valid, **rules)
+        for name in KERNELS:
+            found = flash_dmattn.select(
+                score, window, scope=scope, key_valid=key_valid, backend=name, **rules
+            )
+            assert_same(found[:2], expected)
+            numbers = {"recent": 0, "sinks": 0, "gap": None, **rules}
+            assert found[2:] == (window, scope, *numbers.values())
+        if scope == "causal" and "gap" not in rules:
+            kept = evaluate.kept_keys(score, window, scope, key_valid, **rules)
+            assert_slots(expected[1], kept)
+            assert torch.equal(expected[1] >= 0, kept.any(2))
+
+
+LONG_RULES = [(1, 0, 0), (100, 0, 0), (1024, 0, 0), (1, 1, 1), (100, 50, 4), (1024, 300, 0)]
+LONG_RULES.append((7, 2000, 7))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(
-    ("window", "recent", "sinks"),
-    [(1, 0, 0), (100, 0, 0), (1024, 0, 0), (1, 1, 1), (100, 50, 4), (1024, 300, 0), (7, 2000, 7)],
-)
-def test_kernels_agree_on_long_sequences(
-    pattern: str, window: int, recent: int, sinks: int
-) -> None:
+def test_kernels_agree_on_long_sequences(pattern: str) -> None:
     score = make_scores(pattern).repeat(1, 1, 33)  # kv_len 3201, longer than any block
-    rules = {"recent": recent, "sinks": sinks}
-    found = [flash_dmattn.select(score, window, backend=name, **rules)[:2] for name in KERNELS]
-    assert KERNELS[-1] == "reference" and len(found) > 1
-    for one in found[:-1]:
-        assert_same(one, found[-1])
+    first, step = (0, 1) if FULL else ([*PATTERNS].index(pattern) % 4, 4)
+    for window, recent, sinks in LONG_RULES[first::step]:
+        rules = {"recent": recent, "sinks": sinks}
+        found = [flash_dmattn.select(score, window, backend=name, **rules)[:2] for name in KERNELS]
+        assert KERNELS[-1] == "reference" and len(found) > 1
+        for one in found[:-1]:
+            assert_same(one, found[-1])
 
 
 def test_strided_scores_and_bytes_as_key_valid() -> None:
     score = make_scores("random")
     wide = torch.zeros(2, KV_LEN, 2).transpose(1, 2)  # the last axis is strided: copied
     wide.copy_(score)
-    key_valid = make_padding("scattered")
+    key_valid = PADDINGS["scattered"](torch.arange(KV_LEN))
     expected = flash_dmattn.select(score, 7, key_valid=key_valid)
     assert wide.stride(-1) == 2
     strided = flash_dmattn.select(wide, 7, key_valid=key_valid.to(torch.uint8))

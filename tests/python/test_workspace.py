@@ -9,6 +9,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
+from cases import FULL
 from flash_dmattn import DynamicMaskOptions, _call, _library, workspace
 from programs import Seen
 
@@ -90,9 +91,13 @@ def bytes_of(
     return needed.most
 
 
-@pytest.mark.parametrize("seed", range(24))
+# Numbers of threads in turn, or every one with every seed.
+COUNTS = (1, 3, 16)
+DRAWN = [(n, one) for n in range(24) for one in COUNTS if FULL or one == COUNTS[n % 3]]
+
+
 @pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize(("seed", "threads"), DRAWN)
 def test_no_call_within_the_limits_needs_more(
     seed: int, index: int, threads: int, set_threads: Callable[[int], None]
 ) -> None:
@@ -152,20 +157,6 @@ def test_real_calls(dtype: torch.dtype, seen: list[Seen]) -> None:
             assert len(taken) >= 8 and 0 < max(taken) <= needs[-1]
             seen.clear()
     assert needs[0] < needs[1]
-
-
-def test_the_limits_are_asked_for() -> None:
-    tensors = make_tensors((4, 2), 16, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="options: its max_sequence_length is None, want a number"):
-        flash_dmattn.workspace_bytes(DynamicMaskOptions(), *tensors)
-    with pytest.raises(ValueError, match="options: its max_batch_size is None, want a number"):
-        flash_dmattn.workspace_bytes(DynamicMaskOptions(max_sequence_length=9), *tensors)
-    limited = DynamicMaskOptions(8, max_sequence_length=9, max_batch_size=1, block_size=64)
-    with pytest.raises(NotImplementedError, match="block_size: is 64, want None on cpu"):
-        flash_dmattn.workspace_bytes(limited, *tensors)
-    limited = DynamicMaskOptions(8, max_sequence_length=9, max_batch_size=1)
-    with pytest.raises(ValueError, match="softmax_scale: is nan|scale: is nan"):
-        flash_dmattn.workspace_bytes(limited, *tensors, softmax_scale=float("nan"))
 
 
 def test_calls_with_probabilities_and_autocast() -> None:
