@@ -103,14 +103,14 @@ DECODE = """
 A pass calls each peer once for each of many caches. Together they are larger than the processor's
 cache, so that none is read from it. On a device a pass is one CUDA graph.
 Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
-/draftsN: N new tokens, none of which enters the cache; else one, which does.
+/draftsN: N new tokens, which do not enter the cache; otherwise one, which does.
 Peers:
   fdma   flash_dmattn.decode(), the scores of the new tokens included
   read   the sum of the numbers in the cache's key and value
   sdpa   scaled_dot_product_attention() of one query over 131072 keys, for batch 1
 Columns:
   us             median of the rounds, for each call
-  of read        the time of read over that of fdma
+  of read        the time of read over fdma's
   times as fast  the peer's time over fdma's
 """
 
@@ -150,7 +150,7 @@ Peers:
   sdpa          scaled_dot_product_attention() with as many kv heads as query heads: in decode, of
                 one query over {HOST_WINDOW} keys
 Columns: us, the median of the rounds for each call; times, the median of the rounds' ratios to
-fdma; of sdpa, that of fdma's ratios to sdpa, which has goals on a CUDA device.
+fdma; of sdpa, the same of fdma's times over sdpa's, which have goals on a CUDA device.
 """
 
 OPTIONS = """
@@ -160,7 +160,7 @@ Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all 
   mask-bias    the same, and attn_bias [1, 1, N, N] of the query's dtype, whose gradient is wanted
   ones         attn_mask [1, 1, N, N] of ones
   keysP        attn_mask [1, 1, N, N]: all queries keep the same P % of the keys
-  blocks       attn_mask [1, 1, N, N] of blocks of 128 x 128 pairs, of which 25 % are kept
+  blocks       attn_mask [1, 1, N, N] of blocks of 128 x 128 pairs; 25 % of the blocks are kept
   dropout      dropout_p 0.1 over a selection
   sink         sink_logit over a selection
 -training is forward and backward, the others forward alone.
@@ -200,8 +200,8 @@ Columns:
   ms             median of the rounds, for each call
   TFLOP/s        useful operations: 4 * head_dim * q_heads (training: 3.5 times that) for each pair
                  of a query and a key that it keeps
-  of other       the time for each useful operation over that of one-sequence, of whole or of
-                 window; of packed-dense, of the fastest peer of another library
+  of other       the time for each useful operation over the same of one-sequence, whole or
+                 window; of packed-dense, over the same of the fastest peer of another library
   times as fast  the time of another library's peer over fdma's
 of other and times as fast are medians of the rounds' ratios.
 """
@@ -213,12 +213,12 @@ WINDOW = 1024  # of calls that are timed
 ORIGINAL_HEAD_DIMS = (128, 64)
 
 EQUIVALENCE = """
-Errors are differences from an evaluation in float64. The largest of a tensor may be twice that of
-the worst of several plain evaluations in PyTorch, and one step of rounding of the largest number;
-"of allowed" is the error divided by this. (Those of scores and lse may be four times that of the
-worst one on a CUDA device, whose tensor cores truncate sums.) Plain evaluations are in the tensors'
-dtype; those of scores, biases, probabilities and lse, which are float32 in every dtype, are in
-float32. They add in different orders; one in float32 has a single accumulator for each sum.
+Errors are differences from an evaluation in float64. A tensor's largest error may be twice the
+worst one of several plain evaluations in PyTorch, and one step of rounding of the largest number;
+"of allowed" is the error divided by this. (Errors of scores and lse may be four times the worst one
+on a CUDA device, whose tensor cores truncate sums.) Plain evaluations are in the tensors' dtype,
+but for scores, biases, probabilities and lse, which are float32 in every dtype. They add in
+different orders; one in float32 has a single accumulator for each sum.
 
 Errors of kept keys, slots and zeros are numbers of keys, conflicts and elements: none is allowed.
 Zeros are probabilities of keys that are not kept, out of empty rows, and gradients of keys that no
@@ -268,7 +268,7 @@ flash_dmattn_func() under a mask and a bias of every pair; masked, of SDPA under
 SDPA over all keys; how many times as fast as masked are fused and given, and as dense is fused; the
 speed-up of the original over SDPA under a mask, and whether ours is at least that. Where it is not,
 the line says how many times as fast as on the original's machine SDPA and our call are. Times are
-between two synchronizations; those of a backward call leave the forward call out.
+between two synchronizations; for backward they leave the forward call out.
 
 FOLDER gets forward-original-cuda.json, or a name with backward, performance or cpu.
 """
@@ -334,22 +334,22 @@ Columns, and fields of the lines of FILE.json:
   ms                 median of the rounds
   spread             (90th percentile - 10th percentile) / median
   tokens_per_second  of all sequences
-  useful_gflops      useful operations a second; flop are those of a call. A multiply-add is two,
+  useful_gflops      useful operations a second; flop: operations of a call. A multiply-add is two,
                      of each query with the keys that it keeps, and of scores
   of_peak            useful_gflops over peak_gflops, the machine's: of PyTorch's product of two
                      matrices of this dtype (float16 on the CPU: of float32), which a CPU may
                      exceed, or --peak
   peak_bytes         the most memory that tensors took during a call, beside its inputs
   mean_bytes         on the CPU: the mean of that memory over the time of a call
-  times              the time over that of the setting's first peer
+  times              the time over the time of the setting's first peer
   times_dense        of fdma: how many times as fast it is as the fastest dense peer
   density            kept pairs of a query and a key over visible ones
 Ratios are medians of the rounds' ratios. A line with not_run says why. On a CUDA device every call
 is in a range (score, select, forward, backward, dense) that Nsight Systems shows:
   nsys profile --trace cuda,nvtx python benchmarks/suite.py --only stages
 --compare prints a table of all lines that both files have. A line is slower if its time has grown
-by more than --tolerance and the spreads of both, and so has its time as a multiple of that of the
-product of matrices, which tells a slower call from a slower machine.
+by more than --tolerance and the spreads of both, and so has its time as a multiple of the
+matrices' product's, which tells a slower call from a slower machine.
 --quick takes few rounds, few settings, and lengths up to {QUICK_LONGEST}, or half of others.
 """
 
@@ -419,10 +419,10 @@ and peers
   graph      the same call in a CUDA graph
 A case without bBATCH in its name has batch 1.
 Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's), of flash4
-relative to flash4's; of read is the time of a plain read over that of the case; of iid is the time
-over that with random scores, of fast over that with gradients summed in any order, and of shorter
-over that of a quarter of the length; times cudnn is the time of cudnn over that of the row's peer,
-and as fast is the time of the row's peer over that of fdma.
+relative to flash4's; of read is the time of a plain read over the case's; of iid is the time over
+the time with random scores, of fast over the time with gradients in any order, and of shorter over
+the time for a quarter of the length; times cudnn is the time of cudnn over the row's peer's,
+and as fast is the time of the row's peer over fdma's.
 FILTER is a substring of cases' names or, if it has * or ?, a pattern for whole names.
 """
 
@@ -468,11 +468,11 @@ FOLDER gets ranks.json, which `picture` draws; it is written anew after every it
 forward and backward of one layer on the slowest rank, by events on its stream between calls that
 all ranks begin together. Ranks of a team make the same rounds. Results are checked before they are
 timed.
-Items, each of which is one or more lines of ranks.json:
+Items; each has one or more lines of ranks.json:
   weak           --keys tokens on each of 1, 2, 4, ... ranks. efficiency: the time of one device
-                 alone with as many tokens, by flash_dma_attention(), over that of the team; of both
-                 the slowest rank counts. work: pairs of a query and a kept key of the rank that has
-                 most, over those of one device alone, whose first queries see fewer keys
+                 alone with as many tokens, by flash_dma_attention(), over the team's; in both the
+                 slowest rank counts. work: pairs of a query and a kept key of the rank that has
+                 most, over the pairs of one device alone, whose first queries see fewer keys
   strong         --total tokens over 2, 4, ... ranks. efficiency: the time of one device over the
                  number of ranks, over the time of the team. ideal_from says whether one device was
                  measured, before the teams, with all tokens, or with --keys tokens and multiplied
@@ -481,8 +481,8 @@ Items, each of which is one or more lines of ranks.json:
   communication  exchange_ms: the collective operations of a call alone, with the same tensors.
                  of_time: the fraction of the call's time that goes if they are replaced by copies
                  of what they returned
-  memory         the peak of a call over that of one device alone with the same tokens: what a rank
-                 has beside its own tensors
+  memory         the peak of a call over the peak of one device alone with the same tokens, beside
+                 a rank's own tensors
   host           milliseconds until forward returns to the host, if the ranks compare their
                  arguments, and if `lengths` is given
   ring           ring_attention(), dense, of --ring-keys tokens over all ranks, and cuDNN's SDPA of
@@ -569,10 +569,10 @@ the table.
 Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over the rate of a
 loop of multiply-adds that ran in alternation; of_read, the time of a plain read over the case's;
 ns_per_key, of selection and lists; of_forward, the time of lists over the time of attention over
-their selection; of_dense and of_flash4, useful FLOP/s over those of dense attention by cuDNN and by
-FlashAttention-4; of_iid, of_fast and of_shorter, the time over that with random scores, with
-gradients in any order, and of a quarter of the length, respectively; of_other, the time of a useful
-operation over its time in the case's other call, see streams; of_sdpa, the time over SDPA's; ratio
+their selection; of_dense and of_flash4, useful FLOP/s relative to dense attention by cuDNN and by
+FlashAttention-4; of_iid, of_fast and of_shorter, the time over the time with random scores, with
+gradients in any order, and for a quarter of the length; of_other, the time of a useful operation
+over its time in the case's other call, see streams; of_sdpa, the time over SDPA's; ratio
 and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's lines,
 how many times as fast as cuDNN it is; goal and met, see peers.
 """

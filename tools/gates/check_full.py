@@ -42,9 +42,7 @@ MODELS += " python/flash_dmattn/cache.py python/flash_dmattn/layer_caches.py"
 PYTEST = ".venv/bin/python -m pytest -q"
 SWEEP = "tests/python/test_transformers_models.py"
 PARTS = {
-    "model_types": Part(
-        f"{PYTEST} {SWEEP}", f"{MODELS} {SWEEP} tests/python/sweep_transformers.py"
-    ),
+    "model_types": Part(f"{PYTEST} {SWEEP}", f"{MODELS} {SWEEP}"),
     "research": Part(f"{PYTEST} research/tests", "research/**/*.py python/flash_dmattn/nn.py"),
     "last_bits": Part("tools/gates/run.sh last_bits", f"{MODELS} tests/python/sum_order.py"),
     "clang": Part("tools/gates/run.sh clang", KERNELS),

@@ -64,7 +64,7 @@ without_missing_isas() {
 ort=OFF
 [ ! -e build/onnxruntime/include/onnxruntime_c_api.h ] || ort=ON
 
-# Options of an earlier run must not stay: the sample's are others than those of all tests.
+# Options of an earlier run must not stay: the sample has others.
 forget_options() { rm -f "$1/CMakeCache.txt"; }
 
 configure() { # configure DIRECTORY CMAKE_OPTION...: with warnings as errors
