@@ -87,7 +87,8 @@ SCORE_RUNS = cases.runs_of(cases.kernels_of("score"), cases.DTYPES)
 def test_score(
     name: str, device: str, kernel: str | None, dtype: torch.dtype, dt_bias: Any
 ) -> None:
-    """The weights are of value's dtype or float32. Scores are float32, except of float64."""
+    """The weights are of value's dtype or float32. Scores are float32, except of float64. Tensor
+    cores truncate sums, which doubles the error."""
     bias_form, weights = name.split()
     batch, kv_len, kv_heads, head_dim = 2, 53, 3, 24
     generator = torch.Generator().manual_seed(3)
@@ -114,7 +115,8 @@ def test_score(
     assert score.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     orders = evaluate.orders_of(kv_heads * head_dim, score.numel())
     plain = [evaluated(evaluate.plain_dtype(score.dtype), order) for order in orders]
-    evaluate.assert_within(score, evaluated(torch.float64), *plain)
+    factor = 4 if device == "cuda" else 2
+    evaluate.assert_within(score, evaluated(torch.float64), *plain, factor=factor)
     form = {"exp": torch.exp, "linear": torch.clone}.get(bias_form)
     if form is None:
         assert bias is None

@@ -3,6 +3,7 @@ Other tests with cuda in their names run on a device too. Without one, only one 
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Callable
 
 import cases
@@ -163,6 +164,7 @@ def test_memory_is_linear() -> None:
     for length in (8192, 16384):
         tensors = on_cuda(length, length)
         gradients(fused, tensors)
+        gc.collect()  # tensors of earlier tests must not go while this one measures
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
