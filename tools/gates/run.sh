@@ -15,6 +15,7 @@ python=.venv/bin/python
 results=$logs/results # a line for each gate: passed or failed
 mkdir -p "$logs"
 : >"$results"
+touch "$logs/started"
 
 reason() { # reason LOG: the last line that names a fault
     grep -iE 'error|fail|crash| ==> |[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
@@ -28,6 +29,15 @@ is_chosen() { # is_chosen NAME
     esac
 }
 
+lacks() { # lacks REASON NAME...: gates that cannot run here
+    reason=$1
+    shift
+    for name; do
+        is_chosen "$name" || continue
+        echo "skip  $name: $reason" | tee "$logs/$name.log"
+    done
+}
+
 say() { # say NAME TEXT: what a gate that takes minutes does
     ! is_chosen "$1" || echo "      $2"
 }
@@ -37,7 +47,7 @@ gate() { # gate NAME COMMAND...
     shift
     is_chosen "$name" || return 0
     since=$(date +%s)
-    if "$@" >"$logs/$name.log" 2>&1; then
+    if ("$@") >"$logs/$name.log" 2>&1; then # a subshell: a gate's variables are its own
         if ! sed -n "s/^skipped:/skip  $name:/p" "$logs/$name.log" | grep .; then
             echo "ok    $name ($(($(date +%s) - since)) s)"
             echo passed >>"$results"
@@ -260,9 +270,9 @@ cpu_headers_alone() {
 last_bits() {
     avx2=ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2
     set -- FDMA_TEST_SUM_ORDER=1,$avx2
-    chosen='generated or assist or greedy or formulas or alone or same_tokens'
+    words='generated or assist or greedy or formulas or alone or same_tokens'
     if [ "$full" = 1 ]; then
-        chosen='test'
+        words='test'
         set -- FDMA_TEST_SUM_ORDER=1 $avx2 FDMA_TEST_SUM_ORDER=2 FDMA_TEST_SUM_ORDER=3,OMP_NUM_THREADS=2 \
             ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
             ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,OMP_NUM_THREADS=1 \
@@ -273,7 +283,7 @@ last_bits() {
         echo "== $setting"
         # shellcheck disable=SC2046 # a list of variables
         env $(echo "$setting" | tr , ' ') OMP_WAIT_POLICY=passive "$python" -m pytest -q \
-            $(printf 'tests/python/test_%s.py ' doge transformers lm serve) -k "$chosen" || fails=1
+            $(printf 'tests/python/test_%s.py ' doge transformers lm serve) -k "$words" || fails=1
     done
     [ "$fails" = 0 ]
 }
@@ -432,16 +442,19 @@ form_and_cpus() {
         if [ "$(uname -m)" = x86_64 ]; then # its limits are for AVX2
             gate instructions_find_plants "$python" tools/gates/check_instructions.py --self-test
             gate instructions "$python" tools/gates/check_instructions.py
+        else
+            lacks "for x86-64 alone" instructions_find_plants instructions
         fi
     else
-        echo "skip  valgrind: not installed, and tools/setup.sh could not install it"
+        lacks "valgrind is not installed, and tools/setup.sh could not install it" valgrind \
+            instructions_find_plants instructions
     fi
     gate fuzz_build build_fuzzers
     if neon_runs 2>/dev/null; then
         say neon "running the C tests on an emulated CPU with NEON"
         gate neon neon_tests
     else
-        echo "skip  neon: no gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user here"
+        lacks "no gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user here" neon
     fi
 }
 
@@ -452,7 +465,7 @@ on_devices() {
         say emulated "running the CUDA kernels on an emulated device"
         gate emulated emulated_tests
     else
-        echo "skip  cuda, emulated: nvcc is not installed"
+        lacks "nvcc is not installed" cuda emulated
     fi
 }
 
@@ -467,9 +480,12 @@ fi
 say fuzzers "fuzzing, $fuzz_seconds seconds each"
 gate fuzzers fuzz_both
 
+# Every gate that was asked for has written its log, or this script has lost it.
+# shellcheck disable=SC2046 # a list of names
+[ $# -gt 0 ] || set -- $(sed -n 's/^ *gate \([a-z_]*\) .*/\1/p' tools/gates/run.sh)
 for name; do
-    [ -e "$logs/$name.log" ] && continue
-    echo "FAIL  $name: there is no such gate"
+    [ -z "$(find "$logs/$name.log" -newer "$logs/started" 2>/dev/null)" ] || continue
+    echo "FAIL  $name: it did not run, or there is no such gate"
     echo failed >>"$results"
 done
 passed=$(grep -c passed "$results")
