@@ -885,9 +885,10 @@ typedef struct fdma_backward_args {
  *             it, which is rounded once if dattn_bias has 16 bits. Where kernels cannot keep these
  *             sums in registers, as on the CPU, the workspace has 4 bytes for each element
  *             sums over i run over the queries, and over the heads that share the key
- *  Edge       an empty row passes no gradient on, with a sink_logit or without, even if its q or
- *             dout is NaN; keys that are not valid or never kept are never read, and their
- *             gradients are exactly 0; the choice of keys is not differentiable
+ *  Edge       an empty row passes no gradient to q, k, v and bias, with a sink_logit or without,
+ *             even if its q or dout is NaN; beside a sink_logit its lse is that number, so its dlse
+ *             counts in dsink_logit; keys that are not valid or never kept are never read, and
+ *             their gradients are exactly 0; the choice of keys is not differentiable
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
  *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
