@@ -4,31 +4,36 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ATTENTION_DT_BIAS = ORT_SHARED_INPUTS, ATTENTION_KEY_VALID, ATTENTION_SINK_LOGIT };
-
-OrtStatus *fdma_ort_attention(const ort_call *call) {
+/* What both operators pass on. Their optional inputs, dt_bias, key_valid and sink_logit, are
+ * neighbours; `first` is the number of dt_bias. */
+static fdma_attention_args attention_args_of(const ort_call *call, int first) {
     const fdma_tensor *const inputs = call->inputs;
     const ort_attributes *const attributes = &call->attributes;
-    fdma_attention_args args = {
-        .size = sizeof args,
+    return (fdma_attention_args){
+        .size = sizeof(fdma_attention_args),
         .q = inputs[ORT_Q],
         .k = inputs[ORT_K],
         .v = inputs[ORT_V],
         .dt_proj = inputs[ORT_DT_PROJ],
         .a = inputs[ORT_A],
-        .dt_bias = inputs[ATTENTION_DT_BIAS],
-        .key_valid = inputs[ATTENTION_KEY_VALID],
-        .sink_logit = inputs[ATTENTION_SINK_LOGIT],
-        .out = inputs[ORT_Q], // its shape and dtype
-        .window = attributes->window,
-        .recent = attributes->recent,
-        .sinks = attributes->sinks,
-        .scope = attributes->scope,
+        .dt_bias = inputs[first],
+        .key_valid = inputs[first + 1],
+        .sink_logit = inputs[first + 2],
         .bias_form = attributes->bias_form,
         .scale = attributes->scale,
         .softcap = attributes->softcap,
-        .causal = attributes->causal != 0,
     };
+}
+
+OrtStatus *fdma_ort_attention(const ort_call *call) {
+    const ort_attributes *const attributes = &call->attributes;
+    fdma_attention_args args = attention_args_of(call, ORT_SHARED_INPUTS);
+    args.out = args.q; // its shape and dtype
+    args.window = attributes->window;
+    args.recent = attributes->recent;
+    args.sinks = attributes->sinks;
+    args.scope = attributes->scope;
+    args.causal = attributes->causal != 0;
     args.out.data = NULL;
     ORT_TRY(fdma_ort_status(call->api, fdma_attention_workspace(&args, &args.exec.workspace_size)));
     ORT_TRY(fdma_ort_allocate_output(call, 0, &args.q, &args.out.data));
@@ -216,39 +221,27 @@ static void describe_prefill(const ort_call *call, const fdma_tensor *out, prefi
     const ort_attributes *const attributes = &call->attributes;
     const int64_t new_len = inputs[ORT_K].shape[1];
     calls->selection = selection_of(&cache, inputs[CACHE_K].shape[2] + new_len);
-    calls->attention = (fdma_attention_args){
-        .size = sizeof calls->attention,
-        .q = inputs[ORT_Q],
-        .k = inputs[ORT_K],
-        .v = inputs[ORT_V],
-        .dt_proj = inputs[ORT_DT_PROJ],
-        .a = inputs[ORT_A],
-        .dt_bias = inputs[DT_BIAS],
-        .key_valid = inputs[KEY_VALID],
-        .sink_logit = inputs[SINK_LOGIT],
-        .table_in = cache.table,
-        .k_carried = cache.k,
-        .v_carried = cache.v,
-        .out = *out,
-        .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, cache.sequences, cache.kv_heads, new_len),
-        .selection = &calls->selection,
-        .window = cache.window,
-        .recent = cache.recent,
-        .sinks = cache.sinks,
-        .scope = FDMA_SCOPE_CAUSAL,
-        .bias_form = attributes->bias_form,
-        .scale = attributes->scale,
-        .softcap = attributes->softcap,
-        .causal = 1,
-    };
+    fdma_attention_args *const args = &calls->attention;
+    *args = attention_args_of(call, DT_BIAS);
+    args->table_in = cache.table;
+    args->k_carried = cache.k;
+    args->v_carried = cache.v;
+    args->out = *out;
+    args->score = fdma_tensor_3d(NULL, FDMA_FLOAT32, cache.sequences, cache.kv_heads, new_len);
+    args->selection = &calls->selection;
+    args->window = cache.window;
+    args->recent = cache.recent;
+    args->sinks = cache.sinks;
+    args->scope = FDMA_SCOPE_CAUSAL;
+    args->causal = 1;
     if (attributes->bias_form != FDMA_BIAS_NONE)
-        calls->attention.bias_carried = cache.bias;
+        args->bias_carried = cache.bias;
     calls->store = (fdma_cache_store_args){
         .size = sizeof calls->store,
         .cache = cache,
         .k = inputs[ORT_K],
         .v = inputs[ORT_V],
-        .score = calls->attention.score,
+        .score = args->score,
         .selection = &calls->selection,
         .bias_form = attributes->bias_form,
     };

@@ -205,21 +205,6 @@ static void fused_gradients_are_refused(void) {
 
 /* ---- lists ---- */
 
-static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *kernel) {
-    const int64_t tiles = (x->q_len + tile_len - 1) / tile_len;
-    return (fdma_lists_args){
-        .size = sizeof(fdma_lists_args),
-        .selection = &x->selection,
-        .starts = x->starts,
-        .list = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, x->kv_len),
-        .count = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, 2),
-        .q_len = x->q_len,
-        .tile_len = tile_len,
-        .causal = x->causal,
-        .exec = {.kernel = kernel, .threads = 2},
-    };
-}
-
 static bool list_lacks_slot(const problem *x, const fdma_lists_args *want, int64_t n, int64_t t) {
     const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
     const int32_t *const list = (const int32_t *)want->list.data + (n * tiles + t) * width;
@@ -248,10 +233,10 @@ static void check_device_lists(const problem *x, const fdma_lists_args *found,
 static void check_lists(const problem *right, int64_t window, int64_t tile_len) {
     const problem x = with_window(right, window);
     const kernel_list kernels = kernels_of("lists");
-    fdma_lists_args want = lists_of(right, tile_len, "reference");
+    fdma_lists_args want = lists_args(right, tile_len, "reference");
     CHECK_OK(run_lists(&want));
     for (int k = 0; k < kernels.count; k++) {
-        fdma_lists_args args = lists_of(&x, tile_len, kernels.name[k]);
+        fdma_lists_args args = lists_args(&x, tile_len, kernels.name[k]);
         test_context("%s, window %d, tiles of %d", kernels.name[k], (int)window, (int)tile_len);
         if (test_backend.run != NULL) {
             CHECK_OK(run_lists(&args));

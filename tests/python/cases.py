@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence, Tuple
@@ -15,10 +14,9 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _arguments, _library
+from samples import FULL
 
 Tensors = Tuple[torch.Tensor, ...]
-# Every combination of what the tables list. Otherwise each case runs on some of the kernels.
-FULL = os.environ.get("FDMA_FULL") == "1"
 
 
 class Case(NamedTuple):

@@ -29,12 +29,12 @@ is_chosen() { # is_chosen NAME
     esac
 }
 
-lacks() { # lacks REASON NAME...: gates that cannot run here
-    reason=$1
+lacks() { # lacks WHY NAME...: gates that cannot run here
+    why=$1
     shift
     for name; do
         is_chosen "$name" || continue
-        echo "skip  $name: $reason" | tee "$logs/$name.log"
+        echo "skip  $name: $why" | tee "$logs/$name.log"
     done
 }
 
@@ -184,8 +184,8 @@ sanitized_tests() {
         OMP_NUM_THREADS=2 c_tests "$divisor" build/asan -E "$left_out"
 }
 
-# The C tests as on older CPUs, whose fastest kernels are those of AVX2 or the scalar ones. The sample
-# are tests that give a call what another call has written, whose last bits decide their tolerances.
+# The C tests as on older CPUs, which have the AVX2 or the scalar kernels alone. The sample takes tests
+# in which a call reads what another one has written, as its last bits decide their tolerances.
 older_cpus() {
     tests=$(printf 'test_%s ' kernels forward backward_shapes empty_rows probabilities sink_logit masks \
         mask_gradients)
