@@ -188,6 +188,18 @@ class Run:
         a_rate = options.nope_rate if options.nope_a_rate is None else options.nope_a_rate
         return quality_optimizer.ScoreRates(self.model, nope, options.nope_rate, a_rate)
 
+    def set_windows(self) -> bool:
+        """Before step --select-start, layers with NoPE heads keep all keys. Returns True if this
+        changed their windows."""
+        is_early = self.step < (self.options.select_start or 0)
+        config, has_changed = self.model.config, False
+        for layer in self.model.attentions():
+            if layer.nope_heads > 0 and config.nope_window is not None:
+                window = self.options.length if is_early else config.nope_window
+                has_changed |= window != layer.window
+                layer.window = window
+        return has_changed
+
     def path(self, suffix: str) -> Path:
         return self.options.out / f"{self.options.name}{suffix}"
 
@@ -268,7 +280,8 @@ def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
     run.model.zero_grad(set_to_none=True)
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
-    run.log["warm_up_seconds"] = round(time.perf_counter() - begin, 3)
+    seconds = run.log.get("warm_up_seconds", 0.0) + time.perf_counter() - begin
+    run.log["warm_up_seconds"] = round(seconds, 3)
 
 
 def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
@@ -319,10 +332,15 @@ def find_steps(run: Run, seconds: float) -> int:
 def train(run: Run, evaluation: Evaluation, batches: Batches) -> None:
     options = run.options
     forward = torch.compile(run.model) if options.compile else run.model
+    run.set_windows()
     warm_up(run, forward, batches)
     run.start_clock()
     saved = time.perf_counter()
     while run.steps is None or run.step < run.steps:
+        if run.set_windows():
+            run.read_losses()
+            warm_up(run, forward, batches)
+            run.start_clock()
         take_step(run, forward, batches)
         is_last = run.step == run.steps
         is_evaluated = is_last or run.step % options.every == 0

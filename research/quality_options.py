@@ -17,11 +17,19 @@ OF_NOPE = (
     "nope_layers",
     "nope_keys",
     "nope_recent",
+    "select_start",
     "nope_a_rate",
     *NOPE,
 )  # options that need NoPE heads
 # settings that a resumed run must repeat
-SAME_TRAINING = ("optimizer", "hidden_rate", "score_targets", *TARGETS, "target_recent")
+SAME_TRAINING = (
+    "optimizer",
+    "hidden_rate",
+    "select_start",
+    "score_targets",
+    *TARGETS,
+    "target_recent",
+)
 BEGINNING = ("start", "start_step", "new_scores")  # settings that a resumed run keeps
 
 
@@ -34,6 +42,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
     add("--nope-keys", type=int, help="keys of a query in all heads of these layers (--keys)")
     add("--nope-recent", type=int, help="of which the newest ones (--recent)")
+    add("--select-start", type=int, help="step before which these layers keep all keys (0)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the learning rate of their scores (0.03)")
@@ -183,6 +192,11 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             parser.error("--nope-recent: is given without --nope-keys and a form with newest keys")
         if newest < 0:
             parser.error(f"--nope-recent: is {newest}, want 0 or more")
+    if (begin := options.select_start) is not None:
+        if options.nope_keys is None:
+            parser.error("--select-start: is given without --nope-keys")
+        if options.steps is None or not 0 <= begin < options.steps:
+            parser.error(f"--select-start: is {begin}, want 0 or more, below --steps")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:
             parser.error(f"{flag(name)}: is {getattr(options, name)}, want 0 to 1")

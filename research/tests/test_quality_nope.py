@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quality
 import quality_model
 import quality_optimizer
 import torch
@@ -167,6 +168,39 @@ def test_newest_keys_of_layers_with_nope_heads(corpus: Path, tmp_path: Path) -> 
     assert found == [(KEYS - RECENT, RECENT), (KEYS, 2 * KEYS)]
     _, (nope,) = run["final"]["kept"]["last_query"]
     assert set(nope) >= set(range(LENGTH - 2 * KEYS, LENGTH)) and len(nope) == 3 * KEYS
+
+
+def test_all_keys_before_select_start(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the step at which selection starts, a run is the same as one that keeps all keys."""
+    found = []
+    take_step = quality.take_step
+
+    def noting(run: quality.Run, *given: Any) -> None:
+        found.append([layer.window for layer in run.model.attentions()])
+        take_step(run, *given)
+
+    monkeypatch.setattr(quality, "take_step", noting)
+    kinds = {"nope_heads": 1, "nope_layers": 1}
+    late = train(
+        corpus, tmp_path, "recent", nope_keys=3 * KEYS, name="late", select_start=2, **kinds
+    )
+    own = KEYS - RECENT
+    assert found == 2 * [[own, LENGTH]] + 2 * [[own, 3 * KEYS - RECENT]]
+    full = train(
+        corpus,
+        tmp_path,
+        "recent",
+        nope_keys=LENGTH + RECENT,
+        name="full",
+        schedule_steps=4,
+        **kinds,
+    )
+    first, last = zip(late["held_out"], full["held_out"])
+    assert first[0]["bits"] == first[1]["bits"] and last[0]["bits"] != last[1]["bits"]
+    model = quality_model.load(tmp_path / "late.safetensors")
+    assert [layer.window for layer in model.attentions()] == [own, 3 * KEYS - RECENT]
 
 
 def test_files_with_other_nope_heads(

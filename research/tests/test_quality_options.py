@@ -36,6 +36,12 @@ TAUGHT = "recent --score-targets=all"
         ),
         ("recent --nope-heads=1 --nope-keys=99 --nope-recent=-1", "is -1, want 0 or more"),
         ("recent --nope-heads=1 --nope-keys=99 --nope-recent=99", "--nope-keys: is 99, want 100"),
+        ("recent --select-start=2", "--select-start: is given without --nope-heads"),
+        ("recent --nope-heads=1 --select-start=2", "is given without --nope-keys"),
+        (
+            "recent --nope-heads=1 --nope-keys=99 --select-start=4",
+            "--select-start: is 4, want 0 or more, below --steps",
+        ),
         ("recent --nope-a=0", "--nope-a: is given without --nope-heads"),
         ("recent --nope-rate=0.1", "--nope-rate: is given without --nope-heads"),
         ("recent --nope-a-rate=0.1", "--nope-a-rate: is given without --nope-heads"),
