@@ -189,8 +189,8 @@ class Run:
         return quality_optimizer.ScoreRates(self.model, nope, options.nope_rate, a_rate)
 
     def set_windows(self) -> bool:
-        """Before step --select-start, layers with NoPE heads keep all keys. Returns True if this
-        changed their windows."""
+        """Gives layers with NoPE heads the window of this step: all keys before --select-start.
+        Returns True if a window changed."""
         is_early = self.step < (self.options.select_start or 0)
         config, has_changed = self.model.config, False
         for layer in self.model.attentions():
@@ -272,7 +272,8 @@ class Run:
 
 
 def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
-    """One pass without a step, so that the seconds of training exclude compilation."""
+    """One pass without a step, so that the seconds of training exclude compilation. The log has the
+    seconds of all such passes."""
     begin = time.perf_counter()
     rows = to_device(batches(run.step)[0], run.device).long()
     with narrow(run.device):

@@ -42,7 +42,7 @@ def add_scores(parser: argparse.ArgumentParser) -> None:
     add("--nope-layers", type=int, nargs="+", help="layers that have them, from 0 (all)")
     add("--nope-keys", type=int, help="keys of a query in all heads of these layers (--keys)")
     add("--nope-recent", type=int, help="of which the newest ones (--recent)")
-    add("--select-start", type=int, help="step before which these layers keep all keys (0)")
+    add("--select-start", type=int, help="these layers keep all keys before this step (0)")
     add("--nope-rotary-dim", type=int, help="channels of them that are rotated (0)")
     add("--nope-a", type=float, help="their A before training (0.005)")
     add("--nope-rate", type=float, help="multiplies the learning rate of their scores (0.03)")
@@ -195,7 +195,9 @@ def check_nope(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if (begin := options.select_start) is not None:
         if options.nope_keys is None:
             parser.error("--select-start: is given without --nope-keys")
-        if options.steps is None or not 0 <= begin < options.steps:
+        if options.steps is None and not options.resume:
+            parser.error("--select-start: is given without --steps")
+        if begin < 0 or (options.steps is not None and begin >= options.steps):
             parser.error(f"--select-start: is {begin}, want 0 or more, below --steps")
     for name in ("nope_rate", "nope_a_rate"):
         if not 0 <= (getattr(options, name) or 0) <= 1:

@@ -173,7 +173,8 @@ def test_newest_keys_of_layers_with_nope_heads(corpus: Path, tmp_path: Path) -> 
 def test_all_keys_before_select_start(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the step at which selection starts, a run is the same as one that keeps all keys."""
+    """Up to the step at which selection starts, a run is the same as one that keeps all keys. A
+    resumed run is the same run."""
     found = []
     take_step = quality.take_step
 
@@ -182,7 +183,7 @@ def test_all_keys_before_select_start(
         take_step(run, *given)
 
     monkeypatch.setattr(quality, "take_step", noting)
-    kinds = {"nope_heads": 1, "nope_layers": 1}
+    kinds: dict[str, Any] = {"nope_heads": 1, "nope_layers": 1}
     late = train(
         corpus, tmp_path, "recent", nope_keys=3 * KEYS, name="late", select_start=2, **kinds
     )
@@ -201,6 +202,12 @@ def test_all_keys_before_select_start(
     assert first[0]["bits"] == first[1]["bits"] and last[0]["bits"] != last[1]["bits"]
     model = quality_model.load(tmp_path / "late.safetensors")
     assert [layer.window for layer in model.attentions()] == [own, 3 * KEYS - RECENT]
+    kinds.update(nope_keys=3 * KEYS, name="halves", select_start=2)
+    train(corpus, tmp_path, "recent", steps=3, **kinds)
+    train(corpus, tmp_path, "recent", "--resume", **kinds)
+    train(corpus, tmp_path, "recent", "--resume", **{**kinds, "steps": None})
+    whole, halves = weights(tmp_path, "late"), weights(tmp_path, "halves")
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
 
 
 def test_files_with_other_nope_heads(

@@ -42,6 +42,7 @@ TAUGHT = "recent --score-targets=all"
             "recent --nope-heads=1 --nope-keys=99 --select-start=4",
             "--select-start: is 4, want 0 or more, below --steps",
         ),
+        ("recent --nope-heads=1 --nope-keys=99 --select-start=-1", "--select-start: is -1, want 0"),
         ("recent --nope-a=0", "--nope-a: is given without --nope-heads"),
         ("recent --nope-rate=0.1", "--nope-rate: is given without --nope-heads"),
         ("recent --nope-a-rate=0.1", "--nope-a-rate: is given without --nope-heads"),
@@ -88,6 +89,10 @@ def test_bad_usage(
     "words, message",
     [
         ("recent", "give --steps or --seconds"),
+        (
+            "recent --seconds=9 --nope-heads=1 --nope-keys=99 --select-start=2",
+            "--select-start: is given without --steps",
+        ),
         ("recent --start=x --start-step=1", "--start-step: is given without --steps"),
     ],
 )
