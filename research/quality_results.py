@@ -7,9 +7,10 @@
 The first line of OUT.json has the machine, the time at which the last of the files was written, the
 commit (FDMA_COMMIT, or else the tree's) and, for runs on a GPU, the hash of its kernels
 (kernels_hash.py). Each other line is a completed run: its settings, held-out losses and recall
-during training, at most 60 training losses, and the measurements at its end. Only run --kept has
-the text and the positions of kept keys, which quality_kept.py draws. A run has the name of its
-file. quality_picture.py draws such a file.
+during training, at most 60 training losses, and the measurements at its end. A run that was stopped
+between its last step and these has the losses and the recall of that step in their place. Only run
+--kept has the text and the positions of kept keys, which quality_kept.py draws. A run has the name
+of its file. quality_picture.py draws such a file.
 
 With --against, tables in Markdown are printed. The first has for each run its held-out loss and the
 difference to the loss of run NAME, if both read the same text. All models read the same pieces of
@@ -92,6 +93,13 @@ def thinned(rows: list[Any], most: int = LOSSES) -> list[Any]:
     return [rows[number * (len(rows) - 1) // (most - 1)] for number in range(most)]
 
 
+def final_of(run: dict[str, Any]) -> dict[str, Any] | None:
+    """The measurements after the last step: all of them, or those of training; None if the run has
+    not come so far."""
+    last = run["held_out"][-1] if run["held_out"] else {"step": None}
+    return run.get("final", last if last["step"] == run["settings"]["steps"] else None)
+
+
 def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
     settings = {key: run["settings"][key] for key in SETTINGS if key in run["settings"]}
     settings["corpus"] = Path(run["settings"]["corpus"]).name
@@ -99,8 +107,8 @@ def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
         {key: value for key, value in row.items() if key not in OF_PIECES}
         for row in run["held_out"]
     ]
-    final = run["final"]
-    if name != kept:
+    final = final_of(run)
+    if name != kept and "kept" in final:
         final = {**final, "kept": {"values": final["kept"]["values"]}}
     measures = {key: run[key] for key in MEASURES if key in run}
     losses = thinned(run["train"])
@@ -121,8 +129,8 @@ def join(paths: list[Path], kernels: str, kept: str | None = None) -> list[dict[
     machine, rows = None, []
     for path in paths:
         run = json.loads(path.read_text())
-        if "final" not in run:
-            raise ValueError(f"{path}: has no evaluation, want one of a run that has ended")
+        if final_of(run) is None:
+            raise ValueError(f"{path}: has no evaluation, want one after its last step")
         own = machine_of(run)
         machine = machine or own
         if own != machine:

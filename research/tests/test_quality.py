@@ -358,13 +358,28 @@ def test_runs_that_cannot_be_joined(
     whole, other = tmp_path / "dense-tiny-0.json", tmp_path / "other.json"
     for changed, message in (
         ({"machine": {**run["machine"], "torch": "1.0"}}, "other.json: machine is"),
-        ({"final": None}, "other.json: has no evaluation"),
+        ({"final": None, "held_out": []}, "other.json: has no evaluation"),
+        ({"final": None, "held_out": run["held_out"][:-1]}, "other.json: has no evaluation"),
     ):
         log = {name: value for name, value in {**run, **changed}.items() if value is not None}
         other.write_text(json.dumps(log))
         with pytest.raises(SystemExit, match=message):
             join(monkeypatch, tmp_path / "joined.json", whole, other)
         assert not (tmp_path / "joined.json").exists()
+
+
+def test_a_run_that_was_stopped_in_its_evaluation(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is joined with the losses and the recall of its last step."""
+    run = train(corpus, tmp_path, "dense")
+    del run["final"]
+    path = tmp_path / "dense-tiny-0.json"
+    path.write_text(json.dumps(run))
+    _, row = join(monkeypatch, tmp_path / "joined.json", path)
+    assert row["final"]["step"] == 4 and "needles" not in row["final"]
+    for name in ("bits", "of_pieces", "by_repetition"):
+        assert row["final"][name] == quality_results.rounded(run["held_out"][-1][name])
 
 
 def test_thinned_losses() -> None:
