@@ -295,7 +295,7 @@ def add_performance(parser: Parser) -> None:
 
 # Names of the items in suite_items.py.
 SUITE_ITEMS = ["length", "density", "batch", "heads", "threshold"]
-SUITE_ITEMS += ["selection", "kernels", "tiles", "stages", "energy"]
+SUITE_ITEMS += ["selection", "kernels", "stages", "energy"]
 SHORTEST, LONGEST, QUICK_LONGEST = 128, 131072, 4096
 SECONDS, QUICK_SECONDS = 1.0, 0.15
 LIMIT, QUICK_LIMIT = 20.0, 1.0
@@ -323,8 +323,6 @@ where PASS is forward, or training, which is forward and backward:
              newest: all but one are
   kernels    attention over a given selection, by each family of kernels that runs on this device;
              fdma is by that which the library chooses
-  tiles      rows of a tile and work of a thread, on the CPU, by flash_dmattn.tune(): `times` is the
-             time over that by the library's rules; training is backward alone
   stages     the stages one by one: score, select, forward over a given selection, and its
              backward; fdma is forward in one call
   energy     joules a token, from the counter of NVML; it needs the package nvidia-ml-py

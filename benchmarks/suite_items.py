@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
 
@@ -381,38 +380,6 @@ def kernel_families(bench: Bench, setting: Setting) -> Iterator[Row]:
     yield from bench.rows(setting, peers)
 
 
-def tile_sizes(bench: Bench, setting: Setting) -> Iterator[Row]:
-    """The trials of flash_dmattn.tune(), which runs every choice and the rules in turn, and its
-    final choice."""
-    head = {"case": setting.name(bench.dtype_name), "threads": torch.get_num_threads()}
-    head.update(setting.fields())
-    if bench.device == "cuda":
-        why = "each CUDA kernel has tiles of one size: see the item kernels"
-        yield {**head, "peer": "rules", "not_run": why}
-        return
-    q_heads, kv_heads, head_dim = setting.heads
-    shape = flash_dmattn.TuningShape(
-        setting.length,
-        head_dim,
-        q_heads,
-        kv_heads,
-        window=setting.window,
-        dtype=bench.dtype,
-        backward=setting.training,
-    )
-    try:
-        trials = flash_dmattn.tune([shape], seconds=3 * bench.seconds)
-    finally:
-        flash_dmattn.load_tuning(os.environ.get("FDMA_TUNING"))  # restores the tuning
-    operation = "backward" if setting.training else "forward"
-    own = [trial for trial in trials if trial.operation == operation]
-    # the last figures of a choice that is measured twice
-    named = {"chosen" if trial.final else trial.choice: trial for trial in own}
-    for name, trial in named.items():
-        figures = {"ms": 1e3 * trial.seconds, "times": trial.ratio}
-        yield {**head, "peer": name, "choice": trial.choice, "kernel": trial.kernel, **figures}
-
-
 def stages_of(bench: Bench, setting: Setting) -> list[Peer]:
     """The stages of a training step one by one, each from the results of the stage before."""
     device, window = bench.device, setting.window
@@ -485,7 +452,6 @@ ITEMS: dict[str, Item] = {
     "threshold": dense_threshold,
     "selection": selection_methods,
     "kernels": kernel_families,
-    "tiles": tile_sizes,
     "stages": stages,
     "energy": energy,
 }

@@ -9,7 +9,7 @@
  *
  *   This comment     Purpose, Making a call, Common to all operations, Names, Positions, Padding,
  *                    Packed sequences, Preallocated keys, Masks, Streams, Dropout, Devices,
- *                    Threads, Tuning, Traps
+ *                    Threads, Traps
  *   Status, Tensors  fdma_status, fdma_last_error(), fdma_tensor, fdma_tensor_4d(), fdma_exec
  *   Attention        fdma_attention(), all steps in one call: what most programs want. The steps:
  *                      fdma_score()    value states -> score and bias of each key
@@ -19,7 +19,7 @@
  *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode()
  *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
  *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
- *   Then             Workspace, Kernels and devices, Tuning
+ *   Then             Workspace, Kernels and devices
  *
  * Purpose. Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed
  * from its value state with learned weights and independent of the query, and a query attends only
@@ -178,28 +178,7 @@
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
  * are bit-equal for every number of threads, and a sequence's result does not depend on the others
  * of its batch. Sums may differ in their last bits between kernels, and so between machines. A
- * thread can be cancelled in a call, but for fdma_tune(). dlclose() leaves the library in memory.
- *
- * Tuning. On the CPU a call chooses its kernel, the rows of its tiles, how many keys are in a split
- * and how many threads it wakes, by rules that do not know the machine. A tuning has other choices,
- * which fdma_tune() has measured here, for classes of calls. It belongs to the process;
- * fdma_tuning_save() keeps it in a file, which a later run reads by fdma_tuning_load(), or at its
- * first call if the environment variable FDMA_TUNING names the file. Without one, calls follow the
- * rules. fdma_forward(), fdma_backward() and the same steps of fused calls follow a tuning, unless
- * exec.kernel is set or they have attn_mask, attn_bias or dropout; all other calls, those on a
- * device among them, follow the rules. Classes are told apart by operation, dtype, causal and
- * head_dim, and by three numbers that are rounded to the nearest power of 2: rows, q_len times
- * q_heads / kv_heads; keys, kv_len; kept, the lesser of kv_len and window + recent. Batch and
- * threads are not among them, so that results depend on neither; under another tuning they differ
- * by rounding. The tuning may change while other threads make calls: each call follows one
- * throughout. A workspace stays large enough when it changes: a call follows the rules where
- * the tuning needs more than it was lent. After fork() a child has its parent's tuning.
- *
- *     fdma_tune_args shape = {.size = sizeof shape, .dtype = FDMA_BFLOAT16, .window = 1024};
- *     shape.batch = 1, shape.q_len = shape.kv_len = 4096, shape.causal = 1;
- *     shape.q_heads = 8, shape.kv_heads = 2, shape.head_dim = 128;
- *     if (fdma_tune(&shape) != FDMA_OK || fdma_tuning_save("fdma.tuning") != FDMA_OK)
- *         die(fdma_last_error());
+ * thread can be cancelled in a call. dlclose() leaves the library in memory.
  *
  * Traps
  *
@@ -1039,7 +1018,7 @@ FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 /*! fdma_score_workspace() and the like - the bytes of workspace that a call with these arguments
  *  needs. Data and workspace may still be NULL: the answer serves every later call with the same
  *  shapes, strides, dtypes and options, exec.kernel, device and threads among them, wherever its
- *  data is. It is what the worst kv_used, starts and tuning need; a call may make do with less.
+ *  data is. It is what the worst kv_used and starts need; a call may make do with less.
  *  Errors     as the call itself, but never FDMA_WORKSPACE_TOO_SMALL; on an error *bytes is not
  *             written */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
@@ -1136,63 +1115,6 @@ typedef struct fdma_device_info {
 /*! fdma_describe_device() - name, features and cores of a device, FDMA_CPU or FDMA_CUDA(n).
  *  Errors     FDMA_INVALID_ARGUMENT for a size not set, a device that is not there */
 FDMA_API fdma_status fdma_describe_device(int32_t device, fdma_device_info *info);
-
-/* Tuning */
-
-typedef struct fdma_tune_trial {
-    size_t size;           /* sizeof(fdma_tune_trial) */
-    const char *operation; /* "forward" or "backward" */
-    const char *kernel;    /* that ran */
-    const char *choice;    /* such as "tile_rows=256"; "rules": what the rules say */
-    double seconds;        /* of one call, the median */
-    double ratio;          /* over the seconds of a call by the rules, made in turn: the median */
-    int32_t final;         /* nonzero: the last one of its operation, which calls follow from now */
-    int32_t reserved;
-} fdma_tune_trial;
-
-typedef void (*fdma_tune_report)(void *context, const fdma_tune_trial *trial);
-
-typedef struct fdma_tune_args {
-    size_t size;      /* sizeof(fdma_tune_args) */
-    fdma_dtype dtype; /* of q, k, v and out */
-    int32_t causal;
-    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
-    int64_t window;          /* keys that a query keeps; from kv_len on: all, without a selection */
-    int32_t backward;        /* nonzero: fdma_backward() is measured too */
-    int32_t threads;         /* as in fdma_exec */
-    double seconds;          /* that measuring an operation takes, about; 0: 3 */
-    fdma_tune_report report; /* optional: called after each choice that was measured in full */
-    void *context;           /* of `report` */
-} fdma_tune_args;
-
-/*! fdma_tune() - measures which choices are fastest for calls of a shape on this CPU; see "Tuning".
- *  Random tensors are attended to under each choice and by the rules in turn. If a choice takes at
- *  least 3 % less time than the rules, it becomes the entry of its class in the tuning of the
- *  process; if none does, the class has no entry afterwards. Nothing else should run meanwhile.
- *  Ownership  unlike other calls it allocates tensors and workspace, and frees them. The strings of
- *             a trial are valid until `report` returns
- *  Errors     as fdma_forward() and fdma_backward() for the shape; FDMA_INVALID_ARGUMENT also for
- *             seconds below 0, and without memory for the shape */
-FDMA_API fdma_status fdma_tune(const fdma_tune_args *args);
-
-/*! fdma_tuning_load() - replaces the tuning of the process by a file; NULL: by none.
- *  A file is text: "fdma-tuning 1", the version of the library, name and features of the CPU, then
- *  a line for each class. Each number of a line has a range, and 0 means the rules. A file of
- *  another version or CPU, or with a line that is not as fdma_tuning_save() writes it, is refused
- *  as a whole. One that FDMA_TUNING names is then ignored, and the first call says so on stderr.
- *  Ownership  a tuning stays in memory when another replaces it, as calls may still read it;
- *             loading it again takes no more
- *  Errors     FDMA_INVALID_ARGUMENT if the file cannot be read or is refused; the message has the
- *             line, and the tuning stays as it was */
-FDMA_API fdma_status fdma_tuning_load(const char *path);
-
-/*! fdma_tuning_save() - writes the tuning of the process to a file, which it replaces at once.
- *  Errors     FDMA_INVALID_ARGUMENT if it cannot be written */
-FDMA_API fdma_status fdma_tuning_save(const char *path);
-
-/*! fdma_tuning_line() - entry `index` of the tuning of the process, as the line of a file; NULL
- *  past the end. The text stays valid. */
-FDMA_API const char *fdma_tuning_line(int32_t index);
 
 #ifdef __cplusplus
 }

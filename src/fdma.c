@@ -11,7 +11,6 @@
 #include "cpu/parallel.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
-#include "tune/tune.h"
 
 #include <string.h>
 
@@ -25,21 +24,13 @@ typedef struct prepared_call {
     size_t workspace; /* bytes that the call needs */
 } prepared_call;
 
-/* The tuning that a call may follow; NULL: none. */
-static const fdma_tuning *tuning_of_call(fdma_operation operation) {
-    const bool follows =
-        operation == operation_forward || operation == operation_backward || is_fused(operation);
-    const fdma_tuning *const tuning = follows ? fdma_current_tuning() : NULL;
-    return tuning != NULL && tuning->count > 0 ? tuning : NULL;
-}
-
 static fdma_status check_on_device(const fdma_problem *problem, check_depth depth) {
     FDMA_TRY(fdma_check_cuda(problem, depth));
     return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
 }
 
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
-                           const fdma_tuning *tuning, prepared_call *call) {
+                           prepared_call *call) {
     fdma_problem *const whole = &call->steps.whole;
     size_t most = 0; // largest workspace of a step
     FDMA_TRY(fdma_check_call(operation, args, depth, whole));
@@ -47,8 +38,6 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
     if (on_device)
         FDMA_TRY(check_on_device(whole, depth));
-    else
-        whole->tuning = tuning;
     FDMA_TRY(fdma_split_call(backend, &call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         const fdma_problem *const step = &call->steps.problems[i];
@@ -116,13 +105,8 @@ static bool depends_on_threads(const prepared_call *call) {
     return false;
 }
 
-/* The tuning may have changed since the caller asked for the workspace size. If its choices need
- * more memory than was lent, the call follows the rules. */
 static fdma_status prepare_run(fdma_operation operation, const void *args, prepared_call *call) {
-    const fdma_tuning *const tuning = tuning_of_call(operation);
-    FDMA_TRY(prepare(operation, args, check_all, tuning, call));
-    if (tuning != NULL && call->steps.lent < call->workspace)
-        FDMA_TRY(prepare(operation, args, check_all, NULL, call));
+    FDMA_TRY(prepare(operation, args, check_all, call));
     FDMA_REQUIRE(call->steps.lent >= call->workspace || !depends_on_threads(call),
                  FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more with %d threads",
@@ -141,26 +125,19 @@ static fdma_status run(fdma_operation operation, const void *args) {
     return FDMA_OK;
 }
 
-/* Bytes for the rules or for the tuning, whichever need more. */
 static fdma_status ask_workspace(fdma_operation operation, const void *args, size_t *bytes) {
-    const fdma_tuning *const tuning = tuning_of_call(operation);
     prepared_call call;
-    size_t tuned = 0;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
                  "bytes: is NULL, want the address of a size_t");
-    if (tuning != NULL) {
-        FDMA_TRY(prepare(operation, args, check_shapes, tuning, &call));
-        tuned = call.workspace;
-    }
-    FDMA_TRY(prepare(operation, args, check_shapes, NULL, &call));
-    *bytes = call.workspace > tuned ? call.workspace : tuned;
+    FDMA_TRY(prepare(operation, args, check_shapes, &call));
+    *bytes = call.workspace;
     return FDMA_OK;
 }
 
 /* Names of the kernels of a call's steps, indexed by operation. */
 static fdma_status ask_kernels(fdma_operation operation, const void *args, const char **names) {
     prepared_call call;
-    FDMA_TRY(prepare(operation, args, check_shapes, tuning_of_call(operation), &call));
+    FDMA_TRY(prepare(operation, args, check_shapes, &call));
     for (int i = 0; i < call.steps.count; i++)
         names[call.steps.problems[i].operation] = call.kernels[i].kernel->name;
     return FDMA_OK;
@@ -236,7 +213,7 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
     prepared_call call;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
                  "bytes: is NULL, want the address of a size_t");
-    FDMA_TRY(prepare(operation_forward, args, check_shapes, NULL, &call));
+    FDMA_TRY(prepare(operation_forward, args, check_shapes, &call));
     const fdma_problem *const problem = &call.steps.whole;
     FDMA_TRY(require_mask(problem));
     *bytes = problem->exec.device == FDMA_CPU ? 0 : fdma_cuda_mask_lists_size(problem);

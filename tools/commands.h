@@ -8,4 +8,3 @@ int attend_main(int argc, char **argv);
 int bench_main(int argc, char **argv);
 int check_main(int argc, char **argv);
 int info_main(int argc, char **argv);
-int tune_main(int argc, char **argv);

@@ -21,7 +21,6 @@ static const struct {
     {"attend", attend_main, "run attention on the tensors of a file, over all keys and the best"},
     {"check", check_main, "check every kernel of this machine against the reference"},
     {"bench", bench_main, "time each kernel, and compare it with what the machine can do"},
-    {"tune", tune_main, "measure what is fastest on this machine, and keep it in a file"},
     {"info", info_main, "print the kernels that would run, this machine, and all kernels"},
 };
 

@@ -26,7 +26,6 @@ from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
 from .score_targets import score_target_loss
 from .streams import KeyCache, decode
-from .tuning import TuningShape, TuningTrial, load_tuning, tune
 from .varlen import flash_dmattn_varlen_func
 from .workspace import workspace_bytes
 
@@ -45,8 +44,6 @@ __all__ = [
     "LayerCaches",
     "MultiheadAttention",
     "Selection",
-    "TuningShape",
-    "TuningTrial",
     "attention",
     "attention_probabilities",
     "decode",
@@ -59,13 +56,11 @@ __all__ = [
     "flash_dmattn_varlen_kvpacked_func",
     "flash_dmattn_varlen_qkvpacked_func",
     "get_available_backends",
-    "load_tuning",
     "mask_lists",
     "merge",
     "score",
     "score_target_loss",
     "select",
-    "tune",
     "workspace_bytes",
 ]
 

@@ -59,13 +59,6 @@ def describe(device: int) -> dict[str, Any]:
     return {**named, **choices(device)}
 
 
-def tuning() -> list[str]:
-    lines: list[str] = []
-    while (line := _library.library.fdma_tuning_line(len(lines))) is not None:
-        lines.append(line.decode())
-    return lines
-
-
 def collect() -> dict[str, Any]:
     return {
         "fdma": _library.version(),
@@ -75,7 +68,6 @@ def collect() -> dict[str, Any]:
         "extension_module": _repeat.NATIVE is not None,
         "built_with_cuda": _library.has_cuda(),
         "devices": [describe(n) for n in range(_library.library.fdma_device_count())],
-        "tuning": tuning(),
         "kernels": [kernel._asdict() for kernel in _library.kernels()],
     }
 
@@ -102,8 +94,6 @@ def lines_of(found: dict[str, Any]) -> list[str]:
             "no device is found" if found["built_with_cuda"] else "the library has no CUDA kernels"
         )
         lines += ["", f"cuda       none: {why}"]
-    lines += ["tuning" + ("" if found["tuning"] else "     none: calls follow the rules")]
-    lines += [f"  {line}" for line in found["tuning"]]
     lines += ["", f"{'kernel':{width}} {'operation':14} available"]
     for kernel in found["kernels"]:
         state = "yes" if kernel["missing"] is None else f"no: lacks {kernel['missing']}"

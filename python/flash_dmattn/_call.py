@@ -318,8 +318,6 @@ class Prepared:
 class Memory(threading.local):
     """The calls that a thread has prepared, by layout."""
 
-    tunings = 0  # changes of the process's tuning, on which workspace sizes depend
-
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
         self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
@@ -418,7 +416,7 @@ def find(
     first = tensors[0]
     assert first is not None
     index = first.get_device()  # -1: the CPU
-    key += (thread_count(index), memory.tunings)
+    key.append(thread_count(index))
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:

@@ -37,7 +37,7 @@ from ._call import GUARDS, allocators, device_function, stream_function
 if TYPE_CHECKING:
     from .ops import Operator
 
-INTERFACE = 3  # version of the interface between _native and this file
+INTERFACE = 4  # version of the interface between _native and this file
 NAME, FILE = f"{__package__}._native", "_native.abi3.so"
 MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
@@ -111,7 +111,7 @@ def find_native() -> Any:
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
         states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), _call.Memory)
+        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call))
     return found
 
 

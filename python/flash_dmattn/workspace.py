@@ -122,9 +122,9 @@ def workspace_bytes(
             A generator has no effect.
 
     Returns:
-        Bytes, for the current number of threads and the current tuning. If a tensor requires
-        gradients and these need more, the bytes for gradients. It is an upper bound: few and short
-        calls may need less, as it counts every thread.
+        Bytes, for the current number of threads. If a tensor requires gradients and these need
+        more, the bytes for gradients. It is an upper bound: few and short calls may need less, as
+        it counts every thread.
 
 
     Raises:

@@ -3,7 +3,6 @@
 
 #include "core/error.h"
 #include "core/operations.h"
-#include "core/tuning.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -162,19 +161,6 @@ static fdma_status fail_choice(const kernel_backend *const *backends, const fdma
     return fdma_fail(FDMA_UNSUPPORTED, "%s: %s %s %s%s", call.text, subject, verb, list.first, end);
 }
 
-/* The kernel that the problem's tuning names, if it runs here and takes the problem; else NULL. */
-static const fdma_kernel *find_tuned(const kernel_backend *const *backends,
-                                     const fdma_problem *problem) {
-    const char *const name = fdma_tuned(problem)->kernel;
-    fdma_problem named = *problem;
-    named.exec.kernel = name; // kernels take more if they are called by their names
-    const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
-        if (strcmp(kernel->name, name) == 0 && is_selected(kernel, &named, match_below))
-            return kernel->missing() == NULL && kernel->refuses(&named) == NULL ? kernel : NULL;
-    return NULL;
-}
-
 /* The first selected kernel that runs here and takes the problem; NULL if none does. */
 static const fdma_kernel *find_first(const kernel_backend *const *backends,
                                      const fdma_problem *problem, name_match match) {
@@ -191,8 +177,6 @@ static const fdma_kernel *find_first(const kernel_backend *const *backends,
 fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma_problem *problem,
                                const fdma_kernel **picked) {
     const char *const forced = problem->exec.kernel;
-    if (fdma_tuned(problem)->kernel[0] != '\0' && (*picked = find_tuned(backends, problem)) != NULL)
-        return FDMA_OK;
     if (forced != NULL && !is_known(backends, forced))
         return fail_unknown(backends, forced);
     const name_match match = match_of(backends, problem);

@@ -44,9 +44,8 @@ typedef struct kernel_backend {
     bool writes_last_keys; /* a kernel of select has trait_writes_last_keys */
 } kernel_backend;
 
-/* Chooses the kernel that the tuning names, if it runs here and takes this problem. Otherwise the
- * first kernel, in the order of the backends, that matches exec.kernel, runs on this machine and
- * takes this problem. */
+/* Chooses the first kernel, in the order of the backends, that matches exec.kernel, runs on this
+ * machine and takes this problem. */
 fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma_problem *problem,
                                const fdma_kernel **kernel);
 

@@ -104,8 +104,7 @@ typedef struct fdma_problem {
     bool only_mask_lists;   /* forward: makes mask_lists, and writes nothing else */
     bool any_len; /* asks for a workspace that also serves every smaller kv_len and q_len */
     fused_steps fused;
-    fdma_selection *made;             /* select: the caller's, in which a call records its rules */
-    const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */
+    fdma_selection *made; /* select: the caller's, in which a call records its rules */
     fdma_exec exec;
 } fdma_problem;
 

@@ -99,7 +99,6 @@ static fdma_status add_step(call_steps *steps, fdma_operation operation) {
         .add_dsinks = whole->add_dsinks,
         .add_dbias_carried = whole->add_dbias_carried,
         .made = whole->made,
-        .tuning = whole->tuning,
         .cache = whole->cache,
         .exec = whole->exec,
     };

@@ -269,15 +269,9 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
 
 #endif
 
-int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds,
-                           int64_t thread_work) {
-    enum { least_microseconds = 100 }; // work per thread: waking it and waiting take up to 10
-    const int64_t least = thread_work > 0 ? thread_work : least_microseconds;
-    return fdma_thread_count(asked, min(tasks, 1 + microseconds / least));
-}
-
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
-    return fdma_tuned_threads(asked, tasks, microseconds, 0);
+    enum { least_microseconds = 100 }; // work per thread: waking it and waiting take up to 10
+    return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_microseconds));
 }
 
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {

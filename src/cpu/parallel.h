@@ -22,9 +22,6 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks);
  * than are worth waking. */
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds);
 
-/* The same if a thread is worth waking for `thread_work` microseconds; 0: the usual limit. */
-int32_t fdma_tuned_threads(int32_t asked, int64_t tasks, int64_t microseconds, int64_t thread_work);
-
 /* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, including the
  * caller. Tasks round to nearest, without floating-point traps and with subnormal numbers, in any
  * modes of the caller. */

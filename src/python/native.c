@@ -8,10 +8,10 @@
 #include "call.h"
 
 enum {
-    INTERFACE = 3, /* version of the interface with _repeat.py */
+    INTERFACE = 4, /* version of the interface with _repeat.py */
     WATCHERS = 3,
     STATES = 3,
-    KEY_ITEMS = 4 + STATES,
+    KEY_ITEMS = 3 + STATES,
     CODE_BITS = 2,
     ARGUMENTS_MAX = 64 / CODE_BITS,
 };
@@ -25,7 +25,6 @@ enum {
     CALL,
     MEMORY,
     DIRECT,
-    TUNINGS,
     NAME_COUNT,
 };
 static const char *const name_texts[NAME_COUNT] = {
@@ -35,9 +34,8 @@ static const char *const name_texts[NAME_COUNT] = {
     [MATERIALIZE_GRADS] = "materialize_grads",
     [NON_DIFFERENTIABLE] = "non_differentiable",
     [CALL] = "call",
-    [MEMORY] = "memory",   /* in _call.py: the Memory of a thread */
-    [DIRECT] = "direct",   /* in a Memory: lists of DirectCalls by their keys */
-    [TUNINGS] = "tunings", /* in the type Memory */
+    [MEMORY] = "memory", /* in _call.py: the Memory of a thread */
+    [DIRECT] = "direct", /* in a Memory: lists of DirectCalls by their keys */
 };
 
 /* Objects are borrowed from `plan`, except the type and the names. */
@@ -49,7 +47,6 @@ typedef struct module_state {
     PyObject *hooks;              /* function: the hooks for saved tensors, or None */
     PyObject *states[STATES];     /* functions: parts of a key */
     PyObject *forward_ad, *calls; /* dicts of torch.autograd.forward_ad and _call.py */
-    PyObject *memory_type;
 } module_state;
 
 /* ---- what calls depend on beside the layouts of tensors ---- */
@@ -125,8 +122,6 @@ static PyObject *build_key(const module_state *state, PyObject *args) {
     PyTuple_SetItem(key, at++, PyTuple_GetSlice(arguments, tensors, PyTuple_Size(arguments)));
     for (int index = 0; index < STATES && !PyErr_Occurred(); index++)
         PyTuple_SetItem(key, at++, PyObject_CallObject(state->states[index], NULL));
-    if (!PyErr_Occurred())
-        PyTuple_SetItem(key, at, PyObject_GetAttr(state->memory_type, state->names[TUNINGS]));
     if (PyErr_Occurred())
         Py_CLEAR(key);
     return key;
@@ -306,9 +301,9 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_RuntimeError, "configure: was called before");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!O", &watchers[0], &watchers[1], &watchers[2],
+    if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!", &watchers[0], &watchers[1], &watchers[2],
                           &state->hooks, &states[0], &states[1], &states[2], &PyDict_Type,
-                          &state->forward_ad, &PyDict_Type, &state->calls, &state->memory_type))
+                          &state->forward_ad, &PyDict_Type, &state->calls))
         return NULL;
     Py_INCREF(args);
     state->plan = args;
@@ -317,7 +312,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"configure", configure, METH_VARARGS,
-     "configure(watchers, hooks, states, vars(forward_ad), vars(_call), _call.Memory)"},
+     "configure(watchers, hooks, states, vars(forward_ad), vars(_call))"},
     {"is_watched", is_watched, METH_NOARGS,
      "Whether something needs the dispatcher that no guard notices, but for hooks."},
     {"make_key", make_key, METH_VARARGS,

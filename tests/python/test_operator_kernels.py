@@ -3,8 +3,6 @@ remember, and that these are made for nothing else."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, Callable, List
 
 import flash_dmattn
@@ -13,7 +11,7 @@ import torch
 import torch._dynamo
 from cases import make_small, require_gradients
 from evaluate import assert_same
-from flash_dmattn import _call, _library, _repeat, load_tuning, ops
+from flash_dmattn import _call, _repeat, ops
 from programs import Seen
 from test_direct import Subclass, by_layout, dispatch, has_kernels
 
@@ -128,28 +126,6 @@ def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         for at, expected in zip((None, 1, 3), wanted):
             assert_same(run(at), expected)
-
-
-def test_calls_follow_a_tuning(tmp_path: Path) -> None:
-    """The layout of the second call is remembered, but not the workspace of its choice."""
-    query = torch.randn(1, 2, 2, 16)
-    key, value = torch.randn(2, 1, 600, 1, 16)
-    path = tmp_path / "tuning"
-    load_tuning(None)
-    _library.check(_library.library.fdma_tuning_save(os.fsencode(path)))
-    entry = "forward float32 causal=1 head_dim=16 rows=4 keys=512 kept=512 kernel=rules"
-    path.write_text(f"{path.read_text()}{entry} tile_rows=0 split_keys=32 thread_work=0\n")
-    graph = compiled(lambda *x: flash_dmattn.attention(*x, causal=True)[0])
-    try:
-        rules = graph(query, key, value)
-        assert torch.equal(graph(query, key, value), rules)
-        load_tuning(path)
-        tuned = graph(query, key, value)
-        assert not torch.equal(tuned, rules)
-        torch.testing.assert_close(tuned, rules)
-    finally:
-        load_tuning(None)
-    assert torch.equal(graph(query, key, value), rules)
 
 
 def test_the_number_of_threads_is_followed(seen: list[Seen]) -> None:

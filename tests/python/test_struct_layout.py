@@ -83,7 +83,6 @@ def test_types_of_functions() -> None:
     assert functions["fdma_kernel_name"] == (text, [number])
     assert functions["fdma_forward"] == (ctypes.c_int, [pointer(args)])
     assert functions["fdma_forward_kernel"] == (ctypes.c_int, [pointer(args), pointer(text)])
-    assert functions["fdma_tuning_load"] == (ctypes.c_int, [text])
     numbers = pointer(ctypes.c_int64)
     assert functions["fdma_dense_tensor"] == (
         tensor,
@@ -143,7 +142,7 @@ def read_tensors() -> dict[str, dict[str, Listed]]:
 
 
 TENSORS = read_tensors()
-assert {f"fdma_{name}_args" for name in (*TENSORS, "tune")} == {x for x in STRUCTS if "args" in x}
+assert {f"fdma_{name}_args" for name in TENSORS} == {x for x in STRUCTS if "args" in x}
 DIMENSIONS = {
     "b": "batch",
     "i": "q_len",

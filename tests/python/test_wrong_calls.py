@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import flash_dma
@@ -94,8 +93,6 @@ def scoring() -> dict[str, Call]:
         "merge": Call(package.merge, {**halves, "lse_b": randn(*LSE)}),
         "workspace_bytes": Call(package.workspace_bytes, bytes_of),
         "get_available_backends": Call(package.get_available_backends, {}),
-        "load_tuning": Call(package.load_tuning, {"file": None}),
-        "tune": Call(package.tune, {"shapes": [], "seconds": 0.001}),
     }
 
 
@@ -167,7 +164,6 @@ def records() -> dict[str, Call]:
     package = flash_dmattn
     selection = package.select(randn(1, 2, 6), 3)._asdict()
     cache = new_cache().keys._asdict()
-    shape = {"kv_len": 16, "head_dim": 16, "q_heads": 2, "window": 4}
 
     def attend(**fields: Any) -> Any:
         return package.attention(**rows(), selection=package.Selection(**fields), causal=True)
@@ -176,13 +172,9 @@ def records() -> dict[str, Call]:
         tokens = {name: x[:, :3] for name, x in rows().items()}
         return package.decode(**tokens, **weights(), cache=package.KeyCache(**fields))
 
-    def tune(**fields: Any) -> Any:
-        return package.tune([package.TuningShape(**fields)], seconds=0.001)
-
     return {
         "Selection": Call(attend, selection, package.Selection),
         "KeyCache": Call(decode, cache, package.KeyCache),
-        "TuningShape": Call(tune, shape, package.TuningShape),
         "DynamicMaskOptions": Call(package.DynamicMaskOptions, {}),
     }
 
@@ -327,8 +319,6 @@ LEGAL = {
     # Every tensor has tokens.
     ("split_sequence", "tensor"): {"another rank", "another dtype", "another device"},
     ("gather_sequence", "tensor"): {"another rank", "another dtype"},
-    # The name of a new file.
-    ("tune", "file"): {"text"},
 }
 ERRORS = (TypeError, ValueError, NotImplementedError)
 # torch.nn's classes for shapes, and PyTorch's words for ranks.
@@ -342,14 +332,6 @@ def one_rank() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """tune() may write a file. No tuning is left."""
-    monkeypatch.chdir(tmp_path)
-    yield
-    flash_dmattn.load_tuning(None)
 
 
 MAKERS = (scoring, attending, records, caches, layers)
@@ -368,8 +350,6 @@ def fault_of(name: str, argument: str, value: object, may_pass: bool) -> str | N
     errors = OF_TORCH if name == "MultiheadAttention.forward" else ERRORS
     try:
         call.function(**{**call.given, argument: value})
-    except FileNotFoundError as error:
-        return None if "file: is 'text', want" in str(error) else repr(error)
     except errors as error:
         message = str(error)
         is_named = re.search(rf"\b{argument}\b", message) is not None
@@ -413,9 +393,8 @@ def public_methods(of: type) -> set[str]:
 
 
 def test_every_callable_is_called() -> None:
-    """TuningTrial is a result."""
     found = {name.split(" with ")[0].split(" of ")[0] for name in CALLS}
-    functions = {*flash_dmattn.__all__, *distributed.__all__, "flash_dma.fwd"} - {"TuningTrial"}
+    functions = {*flash_dmattn.__all__, *distributed.__all__, "flash_dma.fwd"}
     classes = ("DynamicMaskAttention", "DynamicMaskCache", "LayerCaches", "MultiheadAttention")
     methods = set().union(*(public_methods(getattr(flash_dmattn, name)) for name in classes))
     assert found == functions | methods

@@ -227,7 +227,8 @@ CORE = [
           ".dropout = whole->dropout,", "",
           ("test_backward",)),
     Fault("a workspace that is too small", "src/fdma.c",
-          "tuning != NULL && call->steps.lent < call->workspace", "(call->workspace = 0, false)",
+          "FDMA_TRY(prepare(operation, args, check_all, call));",
+          "FDMA_TRY(prepare(operation, args, check_all, call)); call->workspace = 0;",
           (*ERRORS, "test_workspace")),
 ]
 

@@ -301,15 +301,14 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 # C here, and `fdma check` runs the scalar ones, too. Left out are tests that would take a quarter of
 # an hour: properties of attention over many shapes, and the cases with the most rows and keys; and
 # test_cases, as test_forward shows that threads do not matter, test_guard that nothing outside of the
-# workspace is read, and `fdma check` that all outputs are written; and test_tuning, whose choices are
-# of code that is the same here. The emulator fails where a process of several threads forks, as
-# test_parallel does.
+# workspace is read, and `fdma check` that all outputs are written. The emulator fails where a process
+# of several threads forks, as test_parallel does.
 neon_tests() {
     set -- -R "$of_arithmetic"
     targets="fdma_shared fdma_tool $arithmetic"
     if [ "$full" = 1 ]; then
         targets=all
-        set -- -E '(test_(cases|tuning|parallel|backward_(shapes|rows)|small_window|sequences|cache_batch)|check_(row|long))$'
+        set -- -E '(test_(cases|parallel|backward_(shapes|rows)|small_window|sequences|cache_batch)|check_(row|long))$'
     fi
     build_targets "$targets" neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon "$@" &&

@@ -25,8 +25,7 @@ static const command_line command = {
     .name = "fdma info",
     .about = "Prints which kernels would run forward and backward, this machine's features, and\n"
              "all kernels in the order in which they are tried.",
-    .more = "A tuning is read from the file that the environment variable FDMA_TUNING names.\n"
-            "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
+    .more = "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
             "1024 keys; the list of all kernels marks them with the dtypes that they would run.\n",
     .option_count = sizeof option_table / sizeof option_table[0],
     .options = option_table,
@@ -124,13 +123,6 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-static void print_tuning(void) {
-    const char *line = fdma_tuning_line(0);
-    printf("tuning%s\n", line != NULL ? "" : "     none: calls follow the rules");
-    for (int32_t n = 0; (line = fdma_tuning_line(n)) != NULL; n++)
-        printf("  %s\n", line);
-}
-
 static bool is_chosen(const char *chosen, const char *kernel) {
     return chosen != NULL && strcmp(chosen, kernel) == 0;
 }
@@ -183,7 +175,6 @@ static void print_info(void) {
     print_devices();
     printf("files      %s\n",
            has_files ? "safetensors" : "none: fdma is built without cJSON (libcjson-dev)");
-    print_tuning();
     print_kernels(choices);
 }
 
@@ -231,19 +222,12 @@ static void json_kernels(void) {
 }
 
 static void print_json(void) {
-    const char *line;
     printf("{\"fdma\": \"%s\"", fdma_version());
     json_devices();
     printf(", \"cuda\": ");
     json_string(stdout, fdma_device_count() == 1 ? why_no_device() : NULL);
     printf(", \"files\": ");
     json_bool(stdout, has_files);
-    printf(", \"tuning\": [");
-    for (int32_t n = 0; (line = fdma_tuning_line(n)) != NULL; n++) {
-        fputs(n > 0 ? ", " : "", stdout);
-        json_string(stdout, line);
-    }
-    printf("]");
     json_kernels();
     printf("}\n");
 }

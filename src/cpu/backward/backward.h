@@ -347,11 +347,10 @@ static void join_partitions(const void *context, int64_t head, int32_t thread) {
     restore_modes(modes);
 }
 
-/* Divides the workspace for tiles of `lanes` lanes, and returns the bytes that the call needs of
- * it. */
-static size_t plan_tiles(const fdma_problem *problem, int64_t lanes, backward_context *context) {
+/* Divides the workspace, and returns the bytes that the call needs of it. */
+static size_t plan_backward(const fdma_problem *problem, backward_context *context) {
     context->problem = problem;
-    context->lanes = lanes;
+    context->lanes = min(lanes_of_tiles(problem), backward_blocks * block_lanes);
     context->tiles = tiles_of(problem, context->lanes);
     context->count = count_partitions(problem, context->lanes);
     context->tasks = problem->batch * problem->kv_heads * context->count;
@@ -367,11 +366,6 @@ static size_t plan_tiles(const fdma_problem *problem, int64_t lanes, backward_co
     context->scratch = fdma_arena_take(&arena, thread_scratch.used * (size_t)context->threads);
     context->most_live = take_ints(&arena, problem->batch * problem->kv_heads);
     return fdma_arena_size(&arena);
-}
-
-static size_t plan_backward(const fdma_problem *problem, backward_context *context) {
-    const int64_t most = backward_blocks * block_lanes;
-    return plan_tiles(problem, min(lanes_of_tiles(problem), most), context);
 }
 
 static void find_most_live(const void *context, int64_t head, int32_t thread) {
@@ -399,18 +393,9 @@ static fdma_status check_selection(const backward_context *backward) {
     return FDMA_OK;
 }
 
-/* With a tuning, smaller problems may have tiles of any size, and larger tiles may need less. */
 static size_t backward_workspace(const fdma_problem *problem) {
     backward_context context;
-    size_t most = plan_backward(problem, &context);
-    if (!problem->any_len || problem->tuning == NULL)
-        return most;
-    for (int64_t lanes = block_lanes; lanes < context.lanes; lanes += block_lanes) {
-        backward_context other;
-        const size_t bytes = plan_tiles(problem, lanes, &other);
-        most = bytes > most ? bytes : most;
-    }
-    return most;
+    return plan_backward(problem, &context);
 }
 
 static fdma_status run_backward(const fdma_problem *problem) {

@@ -3,7 +3,6 @@
  * a tile is stored channel by channel or key by key, with the lanes side by side. */
 #pragma once
 
-#include "core/tuning.h"
 #include "cpu/common/memory.h"
 
 #include <float.h>
@@ -114,17 +113,11 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
 /* The lanes of each tile of a problem. Large tiles share each copy of k and v among more rows,
  * small ones give work to more threads. The keys that a tile lists decide the order of its sums,
  * and where 0 * inf gives NaN, so the size depends neither on the number of threads nor on the
- * batch. A tuning overrides it. A workspace for all smaller problems, which belong to other
- * classes, is one for the largest tiles. */
+ * batch. */
 static int64_t lanes_of_tiles(const fdma_problem *problem) {
     enum { fewest_blocks = 4, wanted_tiles = 8 };
     const int64_t blocks = max(divide_up(problem->q_len * problem->group, block_lanes), 1);
-    const int64_t tuned = divide_up(fdma_tuned(problem)->tile_rows, block_lanes);
     int64_t n = min(blocks, tile_blocks);
-    if (problem->any_len && problem->tuning != NULL)
-        return n * block_lanes;
-    if (tuned > 0)
-        return min(n, tuned) * block_lanes;
     while (n > fewest_blocks && divide_up(blocks, n) < wanted_tiles)
         n--;
     return n * block_lanes;

@@ -786,8 +786,7 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
 }
 
 static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64_t bytes) {
-    return fdma_tuned_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond,
-                              fdma_tuned(problem)->thread_work);
+    return fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond);
 }
 
 /* Heads of a task: neighbours in memory, and few enough that each thread has two tasks. */
@@ -812,15 +811,10 @@ static void divide_heads(const fdma_problem *problem, int64_t splits, decode_con
         decode->dense ? heads : heads_of_task(problem, decode_heads, splits, decode->threads);
 }
 
-/* The most splits of a sequence. They depend on kv_len and on the tuning alone, so that results
- * depend neither on the threads nor on the batch. By the rules no smaller kv_len has more splits;
- * with a tuning it may. */
+/* The most splits of a sequence. They depend on kv_len alone, so that results depend neither on the
+ * threads nor on the batch. No smaller kv_len has more splits. */
 static int64_t most_splits(const fdma_problem *problem) {
-    const int64_t tuned = fdma_tuned(problem)->split_keys;
-    const int64_t usual = tuned > 0 ? tuned : usual_split;
-    if (problem->any_len && problem->tuning != NULL)
-        return max_splits;
-    return min(max((problem->kv_len + usual / 2) / usual, 1), max_splits);
+    return min(max((problem->kv_len + usual_split / 2) / usual_split, 1), max_splits);
 }
 
 /* Divides the workspace, and returns the bytes that the call needs of it. */

@@ -190,13 +190,12 @@ static int64_t forward_microseconds(const fdma_problem *problem) {
     return (int64_t)fmin(flops / flops_per_microsecond, 1e15);
 }
 
-/* fdma_tuned_threads(), or all threads if the workspace must also serve smaller problems, which may
- * have more tasks. */
+/* fdma_worthwhile_threads(), or all threads if the workspace must also serve smaller problems,
+ * which may have more tasks. */
 static int32_t threads_for(const fdma_problem *problem, int64_t tasks, int64_t microseconds) {
     const int32_t asked = problem->exec.threads;
-    return problem->any_len
-               ? fdma_thread_count(asked, INT32_MAX)
-               : fdma_tuned_threads(asked, tasks, microseconds, fdma_tuned(problem)->thread_work);
+    return problem->any_len ? fdma_thread_count(asked, INT32_MAX)
+                            : fdma_worthwhile_threads(asked, tasks, microseconds);
 }
 
 /* Divides the workspace, and returns the bytes that the call needs of it. */
