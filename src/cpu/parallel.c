@@ -270,7 +270,7 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
 #endif
 
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
-    enum { least_microseconds = 100 }; // work per thread: waking it and waiting take up to 10
+    enum { least_microseconds = 50 }; // work per thread: waking it and waiting take up to 10
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_microseconds));
 }
 

@@ -18,7 +18,9 @@ enum {
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    usual_split = 512,             /* keys; more if max_splits would be exceeded */
+    usual_split = 4096,            /* keys; more if max_splits would be exceeded */
+    least_split = 512,             /* keys, where the heads alone are few tasks */
+    sequence_tasks = 16,           /* of a sequence */
     max_splits = 32,               /* splits of a sequence */
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
@@ -811,10 +813,13 @@ static void divide_heads(const fdma_problem *problem, int64_t splits, decode_con
         decode->dense ? heads : heads_of_task(problem, decode_heads, splits, decode->threads);
 }
 
-/* The most splits of a sequence. They depend on kv_len alone, so that results depend neither on the
- * threads nor on the batch. No smaller kv_len has more splits. */
+/* The most splits of a sequence. They depend on kv_len and the heads alone, so that results depend
+ * neither on the threads nor on the batch. No smaller kv_len has more splits. */
 static int64_t most_splits(const fdma_problem *problem) {
-    return min(max((problem->kv_len + usual_split / 2) / usual_split, 1), max_splits);
+    const int64_t usual = (problem->kv_len + usual_split / 2) / usual_split;
+    const int64_t short_ones = (problem->kv_len + least_split / 2) / least_split;
+    const int64_t few = min(short_ones, divide_up(sequence_tasks, problem->kv_heads));
+    return min(max(max(usual, few), 1), max_splits);
 }
 
 /* Divides the workspace, and returns the bytes that the call needs of it. */
