@@ -566,11 +566,10 @@ the table.
 
 Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over the rate of a
 loop of multiply-adds that ran in alternation; of_read, the time of a plain read over the case's;
-ns_per_key, of selection and lists; of_forward, the time of lists over the time of attention over
-their selection; of_dense and of_flash4, useful FLOP/s relative to dense attention by cuDNN and by
-FlashAttention-4; of_iid, of_fast and of_shorter, the time over the time with random scores, with
-gradients in any order, and for a quarter of the length; of_other, the time of a useful operation
-over its time in the case's other call, see streams; of_sdpa, the time over SDPA's; ratio
+ns_per_key, of selection; of_dense and of_flash4, useful FLOP/s relative to dense attention by cuDNN
+and by FlashAttention-4; of_iid, of_fast and of_shorter, the time over the time with random scores,
+with gradients in any order, and for a quarter of the length; of_other, the time of a useful
+operation over its time in the case's other call, see streams; of_sdpa, the time over SDPA's; ratio
 and times, how many times as fast as the peer flash_dmattn is; times_cudnn, in flash_dmattn's lines,
 how many times as fast as cuDNN it is; goal and met, see peers.
 """

@@ -27,7 +27,6 @@ FIELDS = {
     "of_peak": ("of peak", 2),
     "ns_per_key": ("ns per key", 1),
     "of_read": ("of read", 2),
-    "of_forward": ("of forward", 4),
     "of_dense": ("of dense", 2),
     "of_flash4": ("of flash4", 2),
     "of_iid": ("of iid", 2),

@@ -15,7 +15,7 @@
  *                      fdma_score()    value states -> score and bias of each key
  *                      fdma_select()   scores -> a selection: which queries keep each key
  *                      fdma_forward()  q, k, v and a selection -> out, lse; without one: dense
- *                    fdma_mask_lists(), fdma_probabilities(), fdma_lists()
+ *                    fdma_mask_lists(), fdma_probabilities()
  *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode()
  *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
  *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
@@ -364,15 +364,14 @@ typedef enum fdma_scope {
  *             CPU fdma_forward() is right all the same, and the other calls are right or refuse the
  *             selection. On a device, if a query keeps a key whose slot is window + recent or more,
  *             its rows of out, lse and dq become NaN. Other rows of that kv head may become NaN,
- *             and its dk, dv and dbias are meaningless. fdma_lists() sets the counts of a list that
- *             would lose such a key to -1; fdma_cache_store() leaves the key out. Any other
- *             contradiction, such as two keys of one slot that are kept at once, gives wrong
- *             numbers where slots are read: on a device, in fdma_lists() and in
- *             fdma_cache_store(). No contradiction leads to an access out of bounds */
+ *             and its dk, dv and dbias are meaningless; fdma_cache_store() leaves the key out. Any
+ *             other contradiction, such as two keys of one slot that are kept at once, gives wrong
+ *             numbers where slots are read: on a device and in fdma_cache_store(). No contradiction
+ *             leads to an access out of bounds */
 typedef struct fdma_selection {
     size_t size; /* sizeof(fdma_selection) */
     fdma_tensor expiry;
-    fdma_tensor slot;              /* optional on the CPU, except for fdma_lists() */
+    fdma_tensor slot;              /* optional on the CPU, except for fdma_cache_store() */
     int64_t window, recent, sinks; /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
@@ -431,46 +430,6 @@ typedef struct fdma_select_args {
  *             with global scope, which has no order of keys, a table, or recent or gap above 0
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
-
-typedef struct fdma_lists_args {
-    size_t size;                     /* sizeof(fdma_lists_args) */
-    const fdma_selection *selection; /* with its slots */
-    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
-    fdma_tensor list;  /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
-    fdma_tensor count; /* output [batch, kv_heads, tiles, 2] int32: [0] the keys that are live at
-                          the tile's first position; [1] all keys that are listed */
-    int64_t q_len;     /* the queries are at positions kv_len - q_len to kv_len - 1 */
-    int64_t tile_len;  /* consecutive queries that share a list */
-    int32_t causal;    /* as in fdma_forward_args */
-    int32_t reserved;
-    fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
-} fdma_lists_args;
-
-/*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list per tile.
- *  Use it to feed attention kernels of your own that work on a block of queries at a time. This
- *  library's own kernels do not need it.
- *  Formula    tile t holds queries t * tile_len to (t + 1) * tile_len - 1, or to the last query;
- *             p0 is its first position, p1 its last. It lists first the keys that are live at p0
- *             (j <= p0 < expiry[j]): the slots in use are always 0 to count[0] - 1, and entry s is
- *             the key of slot s; then, in ascending order, the kept keys that arrive later
- *             (p0 < j <= p1 and expiry[j] > j). If the selection has a gap, slot count[0] - 1 is
- *             the last one in use, and the entry of an empty slot below it is -1
- *  Shapes     tiles = ceil(q_len / tile_len); width at least min(window + recent + tile_len - 1,
- *             kv_len)
- *  Units      entries are indices of keys
- *  Workspace  O(threads * (window + recent))
- *  Edge       a listed key may not be kept by every query of the tile: test its expiry. Global
- *             scope: kept keys are live from their own position on, and their slots are in
- *             ascending order; without causal masking all of them are live in every list. p0 < 0
- *             (more queries than keys): no key is live, and keys arrive from key 0 on. Entries from
- *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
- *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
- *  Errors     FDMA_INVALID_ARGUMENT also for too narrow a list, a negative q_len, a tile_len below
- *             1, a selection made for another kv_len or scope, or without slots, or, on the CPU,
- *             with a slot of window + recent or more, and for starts without causal
- *  Source     docs/algorithm.md, slots */
-FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 
 typedef struct fdma_forward_args {
     size_t size;                     /* sizeof(fdma_forward_args) */
@@ -1023,7 +982,6 @@ FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
  *             written */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
-FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_probabilities_workspace(const fdma_probabilities_args *args,
                                                   size_t *bytes);
@@ -1065,7 +1023,6 @@ FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info)
  *  alignment of data. Errors are as for fdma_score_workspace(). */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
-FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
 FDMA_API fdma_status fdma_probabilities_kernel(const fdma_probabilities_args *args,
                                                const char **name);

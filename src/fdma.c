@@ -189,16 +189,6 @@ fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name) 
     return ask_kernel(operation_select, args, name);
 }
 
-fdma_status fdma_lists(const fdma_lists_args *args) { return run(operation_lists, args); }
-
-fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes) {
-    return ask_workspace(operation_lists, args, bytes);
-}
-
-fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name) {
-    return ask_kernel(operation_lists, args, name);
-}
-
 fdma_status fdma_forward(const fdma_forward_args *args) { return run(operation_forward, args); }
 
 fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes) {

@@ -393,10 +393,6 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
     switch (dim) {
     case 'c':
         return problem->kv_heads * problem->head_dim;
-    case 't':
-        return count_tiles(problem);
-    case 'w':
-        return problem->list.shape[3]; // any length: check_sizes() sets its minimum
     case 's':
         return problem->starts.shape[0]; // any length but 0, see check_packed()
     case 'z':
@@ -507,24 +503,14 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
     return FDMA_OK;
 }
 
-/* Most keys that a tile lists: the keys kept at its first position, and those that arrive later. */
-static int64_t most_listed(const fdma_problem *problem) {
-    const int64_t len = problem->kv_len;
-    return min(min(problem->slots, len) + min(problem->tile_len - 1, len), len);
-}
-
 static fdma_status check_packed(const fdma_problem *problem) {
-    const bool has_queries =
-        is_attending(problem->operation) || problem->operation == operation_lists;
     FDMA_REQUIRE(problem->starts.shape[0] > 0, FDMA_INVALID_ARGUMENT,
                  "starts: axis 0 has 0 elements, want 1 or more");
     FDMA_REQUIRE(problem->batch == 1, FDMA_INVALID_ARGUMENT, "batch: is %lld, want 1 with starts",
                  (long long)problem->batch);
-    FDMA_REQUIRE(!has_queries || problem->q_len == problem->kv_len, FDMA_INVALID_ARGUMENT,
-                 "q_len: is %lld, want kv_len, %lld, with starts", (long long)problem->q_len,
-                 (long long)problem->kv_len);
-    FDMA_REQUIRE(problem->operation != operation_lists || problem->causal, FDMA_INVALID_ARGUMENT,
-                 "causal: is 0, want nonzero with starts");
+    FDMA_REQUIRE(!is_attending(problem->operation) || problem->q_len == problem->kv_len,
+                 FDMA_INVALID_ARGUMENT, "q_len: is %lld, want kv_len, %lld, with starts",
+                 (long long)problem->q_len, (long long)problem->kv_len);
     return FDMA_OK;
 }
 
@@ -708,10 +694,6 @@ static fdma_status check_sizes(const fdma_problem *problem) {
                  FDMA_INVALID_ARGUMENT,
                  "q_len: is %lld, want at most kv_len, %lld, with causal scope",
                  (long long)problem->q_len, (long long)problem->kv_len);
-    const int64_t width = problem->list.shape[3];
-    FDMA_REQUIRE(problem->operation != operation_lists || width >= most_listed(problem),
-                 FDMA_INVALID_ARGUMENT, "list: axis 3 has %lld elements, want %lld or more",
-                 (long long)width, (long long)most_listed(problem));
     return FDMA_OK;
 }
 
@@ -774,15 +756,9 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 
-static int64_t key_count(const fdma_problem *problem, int64_t b) {
-    const fdma_tensor *const used = &problem->kv_used;
-    return is_present(used) ? ((const int32_t *)used->data)[b * used->stride[0]] : problem->kv_len;
-}
-
 fdma_status fdma_check_slots(const fdma_problem *problem) {
     const fdma_tensor *const slot = &problem->slot;
-    const bool lists = problem->operation == operation_lists;
-    if (problem->exec.device != FDMA_CPU || (!lists && problem->operation != operation_cache_store))
+    if (problem->exec.device != FDMA_CPU || problem->operation != operation_cache_store)
         return FDMA_OK;
     if (is_empty(slot)) // with any number of heads
         return FDMA_OK;
@@ -790,7 +766,7 @@ fdma_status fdma_check_slots(const fdma_problem *problem) {
         const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
         const int64_t first = b * slot->stride[0] + g * slot->stride[1];
         int32_t most = -1;
-        for (int64_t j = 0; j < key_count(problem, b); j++) {
+        for (int64_t j = 0; j < problem->kv_len; j++) {
             const int32_t own = ((const int32_t *)slot->data)[first + j];
             most = own > most ? own : most;
         }

@@ -7,8 +7,8 @@
  * follow from them. */
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
 
-/* Checks the slots of a selection in the host's memory, for the operations that rely on them:
- * fdma_lists() and fdma_cache_store(). */
+/* Checks the slots of a selection in the host's memory, for the operation that relies on them:
+ * fdma_cache_store(). */
 fdma_status fdma_check_slots(const fdma_problem *problem);
 
 /* True if an output has elements; otherwise there is nothing to run. */

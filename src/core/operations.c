@@ -120,18 +120,6 @@ static fdma_status take_select(const any_args *args, fdma_problem *problem) {
     return take_gap(call->gap, problem);
 }
 
-static fdma_status take_lists(const any_args *args, fdma_problem *problem) {
-    const fdma_lists_args *const lists = &args->lists;
-    FDMA_REQUIRE(lists->q_len >= 0, FDMA_INVALID_ARGUMENT, "q_len: is %lld, want 0 or more",
-                 (long long)lists->q_len);
-    FDMA_REQUIRE(lists->tile_len >= 1, FDMA_INVALID_ARGUMENT, "tile_len: is %lld, want 1 or more",
-                 (long long)lists->tile_len);
-    problem->q_len = lists->q_len;
-    problem->tile_len = lists->tile_len;
-    problem->causal = lists->causal != 0;
-    return FDMA_OK;
-}
-
 static fdma_status take_forward(const any_args *args, fdma_problem *problem) {
     const fdma_forward_args *const forward = &args->forward;
     FDMA_TRY(take_dropout(forward->dropout, forward->seed, forward->offset, problem));
@@ -257,7 +245,6 @@ typedef struct operation_entry {
 static const operation_entry operations[] = {
     OPERATION(score, OF(score, reserved), 0, false, take_score),
     OPERATION(select, OF(select, reserved), OF(select, selection), true, take_select),
-    OPERATION(lists, OF(lists, reserved), OF(lists, selection), true, take_lists),
     OPERATION(forward, OF(forward, reserved), OF(forward, selection), false, take_forward),
     OPERATION(backward, OF(backward, reserved), OF(backward, selection), false, take_backward),
     OPERATION(score_backward, 0, 0, false, take_score_backward),

@@ -9,7 +9,6 @@
 typedef enum fdma_operation {
     operation_score,
     operation_select,
-    operation_lists,
     operation_forward,
     operation_backward,
     operation_score_backward,
@@ -67,7 +66,7 @@ typedef struct fdma_problem {
     int64_t new_len;     /* keys of the call: kv_len - carried_len */
     int64_t group;       /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,
-        expiry, slot, list, count;
+        expiry, slot;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
     fdma_tensor sink_logit, dsink_logit, probability, rng_state;
     fdma_tensor attn_mask, attn_bias, dattn_bias; /* axes that are broadcast have stride 0 */
@@ -81,9 +80,8 @@ typedef struct fdma_problem {
                                 are kept by no query */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
-    double gap;    /* of the selection; 0: off. Slots of a given one with a gap may be empty */
-    int64_t slots; /* window + recent of a selection, at most INT64_MAX */
-    int64_t tile_len;
+    double gap;     /* of the selection; 0: off. Slots of a given one with a gap may be empty */
+    int64_t slots;  /* window + recent of a selection, at most INT64_MAX */
     double scale;   /* never 0 */
     double softcap; /* 0: off */
     dropout_params dropout;
@@ -135,24 +133,6 @@ static inline bool has_gap_field(const fdma_selection *selection) {
 
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
     return i + problem->kv_len - problem->q_len;
-}
-
-static inline int64_t count_tiles(const fdma_problem *problem) {
-    return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
-}
-
-/* The positions of a tile's queries. Without causal masking all queries see what the last position
- * sees. */
-typedef struct tile_span {
-    int64_t first, last;
-} tile_span;
-
-static inline tile_span span_of(const fdma_problem *problem, int64_t tile) {
-    const int64_t query = tile * problem->tile_len, left = problem->q_len - query;
-    const int64_t first = query_position(problem, query);
-    const int64_t count = problem->tile_len < left ? problem->tile_len : left;
-    return problem->causal ? (tile_span){first, first + count - 1}
-                           : (tile_span){problem->kv_len - 1, problem->kv_len - 1};
 }
 
 /* The positions `first` to `end` - 1. */

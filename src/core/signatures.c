@@ -50,15 +50,15 @@
         ARG(operation, cache.table.seen, "p", int32, output),                                      \
         ARG(operation, cache.page_table, "px", int32, optional)
 
-/* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim, t
- * tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. With carried keys: r the
- * carried keys, n the keys of the call, j both; z window + recent, which are the rows of a stream's
- * table; p the sequences of a cache, r or z their rows, x the pages of each; e the prompts of a
- * call, which are its packed sequences or its batch. With a page table, k and v of a cache are
- * pools: their first axes are m, the pages of a pool, and l, the rows of a page; y counts bytes. B,
- * H, I and J are axes of b, h, i and j elements that may have length 1 instead; H may also have g
- * elements. The first tensor with one of b, i, j, h, g, d, n, r, p, m and l settles its length, and
- * the others must agree: the tensors that a caller is least likely to get wrong come first. */
+/* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim, s
+ * sequences + 1, 2 an axis of length 2. With carried keys: r the carried keys, n the keys of the
+ * call, j both; z window + recent, which are the rows of a stream's table; p the sequences of a
+ * cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
+ * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
+ * the pages of a pool, and l, the rows of a page; y counts bytes. B, H, I and J are axes of b, h, i
+ * and j elements that may have length 1 instead; H may also have g elements. The first tensor with
+ * one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the others must agree: the
+ * tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),
@@ -80,15 +80,6 @@ static const tensor_entry select_tensors[] = {
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
     TABLE_OUT(select, same),
-};
-
-static const tensor_entry lists_tensors[] = {
-    SELECTION(expiry, "bgj", int32, input),
-    SELECTION(slot, "bgj", int32, input),
-    ARG(lists, starts, "s", int32, optional),
-    ARG(lists, kv_used, "b", int32, optional),
-    ARG(lists, list, "bgtw", int32, output),
-    ARG(lists, count, "bgt2", int32, output),
 };
 
 static const tensor_entry forward_tensors[] = {
@@ -284,11 +275,17 @@ static const tensor_entry attention_backward_tensors[] = {
     [operation_##name] = {name##_tensors, sizeof name##_tensors / sizeof name##_tensors[0]}
 
 const tensor_table fdma_tensors[] = {
-    TABLE(score),      TABLE(select),
-    TABLE(lists),      TABLE(forward),
-    TABLE(backward),   TABLE(score_backward),
-    TABLE(merge),      TABLE(merge_backward),
-    TABLE(decode),     TABLE(cache_store),
-    TABLE(cache_copy), TABLE(probabilities),
-    TABLE(attention),  TABLE(attention_backward),
+    TABLE(score),
+    TABLE(select),
+    TABLE(forward),
+    TABLE(backward),
+    TABLE(score_backward),
+    TABLE(merge),
+    TABLE(merge_backward),
+    TABLE(decode),
+    TABLE(cache_store),
+    TABLE(cache_copy),
+    TABLE(probabilities),
+    TABLE(attention),
+    TABLE(attention_backward),
 };

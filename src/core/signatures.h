@@ -9,7 +9,6 @@ typedef union any_args {
     size_t size; /* the first field of each */
     fdma_score_args score;
     fdma_select_args select;
-    fdma_lists_args lists;
     fdma_forward_args forward;
     fdma_backward_args backward;
     fdma_score_backward_args score_backward;

@@ -29,8 +29,8 @@ fdma_status fdma_permit_shared(const char *what, const void *kernel, int32_t dev
 fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int32_t device);
 
 /* Adapters for kernels of select and score, which do not support these features: keys that do not
- * exist become padding, and carried keys become the front of a sequence. Kernels of lists, forward
- * and backward support both. */
+ * exist become padding, and carried keys become the front of a sequence. Kernels of forward and
+ * backward support both. */
 extern const struct kernel_adapter fdma_cuda_used_adapter, fdma_cuda_stream_adapter;
 
 /* For a file that is compiled once for each head_dim: the names of its kernel, such as
@@ -52,7 +52,6 @@ extern const struct kernel_adapter fdma_cuda_used_adapter, fdma_cuda_stream_adap
     X(fdma_cuda_sm80_fused_select)                                                                 \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
-    X(fdma_cuda_sm80_lists)                                                                        \
     X(fdma_cuda_sm80_decode_d64)                                                                   \
     X(fdma_cuda_sm80_decode_d96)                                                                   \
     X(fdma_cuda_sm80_decode_d128)                                                                  \

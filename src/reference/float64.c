@@ -5,7 +5,6 @@
 static const fdma_kernel kernels[] = {
     REAL_KERNELS,
     KERNEL(select, fdma_reference_select_workspace, fdma_reference_select),
-    KERNEL(lists, no_workspace, fdma_reference_lists),
     KERNEL(cache_store, no_workspace, fdma_reference_cache_store),
     KERNEL(cache_copy, fdma_reference_cache_copy_workspace, fdma_reference_cache_copy),
 };

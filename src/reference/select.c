@@ -1,5 +1,5 @@
-/* Selection by insertion sort, where each key is ranked among the keys before it; the list of each
- * tile, found by testing every key; and caches, row by row and element by element. */
+/* Selection by insertion sort, where each key is ranked among the keys before it; and caches, row
+ * by row and element by element. */
 #include "core/cache.h"
 #include "core/integers.h"
 #include "reference/reference.h"
@@ -136,58 +136,6 @@ fdma_status fdma_reference_select(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* ---- lists ---- */
-
-/* NULL where there are no elements. */
-static int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
-    return tensor->data ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
-}
-
-/* Number of entries for the keys that are live at a position: their number or, if slots may be
- * empty, one more than the last slot in use. */
-static int32_t count_entries(const fdma_problem *problem, int64_t b, int64_t g, int64_t position) {
-    const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
-    const int64_t most = position < problem->slots ? position + 1 : problem->slots;
-    int32_t live = 0, used = 0;
-    for (int64_t j = 0; j <= position; j++) {
-        if (!is_kept(problem, b, g, j, position))
-            continue;
-        live += live < problem->slots;
-        used = slot[j] >= used && slot[j] < most ? slot[j] + 1 : used;
-    }
-    return problem->gap > 0 ? used : live;
-}
-
-/* Lists the keys of tile t: first the keys that are live at its first position, by slot, then the
- * keys that arrive later. If expiry and slot contradict each other, entries stay within the list
- * and within kv_len. */
-static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
-    const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
-    int32_t *const list = ints_at(&problem->list, b, g, t);
-    int32_t *const count = ints_at(&problem->count, b, g, t);
-    const tile_span span = span_of(problem, t);
-    const int32_t live = count_entries(problem, b, g, span.first);
-    for (int32_t n = 0; n < live; n++)
-        list[n] = problem->gap > 0 ? -1 : 0;
-    for (int64_t j = 0; j <= span.first; j++)
-        if (is_kept(problem, b, g, j, span.first) && slot[j] >= 0 && slot[j] < live)
-            list[slot[j]] = (int32_t)j;
-    int32_t used = live;
-    for (int64_t j = span.first < 0 ? 0 : span.first + 1; j <= span.last; j++)
-        if (is_kept(problem, b, g, j, j))
-            list[used++] = (int32_t)j;
-    count[0] = live;
-    count[1] = used;
-}
-
-fdma_status fdma_reference_lists(const fdma_problem *problem) {
-    for (int64_t b = 0; b < problem->batch; b++)
-        for (int64_t g = 0; g < problem->kv_heads; g++)
-            for (int64_t t = 0; t < count_tiles(problem); t++)
-                list_tile(problem, b, g, t);
-    return FDMA_OK;
-}
-
 /* ---- prompts stored in a cache ---- */
 
 /* The last key of a prompt that is kept to the end in this row, as an index of the call's own keys;
@@ -197,8 +145,8 @@ static int64_t key_of_row(const fdma_problem *problem, const stored_prompt *prom
     const int64_t carried = problem->carried_len;
     int64_t found = -1;
     for (int64_t m = prompt->first; m < prompt->end; m++)
-        if (*ints_at(&problem->expiry, prompt->b, g, carried + m) >= carried + prompt->end &&
-            *ints_at(&problem->slot, prompt->b, g, carried + m) == row)
+        if (*int_at(&problem->expiry, prompt->b, g, carried + m) >= carried + prompt->end &&
+            *int_at(&problem->slot, prompt->b, g, carried + m) == row)
             found = m;
     return found;
 }
@@ -219,7 +167,7 @@ static void write_key(const fdma_problem *problem, const stored_prompt *prompt, 
         fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row),
                    problem->bias_form == FDMA_BIAS_EXP ? exp(score) : score);
     fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), score);
-    *ints_at(&cache->table.position, s, g, row) = (int32_t)(prompt->seen + m - prompt->first);
+    *int_at(&cache->table.position, s, g, row) = (int32_t)(prompt->seen + m - prompt->first);
 }
 
 static void store_row(const fdma_problem *problem, const stored_prompt *prompt, int64_t g,
@@ -227,11 +175,11 @@ static void store_row(const fdma_problem *problem, const stored_prompt *prompt, 
     const fdma_table *const table = &problem->cache.table;
     const int64_t s = prompt->sequence, m = key_of_row(problem, prompt, g, row);
     const bool stays = row < problem->carried_len &&
-                       *ints_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len;
+                       *int_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len;
     if (m >= 0 && indices_of_row(&problem->cache, s, row).first >= 0) {
         write_key(problem, prompt, g, row, m);
     } else if (m >= 0 || !stays) {
-        *ints_at(&table->position, s, g, row) = -1;
+        *int_at(&table->position, s, g, row) = -1;
         fdma_store(&table->score, offset_of(&table->score, s, g, row), -INFINITY);
     }
 }
@@ -262,7 +210,7 @@ static copied_row read_row(const fdma_problem *problem, int64_t s, int64_t g, in
     const key_indices at = s < 0 ? (key_indices){-1, 0} : indices_of_row(cache, s, row);
     if (at.first < 0)
         return read;
-    read.position = *ints_at(&cache->table.position, s, g, row);
+    read.position = *int_at(&cache->table.position, s, g, row);
     if (read.position < 0)
         return read; // the other tensors may hold anything there
     for (int64_t d = 0; d < problem->head_dim; d++) {
@@ -279,7 +227,7 @@ static void write_row(const fdma_problem *problem, int64_t s, int64_t g, int64_t
     const fdma_cache *const cache = &problem->cache;
     const key_indices at = indices_of_row(cache, s, row);
     const bool filled = read->position >= 0 && at.first >= 0;
-    *ints_at(&cache->table.position, s, g, row) = filled ? read->position : -1;
+    *int_at(&cache->table.position, s, g, row) = filled ? read->position : -1;
     for (int64_t d = 0; d < problem->head_dim && filled; d++) {
         fdma_store(&cache->k, offset_of(&cache->k, at.first, at.row, g) + d, read->k[d]);
         fdma_store(&cache->v, offset_of(&cache->v, at.first, at.row, g) + d, read->v[d]);

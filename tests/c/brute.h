@@ -1,5 +1,4 @@
-/* brute.h - selections and tile lists by their definitions: each prefix is ranked anew, and every
- * query is asked which keys it keeps. */
+/* brute.h - selections by their definition: each prefix is ranked anew. */
 #pragma once
 
 #include "problem.h"
@@ -145,78 +144,4 @@ static inline fdma_selection brute_selection(const problem *x) {
     }
     free(keys);
     return want;
-}
-
-/* ---- lists ---- */
-
-/* One (b, g) of a problem with a selection: its expiries and slots, and how many keys exist. */
-typedef struct selected_row {
-    const int32_t *expiry, *slot;
-    int64_t keys;
-    int causal;
-    bool has_gap;
-} selected_row;
-
-static inline bool row_keeps(const selected_row *row, int64_t j, int64_t p) {
-    return row->causal ? j <= p && p < row->expiry[j] : row->expiry[j] == row->keys;
-}
-
-static inline int compare_ints(const void *left, const void *right) {
-    const int64_t x = *(const int64_t *)left, y = *(const int64_t *)right;
-    return x < y ? -1 : x > y;
-}
-
-/* Lists the keys alive at p by their slots, which are 0, 1, ...; with a gap, -1 stands for slots
- * without a key. Returns the number of entries. */
-static inline int32_t brute_alive(const selected_row *row, int64_t p, int32_t *list) {
-    int64_t *const found = malloc((size_t)(row->keys + 1) * sizeof *found);
-    int32_t alive = 0, used = 0;
-    for (int64_t j = 0; j < row->keys; j++)
-        if (row_keeps(row, j, p))
-            found[alive++] = (int64_t)row->slot[j] << 32 | j;
-    qsort(found, (size_t)alive, sizeof *found, compare_ints);
-    for (int32_t n = 0; n < alive; n++) {
-        while (row->has_gap && used < found[n] >> 32)
-            list[used++] = -1;
-        CHECK_INT(found[n] >> 32, used);
-        list[used++] = (int32_t)(found[n] & INT32_MAX);
-    }
-    free(found);
-    return used;
-}
-
-/* The list of the tile with positions p0 to p1: the keys that p0 keeps, then the keys that later
- * positions keep. */
-static inline void brute_tile(const selected_row *row, int64_t p0, int64_t p1, int32_t *list,
-                              int32_t *count) {
-    count[0] = count[1] = brute_alive(row, p0, list);
-    for (int64_t j = 0; j < row->keys; j++) {
-        int kept = 0;
-        for (int64_t p = p0 + 1; p <= p1 && !kept; p++)
-            kept = row_keeps(row, j, p);
-        if (kept && !row_keeps(row, j, p0))
-            list[count[1]++] = (int32_t)j;
-    }
-}
-
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Fills in the outputs of a call on the problem's selection. */
-static inline void brute_lists(const problem *x, const fdma_lists_args *to) {
-    const int64_t tiles = to->list.shape[2], width = to->list.shape[3];
-    const int32_t *const used = x->kv_used.data;
-    for (int64_t n = 0; n < x->batch * x->kv_heads * tiles; n++) {
-        const int64_t at = n / tiles * x->kv_len, first = n % tiles * to->tile_len;
-        const int64_t last = first + lesser(to->tile_len, x->q_len - first) - 1;
-        const selected_row row = {
-            .expiry = (const int32_t *)x->selection.expiry.data + at,
-            .slot = (const int32_t *)x->selection.slot.data + at,
-            .keys = used != NULL ? used[n / tiles / x->kv_heads] : x->kv_len,
-            .causal = x->causal,
-            .has_gap = x->gap > 0,
-        };
-        const int64_t origin = row.keys - x->q_len;
-        brute_tile(&row, origin + first, origin + last, (int32_t *)to->list.data + n * width,
-                   (int32_t *)to->count.data + 2 * n);
-    }
 }

@@ -59,7 +59,6 @@ static fdma_status run_operation(fdma_operation operation, void *args);
 
 DEFINE_SINGLE_OPERATION(score)
 DEFINE_SINGLE_OPERATION(select)
-DEFINE_SINGLE_OPERATION(lists)
 DEFINE_SINGLE_OPERATION(forward)
 DEFINE_SINGLE_OPERATION(backward)
 DEFINE_SINGLE_OPERATION(score_backward)
@@ -85,7 +84,6 @@ DEFINE_FUSED_OPERATION(attention_backward, backward)
 static const operation_info operations[operation_count] = {
     OPERATION(score, 0),
     OPERATION(select, SELECTION_OF(select)),
-    OPERATION(lists, SELECTION_OF(lists)),
     OPERATION(forward, SELECTION_OF(forward)),
     OPERATION(backward, SELECTION_OF(backward)),
     OPERATION(score_backward, 0),
@@ -228,11 +226,10 @@ static inline void check_same_outputs(call *actual, call *want) {
 
 typedef struct call_sizes {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
-    int64_t tiles, width; /* of lists */
-    int64_t carried;      /* counted in kv_len too; 0: no carried keys and no tables */
-    int64_t sequences;    /* of a cache */
-    int64_t pages;        /* of a sequence; 0: no page table */
-    bool with_pairs;      /* attn_mask and attn_bias with all axes in full */
+    int64_t carried;   /* counted in kv_len too; 0: no carried keys and no tables */
+    int64_t sequences; /* of a cache */
+    int64_t pages;     /* of a sequence; 0: no page table */
+    bool with_pairs;   /* attn_mask and attn_bias with all axes in full */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */
@@ -245,8 +242,6 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
         ['g'] = n->kv_heads,
         ['d'] = n->head_dim,
         ['c'] = n->kv_heads * n->head_dim,
-        ['t'] = n->tiles,
-        ['w'] = n->width,
         ['2'] = 2,
         ['n'] = n->kv_len - n->carried,
         ['r'] = n->carried,

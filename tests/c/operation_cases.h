@@ -160,7 +160,7 @@ static inline bool make_score_backward(call *x, int s, int type, const char *ker
     return true;
 }
 
-/* ---- select and lists ---- */
+/* ---- select ---- */
 
 typedef struct select_case {
     int64_t kv_len, window, recent, sinks;
@@ -203,39 +203,6 @@ static inline bool make_select(call *x, int c, int type, const char *kernel) {
                            .slotted = c & 4};
     (void)type, (void)kernel;
     fill_select(x, &n);
-    return true;
-}
-
-static const int64_t list_lens[] = {1, 5, 65, 200};
-static const int64_t list_windows[] = {1, 7, 64, 300};
-static const int64_t tile_lens[] = {1, 3, 128};
-
-static inline bool make_lists(call *x, int c, int type, const char *kernel) {
-    const int rest = c / 3 / TEST_COUNT(tile_lens);
-    const int64_t kv_len = list_lens[rest % TEST_COUNT(list_lens)];
-    const int64_t q_len = c % 3 == 1 ? kv_len + 4 : (kv_len + 1) / 2;
-    const int64_t tile_len = tile_lens[c / 3 % TEST_COUNT(tile_lens)];
-    const int64_t tiles = (q_len + tile_len - 1) / tile_len;
-    const select_case n = {.kv_len = kv_len,
-                           .window = list_windows[rest / TEST_COUNT(list_lens)],
-                           .scope = c % 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
-                           .padded = c & 1,
-                           .slotted = 1};
-    const int64_t most = (n.window < kv_len ? n.window : kv_len) + tile_len - 1;
-    (void)type, (void)kernel;
-    fill_select(x, &n);
-    x->args.select.exec.kernel = "reference";
-    CHECK_OK(run_select(&x->args.select));
-    x->operation = operation_lists;
-    x->args.lists = (fdma_lists_args){
-        .size = sizeof x->args.lists,
-        .selection = &x->selection,
-        .list = new_output(FDMA_INT32, 2, 3, tiles, most < kv_len ? most : kv_len),
-        .count = new_output(FDMA_INT32, 2, 3, tiles, 2),
-        .q_len = q_len,
-        .tile_len = tile_len,
-        .causal = c % 3 < 2,
-    };
     return true;
 }
 
@@ -294,10 +261,6 @@ static const operation_cases cases_of[] = {
                          false},
     [operation_select] = {make_select, 1, TEST_COUNT(select_lens) * TEST_COUNT(select_windows) * 8,
                           false},
-    [operation_lists] = {make_lists, 1,
-                         TEST_COUNT(list_lens) * TEST_COUNT(list_windows) * TEST_COUNT(tile_lens) *
-                             3,
-                         false},
     [operation_forward] = {make_forward, test_dtype_count,
                            TEST_COUNT(forward_shapes) * TEST_COUNT(head_dims), false},
     [operation_backward] = {make_backward, test_dtype_count, TEST_COUNT(shapes), true},

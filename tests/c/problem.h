@@ -5,6 +5,8 @@
 
 #include <float.h>
 
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
 typedef struct problem {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t window; /* -1: dense */
@@ -100,23 +102,6 @@ static inline fdma_selection selected_by(const problem *x, const char *kernel) {
     fdma_select_args args = select_args(x, &selection, kernel);
     CHECK_OK(run_select(&args));
     return selection;
-}
-
-/* The lists of tiles of `tile_len` queries. Each has room for all keys. */
-static inline fdma_lists_args lists_args(const problem *x, int64_t tile_len, const char *kernel) {
-    const int64_t tiles = x->q_len / tile_len + (x->q_len % tile_len != 0);
-    return (fdma_lists_args){
-        .size = sizeof(fdma_lists_args),
-        .selection = &x->selection,
-        .starts = x->starts,
-        .list = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, x->kv_len),
-        .count = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, 2),
-        .q_len = x->q_len,
-        .tile_len = tile_len,
-        .causal = x->causal,
-        .exec = {.kernel = kernel, .threads = 2},
-        .kv_used = x->kv_used,
-    };
 }
 
 /* Selects by x->score with the reference; all kernels select alike. */

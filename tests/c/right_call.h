@@ -17,14 +17,8 @@ static struct {
     size_t bytes;
 } right;
 
-static const call_sizes right_sizes = {.batch = 2,
-                                       .q_len = 7,
-                                       .kv_len = 10,
-                                       .q_heads = 4,
-                                       .kv_heads = 2,
-                                       .head_dim = 16,
-                                       .tiles = 3,
-                                       .width = 6};
+static const call_sizes right_sizes = {
+    .batch = 2, .q_len = 7, .kv_len = 10, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
 
 /* The dtype of q, k, v and out. */
 static inline fdma_dtype call_dtype(fdma_operation operation) {
@@ -37,7 +31,6 @@ static inline fdma_dtype call_dtype(fdma_operation operation) {
 /* The fields that are neither tensors nor 0. */
 static const call call_options[operation_count] = {
     [operation_select].args.select = {.window = 4},
-    [operation_lists].args.lists = {.q_len = 7, .tile_len = 3, .causal = 1},
     [operation_forward].args.forward = {.causal = 1},
     [operation_backward].args.backward = {.causal = 1},
     [operation_decode].args.decode = {.cache = RIGHT_CACHE},

@@ -13,14 +13,14 @@ typedef struct attention_case {
 } attention_case;
 
 static const attention_case cases[] = {
-    {{2, 60, 60, 4, 2, 32, 0, 0, 0, 0, 0, 0}, 13, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0},
-    {{1, 33, 90, 3, 1, 64, 0, 0, 0, 0, 0, 0}, 90, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0},
-    {{2, 41, 70, 4, 4, 16, 0, 0, 0, 0, 0, 0}, 20, 0, FDMA_SCOPE_GLOBAL, 1, 0, 0},
-    {{1, 50, 50, 2, 1, 40, 0, 0, 0, 0, 0, 0}, 9, 1, FDMA_SCOPE_GLOBAL, 1, 0, 3},
-    {{2, 50, 50, 2, 1, 24, 0, 0, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 4, 1},
-    {{1, 50, 80, 2, 2, 32, 0, 0, 0, 0, 0, 0}, 12, 1, FDMA_SCOPE_CAUSAL, 0, 9, 2},
-    {{1, 40, 60, 2, 1, 16, 0, 0, 0, 0, 0, 0}, 9, 1, FDMA_SCOPE_DEFAULT, 0, 0, 0},
-    {{1, 40, 60, 2, 1, 16, 0, 0, 0, 0, 0, 0}, 9, 0, FDMA_SCOPE_DEFAULT, 0, 0, 0},
+    {{2, 60, 60, 4, 2, 32, 0, 0, 0, 0}, 13, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0},
+    {{1, 33, 90, 3, 1, 64, 0, 0, 0, 0}, 90, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0},
+    {{2, 41, 70, 4, 4, 16, 0, 0, 0, 0}, 20, 0, FDMA_SCOPE_GLOBAL, 1, 0, 0},
+    {{1, 50, 50, 2, 1, 40, 0, 0, 0, 0}, 9, 1, FDMA_SCOPE_GLOBAL, 1, 0, 3},
+    {{2, 50, 50, 2, 1, 24, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 4, 1},
+    {{1, 50, 80, 2, 2, 32, 0, 0, 0, 0}, 12, 1, FDMA_SCOPE_CAUSAL, 0, 9, 2},
+    {{1, 40, 60, 2, 1, 16, 0, 0, 0, 0}, 9, 1, FDMA_SCOPE_DEFAULT, 0, 0, 0},
+    {{1, 40, 60, 2, 1, 16, 0, 0, 0, 0}, 9, 0, FDMA_SCOPE_DEFAULT, 0, 0, 0},
 };
 
 /* The scope that the default means. */
@@ -163,8 +163,7 @@ static void one_call_is_three(void) {
 /* a = 0, as at the start of training: every score ties, so the window is a sliding one. */
 static void untrained_scores_slide(void) {
     const kernel_list kernels = kernels_of("forward");
-    const attention_case n = {
-        {1, 40, 40, 2, 1, 8, 0, 0, 0, 0, 0, 0}, 6, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0};
+    const attention_case n = {{1, 40, 40, 2, 1, 8, 0, 0, 0, 0}, 6, 1, FDMA_SCOPE_CAUSAL, 0, 0, 0};
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         call x;
         test_context("%s", kernels.name[kernel]);
@@ -227,8 +226,7 @@ static void score_at_known_points(const char *kernel, fdma_dtype dtype) {
 
 /* Padding is not read: its z is -inf, and its bias is what the form makes of -inf. */
 static void invalid_keys_score_nothing(const char *kernel, fdma_dtype dtype) {
-    const attention_case n = {
-        {1, 1, 20, 1, 2, 16, 0, 0, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 0, 0};
+    const attention_case n = {{1, 1, 20, 1, 2, 16, 0, 0, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1, 0, 0};
     call x = {.operation = operation_score, .args.score = {.exec = {.kernel = kernel}}};
     fill_call(&x, &n, dtype, FDMA_BIAS_EXP);
     const fdma_score_args *const args = &x.args.score;

@@ -330,6 +330,10 @@ static void wrong_selections_are_refused(void) {
     check_selection_refused(&store, wrong, "expiry: axis 2 has 19 elements, want 20");
     wrong = right, wrong.expiry.shape[2] = wrong.slot.shape[2] = wrong.kv_len = 21;
     check_selection_refused(&store, wrong, "expiry: axis 2 has 21 elements, want 40");
+    wrong = right, wrong.slot = copy_tensor(right.slot);
+    ((int32_t *)wrong.slot.data)[count_of(wrong.slot) - 1] = 20;
+    check_selection_refused(&store, wrong,
+                            "selection: has slot 20, want slots below window + recent, 20, as it");
     store.selection = NULL;
     check_store_refused(&store, FDMA_INVALID_ARGUMENT, "selection: is NULL");
     wrong = right, store.selection = &wrong;

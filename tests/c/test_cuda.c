@@ -12,14 +12,8 @@ static void every_operation_has_kernels(void) {
 }
 
 static void packed_calls_have_kernels(void) {
-    static const call_sizes n = {.batch = 1,
-                                 .q_len = 300,
-                                 .kv_len = 300,
-                                 .q_heads = 4,
-                                 .kv_heads = 2,
-                                 .head_dim = 64,
-                                 .tiles = 3,
-                                 .width = 300};
+    static const call_sizes n = {
+        .batch = 1, .q_len = 300, .kv_len = 300, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
     int packed = 0;
     for (int operation = 0; operation < operation_decode; operation++) {
         call x = {.operation = operation};
@@ -30,8 +24,6 @@ static void packed_calls_have_kernels(void) {
             x.args.backward.causal = 1;
         if (operation == operation_select)
             x.args.select = (fdma_select_args){.window = 20};
-        if (operation == operation_lists)
-            x.args.lists = (fdma_lists_args){.q_len = 300, .tile_len = 128, .causal = 1};
         call_make(&x, &n, FDMA_BFLOAT16, true);
         call_describe_selection(&x, 20, FDMA_SCOPE_CAUSAL);
         fdma_tensor *const starts = call_tensor_named(&x, "starts");
@@ -43,7 +35,7 @@ static void packed_calls_have_kernels(void) {
         CHECK_OK(operations[operation].workspace(&x.args, &bytes));
         packed++;
     }
-    CHECK_INT(packed, 4); // select, lists, forward and backward
+    CHECK_INT(packed, 3); // select, forward and backward
 }
 
 /* Before each run the outputs hold the contents of the host's outputs. */

@@ -14,15 +14,15 @@ typedef struct shape {
 } shape;
 
 static const shape shapes[] = {
-    {{1, 150, 150, 4, 2, 64, 0, 0, 0, 0, 0, false}, 40},
-    {{1, 4096, 4096, 32, 8, 128, 0, 0, 0, 0, 0, false}, 1024},
-    {{2, 60, 300, 4, 2, 128, 0, 0, 0, 0, 0, false}, 50},
-    {{1, 1, 200, 8, 2, 128, 0, 0, 0, 0, 0, false}, 50},
-    {{1, 97, 41, 2, 1, 64, 0, 0, 0, 0, 0, false}, -1},
-    {{2, 70, 90, 4, 2, 96, 0, 0, 0, 0, 0, false}, -1},
-    {{1, 500, 900, 2, 1, 192, 0, 0, 0, 0, 0, false}, 331},
-    {{1, 500, 900, 16, 1, 256, 0, 0, 0, 0, 0, false}, 31},
-    {{1, 60, 90, 2, 1, 8, 0, 0, 0, 0, 0, false}, 31},
+    {{1, 150, 150, 4, 2, 64, 0, 0, 0, false}, 40},
+    {{1, 4096, 4096, 32, 8, 128, 0, 0, 0, false}, 1024},
+    {{2, 60, 300, 4, 2, 128, 0, 0, 0, false}, 50},
+    {{1, 1, 200, 8, 2, 128, 0, 0, 0, false}, 50},
+    {{1, 97, 41, 2, 1, 64, 0, 0, 0, false}, -1},
+    {{2, 70, 90, 4, 2, 96, 0, 0, 0, false}, -1},
+    {{1, 500, 900, 2, 1, 192, 0, 0, 0, false}, 331},
+    {{1, 500, 900, 16, 1, 256, 0, 0, 0, false}, 31},
+    {{1, 60, 90, 2, 1, 8, 0, 0, 0, false}, 31},
 };
 
 /* A checked backward or score_backward call. All its tensors lie at `data`; in tensors of rank 4,
@@ -187,10 +187,10 @@ static void by_key_takes_calls_that_keep_most_pairs(void) {
 /* Other kernels take the calls of by_key if the data is not aligned, or q is shorter. */
 static void by_key_asks_for_what_the_others_need(void) {
     static const shape kept[] = {
-        {{1, 1024, 1024, 8, 8, 128, 0, 0, 0, 0, 0, false}, 512},
-        {{1, 512, 1024, 8, 8, 128, 0, 0, 0, 0, 0, false}, 512},
-        {{1, 4096, 4096, 4, 4, 128, 0, 0, 0, 0, 0, false}, 2048},
-        {{1, 16384, 16384, 4, 4, 64, 0, 0, 0, 0, 0, false}, 12288},
+        {{1, 1024, 1024, 8, 8, 128, 0, 0, 0, false}, 512},
+        {{1, 512, 1024, 8, 8, 128, 0, 0, 0, false}, 512},
+        {{1, 4096, 4096, 4, 4, 128, 0, 0, 0, false}, 2048},
+        {{1, 16384, 16384, 4, 4, 64, 0, 0, 0, false}, 12288},
     };
     for (int s = 0; s < TEST_COUNT(kept); s++) {
         const fdma_problem problem = problem_at(operation_backward, &kept[s], NULL, 0, 0);

@@ -1,8 +1,7 @@
-/* test_cuda_select.c - selection and lists on a CUDA device equal the CPU's bit for bit: mixed
- * kinds of scores, every length and window, recent keys and sinks, padding, both scopes, gaps
- * between rows, and heads further apart than an int32 counts. The numbers and lengths of segments
- * (a batch and a kv head each) vary so that every number of keys per thread and of blocks per
- * segment occurs. */
+/* test_cuda_select.c - selection on a CUDA device equals the CPU's bit for bit: mixed kinds of
+ * scores, every length and window, recent keys and sinks, padding, both scopes, gaps between rows,
+ * and heads further apart than an int32 counts. The numbers and lengths of segments (a batch and a
+ * kv head each) vary so that every number of keys per thread and of blocks per segment occurs. */
 #include "device.h"
 #include "scores.h"
 
@@ -68,30 +67,7 @@ static void check_kernels(const problem *x, const char *what) {
     CHECK(taken > 0);
 }
 
-/* ---- random cases, and their lists ---- */
-
-/* Compares the lists of a CPU selection, for some tiles of some queries. */
-static void check_lists(const problem *given, uint64_t *state) {
-    const kernel_list kernels = kernels_of("lists");
-    problem x = *given;
-    x.causal = x.scope == FDMA_SCOPE_CAUSAL || random_below(state, 2);
-    x.q_len = 1 + random_below(state, x.kv_len);
-    const int64_t tile_len = 1 + random_below(state, 200);
-    const int64_t most = x.window + x.recent + tile_len - 1;
-    const int64_t width = (most < x.kv_len ? most : x.kv_len) + random_below(state, 3);
-    fdma_lists_args want = lists_args(&x, tile_len, "cpu");
-    want.list = new_output(FDMA_INT32, x.batch, x.kv_heads, want.list.shape[2], width);
-    CHECK_OK(run_lists(&want));
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        fdma_lists_args args = want;
-        args.list = output_like(want.list);
-        args.count = output_like(want.count);
-        args.exec = (fdma_exec){.kernel = kernels.name[kernel]};
-        CHECK_OK(run_lists(&args));
-        check_as_cpu_tensor(args.list, want.list);
-        check_as_cpu_tensor(args.count, want.count);
-    }
-}
+/* ---- random cases ---- */
 
 /* Any number of recent keys and sinks that a call may ask for, and any gap, often 0. */
 static void add_rules(problem *x, uint64_t *state) {
@@ -123,7 +99,6 @@ static void check_random_case(uint64_t *state) {
         add_rules(&x, state);
     select_on_cpu(&x, "cpu");
     check_kernels(&x, "random");
-    check_lists(&x, state);
 }
 
 static void ten_thousand_random_cases(void) {

@@ -172,28 +172,8 @@ static void options_of_scores_are_checked(void) {
     REJECTS(select, args->scope = (fdma_scope)9, INVALID("scope", "9"));
 }
 
-static void options_of_lists_are_checked(void) {
-    REJECTS(lists, args->selection = NULL, INVALID("selection", "NULL"));
-    REJECTS(lists, args->reserved = 8, INVALID("reserved", "8"));
-    REJECTS(lists, args->causal = 0, INVALID("scope", "causal"));
-    REJECTS(lists, args->q_len = -7, INVALID("q_len", "-7"));
-    REJECTS(lists, (args->q_len = 11, args->tile_len = 4), INVALID("q_len", "11", "10"));
-    REJECTS(lists, args->tile_len = 0, INVALID("tile_len", "0", "1"));
-    REJECTS(lists, x->selection.window = 5, INVALID("list", "6", "7"));
-    REJECTS(lists, x->selection.recent = 1, INVALID("list", "6", "7"));
-    REJECTS(lists, /* 2^63 - 1 tiles */
-            (x->selection.scope = FDMA_SCOPE_GLOBAL, args->q_len = INT64_MAX, args->tile_len = 1,
-             set_size(x, 't', INT64_MAX)),
-            INVALID("list", "int64"));
-    REJECTS(lists, /* one tile, whose list has room for all keys but one */
-            (x->selection.scope = FDMA_SCOPE_GLOBAL, x->selection.window = INT64_MAX,
-             args->q_len = args->tile_len = INT64_MAX, set_size(x, 't', 1), set_size(x, 'w', 9)),
-            INVALID("list", "9", "10"));
-}
-
 static void selections_are_checked(void) {
 #define SELECTION_REJECTS(statement, ...)                                                          \
-    REJECTS(lists, statement, __VA_ARGS__);                                                        \
     REJECTS(forward, statement, __VA_ARGS__);                                                      \
     REJECTS(backward, statement, __VA_ARGS__);                                                     \
     REJECTS(attention_backward, statement, __VA_ARGS__)
@@ -520,7 +500,6 @@ static const test_entry tests[] = {
     TEST(sizes_are_checked),
     TEST(options_of_attention_are_checked),
     TEST(options_of_scores_are_checked),
-    TEST(options_of_lists_are_checked),
     TEST(selections_are_checked),
     TEST(exec_is_checked),
     TEST(calls_need_their_workspace),

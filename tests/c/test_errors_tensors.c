@@ -25,8 +25,6 @@ static const char *const documented[operation_count] = {
                         ">score?:bgj:f >bias?:bgj:f",
     [operation_select] = " score:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" TABLE(
         "", "table_in", "r", "s") " >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "z", "s"),
-    [operation_lists] =
-        " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
         " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
@@ -154,10 +152,10 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
                 0};
             const expectation want = origin ? want_of_origin(letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
-            /* lists and page tables may be wider; without optional tensors nothing contradicts a
-             * settled size */
-            if ((strchr("wx", letter) == NULL || wrong[i] < (letter == 'w' ? size : 0)) &&
-                (with_optional || !origin) && !may_have_length(entry, letter, wrong[i]))
+            /* page tables may be wider; without optional tensors nothing contradicts a settled
+             * size */
+            if ((letter != 'x' || wrong[i] < 0) && (with_optional || !origin) &&
+                !may_have_length(entry, letter, wrong[i]))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
         }
         tensor.shape[axis] = size;

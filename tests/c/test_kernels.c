@@ -64,8 +64,7 @@ static void indices_out_of_range(void) {
 
 /* Checks the kernel that would run: `forward_want` for few queries, `want` for other operations. */
 static void check_picked(const char *forced, const char *want, const char *forward_want) {
-    static const fdma_operation asked[] = {operation_score, operation_select, operation_lists,
-                                           operation_forward};
+    static const fdma_operation asked[] = {operation_score, operation_select, operation_forward};
     for (int i = 0; i < TEST_COUNT(asked); i++) {
         call *const x = right_call(asked[i], true);
         const char *name = NULL;

@@ -3,7 +3,6 @@
  * sequence is poisoned. On a device wrong numbers are clamped; test_errors.c checks that the CPU
  * refuses them. */
 #include "backend.h"
-#include "brute.h"
 #include "gradient.h"
 #include "scores.h"
 
@@ -336,22 +335,6 @@ static void check_selection(const problem *x) {
     CHECK(taken > 0);
 }
 
-static void check_lists(const problem *given, int64_t tile_len) {
-    const kernel_list kernels = kernels_of("lists");
-    problem x = *given;
-    if (x.starts.rank > 0)
-        x.causal = 1;
-    const fdma_lists_args want = lists_args(&x, tile_len, NULL);
-    brute_lists(&x, &want);
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        fdma_lists_args found = lists_args(&x, tile_len, kernels.name[kernel]);
-        set_context(&x, "lists", kernels.name[kernel]);
-        CHECK_OK(run_lists(&found));
-        CHECK(same_tensor(found.list, want.list));
-        CHECK(same_tensor(found.count, want.count));
-    }
-}
-
 /* The name of a point alone would let a sequence of one position be decoded, which adds in another
  * order; on a device other keys of a tile change the order. */
 static bool gives_bits_alone(const char *kernel) {
@@ -432,15 +415,13 @@ static void check_added_gradients(const problem *x, const char *kernel) {
             CHECK_NEAR(load_double(args.dbias.data, args.dbias.dtype, i), 0, 0);
 }
 
-static void check_shape(const sequence_shape *shape, fdma_dtype dtype, int n, uint64_t seed) {
+static void check_shape(const sequence_shape *shape, fdma_dtype dtype, uint64_t seed) {
     problem x = problem_of(shape, dtype, seed);
     select_alone(&x);
     const problem sound = x;
     poison_rest(&x);
-    if (x.window >= 0) {
+    if (x.window >= 0)
         check_selection(&sound); // its score is poisoned, too
-        check_lists(&x, 1 + n * 7 % 64);
-    }
     check_attention(&x);
     check_gradients(&x);
     const kernel_list kernels = kernels_for("backward", x.dtype);
@@ -464,19 +445,18 @@ static fdma_dtype dtype_of_case(int n) {
 
 static void cut_sequences_are_as_alone(void) {
     for (int n = 0; n < test_repeats(2) * TEST_COUNT(used_shapes); n++)
-        check_shape(&used_shapes[n % TEST_COUNT(used_shapes)], dtype_of_case(n), n,
-                    (uint64_t)n + 3);
+        check_shape(&used_shapes[n % TEST_COUNT(used_shapes)], dtype_of_case(n), (uint64_t)n + 3);
 }
 
 static void packed_sequences_are_as_alone(void) {
     const int types = test_dtype_count - first_dtype();
     for (int n = 0; n < types * TEST_COUNT(small_shapes); n++)
-        check_shape(&small_shapes[n / types], dtype_of_case(n), n, 31);
+        check_shape(&small_shapes[n / types], dtype_of_case(n), 31);
     for (int n = 0; n < TEST_COUNT(packed_shapes); n++)
-        check_shape(&packed_shapes[n], dtype_of_case(n), n, (uint64_t)n + 11);
+        check_shape(&packed_shapes[n], dtype_of_case(n), (uint64_t)n + 11);
 }
 
-/* ---- selections and lists of packed sequences ---- */
+/* ---- selections of packed sequences ---- */
 
 /* Random rules, often with a window longer than the sequences. */
 static problem random_selection(int64_t most, cut_kind cut, uint64_t *state) {
@@ -509,19 +489,6 @@ static void selections_of_packed_sequences(void) {
         problem x = random_selection(longest[i / cuts % 4], cut, &state);
         select_alone(&x);
         check_selection(&x);
-        check_lists(&x, 1 + random_below(&state, 200));
-        test_free_all();
-    }
-}
-
-static void lists_of_packed_sequences(void) {
-    static const int64_t tile_lens[] = {1, 7, 32, 100, 400};
-    for (int n = 0; n < TEST_COUNT(small_shapes) * TEST_COUNT(tile_lens); n++) {
-        problem x = problem_of(&small_shapes[n / TEST_COUNT(tile_lens)], FDMA_FLOAT32, 31);
-        if (x.window < 0 || x.scope == FDMA_SCOPE_GLOBAL)
-            continue;
-        select_alone(&x);
-        check_lists(&x, tile_lens[n % TEST_COUNT(tile_lens)]);
         test_free_all();
     }
 }
@@ -568,7 +535,7 @@ static void long_sequences_are_cut(void) {
  * x. */
 static void check_equal_calls(const problem *x, const problem *y, bool with_select) {
     const kernel_list forward = kernels_for("forward", x->dtype), select = kernels_of("select");
-    const kernel_list backward = kernels_for("backward", x->dtype), lists = kernels_of("lists");
+    const kernel_list backward = kernels_for("backward", x->dtype);
     gradient_problem p = gradient_of(x, 1), r = p;
     p.deterministic = r.deterministic = 1;
     r.x = *y;
@@ -579,13 +546,6 @@ static void check_equal_calls(const problem *x, const problem *y, bool with_sele
         const fdma_selection one = selected_by(x, select.name[kernel]);
         const fdma_selection other = selected_by(y, select.name[kernel]);
         check_same_selection(&one, &other);
-    }
-    for (int kernel = 0; kernel < lists.count && x->window >= 0; kernel++) {
-        fdma_lists_args one = lists_args(x, 33, lists.name[kernel]);
-        fdma_lists_args other = lists_args(y, 33, lists.name[kernel]);
-        one.causal = other.causal = x->causal || x->starts.rank > 0;
-        CHECK(run_lists(&one) == FDMA_OK && run_lists(&other) == FDMA_OK);
-        CHECK(same_tensor(one.list, other.list) && same_tensor(one.count, other.count));
     }
     for (int kernel = 0; kernel < forward.count; kernel++)
         if (problem_is_taken(x, forward.name[kernel]))
@@ -704,9 +664,6 @@ static void corrupt_selections_stay_inside(void) {
                 if (problem_is_taken(&p.x, kernels.name[kernel]))
                     problem_attend(&p.x, kernels.name[kernel], 1);
             }
-            fdma_lists_args args = lists_args(&p.x, 40, kernels_of("lists").name[0]);
-            args.causal = x.causal || x.starts.rank > 0;
-            CHECK_OK(run_lists(&args));
             corrupt(p.x.selection.expiry, (corruption)(how % corruption_count), &state);
             corrupt(p.x.selection.slot, (corruption)(state % corruption_count), &state);
         }
@@ -832,7 +789,6 @@ static void scores_and_fused_calls_are_cut(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(lists_of_packed_sequences),
     TEST(selections_of_packed_sequences),
     TEST(packed_sequences_are_as_alone),
     TEST(cut_sequences_are_as_alone),

@@ -1,5 +1,5 @@
 /* test_small_window.c - selections that declare fewer keys than they keep. A call refuses them and
- * writes nothing, or its numbers are right; on a device wrong numbers are NaN, and -1 in lists. */
+ * writes nothing, or its numbers are right; on a device wrong numbers are NaN. */
 #include "backend.h"
 #include "cases.h"
 #include "gradient.h"
@@ -203,68 +203,11 @@ static void fused_gradients_are_refused(void) {
     test_free_all();
 }
 
-/* ---- lists ---- */
-
-static bool list_lacks_slot(const problem *x, const fdma_lists_args *want, int64_t n, int64_t t) {
-    const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
-    const int32_t *const list = (const int32_t *)want->list.data + (n * tiles + t) * width;
-    const int32_t count = ((const int32_t *)want->count.data)[(n * tiles + t) * 2 + 1];
-    for (int32_t s = 0; s < count; s++)
-        if (lacks_slot(x, n / x->kv_heads, n % x->kv_heads, list[s]))
-            return true;
-    return false;
-}
-
-static void check_device_lists(const problem *x, const fdma_lists_args *found,
-                               const fdma_lists_args *want) {
-    const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
-    for (int64_t n = 0; n < x->batch * x->kv_heads * tiles; n++) {
-        const int32_t *const count = (const int32_t *)found->count.data + n * 2;
-        const int32_t *const right = (const int32_t *)want->count.data + n * 2;
-        const bool lost = list_lacks_slot(x, want, n / tiles, n % tiles);
-        CHECK_INT(count[0], lost ? -1 : right[0]);
-        CHECK_INT(count[1], lost ? -1 : right[1]);
-        for (int32_t s = 0; s < right[1] && !lost; s++)
-            CHECK_INT(((const int32_t *)found->list.data)[n * width + s],
-                      ((const int32_t *)want->list.data)[n * width + s]);
-    }
-}
-
-static void check_lists(const problem *right, int64_t window, int64_t tile_len) {
-    const problem x = with_window(right, window);
-    const kernel_list kernels = kernels_of("lists");
-    fdma_lists_args want = lists_args(right, tile_len, "reference");
-    CHECK_OK(run_lists(&want));
-    for (int k = 0; k < kernels.count; k++) {
-        fdma_lists_args args = lists_args(&x, tile_len, kernels.name[k]);
-        test_context("%s, window %d, tiles of %d", kernels.name[k], (int)window, (int)tile_len);
-        if (test_backend.run != NULL) {
-            CHECK_OK(run_lists(&args));
-            check_device_lists(&x, &args, &want);
-            continue;
-        }
-        CHECK_INT(run_lists(&args), FDMA_INVALID_ARGUMENT);
-        CHECK(strstr(fdma_last_error(), "has slot 63, want slots below") != NULL);
-        check_unwritten(args.list);
-        check_unwritten(args.count);
-    }
-}
-
-static void lists_are_right_or_refused(void) {
-    for (int c = 0; c < TEST_COUNT(small_cases) * TEST_COUNT(said_windows); c++) {
-        const problem right =
-            right_problem(&small_cases[c / TEST_COUNT(said_windows)], backend_dtype());
-        check_lists(&right, said_windows[c % TEST_COUNT(said_windows)], 1 + c * 13 % 128);
-        test_free_all();
-    }
-}
-
 static const test_entry tests[] = {
     TEST(forward_is_right),
     TEST(backward_is_right_or_refused),
     TEST(used_keys_are_right_or_refused),
     TEST(fused_gradients_are_refused),
-    TEST(lists_are_right_or_refused),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -15,14 +15,10 @@ static void make_long(call *x, fdma_operation operation, int64_t kv_heads) {
                           .kv_len = long_length,
                           .q_heads = 4 * kv_heads,
                           .kv_heads = kv_heads,
-                          .head_dim = 128,
-                          .tiles = long_length / 128,
-                          .width = 2048 + 127};
+                          .head_dim = 128};
     *x = (call){.operation = operation};
     if (operation == operation_select)
         x->args.select = (fdma_select_args){.window = 2048};
-    if (operation == operation_lists)
-        x->args.lists = (fdma_lists_args){.q_len = long_length, .tile_len = 128, .causal = 1};
     if (operation == operation_forward)
         x->args.forward = (fdma_forward_args){.causal = 1};
     if (operation == operation_attention)
@@ -53,8 +49,6 @@ static void check_small(int64_t kv_heads, int32_t threads, const char *kernel) {
     call x;
     make_long(&x, operation_select, kv_heads);
     check_bytes(&x, threads, kernel, keys * bytes_per_key);
-    make_long(&x, operation_lists, kv_heads);
-    check_bytes(&x, threads, kernel, 0);
     make_long(&x, operation_forward, kv_heads);
     check_bytes(&x, threads, kernel, keys * bytes_per_key);
     call_drop_selection(&x);
@@ -88,7 +82,7 @@ static void pieces_are_aligned(void) {
 
 /* The kernel queries, too, need no data, and name a kernel of this machine. */
 static void queries_need_no_data(void) {
-    static const fdma_operation asked[] = {operation_select, operation_lists, operation_forward};
+    static const fdma_operation asked[] = {operation_select, operation_forward};
     for (int i = 0; i < TEST_COUNT(asked); i++) {
         call x;
         const char *name = NULL;

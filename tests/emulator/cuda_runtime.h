@@ -205,9 +205,6 @@ static inline void __syncthreads() { emulated_barrier(0, 0, true, false); }
 static inline int __syncthreads_or(int predicate) {
     return emulated_barrier(0, 0, true, predicate != 0).any;
 }
-static inline int __syncthreads_and(int predicate) {
-    return !emulated_barrier(0, 0, true, predicate == 0).any;
-}
 static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 [[noreturn]] static inline void __trap() { emulated_fail("__trap()"); }

@@ -48,7 +48,6 @@ typedef struct call {
         size_t size;
         fdma_score_args score;
         fdma_select_args select;
-        fdma_lists_args lists;
         fdma_forward_args forward;
         fdma_attention_args attention;
         fdma_decode_args decode;
@@ -255,10 +254,6 @@ static fdma_tensor make(call *to, bool output, fdma_dtype dtype, int32_t rank,
         bend(&to->in, &tensor);
     give_memory(to, &tensor, output);
     return tensor;
-}
-
-static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
-    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
 }
 
 static fdma_tensor make_optional(call *to, bool output, fdma_dtype dtype, int32_t rank,
@@ -476,14 +471,4 @@ static double elements(const fdma_tensor *tensor) {
     for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
         product *= (double)tensor->shape[axis];
     return product;
-}
-
-/* Start of the numbers of tile t, or of another last axis, in a tensor that may be broadcast. */
-static const int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
-    const int64_t index[] = {b, g, t};
-    const int32_t *at = tensor->data;
-    for (int axis = 0; axis < 3; axis++)
-        if (tensor->shape[axis] > 1)
-            at += index[axis] * tensor->stride[axis];
-    return at;
 }

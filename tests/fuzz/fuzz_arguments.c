@@ -1,8 +1,7 @@
 /* Random arguments for every call that has tensors. Most calls are nearly right, so that they pass
  * the checks and kernels run. For any bytes this must hold: a call is refused if its workspace
  * query failed, its workspace is too small or its tensors lack data; a refusal has one line of text
- * and has written nothing; a success has written only to its outputs, and the numbers it lists are
- * keys. */
+ * and has written nothing; a success has written only to its outputs. */
 #include "fuzz.h"
 
 #include "arguments.h"
@@ -60,35 +59,6 @@ static void make_select(call *to) {
         fit_rows(to, &args->window, &args->recent);
     args->kv_used = maybe_used(to), args->gap = make_gap(to);
     to->work = elements(&args->score) * (double)args->score.shape[2];
-}
-
-/* Selections here hold any numbers. */
-static void make_lists(call *to) {
-    fdma_lists_args *const args = &to->args.lists;
-    *args = (fdma_lists_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->causal = (int32_t)take_up_to(&to->in, 1);
-    args->reserved = make_reserved(&to->in);
-    args->q_len = to->q_len;
-    args->tile_len = seldom(&to->in) ? strange_number(&to->in) : 1 + take_up_to(&to->in, 9);
-    args->starts = maybe_starts(to);
-    const int64_t window = make_window(to);
-    make_selection(to, false, window,
-                   args->causal ? (fdma_scope)(1 + take_up_to(&to->in, 1)) : FDMA_SCOPE_GLOBAL);
-    if (to->selection.slot.rank == 0 && !seldom(&to->in))
-        to->selection.slot = make_per_key(to, false, FDMA_INT32);
-    if (!seldom(&to->in))
-        args->selection = &to->selection;
-    const int64_t most =
-        (int64_t)((uint64_t)window + (uint64_t)to->selection.recent + (uint64_t)args->tile_len - 1);
-    const int64_t width = window >= 1 && most >= 1 && most < to->kv_len ? most : to->kv_len;
-    const int64_t tiles = tiles_of(args->q_len, args->tile_len);
-    const int64_t list_shape[] = {to->batch, to->kv_heads, tiles, width};
-    const int64_t count_shape[] = {to->batch, to->kv_heads, tiles, 2};
-    args->list = make(to, true, FDMA_INT32, 4, list_shape);
-    args->count = make(to, true, FDMA_INT32, 4, count_shape);
-    args->kv_used = maybe_used(to);
-    to->selection.gap = make_gap(to);
-    to->work = elements(&args->list) + elements(&args->count) * (double)to->kv_len;
 }
 
 static void make_forward(call *to) {
@@ -345,7 +315,6 @@ DEFINE_CALL(attention)
 DEFINE_CALL(decode)
 DEFINE_CALL(cache_store)
 DEFINE_CALL(cache_copy)
-DEFINE_CALL(lists)
 DEFINE_CALL(backward)
 DEFINE_CALL(score_backward)
 DEFINE_CALL(attention_backward)
@@ -359,30 +328,21 @@ static const struct operation {
     library_call to;
     void (*make)(call *);
 } operations[] = {
-    OPERATION(score),          OPERATION(select),
-    OPERATION(forward),        OPERATION(attention),
-    OPERATION(lists),          OPERATION(backward),
-    OPERATION(score_backward), OPERATION(attention_backward),
-    OPERATION(merge),          OPERATION(merge_backward),
-    OPERATION(decode),         OPERATION(cache_store),
-    OPERATION(cache_copy),     OPERATION(probabilities),
+    OPERATION(score),
+    OPERATION(select),
+    OPERATION(forward),
+    OPERATION(attention),
+    OPERATION(backward),
+    OPERATION(score_backward),
+    OPERATION(attention_backward),
+    OPERATION(merge),
+    OPERATION(merge_backward),
+    OPERATION(decode),
+    OPERATION(cache_store),
+    OPERATION(cache_copy),
+    OPERATION(probabilities),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
-
-/* Entries are keys. Below the last slot in use, entries of a selection with a gap may be -1. */
-static void check_lists(const fdma_lists_args *args) {
-    const int64_t *const shape = args->count.shape;
-    for (int64_t n = 0; n < shape[0] * shape[1] * shape[2]; n++) {
-        const int64_t head = n / shape[2], b = head / shape[1], g = head % shape[1];
-        const int32_t *const count = ints_at(&args->count, b, g, n % shape[2]);
-        MUST(0 <= count[0] && count[0] <= count[1] && count[1] <= args->list.shape[3]);
-        for (int32_t x = 0; x < count[1]; x++) {
-            const int32_t key = ints_at(&args->list, b, g, n % shape[2])[x];
-            const bool may_be_empty = args->selection->gap > 0 && x < count[0] - 1;
-            MUST(key >= (may_be_empty ? -1 : 0) && key < args->selection->kv_len);
-        }
-    }
-}
 
 /* FDMA_CUDA_ERROR: the library has device kernels, and this machine has no driver. */
 static void check_refusal(fdma_status status) {
@@ -423,8 +383,6 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
         free(b->before);
     }
     MUST(status == FDMA_OK || memcmp(&selection, &c->selection, sizeof selection) == 0);
-    if (status == FDMA_OK && operation->to.run == run_lists)
-        check_lists(&c->args.lists);
     free(workspace);
 }
 

@@ -111,7 +111,7 @@ def test_info_names_kernels_and_choices() -> None:
     assert set(chosen) == {"f32", "f16", "bf16", "f64"}
     assert all(kernel.startswith("cpu/") for kernel in chosen["f32"])
     assert chosen["f64"] == ["reference"] * 3
-    for operation in ("score", "select", "lists"):
+    for operation in ("score", "select"):
         assert ["cpu/scalar", operation, "yes"] in lines
         assert ["reference", operation, "yes"] in lines
     for operation, columns in (("forward", [0, 1]), ("backward", [2])):
@@ -374,7 +374,6 @@ def test_bench_forward(tmp_path: Path) -> None:
     ("name", "options", "keys"),
     [
         ("select/falling/n131072/w2048", ["--all"], 131072),
-        ("lists/iid/t512/n16384/w1024", [], 16384),
         ("backward/dense/f32/d64/n4096", [], None),
         ("score_backward/f32/d128/n16384/h8g8", [], None),
     ],
@@ -389,8 +388,6 @@ def test_bench(tmp_path: Path, name: str, options: list[str], keys: int | None) 
         if keys is not None:
             assert row["useful_gflops"] is None and row["of_peak"] is None
             assert row["ns_per_key"] * keys == pytest.approx(row["ms"] * 1e6, rel=1e-4)
-        if name.startswith("lists/"):
-            assert 0 < row["of_forward"] < 1
 
 
 def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ static const command_line command = {
     .about = "Times the cases whose names contain FILTER, or match it if it has *, ? or [.",
     .more =
         "Cases are causal, with batch 1 and one head unless /h32g8 (query and kv heads)\n"
-        "follows; d is head_dim, n the length, w the window, t the queries that share a list.\n"
+        "follows; d is head_dim, n the length, w the window.\n"
         "A selected forward includes the selection; decode and tiny are one query, over many or\n"
         "a few keys, without it. backward does not include the forward call.\n"
         "\n"
@@ -64,11 +64,9 @@ static const command_line command = {
         "          keeps; backward has 2.5 times as many\n"
         "of peak   GFLOP/s / those of a loop of multiply-adds in registers, with the kernel's\n"
         "          instruction set and number of threads, run in turn with the case\n"
-        "ns/key    select and lists: time per key and kv head\n"
+        "ns/key    select: time per key and kv head\n"
         "of read   time of a plain read of the kept k and v (score: of v), run in turn with\n"
-        "          the case / ms; on a device half the time of a copy\n"
-        "of fwd    lists: ms / time of a forward call over the same selection (d128), run in\n"
-        "          turn with the case\n",
+        "          the case / ms; on a device half the time of a copy\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .option_count = sizeof option_table / sizeof option_table[0],
@@ -107,10 +105,6 @@ static void write_json(FILE *stream, const char *name, const char *kernel,
         fputs(", \"of_read\": ", stream);
         json_number(stream, figures->of_read);
     }
-    if (!isnan(figures->of_forward)) {
-        fputs(", \"of_forward\": ", stream);
-        json_number(stream, figures->of_forward);
-    }
     fputs("}\n", stream);
 }
 
@@ -129,7 +123,6 @@ static void print_figures(const char *name, const char *kernel, const bench_figu
     print_cell("%.3f", figures->of_peak);
     print_cell("%.2f", figures->ns_per_key);
     print_cell("%.3f", figures->of_read);
-    print_cell("%.4f", figures->of_forward);
     printf("\n");
     fflush(stdout);
 }
@@ -191,8 +184,8 @@ static int bench_every_kernel(const bench_options *options, const bench_case *it
 
 static int bench_cases(const bench_options *options, output_file *json) {
     int code = EXIT_DONE;
-    printf("%-52s %-*s %10s %8s %8s %8s %8s %8s %8s\n", "case", kernel_width(), "kernel", "ms",
-           "spread", "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
+    printf("%-52s %-*s %10s %8s %8s %8s %8s %8s\n", "case", kernel_width(), "kernel", "ms",
+           "spread", "GFLOP/s", "of peak", "ns/key", "of read");
     for (int64_t index = 0; index < bench_case_count(options->device) && code == EXIT_DONE;
          index++) {
         const bench_case *item = bench_case_at(options->device, index);

@@ -13,8 +13,6 @@
 #define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0, 0}
 #define DECODE(dtype, window, q_heads)                                                             \
     {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1, 0}
-#define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
-    {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0, 0}
 #define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0, 0}
 #define BACKWARD(dtype, head_dim, kv_len, window)                                                  \
     {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0, 0}
@@ -60,11 +58,6 @@ static const bench_case cases[] = {
     SELECT(ORDER_EQUAL),
     SELECT(ORDER_SAWTOOTH),
     SELECT(ORDER_NAN),
-    LISTS(ORDER_IID, 16384, 1024, 1, 1),
-    LISTS(ORDER_IID, 16384, 2048, 1, 1),
-    LISTS(ORDER_IID, 65536, 2048, 1, 1),
-    LISTS(ORDER_RISING, 16384, 2048, 1, 1),
-    LISTS(ORDER_IID, 8192, 2048, 32, 8),
     SCORE(FDMA_FLOAT32, 8),
     SCORE(FDMA_FLOAT32, 32),
     SCORE(FDMA_FLOAT16, 8),
@@ -114,9 +107,6 @@ static const bench_case device_cases[] = {
     {BENCH_SELECT, 0, ORDER_IID, 0, 32768, 1792, 8, 8, 0, 256},
     {BENCH_SELECT, 0, ORDER_IID, 0, 131072, 1792, 8, 8, 0, 256},
     {BENCH_SELECT, 0, ORDER_FALLING, 0, 131072, 1792, 8, 8, 0, 256},
-    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 2048, 32, 8, 0, 0},
-    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0, 0},
-    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 1792, 32, 8, 0, 256},
     {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0, 0},
     {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0, 0},
     DECODE(FDMA_BFLOAT16, 0, 32),
@@ -165,11 +155,6 @@ int64_t bench_case_queries(const bench_case *item) {
     return item->q_len > 0 ? item->q_len : item->kv_len;
 }
 
-int64_t bench_case_tile(const bench_case *item) {
-    enum { TILE_ROWS = 512 };
-    return TILE_ROWS * item->kv_heads / item->q_heads;
-}
-
 bool bench_case_reads(const bench_case *item) {
     return item->operation == BENCH_SCORE || item->operation == BENCH_SCORE_BACKWARD ||
            (item->q_len == 1 && item->kv_len > TINY_KEYS);
@@ -184,13 +169,9 @@ static const char *form_of(const bench_case *item) {
 }
 
 static const char *const operations[] = {
-    [BENCH_FORWARD] = "forward",
-    [BENCH_SELECT] = "select",
-    [BENCH_SCORE] = "score",
-    [BENCH_ATTENTION] = "attention",
-    [BENCH_LISTS] = "lists",
-    [BENCH_BACKWARD] = "backward",
-    [BENCH_SCORE_BACKWARD] = "score_backward",
+    [BENCH_FORWARD] = "forward",   [BENCH_SELECT] = "select",
+    [BENCH_SCORE] = "score",       [BENCH_ATTENTION] = "attention",
+    [BENCH_BACKWARD] = "backward", [BENCH_SCORE_BACKWARD] = "score_backward",
 };
 
 const char *bench_case_operation(const bench_case *item) {
@@ -205,8 +186,6 @@ void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
     char window[48] = "";
     if (item->operation == BENCH_SELECT)
         snprintf(form, sizeof form, "/%s", orders[item->order]);
-    else if (item->operation == BENCH_LISTS)
-        snprintf(form, sizeof form, "/%s/t%" PRId64, orders[item->order], bench_case_tile(item));
     else
         snprintf(form, sizeof form, "%s%s%s/%s/d%" PRId64, form_of(item),
                  item->order != ORDER_IID ? "/" : "",

@@ -10,7 +10,6 @@ typedef enum bench_operation {
     BENCH_SELECT,
     BENCH_SCORE,
     BENCH_ATTENTION, /* score, selection and forward in one call */
-    BENCH_LISTS,     /* tile lists of a given selection */
     BENCH_BACKWARD,  /* of a given selection and forward call */
     BENCH_SCORE_BACKWARD,
 } bench_operation;
@@ -51,9 +50,6 @@ const char *bench_case_operation(const bench_case *item);
 
 /*! bench_case_queries() - its q_len. */
 int64_t bench_case_queries(const bench_case *item);
-
-/*! bench_case_tile() - the number of queries that share a list: 512 rows of a kv head. */
-int64_t bench_case_tile(const bench_case *item);
 
 /*! bench_case_flops() - its useful floating-point operations; 0 if it has none. */
 double bench_case_flops(const bench_case *item);

@@ -23,7 +23,6 @@ DEFINE_OPERATION(select)
 DEFINE_OPERATION(score)
 DEFINE_CALL(attention)
 static fdma_status kernel_of_attention(bench_job *job) { return kernel_of_forward(job); }
-DEFINE_OPERATION(lists)
 DEFINE_OPERATION(backward)
 DEFINE_OPERATION(score_backward)
 
@@ -34,13 +33,9 @@ static const struct {
     size_t args;
     fdma_status (*find_kernel)(bench_job *job);
 } calls[] = {
-    [BENCH_FORWARD] = OPERATION(forward),
-    [BENCH_SELECT] = OPERATION(select),
-    [BENCH_SCORE] = OPERATION(score),
-    [BENCH_ATTENTION] = OPERATION(attention),
-    [BENCH_LISTS] = OPERATION(lists),
-    [BENCH_BACKWARD] = OPERATION(backward),
-    [BENCH_SCORE_BACKWARD] = OPERATION(score_backward),
+    [BENCH_FORWARD] = OPERATION(forward),   [BENCH_SELECT] = OPERATION(select),
+    [BENCH_SCORE] = OPERATION(score),       [BENCH_ATTENTION] = OPERATION(attention),
+    [BENCH_BACKWARD] = OPERATION(backward), [BENCH_SCORE_BACKWARD] = OPERATION(score_backward),
 };
 enum { call_count = sizeof calls / sizeof calls[0] };
 
@@ -131,15 +126,6 @@ static void fill_scores(const bench_case *item, bench_job *job, uint64_t *state)
     };
 }
 
-static void allocate_lists(const bench_case *item, bench_job *job) {
-    const int64_t tile = bench_case_tile(item), width = item->window + item->recent + tile - 1;
-    int64_t shape[] = {1, item->kv_heads, (item->kv_len + tile - 1) / tile,
-                       width < item->kv_len ? width : item->kv_len};
-    job->list = allocate_there(job, FDMA_INT32, 4, shape);
-    shape[3] = 2;
-    job->count = allocate_there(job, FDMA_INT32, 4, shape);
-}
-
 static void fill_gradients(const bench_case *item, bench_job *job, uint64_t *state) {
     const int64_t keys[] = {1, item->kv_heads, item->kv_len};
     job->dv = allocate_there(job, item->dtype, 4, job->v.shape);
@@ -167,9 +153,7 @@ static void fill_tensors(const bench_case *item, bench_job *job) {
     if (item->operation == BENCH_SELECT)
         return;
     job->v = random_array(job, item->dtype, 4, keys, 1, &state);
-    if (item->operation == BENCH_LISTS) {
-        allocate_lists(item, job);
-    } else if (item->operation != BENCH_FORWARD && item->operation != BENCH_BACKWARD) {
+    if (item->operation != BENCH_FORWARD && item->operation != BENCH_BACKWARD) {
         // this scale gives dt the variance 1
         const double scale = 1 / sqrt((double)projection[1]);
         job->dt_proj = random_array(job, item->dtype, 2, projection, scale, &state);
@@ -248,16 +232,6 @@ static void describe_job(const bench_case *item, bench_job *job) {
         .recent = item->recent,
         .exec = exec,
     };
-    job->lists_args = (fdma_lists_args){
-        .size = sizeof job->lists_args,
-        .selection = &job->selection,
-        .list = job->list,
-        .count = job->count,
-        .q_len = item->kv_len,
-        .tile_len = item->operation == BENCH_LISTS ? bench_case_tile(item) : 0,
-        .causal = 1,
-        .exec = exec,
-    };
     job->forward_args = (fdma_forward_args){
         .size = sizeof job->forward_args,
         .q = job->q,
@@ -306,9 +280,8 @@ static fdma_status plan_job(const bench_case *item, bench_job *job) {
         status = calls[operation].to.workspace(args_of(job, operation), &bytes);
     if (status == FDMA_OK && item->window > 0 && item->operation != BENCH_SELECT)
         status = fdma_select_workspace(&job->select_args, &select_bytes);
-    if (status == FDMA_OK &&
-        (item->operation == BENCH_LISTS || item->operation == BENCH_BACKWARD)) {
-        // the forward call beside them runs on the kernel that would be dispatched
+    if (status == FDMA_OK && item->operation == BENCH_BACKWARD) {
+        // the forward call before it runs on the kernel that would be dispatched
         job->forward_args.exec.kernel = NULL;
         status = fdma_forward_workspace(&job->forward_args, &forward_bytes);
     }
@@ -336,8 +309,7 @@ bench_job *open_job(const bench_case *item, const bench_target *target) {
     job->target = *target;
     fill_tensors(item, job);
     describe_job(item, job);
-    job->selects = item->window > 0 && item->q_len == 0 && item->operation != BENCH_LISTS &&
-                   item->operation != BENCH_BACKWARD;
+    job->selects = item->window > 0 && item->q_len == 0 && item->operation != BENCH_BACKWARD;
     if (plan_job(item, job) == FDMA_OK && prepare_job(item, job) == FDMA_OK)
         return job;
     close_job(job);
@@ -389,25 +361,15 @@ static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
     return stop_clock(job->target.device) / (double)runs;
 }
 
-/* Milliseconds of the attention that uses the lists; NaN for other jobs. */
-static double time_forward(const bench_case *item, bench_job *job, fdma_status *status) {
-    if (item->operation != BENCH_LISTS)
-        return (double)NAN;
-    start_clock(job->target.device);
-    *status = fdma_forward(&job->forward_args);
-    return stop_clock(job->target.device);
-}
-
 fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures) {
     enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
     const double sample_ms = 0.1;
     const double flops = bench_case_flops(item);
-    const bool keys = item->operation == BENCH_SELECT || item->operation == BENCH_LISTS;
+    const bool keys = item->operation == BENCH_SELECT;
     const double key_count = (double)(item->kv_len * item->kv_heads);
     samples times = {.count = 0};
     samples peaks = {.count = 0};
     samples reads = {.count = 0};
-    samples forwards = {.count = 0};
     peak_loop peak;
     const bool has_peak = job->target.device == 0 && flops > 0 &&
                           prepare_peak(job->kernel, job->target.threads, &peak) == 0;
@@ -420,7 +382,6 @@ fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *f
             add_sample(&peaks, measure_peak(&peak));
         if (has_peak || job->target.device > 0)
             add_sample(&reads, time_read(item, job, &peak));
-        add_sample(&forwards, time_forward(item, job, &status));
         add_sample(&times, time_runs(job, runs, &status));
     }
     *figures = (bench_figures){
@@ -430,7 +391,6 @@ fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *f
         .ns_per_key = keys ? median(&times) * 1e6 / key_count : (double)NAN,
     };
     figures->of_read = median(&reads) / median(&times);
-    figures->of_forward = median(&times) / median(&forwards);
     figures->of_peak = figures->useful_gflops / median(&peaks); // NaN if no peak was measured
     return status;
 }

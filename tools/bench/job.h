@@ -15,12 +15,10 @@ typedef struct bench_job {
     bench_target target;
     fdma_tensor q, k, v, out, lse;
     fdma_tensor score, bias, dt_proj, a;
-    fdma_tensor list, count;
     fdma_tensor dout, dq, dk, dv, dbias, ddt_proj, da;
     fdma_selection selection;
     fdma_score_args score_args;
     fdma_select_args select_args;
-    fdma_lists_args lists_args;
     fdma_forward_args forward_args;
     fdma_attention_args attention_args;
     fdma_backward_args backward_args;
@@ -41,12 +39,11 @@ void close_job(bench_job *job);
 typedef struct bench_figures {
     double ms, spread;
     double useful_gflops, of_peak; /* cases with useful operations, where the peak is known */
-    double ns_per_key;             /* and kv head: select and lists */
+    double ns_per_key;             /* and kv head: select */
     double of_read;                /* time of a plain read / ms, where reading is the work */
-    double of_forward;             /* lists: ms / time of attention over the same selection */
 } bench_figures;
 
-/*! measure_job() - times the job in turn with its comparison: the peak loop, a plain read, or the
- *  attention that lists are for. On a device there is no peak loop, and a plain read takes half the
- *  time of a copy. Returns the status of the calls. */
+/*! measure_job() - times the job in turn with its comparison: the peak loop or a plain read. On a
+ *  device there is no peak loop, and a plain read takes half the time of a copy. Returns the status
+ *  of the calls. */
 fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures);

@@ -214,7 +214,7 @@ static const command_line command = {
             "with --one-dtype a third of it. Ctrl-C ends with the results so far.\n"
             "The reference computes in float64. A kernel passes if its error is at most twice\n"
             "that of a plain evaluation in the same dtype, plus one rounding step; selections\n"
-            "and lists must be equal. Exit status: 0 if all passed, else 1.\n",
+            "must be equal. Exit status: 0 if all passed, else 1.\n",
     .operand = "FILTER",
     .operand_offset = offsetof(check_options, filter),
     .option_count = sizeof option_table / sizeof option_table[0],

@@ -16,16 +16,10 @@ static bool applies_always(const check_problem *problem) {
     return true;
 }
 
-/* Selections and lists depend on float32 scores alone, in every dtype of a case, so they are
- * checked for one dtype. */
+/* Selections depend on float32 scores alone, in every dtype of a case, so they are checked for one
+ * dtype. */
 static bool applies_once(const check_problem *problem) {
     return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
-}
-
-/* Lists of packed sequences are causal. */
-static bool applies_to_lists(const check_problem *problem) {
-    const bool listed = check_is_causal(problem->test) || !check_is_packed(problem->test);
-    return applies_once(problem) && listed;
 }
 
 static bool applies_to_bias(const check_problem *problem) {
@@ -45,7 +39,6 @@ static bool applies_to_cache(const check_problem *problem) {
 const check_operation check_operations[check_operation_count] = {
     [CHECK_SCORE] = {"score", applies_always, {"score", "bias"}, {LIKE(score), LIKE(bias)}},
     [CHECK_SELECT] = {"select", applies_once, {NULL}, {0}},
-    [CHECK_LISTS] = {"lists", applies_to_lists, {NULL}, {0}},
     [CHECK_FORWARD] = {"forward", applies_always, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
     [CHECK_BACKWARD] = {"backward",
                         applies_always,
@@ -115,31 +108,6 @@ static fdma_status judge_select(const check_problem *problem, const char *kernel
     return status;
 }
 
-/* Entries beyond the end of a list are not written: they are 0 in both lists. */
-static fdma_status judge_lists(const check_problem *problem, const char *kernel,
-                               check_error *error) {
-    static const int64_t tile_lens[] = {5, 128};
-    const check_case *test = problem->test;
-    fdma_status status = FDMA_OK;
-    *error = (check_error){0};
-    for (size_t t = 0; t < sizeof tile_lens / sizeof tile_lens[0] && status == FDMA_OK; t++) {
-        check_problem tiled = *problem;
-        tiled.tile_len = tile_lens[t];
-        const int64_t tiles = (test->q_len + tiled.tile_len - 1) / tiled.tile_len;
-        const int64_t list_shape[] = {test->batch, test->kv_heads, tiles, test->kv_len};
-        const int64_t count_shape[] = {test->batch, test->kv_heads, tiles, 2};
-        const fdma_tensor found[] = {check_tensor(FDMA_INT32, 4, list_shape),
-                                     check_tensor(FDMA_INT32, 4, count_shape)};
-        const fdma_tensor expected[] = {check_tensor_like(found[0]), check_tensor_like(found[1])};
-        status = check_run(&tiled, CHECK_LISTS, "reference", expected);
-        if (status == FDMA_OK)
-            status = check_run(&tiled, CHECK_LISTS, kernel, found);
-        *error = check_worse(*error, check_compare_exact("list", found[0], expected[0]));
-        *error = check_worse(*error, check_compare_exact("count", found[1], expected[1]));
-    }
-    return status;
-}
-
 static fdma_status judge_outputs(const check_problem *problem, const check_operation *operation,
                                  const char *kernel, check_error *error) {
     const check_operation_id id = (check_operation_id)(operation - check_operations);
@@ -185,8 +153,6 @@ fdma_status check_judge(const check_problem *problem, const check_operation *ope
     const check_operation_id id = (check_operation_id)(operation - check_operations);
     if (id == CHECK_SELECT)
         return judge_select(problem, kernel, error);
-    if (id == CHECK_LISTS)
-        return judge_lists(problem, kernel, error);
     if (id == CHECK_CACHE_STORE || id == CHECK_CACHE_COPY)
         return check_judge_cache(problem, id, kernel, error);
     const fdma_status status = judge_outputs(problem, operation, kernel, error);

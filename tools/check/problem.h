@@ -15,7 +15,6 @@ typedef struct check_result {
 typedef enum check_operation_id {
     CHECK_SCORE,
     CHECK_SELECT,
-    CHECK_LISTS,
     CHECK_FORWARD,
     CHECK_BACKWARD,
     CHECK_SCORE_BACKWARD,
@@ -37,7 +36,6 @@ typedef struct check_problem {
     int32_t device;                  /* whose kernels are checked; tensors are in host memory */
     double scale;                    /* of logits; 0: the default */
     bool deterministic;              /* of fdma_backward() */
-    int64_t tile_len;                /* of fdma_lists() */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
     fdma_tensor dt_bias;             /* in dtype; absent in some cases */
     fdma_tensor key_valid;           /* uint8 */

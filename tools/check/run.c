@@ -25,7 +25,6 @@ typedef struct check_call {
 
 DEFINE_CALL(score)
 DEFINE_CALL(select)
-DEFINE_CALL(lists)
 DEFINE_CALL(forward)
 DEFINE_CALL(backward)
 DEFINE_CALL(score_backward)
@@ -39,12 +38,17 @@ DEFINE_CALL(probabilities)
 _Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
 
 static const library_call calls[check_operation_count] = {
-    [CHECK_SCORE] = CALL_OF(score),           [CHECK_SELECT] = CALL_OF(select),
-    [CHECK_LISTS] = CALL_OF(lists),           [CHECK_FORWARD] = CALL_OF(forward),
-    [CHECK_BACKWARD] = CALL_OF(backward),     [CHECK_SCORE_BACKWARD] = CALL_OF(score_backward),
-    [CHECK_MERGE] = CALL_OF(merge),           [CHECK_MERGE_BACKWARD] = CALL_OF(merge_backward),
-    [CHECK_DECODE] = CALL_OF(decode),         [CHECK_CACHE_STORE] = CALL_OF(cache_store),
-    [CHECK_CACHE_COPY] = CALL_OF(cache_copy), [CHECK_PROBABILITIES] = CALL_OF(probabilities),
+    [CHECK_SCORE] = CALL_OF(score),
+    [CHECK_SELECT] = CALL_OF(select),
+    [CHECK_FORWARD] = CALL_OF(forward),
+    [CHECK_BACKWARD] = CALL_OF(backward),
+    [CHECK_SCORE_BACKWARD] = CALL_OF(score_backward),
+    [CHECK_MERGE] = CALL_OF(merge),
+    [CHECK_MERGE_BACKWARD] = CALL_OF(merge_backward),
+    [CHECK_DECODE] = CALL_OF(decode),
+    [CHECK_CACHE_STORE] = CALL_OF(cache_store),
+    [CHECK_CACHE_COPY] = CALL_OF(cache_copy),
+    [CHECK_PROBABILITIES] = CALL_OF(probabilities),
 };
 
 /* The problem with the tensors that an operation takes in place of others. */
@@ -160,12 +164,6 @@ static void set_options(check_call *call, const check_problem *problem, check_op
                                                .sinks = test->sinks,
                                                .scope = check_scope(test),
                                                .gap = check_gap(test)};
-        break;
-    case CHECK_LISTS:
-        call->args.lists = (fdma_lists_args){.selection = selection,
-                                             .q_len = test->q_len,
-                                             .tile_len = problem->tile_len,
-                                             .causal = causal};
         break;
     case CHECK_FORWARD:
         call->args.forward = (fdma_forward_args){.selection = selection,

@@ -26,7 +26,6 @@ ZONES = (
     ("cpu common", "src/cpu/common/"),
     ("cpu score", "src/cpu/score/"),
     ("cpu select", "src/cpu/select/"),
-    ("cpu lists", "src/cpu/lists/"),
     ("cpu decode", "src/cpu/decode/"),
     ("cpu cache", "src/cpu/cache/"),
     ("cpu forward", "src/cpu/forward/"),
@@ -42,7 +41,6 @@ ZONES = (
     ("cuda mma", "src/cuda/mma/"),
     ("cuda score", "src/cuda/score/"),
     ("cuda select", "src/cuda/select/"),
-    ("cuda lists", "src/cuda/lists/"),
     ("cuda decode", "src/cuda/decode/"),
     ("cuda adapt", "src/cuda/adapt/"),
     ("cuda forward sm80", "src/cuda/forward/sm80/"),
@@ -68,7 +66,7 @@ TESTED = ("include", "src", "tests")
 CPU_KERNEL = ("public", "core", "cpu threads", "cpu simd", "cpu common")
 CPU_OPERATIONS = tuple(
     f"cpu {operation}"
-    for operation in "score select lists decode cache forward backward merge probabilities".split()
+    for operation in "score select decode cache forward backward merge probabilities".split()
 )
 CUDA_KERNEL = ("public", "core", "cuda devices", "cuda device", "cuda plan")
 ALLOWED = {
@@ -82,7 +80,6 @@ ALLOWED = {
     "cpu common": CPU_KERNEL,
     "cpu score": CPU_KERNEL,
     "cpu select": CPU_KERNEL,
-    "cpu lists": CPU_KERNEL,
     "cpu decode": CPU_KERNEL,
     "cpu cache": CPU_KERNEL,
     "cpu forward": CPU_KERNEL,
@@ -97,7 +94,6 @@ ALLOWED = {
     "cuda plan": (*CUDA_KERNEL, "cuda row"),
     "cuda score": CUDA_KERNEL,
     "cuda select": CUDA_KERNEL,
-    "cuda lists": CUDA_KERNEL,
     "cuda mma": CUDA_KERNEL,
     "cuda adapt": CUDA_KERNEL,
     "cuda decode": (*CUDA_KERNEL, "cuda mma", "cuda score"),

@@ -125,9 +125,9 @@ SOUND = {
     "src/core/plan.c": "int fdma_plan(int x) { return x; }\n",
     "src/core/checks.c": "static int twice(int x) {\n    return fdma_plan(x) + fdma_plan(x);\n}\n",
     "src/cpu/isa/isa.h": "int helper(void);\n",
-    "src/cpu/lists/lists.h": "static int run_lists(void) { return helper() + fdma_plan(1); }\n",
+    "src/cpu/merge/merge.h": "static int run_merge(void) { return helper() + fdma_plan(1); }\n",
     "src/cpu/table.c": "struct row {\n    int (*run)(void);\n};\nint helper(void) { return 0; }\n"
-    "static const struct row rows[] = {{run_lists}};\n",
+    "static const struct row rows[] = {{run_merge}};\n",
     "src/cuda/plan/plan.cuh": "void plan_lists(int x);\n",
     "src/cuda/plan/lists.cu": 'extern "C" {\nvoid plan_lists(int x) { kernel<4><<<x, 1>>>(x); }\n}',
     "tools/common/device.h": "int find_device(void);\n",
@@ -141,7 +141,7 @@ PLANTS = (
     ("tools/check/check.h", "int find_device(\n    void);\n"),
     ("src/core/plan.c", "int use(int x) { return twice(x); }\n"),
     ("tools/common/device.c", "int back(void) { return main(); }\n"),
-    ("src/cpu/table.c", "int call(void) { return run_lists(); }\n"),
+    ("src/cpu/table.c", "int call(void) { return run_merge(); }\n"),
     ("src/cuda/plan/lists.cu", "\ntemplate <int n> void kernel(int x) { launch(x); }\n"),
 )
 

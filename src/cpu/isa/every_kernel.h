@@ -8,7 +8,6 @@
 #include "cpu/decode/cached.h"
 #include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
-#include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"
 #include "cpu/probabilities/probabilities.h"
 #include "cpu/score/score.h"

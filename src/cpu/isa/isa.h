@@ -5,8 +5,7 @@
 #include "core/kernel.h"
 
 #define KNOWS_STARTS(operation)                                                                    \
-    ((operation) == operation_lists || (operation) == operation_cache_store ||                     \
-     (operation) == operation_probabilities)
+    ((operation) == operation_cache_store || (operation) == operation_probabilities)
 #define CPU_TRAITS(operation)                                                                      \
     ((KNOWS_STARTS(operation) ? 0u : trait_one_sequence) |                                         \
      ((operation) == operation_backward ? trait_checks_selection : 0u))
@@ -24,7 +23,6 @@
 #define VECTOR_KERNELS(NAME, MISSING)                                                              \
     CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
-        CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
         CPU_KERNEL(NAME, cache_store, MISSING, fdma_refuses_wide, cache_store),                    \
         CPU_KERNEL(NAME, cache_copy, MISSING, fdma_refuses_wide, cache_copy),                      \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
