@@ -83,6 +83,8 @@ foreach(head_dim 64 128 256)
                 FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_forward_sm90_d${head_dim} src/cuda/forward/sm90/forward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
+  fdma_add_cuda(fdma_cuda_forward_sm90_host_d${head_dim} src/cuda/forward/sm90/host.cu "90a"
+                FDMA_HEAD_DIM=${head_dim})
 endforeach()
 foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_backward_sm90_d${head_dim} src/cuda/backward/sm90/backward.cu "90a"

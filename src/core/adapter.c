@@ -56,13 +56,6 @@ static const kernel_adapter check_adapter = {is_checked_first, fdma_adapted_work
 
 /* ---- cuts of a problem ---- */
 
-static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
-    const size_t before = (size_t)(first * tensor->stride[axis]);
-    if (tensor->data != NULL)
-        tensor->data = (uint8_t *)tensor->data + before * fdma_dtype_size(tensor->dtype);
-    tensor->shape[axis] = count;
-}
-
 /* The ranges of entries, queries and keys that a tensor is cut to. */
 typedef struct tensor_ranges {
     int64_t b, batch, first_query, queries, first_key, keys;

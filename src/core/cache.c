@@ -26,8 +26,7 @@ static size_t place_cache(fdma_cache *cache, void *memory) {
                   rows = rows_of_cache(cache);
     const fdma_dtype wide = cache->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
     const size_t numbers = (size_t)sequences * (size_t)heads * (size_t)rows;
-    const fdma_problem in_memory = {.exec.workspace = memory};
-    fdma_arena arena = fdma_arena_of(&in_memory);
+    fdma_arena arena = fdma_arena_at(memory);
     if (!has_pages(cache)) {
         cache->k = take_rows(&arena, cache);
         cache->v = take_rows(&arena, cache);
@@ -109,17 +108,6 @@ head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *proble
     return taken;
 }
 
-static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
-    fdma_tensor sliced = *tensor;
-    if (!is_present(tensor))
-        return sliced;
-    const size_t before = (size_t)(first * tensor->stride[axis]);
-    if (tensor->data != NULL)
-        sliced.data = (uint8_t *)tensor->data + before * fdma_dtype_size(tensor->dtype);
-    sliced.shape[axis] = count;
-    return sliced;
-}
-
 static key_pages pages_of(const fdma_cache *cache, int64_t sequence) {
     key_pages pages = {.page = cache->page_table.data};
     if (!has_pages(cache) || pages.page == NULL)
@@ -149,44 +137,58 @@ void fdma_fill_bias(const decode_head *head, const head_selection *selection) {
         fdma_store(&bias, m, bias_of(problem, fdma_load(&problem->score, first + m)));
 }
 
-fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *selection) {
+/* k or v of the cache for one head; with a page table, rows of all pages. */
+static fdma_tensor carried_rows_of(const decode_head *head, const fdma_tensor *rows) {
+    fdma_tensor carried = *rows;
+    if (!has_pages(&head->problem->cache))
+        cut_axis(&carried, 0, head->sequence, 1);
+    cut_axis(&carried, 2, head->g, 1);
+    return carried;
+}
+
+/* Cuts q, out or lse to the queries of one head; queries and heads have these axes. */
+static void cut_queries(const decode_head *head, int query_axis, int head_axis,
+                        fdma_tensor *tensor) {
+    const int64_t group = head->problem->group;
+    cut_axis(tensor, 0, head->b, 1);
+    cut_axis(tensor, query_axis, 0, head->queries);
+    cut_axis(tensor, head_axis, head->g * group, group);
+}
+
+/* Cuts k or v to the tokens of one head. */
+static void cut_tokens(const decode_head *head, fdma_tensor *tensor) {
+    cut_axis(tensor, 0, head->b, 1);
+    cut_axis(tensor, 2, head->g, 1);
+}
+
+void fdma_decode_forward(const decode_head *head, const head_selection *selection,
+                         fdma_problem *one) {
     const fdma_problem *const problem = head->problem;
-    const int64_t rows = problem->carried_len, kv_len = rows + head->tokens;
-    const int64_t b = head->b, g = head->g, group = problem->group;
     const fdma_cache *const cache = &problem->cache;
-    fdma_problem one = *problem;
-    const fdma_tensor q = slice(&problem->q, 0, b, 1), out = slice(&problem->out, 0, b, 1);
-    const fdma_tensor k = slice(&problem->k, 0, b, 1), v = slice(&problem->v, 0, b, 1);
-    const fdma_tensor lse = slice(&problem->lse, 0, b, 1);
-    const fdma_tensor queries = slice(&q, 2, g * group, group);
-    const fdma_tensor results = slice(&out, 2, g * group, group);
-    const fdma_tensor sums = slice(&lse, 1, g * group, group);
-    const bool pages = has_pages(cache);
-    const fdma_tensor k_carried = pages ? cache->k : slice(&cache->k, 0, head->sequence, 1);
-    const fdma_tensor v_carried = pages ? cache->v : slice(&cache->v, 0, head->sequence, 1);
-    const fdma_tensor bias_carried = slice(&cache->bias, 0, head->sequence, 1);
-    one.operation = operation_forward;
-    one.batch = one.kv_heads = 1;
-    one.q_heads = group;
-    one.q_len = head->queries;
-    one.new_len = head->tokens;
-    one.kv_len = kv_len;
-    one.q = slice(&queries, 1, 0, head->queries);
-    one.out = slice(&results, 1, 0, head->queries);
-    one.lse = slice(&sums, 2, 0, head->queries);
-    one.sink_logit = slice(&problem->sink_logit, 0, g * group, group);
-    one.k = slice(&k, 2, g, 1);
-    one.v = slice(&v, 2, g, 1);
-    one.k_carried = slice(&k_carried, 2, g, 1);
-    one.v_carried = slice(&v_carried, 2, g, 1);
-    one.carried_pages = pages_of(cache, head->sequence);
-    one.expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, kv_len);
-    one.selected = one.causal = true;
+    *one = *problem;
+    one->operation = operation_forward;
+    one->batch = one->kv_heads = 1;
+    one->q_heads = problem->group;
+    one->q_len = head->queries;
+    one->new_len = head->tokens;
+    one->kv_len = problem->carried_len + head->tokens;
+    cut_queries(head, 1, 2, &one->q);
+    cut_queries(head, 1, 2, &one->out);
+    cut_queries(head, 2, 1, &one->lse);
+    cut_axis(&one->sink_logit, 0, head->g * problem->group, problem->group);
+    cut_tokens(head, &one->k);
+    cut_tokens(head, &one->v);
+    one->k_carried = carried_rows_of(head, &cache->k);
+    one->v_carried = carried_rows_of(head, &cache->v);
+    one->carried_pages = pages_of(cache, head->sequence);
+    one->expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, one->kv_len);
+    one->selected = one->causal = true;
     if (problem->bias_form == FDMA_BIAS_NONE)
-        return one;
-    one.bias = fdma_tensor_3d(selection->bias, problem->score.dtype, 1, 1, head->tokens);
-    one.bias_carried = slice(&bias_carried, 1, g, 1);
-    return one;
+        return;
+    one->bias = fdma_tensor_3d(selection->bias, problem->score.dtype, 1, 1, head->tokens);
+    one->bias_carried = cache->bias;
+    cut_axis(&one->bias_carried, 0, head->sequence, 1);
+    cut_axis(&one->bias_carried, 1, head->g, 1);
 }
 
 void fdma_clear_queries(const decode_head *head) {

@@ -82,9 +82,10 @@ void fdma_hide_missing_rows(const decode_head *head, const head_selection *selec
 
 void fdma_fill_bias(const decode_head *head, const head_selection *selection);
 
-/* The problem of fdma_forward() for the queries of one head, with expiry and bias from
- * `selection`. */
-fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *selection);
+/* Sets `one` to the problem of fdma_forward() for the queries of one head, with expiry and bias
+ * from `selection`. */
+void fdma_decode_forward(const decode_head *head, const head_selection *selection,
+                         fdma_problem *one);
 
 /* Writes empty rows of out and lse for queries without a token. */
 void fdma_clear_queries(const decode_head *head);

@@ -184,10 +184,14 @@ fdma_status fdma_choose_kernel(const kernel_backend *const *backends, const fdma
     return *picked != NULL ? FDMA_OK : fail_choice(backends, problem, match);
 }
 
-fdma_arena fdma_arena_of(const fdma_problem *problem) {
-    const uintptr_t address = (uintptr_t)problem->exec.workspace;
+fdma_arena fdma_arena_at(const void *memory) {
+    const uintptr_t address = (uintptr_t)memory;
     const uintptr_t aligned = (address + arena_alignment - 1) & ~(uintptr_t)(arena_alignment - 1);
     return (fdma_arena){.base = (uint8_t *)aligned};
+}
+
+fdma_arena fdma_arena_of(const fdma_problem *problem) {
+    return fdma_arena_at(problem->exec.workspace);
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {

@@ -60,7 +60,8 @@ typedef struct fdma_arena {
 
 enum { arena_alignment = 64 }; /* bytes: a cache line, and the widest vector */
 
-fdma_arena fdma_arena_of(const fdma_problem *problem);
+fdma_arena fdma_arena_at(const void *memory);
+fdma_arena fdma_arena_of(const fdma_problem *problem); /* at its workspace */
 void *fdma_arena_take(fdma_arena *arena, size_t bytes);
 size_t fdma_arena_size(const fdma_arena *arena); /* bytes that the caller must provide */
 

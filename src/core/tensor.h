@@ -39,6 +39,16 @@ const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
+/* Cuts a tensor to `count` elements of an axis, unless it is absent. */
+static inline void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
+    const size_t before = (size_t)(first * tensor->stride[axis]);
+    if (!is_present(tensor))
+        return;
+    if (tensor->data != NULL)
+        tensor->data = (uint8_t *)tensor->data + before * fdma_dtype_size(tensor->dtype);
+    tensor->shape[axis] = count;
+}
+
 static inline bool is_empty(const fdma_tensor *tensor) {
     for (int axis = 0; axis < tensor->rank; axis++)
         if (tensor->shape[axis] == 0)

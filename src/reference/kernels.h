@@ -481,7 +481,8 @@ static fdma_status decode_one(const fdma_problem *problem, int64_t b, int64_t g)
     const fdma_status status = fdma_run_adapted(&select_kernel, &select);
     fdma_hide_missing_rows(&head, &selection);
     fdma_fill_bias(&head, &selection);
-    fdma_problem forward = fdma_decode_forward(&head, &selection);
+    fdma_problem forward;
+    fdma_decode_forward(&head, &selection, &forward);
     forward.exec = select.exec;
     if (status == FDMA_OK)
         run_forward(&forward);

@@ -3,7 +3,8 @@
 
 A zone is a part of the tree; a file belongs to the first zone whose prefix its path begins with.
 Each zone names the zones that it may include besides itself. Whatever is not named is refused.
-A header of CUDA kernels reaches neither fdma.h nor a header of the host, not even through others.
+A header of CUDA kernels, and a source of theirs whose launch is in a host.cu beside it, reaches
+neither fdma.h nor a header of the host, not even through others.
 """
 
 from __future__ import annotations
@@ -120,9 +121,10 @@ ALLOWED = {
 # is one place for threads.
 SYSTEM_OWNERS = {"immintrin.h": "cpu simd", "arm_neon.h": "cpu simd", "omp.h": "cpu threads"}
 
-# Folders of kernel headers, except for headers of the host.
+# Folders of kernels, except for headers of the host.
 KERNEL_FOLDERS = tuple(f"src/cuda/{name}/" for name in "device plan mma forward backward".split())
 KERNEL_SUFFIX, HOST_SUFFIX, MANUAL = ".cuh", "host.cuh", "include/fdma.h"
+HOST_SOURCE = "host.cu"
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 SUFFIXES = (".c", ".h", ".def", ".inc", ".cu", ".cuh", ".cpp")
@@ -179,14 +181,17 @@ def way_to_host(targets: dict[str, list[str]], path: str) -> list[str] | None:
     return None
 
 
+def is_of_kernels(targets: dict[str, list[str]], path: str) -> bool:
+    """True for a header of kernels, and for a source of kernels with a host.cu beside it."""
+    folder, _, name = path.rpartition("/")
+    has_host = f"{folder}/{HOST_SOURCE}" in targets and name != HOST_SOURCE
+    suffixes = (KERNEL_SUFFIX, ".cu") if has_host else KERNEL_SUFFIX
+    return path.startswith(KERNEL_FOLDERS) and path.endswith(suffixes) and not is_of_host(path)
+
+
 def host_in_kernels(targets: dict[str, list[str]]) -> list[str]:
-    """A line for each header of kernels that reaches a header of the host."""
-    headers = [
-        path
-        for path in sorted(targets)
-        if path.startswith(KERNEL_FOLDERS) and path.endswith(KERNEL_SUFFIX) and not is_of_host(path)
-    ]
-    ways = (way_to_host(targets, path) for path in headers)
+    """A line for each file of kernels that reaches a header of the host."""
+    ways = (way_to_host(targets, path) for path in sorted(targets) if is_of_kernels(targets, path))
     return [f"{' includes '.join(way)}, which is of the host" for way in ways if way]
 
 
@@ -234,7 +239,9 @@ SOUND = {
     "src/cuda/device/view.cuh": '#include "core/integers.h"',
     "src/cuda/plan/plan.cuh": '#include "cuda/device/view.cuh"',
     "src/cuda/plan/host.cuh": '#include "cuda/device/host.cuh"\n#include "cuda/plan/plan.cuh"',
-    "src/cuda/forward/sm90/forward.cu": '#include "cuda/plan/host.cuh"',
+    "src/cuda/forward/sm80/forward.cu": '#include "cuda/plan/host.cuh"',
+    "src/cuda/forward/sm90/forward.cu": '#include "cuda/plan/plan.cuh"',
+    "src/cuda/forward/sm90/host.cu": '#include "cuda/plan/host.cuh"',
     "src/ort/ort.h": "#include <onnxruntime_c_api.h>\n#include <fdma.h>",
     "src/python/call.h": "#include <Python.h>",
     "tests/cases.def": "",
@@ -260,6 +267,7 @@ PLANTS = (
     ("src/core/integers.h", '\n#include "core/error.h"'),
     ("src/cuda/device/view.cuh", '\n#include "cuda/device/host.cuh"'),
     ("src/cuda/plan/plan.cuh", '\n#include "cuda/plan/host.cuh"'),
+    ("src/cuda/forward/sm90/forward.cu", '\n#include "cuda/plan/host.cuh"'),
     ("src/ort/ort.h", '\n#include "core/error.h"'),
     ("src/python/call.h", '\n#include "core/error.h"'),
     ("tools/check/check.c", '\n#include "../../src/core/error.h"'),

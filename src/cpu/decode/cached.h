@@ -176,7 +176,8 @@ static fdma_problem largest_head(const fdma_problem *problem, int32_t threads) {
     const head_selection none = {0};
     const decode_head head = {
         .problem = problem, .tokens = problem->new_len, .queries = problem->q_len};
-    fdma_problem one = fdma_decode_forward(&head, &none);
+    fdma_problem one;
+    fdma_decode_forward(&head, &none, &one);
     one.exec.workspace = NULL;
     one.exec.threads = threads;
     one.any_len = true;
@@ -234,7 +235,8 @@ static void decode_head_task(const void *context, int64_t index, int32_t thread)
     evict_keys(&head, &live, &selection);
     fdma_hide_missing_rows(&head, &selection);
     fdma_fill_bias(&head, &selection);
-    fdma_problem one = fdma_decode_forward(&head, &selection);
+    fdma_problem one;
+    fdma_decode_forward(&head, &selection, &one);
     one.exec.workspace = arena.base + arena.used;
     one.exec.threads = cached->head_threads;
     if (head.queries > 0)

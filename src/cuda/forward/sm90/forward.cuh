@@ -1,4 +1,4 @@
-/* Common definitions for sm90's forward kernel (kernel.cuh) and its launch (forward.cu): the
+/* Common definitions for sm90's forward kernel (forward.cu) and its launch (host.cu): the
  * configuration, shared memory with its barriers, and the order of the row tiles. */
 #pragma once
 
@@ -26,16 +26,6 @@ struct divisor {
 
     __device__ int32_t remainder(int32_t n) const { return n - divide(n) * value; }
 };
-
-/* value: above 0. */
-static inline divisor divisor_of(int32_t value) {
-    const uint32_t bits = 31;
-    uint32_t shift = bits;
-    while (shift < 2 * bits && (int64_t)1 << (shift - bits) < value)
-        shift++;
-    const uint64_t factor = (((uint64_t)1 << shift) + (uint32_t)value - 1) / (uint32_t)value;
-    return {value, (uint32_t)factor, shift};
-}
 
 /* ---- carried keys ---- */
 
@@ -74,29 +64,6 @@ struct far_rows {
 
     __device__ far_rows operator+(int bytes) const { return {carried + bytes, own + bytes, unit}; }
 };
-
-static inline row_strides strides_of(const head_view &own) {
-    return {0, (uint32_t)(2 * own.row), 0, 0, 0, false};
-}
-
-/* The unit of two pieces is the largest power of 2, up to 64 KB, that divides the distance of any
- * two rows, or of any two rows of a piece if the pieces are far from each other. It is at least 16
- * bytes if rows are aligned to that. */
-static inline row_strides strides_of(const head_view &carried, const head_view &own,
-                                     int64_t carried_len, bool is_far) {
-    const uint64_t most_unit = 1 << 16;
-    const uint64_t between = is_far ? 0 : (uint64_t)own.data - (uint64_t)carried.data;
-    const uint64_t strides =
-        (uint64_t)(carried.batch | carried.row | carried.head | own.batch | own.row | own.head);
-    const uint64_t all = between | 2 * strides | most_unit;
-    const uint32_t shift = (uint32_t)__builtin_ctzll(all);
-    return {(uint32_t)carried_len,
-            1u << shift,
-            shift,
-            (uint32_t)((uint64_t)carried.row * 2 >> shift),
-            (uint32_t)((uint64_t)own.row * 2 >> shift),
-            is_far};
-}
 
 __device__ static piece_rows rows_of(const row_strides &strides, const head_view &carried,
                                      const head_view &own, int32_t b, int32_t g) {
@@ -346,3 +313,15 @@ __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &o
     tile.last = row_position(plan, tile.b, order.group.divide(tile.end_row - 1));
     return tile;
 }
+
+/* The kernel for a plan, with the numbers of its config that its launch needs. */
+struct forward_kernel {
+    void (*attend)(forward_plan plan, key_strides strides, tile_order order, float softcap_scale,
+                   float bias_scale);
+    int32_t rows, row_bytes, threads;
+    size_t shared_bytes;
+};
+
+/* Built for the head_dims of the build matrix, of which most_channels is one. */
+template <int most_channels>
+forward_kernel fdma_cuda_sm90_kernel(const forward_plan &plan, bool is_float16);
