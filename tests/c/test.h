@@ -74,6 +74,9 @@ static inline int test_divisor(void) {
  * so a quarter of them must still include each kind. */
 static inline int test_repeats(int count) { return (count + test_divisor() - 1) / test_divisor(); }
 
+/* test_step() - the step through a list of cases: `sparse` in the slowest samples. */
+static inline int test_step(int sparse) { return test_divisor() > 8 ? sparse : 1; }
+
 /* test_context() - sets the words that precede later failures: the kernel and the case. */
 __attribute__((format(printf, 1, 2))) static inline void test_context(const char *format, ...) {
     va_list list;

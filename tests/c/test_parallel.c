@@ -260,7 +260,7 @@ static void counts_follow_what_was_asked(void) {
     CHECK_INT(fdma_thread_count(7, 5), has_threads ? 5 : 1);
     CHECK_INT(fdma_thread_count(7, 0), 1);
     CHECK_INT(fdma_thread_count(INT32_MAX, INT64_MAX), has_threads ? 1024 : 1);
-    CHECK_INT(fdma_worthwhile_threads(7, 100, 250), has_threads ? 3 : 1);
+    CHECK_INT(fdma_worthwhile_threads(7, 100, 125), has_threads ? 3 : 1);
     CHECK_INT(fdma_worthwhile_threads(7, 100, 0), 1);
 }
 
