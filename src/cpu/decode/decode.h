@@ -20,7 +20,7 @@ enum {
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
     usual_split = 4096,            /* keys; more if max_splits would be exceeded */
     least_split = 512,             /* keys, where the heads alone are few tasks */
-    sequence_tasks = 16,           /* of a sequence */
+    sequence_tasks = 32,           /* of a sequence */
     max_splits = 32,               /* splits of a sequence */
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
