@@ -288,14 +288,14 @@ static void empty_rows(const fdma_problem *problem, const stored_prompt *prompt,
 }
 
 void fdma_store_kept_keys(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
-    const int64_t rows = rows_of_cache(&problem->cache), carried = problem->carried_len;
+    const int64_t carried = problem->carried_len;
     empty_rows(problem, prompt, g);
     for (int64_t m = prompt->first; m < prompt->end; m++) {
         if (*int_at(&problem->expiry, prompt->b, g, carried + m) < carried + prompt->end)
             continue;
         const int64_t row = *int_at(&problem->slot, prompt->b, g, carried + m);
         const cache_row to = {prompt->sequence, g, row};
-        if (row >= 0 && row < rows) // false only if the selection was changed by hand
+        if (row >= 0) // it is below the rows of the cache: fdma_check_slots()
             fdma_write_cache_row(problem, prompt->b, m, to, prompt->seen + m - prompt->first);
     }
 }

@@ -2,10 +2,11 @@
  * keys that the CPU keeps there, in ascending order, with the CPU's expiry and with their bias, and
  * writes nothing else. A fused call of few queries gives the same out, lse, score and bias whether
  * it asks for its selection or not. */
+#include "core/adapter.h" // before device.h, whose types have names of parameters there
+
 #include "device.h"
 #include "scores.h"
 
-#include "core/adapter.h"
 #include "core/operations.h"
 #include "cuda/cuda.h"
 
