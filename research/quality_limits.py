@@ -68,10 +68,9 @@ if __name__ == "__main__":
 import numpy as np
 import quality_model
 import torch
-from benchmarking import commit, write_whole
+from benchmarking import find_machine, write_whole
 from flash_dmattn import attention, select
 from flash_dmattn.score_targets import log_targets
-from quality import machine_of
 from quality_evaluate import Evaluation
 from quality_model import Attention, Model, attend_to_all, prefer_cudnn
 from quality_results import table_of
@@ -188,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = measure(model.to(device), evaluation, options.keys, options.recent)
     if options.json is not None:
         settings = {name: getattr(options, name) for name in ("recent", "length", "pieces")}
-        first = {"model": options.model.name, **machine_of(device), "commit": commit()}
+        first = {"model": options.model.name, **find_machine(device.type)}
         write_whole(options.json, [{**first, **settings}, *rows])
     cells = [(f"{row['keys']:,}", *(f"{row[rule]:.3f}" for rule in RULES)) for row in rows]
     print(*table_of(("keys", *RULES), cells), sep="\n")
