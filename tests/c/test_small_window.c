@@ -85,6 +85,8 @@ static void for_each_case(void (*check)(const problem *right, int64_t window, co
     for (int type = first_dtype(); type < test_dtype_count; type++) {
         const fdma_dtype dtype = test_dtypes[type];
         for (int c = 0; c < TEST_COUNT(small_cases); c++) {
+            if (is_left_out(c, type))
+                continue;
             const problem right = right_problem(&small_cases[c], dtype);
             check(&right, said_window(c, dtype), small_cases[c].name);
             test_free_all();
