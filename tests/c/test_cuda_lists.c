@@ -166,7 +166,7 @@ static void evicted_keys_are_not_visited(void) {
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
             if (!problem_is_taken(&x, kernels[kernel]))
                 continue;
-            const int64_t step = (x.kv_len > 4096 ? 149 : 41) * test_step(4);
+            const int64_t step = (x.kv_len > 4096 ? 149 : 41) * test_step(2);
             for (int64_t j = random_below(&state, 20); j < x.kv_len; j += step) {
                 test_context("%s, %s, key %d", kernels[kernel], evicted_cases[n].name, (int)j);
                 rows += check_evicted(&x, j, kernels[kernel]);
