@@ -205,6 +205,10 @@ class DogeAttention(StockDogeAttention):
                 return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+            if attention_mask is not None and self.config.sliding_window == 1:
+                # transformers returns all keys for a window of 1, and the mask of the newest ones
+                newest = -attention_mask.shape[1]
+                key, value = key[:, :, newest:], value[:, :, newest:]
         # as in transformers, which looks for packed sequences only if there is no cache
         own_positions = position_ids if cache is None else None
         given = (attention_mask, own_positions, rest.get("cu_seq_lens_q"))

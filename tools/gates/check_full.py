@@ -43,6 +43,10 @@ PYTEST = ".venv/bin/python -m pytest -q"
 SWEEP = "tests/python/test_transformers_models.py"
 PARTS = {
     "model_types": Part(f"{PYTEST} {SWEEP}", f"{MODELS} {SWEEP}"),
+    "python": Part(
+        f"{PYTEST} tests/python",
+        "include/*.h src/**/*.[ch] python/**/*.py tests/python/*.py examples/**/*.py",
+    ),
     "research": Part(f"{PYTEST} research/tests", "research/**/*.py python/flash_dmattn/nn.py"),
     "last_bits": Part("tools/gates/run.sh last_bits", f"{MODELS} tests/python/sum_order.py"),
     "clang": Part("tools/gates/run.sh clang", KERNELS),
