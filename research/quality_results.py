@@ -96,8 +96,10 @@ def thinned(rows: list[Any], most: int = LOSSES) -> list[Any]:
 def final_of(run: dict[str, Any]) -> dict[str, Any] | None:
     """The measurements after the last step: all of them, or those of training; None if the run has
     not come so far."""
-    last = run["held_out"][-1] if run["held_out"] else {"step": None}
-    return run.get("final", last if last["step"] == run["settings"]["steps"] else None)
+    if "final" in run:
+        return run["final"]
+    ended = [row for row in run["held_out"] if row["step"] == run["settings"]["steps"]]
+    return ended[0] if ended else None
 
 
 def row_of(name: str, run: dict[str, Any], kept: str | None) -> dict[str, Any]:
