@@ -18,9 +18,7 @@ enum {
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    usual_split = 4096,            /* keys; more if max_splits would be exceeded */
-    least_split = 512,             /* keys; below usual_split only to make sequence_tasks */
-    sequence_tasks = 32,           /* splits of all kv heads of a sequence that are wanted */
+    usual_split = 512,             /* keys; more if max_splits would be exceeded */
     max_splits = 32,               /* splits of a sequence */
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
@@ -813,13 +811,10 @@ static void divide_heads(const fdma_problem *problem, int64_t splits, decode_con
         decode->dense ? heads : heads_of_task(problem, decode_heads, splits, decode->threads);
 }
 
-/* The most splits of a sequence. They depend on kv_len and the heads alone, so that results depend
- * neither on the threads nor on the batch. No smaller kv_len has more splits. */
+/* The most splits of a sequence. They depend on kv_len alone, so that results depend neither on the
+ * threads nor on the batch. No smaller kv_len has more splits. */
 static int64_t most_splits(const fdma_problem *problem) {
-    const int64_t usual = (problem->kv_len + usual_split / 2) / usual_split;
-    const int64_t possible = (problem->kv_len + least_split / 2) / least_split;
-    const int64_t wanted = divide_up(sequence_tasks, problem->kv_heads);
-    return min(max(max(usual, min(possible, wanted)), 1), max_splits);
+    return min(max((problem->kv_len + usual_split / 2) / usual_split, 1), max_splits);
 }
 
 /* Divides the workspace, and returns the bytes that the call needs of it. */
