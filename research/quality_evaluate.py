@@ -108,10 +108,10 @@ class Evaluation:
         }
 
     def _answers(self, model: nn.Module, episodes: recall.Episodes) -> dict[str, Any]:
-        return self._scored(run(model, episodes.text, self.batch, self.device), episodes)
+        return self.scored(run(model, episodes.text, self.batch, self.device), episodes)
 
     @staticmethod
-    def _scored(results: Results, episodes: recall.Episodes) -> dict[str, Any]:
+    def scored(results: Results, episodes: recall.Episodes) -> dict[str, Any]:
         """The number of values with all bytes right, and bits per byte of values."""
         spans = [
             (row, slice(question.asked - 1, question.asked - 1 + question.size))
@@ -135,10 +135,10 @@ class Evaluation:
             for distance in recall.distances_of(self.length):
                 if recall.fits(count, distance, self.length):
                     row = {"pairs": count, "distance": distance}
-                    rows.append({**row, **self._answers(model, self._ask(row, questions))})
+                    rows.append({**row, **self._answers(model, self.ask(row, questions))})
         return rows
 
-    def _ask(self, row: dict[str, int], questions: int) -> recall.Episodes:
+    def ask(self, row: dict[str, int], questions: int) -> recall.Episodes:
         sizes = (row["pairs"], row["distance"], questions)
         return recall.associative(self.source, self.length, *sizes, EVALUATION_SEED)
 
@@ -160,7 +160,7 @@ class Evaluation:
             results = run(model, text, self.batch, self.device)
             expiries = self._expiries(model, text)
             for kind, episodes in kinds.items():
-                row = {"kind": kind, "distance": distance, **self._scored(results, episodes)}
+                row = {"kind": kind, "distance": distance, **self.scored(results, episodes)}
                 kept = kept_values(expiries, episodes)
                 rows.append({**row, "kept_by_any_head": kept["kept_by_any_head"]})
         return rows
@@ -194,7 +194,7 @@ class Evaluation:
         for distance in recall.distances_of(self.length):
             if recall.fits(KEPT_PAIRS, distance, self.length):
                 row = {"pairs": KEPT_PAIRS, "distance": distance}
-                episodes = self._ask(row, 4 * KEPT_PAIRS)
+                episodes = self.ask(row, 4 * KEPT_PAIRS)
                 expiries = self._expiries(model, episodes.text)
                 found["values"].append({**row, **kept_values(expiries, episodes)})
         return found

@@ -149,11 +149,12 @@ def attend(layer: Attention, restricted: Any, *rows: torch.Tensor) -> torch.Tens
 
 
 @contextlib.contextmanager
-def restricted_heads(model: Model, rule: str, keys: int, recent: int) -> Iterator[None]:
-    """A context in which a query of the NoPE heads attends to `keys` keys, chosen by a rule."""
+def restricted_heads(model: Model, restricted: Any) -> Iterator[None]:
+    """A context in which the NoPE heads call `restricted` with query, key, value [batch, len,
+    heads, head_dim] in place of attention."""
     layers = [layer for layer in model.attentions() if layer.nope_heads > 0]
     for layer in layers:
-        layer.attend = partial(attend, layer, partial(attend_with, rule, keys, recent))
+        layer.attend = partial(attend, layer, restricted)
     try:
         yield
     finally:
@@ -167,7 +168,7 @@ def measure(model: Model, evaluation: Evaluation, counts: list[int], recent: int
     for keys in [evaluation.length, *counts]:
         row: dict[str, Any] = {"keys": keys}
         for rule in RULES:
-            with restricted_heads(model, rule, keys, recent):
+            with restricted_heads(model, partial(attend_with, rule, keys, recent)):
                 row[rule] = evaluation.losses(model)["bits"]
         rows.append(row)
         print(json.dumps(row), flush=True)

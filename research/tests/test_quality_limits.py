@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,13 +106,12 @@ def test_other_heads_stay() -> None:
     first, second = model.attentions()
     rows = tuple(torch.randn(1, 40, heads, 64) for heads in (4, 2, 2))
     whole = [layer.attend(*rows) for layer in (first, second)]
-    with quality_limits.restricted_heads(model, "newest", KEYS, RECENT):
+    newest = partial(quality_limits.attend_with, "newest", KEYS, RECENT)
+    with quality_limits.restricted_heads(model, newest):
         found = [layer.attend(*rows) for layer in (first, second)]
     assert torch.equal(found[0], whole[0])
     assert torch.equal(found[1][:, :, :2], whole[1][:, :, :2])
-    nope = quality_limits.attend_with(
-        "newest", KEYS, RECENT, *(x[:, :, -(x.shape[2] // 2) :] for x in rows)
-    )
+    nope = newest(*(x[:, :, -(x.shape[2] // 2) :] for x in rows))
     assert torch.equal(found[1][:, :, 2:], nope)
     assert torch.equal(second.attend(*rows), whole[1])  # restored
 

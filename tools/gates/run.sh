@@ -111,6 +111,11 @@ gcc_build() {
     fi
 }
 
+# `make test` checks each case in one dtype.
+checked_whole() {
+    gcc_build && "${directory:-build}/fdma" check
+}
+
 narrow_build() { # narrow_build TARGETS: of a build with the scalar and the AVX2 kernels
     # shellcheck disable=SC2086 # a list of options
     build_targets "$1" narrow -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release $narrow
@@ -438,6 +443,8 @@ form_and_cpus() {
     gate last_bits last_bits
     say clang "compiling with gcc and clang, and running C tests of clang's build"
     gate gcc gcc_build
+    say check "checking every kernel against the reference in every dtype"
+    gate check checked_whole
     gate clang clang_tests
     say sanitizers "running the C tests under the address and undefined behaviour sanitizers"
     gate sanitizers sanitized_tests
