@@ -21,16 +21,15 @@ cache, without more training. A rule chooses the rows:
     snap, seen      the same, chosen again at the last byte before each value, so that the rule
                     knows the question
 
-A rule that reads attention chooses for each kv head, by the sum over its query heads. The caches of
-"heavy hitters" and "last attention" have --block rows more, and are cut after each block of queries.
-All other heads are as they were trained.
+A rule that reads attention chooses for each kv head, by the sum over its query heads. The caches
+of "heavy hitters" and "last attention" have --block rows more, and are cut after each block of
+queries. All other heads are as they were trained.
 Exit status: 0 done; 2 bad usage, or a model without NoPE heads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -151,18 +150,18 @@ class Snap:
         out = attend_to_all(query, key, value, causal=True).contiguous()
         own = self.questions[self.done : self.done + len(query)]
         self.done += len(query)
-        kv_heads = key.shape[2]
-        grouped = query.unflatten(2, (kv_heads, -1))
+        asking, found = (x.unflatten(2, (key.shape[2], -1)) for x in (query, out))
         with torch.autocast(query.device.type, enabled=False):
             for row, questions in enumerate(own):
                 first = min(one.asked for one in questions) - 4  # "<" and the name
                 for question in questions:
                     end = question.asked if self.is_seen else first
                     answers = slice(question.asked - 1, question.asked - 1 + question.size)
-                    for head in range(kv_heads):
-                        rows = (grouped[row, :, head], key[row, :, head], value[row, :, head])
-                        found = attend_to_observed(*rows, end, answers, self.keys)
-                        out[row, answers].unflatten(1, (kv_heads, -1))[:, head] = found.to(out.dtype)
+                    for head in range(key.shape[2]):
+                        rows = (asking[row, :, head], key[row, :, head], value[row, :, head])
+                        found[row, answers, head] = attend_to_observed(
+                            *rows, end, answers, self.keys
+                        ).to(out.dtype)
         return out
 
 

@@ -83,20 +83,21 @@ def test_keys_by_age_and_norm(rule: str) -> None:
     for b in range(2):
         for g in range(2):
             for n in range(LEN):
-                order = {
-                    "newest": lambda one: -one,
-                    "sinks": lambda one: (one >= 4, -one),
-                    "value norm": lambda one: (one <= n - KEYS // 2, -norms[b, one, g]),
+                ranks = {
+                    "newest": [(0.0, -j) for j in range(n + 1)],
+                    "sinks": [(float(j >= 4), -j) for j in range(n + 1)],
+                    "value norm": [
+                        (float(j <= n - KEYS // 2), -norms[b, j, g].item()) for j in range(n + 1)
+                    ],
                 }[rule]
-                kept[b, g, n, sorted(range(n + 1), key=order)[:KEYS]] = True
+                best = sorted(range(n + 1), key=ranks.__getitem__)
+                kept[b, g, n, best[:KEYS]] = True
     found = quality_rivals.rules_of(KEYS, 1)[rule](query, key, value)
     assert torch.allclose(found.double(), out_with(kept, query, key, value), atol=1e-5)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_keys_that_the_last_positions_read(
-    is_seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_the_last_positions_read(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries that predict a value attend to the chosen keys, all others to all keys."""
     monkeypatch.setattr(quality_rivals, "OBSERVED", 5)
     query, key, value = rows_of(2)

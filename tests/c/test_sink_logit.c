@@ -239,14 +239,16 @@ static void has_the_gradient_of_a_bias(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t used) {
+/* Sequence b with the keys that exist, alone, with out and lse of a call on it alone. */
+static gradient_problem first_keys(const gradient_problem *p, fdma_tensor sinks, int64_t b,
+                                   int64_t used) {
     gradient_problem one = *p;
     one.x = problem_sequence(&p->x, b);
     one.x.kv_used = (fdma_tensor){0};
     one.x.kv_len = one.x.k.shape[1] = one.x.v.shape[1] = one.x.bias.shape[2] = used;
-    fdma_tensor *const rows[] = {&one.out, &one.lse, &one.dout, &one.dlse};
-    for (int n = 0; n < TEST_COUNT(rows); n++)
-        *rows[n] = sequence_of(*rows[n], b);
+    const attended alone = attend_with(&one.x, input_kernels(one.x.dtype), sinks);
+    one.out = alone.out, one.lse = alone.lse;
+    one.dout = sequence_of(p->dout, b), one.dlse = sequence_of(p->dlse, b);
     return one;
 }
 
@@ -289,8 +291,9 @@ static void adds_up_over_pieces(const char *kernel, fdma_dtype dtype) {
     const fdma_tensor sinks = new_sinks(4);
     const gradient_problem all[] = {gradient_with(&packed, sinks), gradient_with(&batch, sinks)};
     const gradient_problem sequences[] = {piece_of(&all[0], 0, 25), piece_of(&all[0], 25, 60)};
-    const gradient_problem entries[] = {first_keys(&all[1], 0, 20), first_keys(&all[1], 1, 50),
-                                        first_keys(&all[1], 2, 0)};
+    const gradient_problem entries[] = {first_keys(&all[1], sinks, 0, 20),
+                                        first_keys(&all[1], sinks, 1, 50),
+                                        first_keys(&all[1], sinks, 2, 0)};
     check_sum(&all[0], sequences, TEST_COUNT(sequences), kernel, sinks);
     check_sum(&all[1], entries, TEST_COUNT(entries), kernel, sinks);
 }

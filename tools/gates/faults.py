@@ -197,7 +197,7 @@ CORE = [
           ("test_sink_logit",)),
     Fault("queries before every key without their sink logit", "src/core/",
           "!is_present(&whole->sink_logit);", "true;",
-          ("test_sequences",)),
+          ("test_sink_logit",)),
     Fault("every head decodes with the sink logits of the first", "src/core/",
           "cut_axis(&one->sink_logit, 0, head->g * problem->group, problem->group)",
           "cut_axis(&one->sink_logit, 0, 0, problem->group)",
