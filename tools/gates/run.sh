@@ -12,9 +12,9 @@ full=${FDMA_FULL:-0}
 jobs=$(nproc)
 logs=build/gates
 python=.venv/bin/python
-results=$logs/results # a line for each gate: passed or failed
+results=$(mktemp) # a line for each gate: passed or failed
+trap 'rm -f "$results"' EXIT
 mkdir -p "$logs"
-: >"$results"
 touch "$logs/started"
 
 reason() { # reason LOG: the last line that names a fault
