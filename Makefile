@@ -56,13 +56,14 @@ ifneq ($(wildcard $(LM_MODEL)),)
 	@build/examples/lm $(LM_MODEL) --prompt 'The '
 endif
 
-# The Python tests, and some of the C tests, are of one thread: both run at a time.
+# Most tests keep one core busy: as many processes of Python tests, and of C tests, as there are cores.
 test: setup-tests build ## run the tests, those in C and those in Python
 	@status=0; \
 	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) >build/ctest.log 2>&1 & c_tests=$$!; \
 	trap 'kill $$c_tests' INT TERM; \
 	echo "== Python tests, while those in C run"; \
-	$(TEST_VARIABLES) $(PYTHON) -m pytest tests/python research/tests/test_smoke.py -q || status=1; \
+	$(TEST_VARIABLES) $(PYTHON) -m pytest tests/python research/tests/test_smoke.py -q \
+		-n $(JOBS) --maxprocesses 8 --dist loadfile || status=1; \
 	echo "== C tests"; \
 	wait $$c_tests || status=1; \
 	cat build/ctest.log; \
