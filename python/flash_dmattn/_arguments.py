@@ -556,7 +556,7 @@ def pad_head_dim(
     """Pad `rows` [batch, len, heads, head_dim] and dt_proj with channels of zeros to a multiple of
     8, which kernels need. The last of `rows` has kv_heads heads. Also returns the old head_dim,
     None if nothing was added. The call refuses tensors that do not fit each other."""
-    is_tensor = isinstance(rows[0], torch.Tensor) and rows[0].dim() == 4
+    is_tensor = isinstance(rows[0], torch.Tensor) and not rows[0].is_nested and rows[0].dim() == 4
     head_dim = rows[0].shape[-1] if is_tensor else 0
     added = (0, -head_dim % 8)
     if added[1] == 0 or head_dim > 256:

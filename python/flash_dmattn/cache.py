@@ -116,6 +116,7 @@ class DynamicMaskCache:
             require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")
         takes_dim = 1 <= _arguments.check_int("head_dim", head_dim) <= 256
         require(takes_dim, f"head_dim: is {head_dim}, want 1 to 256")
+        self._head_dim = head_dim
         head_dim += -head_dim % 8
         rules = _arguments.check_rules(window, window if recent is None else recent, sinks)
         _arguments.choose("bias_form", bias_form)
@@ -213,6 +214,8 @@ class DynamicMaskCache:
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
         rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
+        if not torch.compiler.is_compiling() and head_dim not in (None, self._head_dim):
+            raise ValueError(f"key: head_dim is {head_dim}, want the cache's, {self._head_dim}")
         query, key, value = rows
         learned = (dt_proj, *weights)
         count = streams.counts("n_tokens", n_tokens, key)
@@ -223,7 +226,7 @@ class DynamicMaskCache:
         follows_drafts = draft or self._drafts[layer] is not None
         is_prefill = length > TOKENS_MAX or key_valid is not None
         if not follows_drafts and not is_prefill:
-            where = self._sequences(layer, index)
+            where = self._sequences(layer, index, -1)
             rows = (query, key, value, *learned, None, where, count, None, sink_logit)
             out, _ = ops.DECODE(
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
@@ -258,19 +261,31 @@ class DynamicMaskCache:
             where = f"want {self.keys.seen.device}, where the cache is"
             raise ValueError(f"{name}: is on {numbers.device}, {where}")
 
-    def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
-        """The numbers in `keys` of the batch's sequences `index`; -1 stays -1."""
+    def _check_range(self, name: str, numbers: torch.Tensor, least: int) -> None:
+        """Check the numbers of sequences, if the host can read them without waiting."""
+        if numbers.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        for n, number in enumerate(numbers.tolist()):
+            is_there = least <= number < self.batch
+            wanted = f"want {least} to {self.batch - 1}"
+            require(is_there, f"{name}: element {n} is {number}, {wanted}")
+
+    def _sequences(self, layer: int, index: MaybeTensor, least: int) -> torch.Tensor:
+        """The numbers in `keys` of the batch's sequences `index`, from `least` on. -1 and, on a
+        device, numbers of no sequence become -1: they must not reach another layer."""
         if index is None:
             return self._indices[layer]
         self._check_numbers("index", index)
         if index.dim() != 1:
             raise ValueError(f"index: rank is {index.dim()}, want 1; index is [streams]")
-        return torch.where(index < 0, -1, index + layer * self.batch).to(torch.int32)
+        self._check_range("index", index, least)
+        is_there = (index >= 0) & (index < self.batch)
+        return torch.where(is_there, index + layer * self.batch, -1).to(torch.int32)
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
         """Let tokens of any number enter the cache."""
         tensors, rules = self.keys[:6], streams.rules_of(self.keys)
-        where = self._sequences(layer, tokens.index)
+        where = self._sequences(layer, tokens.index, 0)
         if self._empty[layer]:
             return streams.prefill(self.keys, where, None, tokens)
         if tokens.index is None:
@@ -393,11 +408,13 @@ class DynamicMaskCache:
         """[batch, length] int32: the positions of the next `length` tokens of a layer."""
         self._check_layer(layer)
         _arguments.check_int("length", length)
+        if not torch.compiler.is_compiling() and length < 0:
+            raise ValueError(f"length: is {length}, want 0 or more")
         first = layer * self.batch
         if index is None:
             seen = self.keys.seen[first : first + self.batch]
         else:
-            seen = self.keys.seen[self._sequences(layer, index).clamp(min=0)]
+            seen = self.keys.seen[self._sequences(layer, index, -1).clamp(min=0)]
         waiting = self._drafts[layer]
         drafts = 0 if waiting is None else waiting.key.shape[1]
         steps = torch.arange(drafts, drafts + length, dtype=torch.int32, device=seen.device)
@@ -411,12 +428,13 @@ class DynamicMaskCache:
 
         Raises:
             TypeError: it is not a tensor.
-            ValueError: it has another shape or device.
+            ValueError: it has another shape or device, or numbers of no sequence.
             NotImplementedError: it has another dtype.
         """
         self._check_numbers("beam_idx", beam_idx)
         if list(beam_idx.shape) != [self.batch]:
             raise ValueError(f"beam_idx: shape is {list(beam_idx.shape)}, want [{self.batch}]")
+        self._check_range("beam_idx", beam_idx, 0)
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)

@@ -137,8 +137,10 @@ class Operator:
                 _arguments.choose(name, value)
             elif type(value) not in kind.types and not kind.fits(value):
                 raise _types.refusal(self.shown(name), value, kind.wanted)
-            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-                layout = str(value.layout).replace("torch.", "")
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and (value.layout is not torch.strided or value.is_nested):
+                is_strided = value.layout is torch.strided
+                layout = "nested" if is_strided else str(value.layout).replace("torch.", "")
                 message = f"{self.shown(name)}: layout is {layout}, want a dense tensor"
                 raise NotImplementedError(message)
 

@@ -33,6 +33,7 @@ from .transformers_masks import (
     make_mask,
     padding_and_packing,
     read_mask,
+    read_padding,
 )
 
 __all__ = ["DogeCache", "register"]
@@ -185,11 +186,8 @@ class DogeAttention(StockDogeAttention):
         if self.config._attn_implementation != NAME:
             rest = {**rest, CACHE: cache, "position_ids": position_ids}
             return super().forward(hidden_states, position_embeddings, attention_mask, **rest)
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask: rank is {attention_mask.dim()}, want 2; attention_mask is "
-                "[batch, kv_len], nonzero for keys that are not padding"
-            )
+        is_masked = attention_mask is not None
+        attention_mask = read_padding(attention_mask)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -210,7 +208,7 @@ class DogeAttention(StockDogeAttention):
                 newest = -attention_mask.shape[1]
                 key, value = key[:, :, newest:], value[:, :, newest:]
         # as in transformers, which looks for packed sequences only if there is no cache
-        own_positions = position_ids if cache is None else None
+        own_positions = position_ids if cache is None and not is_masked else None
         given = (attention_mask, own_positions, rest.get("cu_seq_lens_q"))
         key, value, options = padding_and_packing(key, value, query.shape[2], *given)
         options["dropout_p"] = self.attention_dropout if self.training else 0.0

@@ -5,14 +5,16 @@ model hands to its layers, and read_mask() reads it there:
 
     None                                all keys; made for one query only
     [0] int32                           causal
-    [batch, keys] bool                  causal; false for padding
+    [batch, 1, 1, 1, keys] bool         causal; false for padding
     [sequences + 1] int32               causal in packed sequences, which begin there
-    [window, 0], [batch, window, keys], [window, sequences + 1]
+    the last three with the axes [..., 1, 1, 1, window, n], six in all
                                         the same in a sliding window; all `window` rows are one row
     [batch, 1, 1, keys] bool            not causal; false for padding
     [batch, heads or 1, q_len, keys]    any other mask: bool, or numbers added to the logits
 
-A static cache has room for more than the `keys` keys that are filled in.
+A static cache has room for more than the `keys` keys that are filled in. transformers takes a mask
+of two axes for padding, also one that make_mask() has returned: generate() makes the masks of
+static caches before the model does. So no form has two, and none has the three that users try.
 """
 
 from __future__ import annotations
@@ -144,6 +146,17 @@ def padding_of(
     return None
 
 
+def as_padding(row: torch.Tensor) -> torch.Tensor:
+    """A row [batch, keys] with five axes."""
+    return row[:, None, None, None]
+
+
+def as_rows(row: torch.Tensor, window: int) -> torch.Tensor:
+    """A row [batch, keys] or [n] with six axes. The one for the window takes no memory."""
+    rows = row[:, None, None, None, None] if row.dim() == 2 else row[None, None, None, None, None]
+    return rows.expand(-1, -1, -1, -1, window, -1)
+
+
 def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
     """The mask of several queries, if Rules can express it. All keys up to the last query are
     filled in; unused room may follow. `layout` has the arguments of padding_of()."""
@@ -157,8 +170,8 @@ def in_window(rules: Rules, layout: dict[str, Any]) -> torch.Tensor:
     if row is None:  # with None the layer would have to know that it is causal
         row = torch.empty(0, dtype=torch.int32, device=layout["device"])
     if rules.window is None or rules.window >= end:
-        return row
-    return row.unsqueeze(-2).expand(*row.shape[:-1], rules.window, -1)
+        return row if row.dtype == torch.int32 else as_padding(row)
+    return as_rows(row, rules.window)
 
 
 def make_mask(
@@ -194,6 +207,8 @@ def make_mask(
         rest: more arguments of transformers' sdpa_mask().
     """
     if attention_mask is not None and attention_mask.dim() != 2:
+        if attention_mask.dim() == 3:
+            raise NotImplementedError("attention_mask: rank is 3, want 2 or 4")
         return attention_mask
     layout: dict[str, Any] = {
         "batch_size": batch_size,
@@ -209,7 +224,10 @@ def make_mask(
     if looks_at_masks(type(config)):
         return eager_mask(**given)
     if isinstance(config, DogeConfig):  # its layers have rules of their own
-        return padding_of(**layout)
+        row = padding_of(**layout)
+        if row is None:  # with a mask of ones transformers does not look for packed sequences
+            return None if attention_mask is None else attention_mask.new_empty(0).int()
+        return as_padding(row)
     if not use_vmap and is_packed_form(mask_function, rest.get("local_size"), config):
         return in_window(Rules(causal=True), layout)
     rules: Any = None if use_vmap else rules_of(mask_function)
@@ -336,6 +354,24 @@ def best_in_window(
     return mask.scatter_(-1, columns, True)[..., :kv_len]
 
 
+def read_padding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The padding [batch, keys] in a mask of make_mask() for Doge; None if there is none.
+
+    Raises:
+        ValueError: a mask of another form.
+    """
+    if mask is None or mask.dim() == 2:
+        return mask
+    if mask.dim() == 5 and mask.shape[1:4] == (1, 1, 1):
+        return mask[:, 0, 0, 0]
+    if mask.dim() == 1 and mask.shape[0] == 0:
+        return None
+    raise ValueError(
+        f"attention_mask: rank is {mask.dim()}, want 2; attention_mask is [batch, kv_len], nonzero "
+        "for keys that are not padding"
+    )
+
+
 def read_mask(
     mask: torch.Tensor,
     key: torch.Tensor,
@@ -365,12 +401,17 @@ def read_mask(
         if mask.shape[1:3] == (1, 1):
             return key, value, {"key_valid": mask[:, 0, 0].expand(key.shape[0], -1)}
         return key, value, {"attn_mask": mask}
-    has_starts = mask.dtype == torch.int32
-    rank = mask.dim() + has_starts
-    if rank not in (2, 3):
+    has_starts, window = mask.dtype == torch.int32, None
+    has_form = mask.shape[1:4] == (1, 1, 1)
+    if mask.dim() == 6 and has_form:
+        window, row = mask.shape[4], mask[:, 0, 0, 0, 0]
+        row = row[0] if has_starts else row
+    elif mask.dim() == 5 and has_form and not has_starts:
+        row = mask[:, 0, 0, 0]
+    elif mask.dim() == (1 if has_starts else 2):
+        row = mask
+    else:
         raise NotImplementedError(f"attention_mask: rank is {mask.dim()}, want 2 or 4")
-    window = None if rank == 2 else mask.shape[-2]
-    row = mask if rank == 2 else mask.select(-2, 0)
     if has_starts:
         is_all = row.shape[0] == 0
         starts = find_starts(None, sizes, q_len, key.shape[2]) if is_all else row

@@ -70,7 +70,8 @@ static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords
                           &self->tensor_type, &self->parameter_type, &PyTuple_Type, &inputs,
                           &PyTuple_Type, &outputs, &PyTuple_Type, &targets, &self->return_count,
                           &PyTuple_Type, &self->kept) ||
-        parse_tensors(self, inputs, outputs) < 0 || parse_targets(self, targets) < 0) {
+        parse_tensors(self, inputs, outputs) < 0 || parse_targets(self, targets) < 0 ||
+        (self->is_nested = PyUnicode_InternFromString("is_nested")) == NULL) {
         Py_DECREF(self);
         return NULL;
     }
@@ -86,6 +87,7 @@ static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords
 static void free_call(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     Py_XDECREF(((call *)object)->plan);
+    Py_XDECREF(((call *)object)->is_nested);
     const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
@@ -148,7 +150,21 @@ int find_addresses(const call *self, PyObject *given, uint64_t *addresses) {
     return 0;
 }
 
+/* Returns 1 if a tensor has no strides, for which the guard would throw an exception of C++, 0 if
+ * not, -1 with an exception set. */
+static int has_nested(const call *self, PyObject *given) {
+    int truth = 0;
+    for (Py_ssize_t index = 0; index < self->input_count && truth == 0; index++) {
+        PyObject *tensor = PyTuple_GetItem(given, index);
+        truth = tensor == NULL ? -1 : is_true(PyObject_GetAttr(tensor, self->is_nested));
+    }
+    return truth;
+}
+
 int fits(const call *self, PyObject *given, uint64_t *addresses) {
+    const int nested = has_nested(self, given);
+    if (nested != 0)
+        return nested < 0 ? -1 : 0;
     const int truth = is_true(PyObject_CallObject(self->guard, given));
     if (truth <= 0)
         return truth;

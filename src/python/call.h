@@ -32,7 +32,7 @@ typedef struct output {
     int is_cleared;
 } output;
 
-/* Objects are borrowed from `plan`, the arguments that the call was made from. The addresses belong
+/* Other objects are borrowed from `plan`, the arguments that the call was made from. The addresses belong
  * to a Prepared call of _call.py, which is one of these arguments. */
 typedef struct call {
     PyObject_HEAD PyObject *plan;
@@ -46,6 +46,7 @@ typedef struct call {
     PyObject *stream;    /* function: the current stream of a device */
     PyObject *kept;      /* what autograd saves: numbers of tensors */
     PyObject *data_ptr;  /* function: the address of a tensor */
+    PyObject *is_nested; /* owned: the name of a tensor's attribute */
     PyObject *tensor_type, *parameter_type;
     void *(*read_address)(PyObject *tensor); /* data_ptr as PyTorch has it in C++, or NULL */
     uint64_t *stream_word;

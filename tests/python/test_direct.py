@@ -327,6 +327,17 @@ def test_arguments_are_checked_after_others_like_them() -> None:
         fused(tensors[0], tensors[1][:, :19], *tensors[2:], scope="global")
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_nested_tensors_after_others(at: int) -> None:
+    """PyTorch's guards throw an exception of C++ for them, which would end the process."""
+    tensors = make_small()
+    names = ("query", "key", "value")
+    fused(*tensors)
+    tensors[at] = torch.nested.nested_tensor(list(tensors[at].detach()))
+    with pytest.raises(NotImplementedError, match=f"^{names[at]}: layout is nested, want a dense"):
+        fused(*tensors)
+
+
 def test_autocast_is_followed() -> None:
     tensors = make_small()
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):

@@ -109,6 +109,10 @@ def step(**changes: Any) -> Any:
     return new_cache(1, 1, 2, 16, 4, recent=2).attend(**given)
 
 
+def two_layers() -> Any:
+    return new_cache(2, 2, 2, 16, 4)
+
+
 def loss(**changes: Any) -> Any:
     given = {**filled(), "recent": 1, **changes}
     given.pop("a_coef")

@@ -104,6 +104,21 @@ def test_positions_that_begin_anew(name: str, begins: tuple[int, int], use_cache
         assert_near(selected(make_tokens(1, 40), **given).logits, wanted)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+@every_model
+@pytest.mark.usefixtures("decided")
+def test_positions_beside_a_mask_are_of_one_sequence(name: str, last: int) -> None:
+    """With an attention_mask, of ones too, transformers does not look for packed sequences."""
+    eager, selected = make_separate(name)
+    mask = torch.ones(1, 40, dtype=torch.int64)
+    mask[0, -1] = last
+    positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
+    given = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        wanted = eager(make_tokens(1, 40), **given).logits[:, :-1]
+        assert_near(selected(make_tokens(1, 40), **given).logits[:, :-1], wanted)
+
+
 @pytest.mark.parametrize(("name", "cache"), combinations(CONFIGS, [None, "static"]))
 @pytest.mark.usefixtures("decided")
 def test_generated_tokens(name: str, cache: str | None) -> None:
@@ -114,6 +129,24 @@ def test_generated_tokens(name: str, cache: str | None) -> None:
         given["cache_implementation"] = cache
     wanted = eager.generate(tokens, attention_mask=mask, **given)
     assert torch.equal(selected.generate(tokens, attention_mask=mask, **given), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "chunk", "count"), combinations(CONFIGS, [0, 11], [None, 8], [1, 2])
+)
+@pytest.mark.usefixtures("decided")
+def test_prompts_in_a_static_cache(name: str, left: int, chunk: int | None, count: int) -> None:
+    """Prompts longer than a sliding window. generate() makes the masks before the model does."""
+    eager, selected = make_separate(name)
+    given: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": chunk}
+    given |= {"max_new_tokens": 1, "do_sample": count > 1, "num_return_sequences": count}
+    given |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    tokens, mask = make_tokens(2, 50), make_mask(left, length=50)
+    wanted, found = (
+        model.generate(tokens, attention_mask=mask, **given).logits[0]
+        for model in (eager, selected)
+    )
+    assert_near(found, wanted)
 
 
 def test_saved_models(tmp_path: Path) -> None:
@@ -224,6 +257,10 @@ def test_bad_input() -> None:
     positions = torch.arange(LENGTH).remainder(40).expand(2, -1)
     with pytest.raises(ValueError, match="position_ids: has packed sequences in 2 rows, want 1"):
         selected(tokens, position_ids=positions, use_cache=False)
+    _, selected = make_models("llama")
+    for mask in (torch.ones(2, LENGTH, LENGTH), torch.ones(2, LENGTH, LENGTH, dtype=torch.bool)):
+        with pytest.raises(NotImplementedError, match="attention_mask: rank is 3, want 2 or 4"):
+            selected(tokens, attention_mask=mask)
     for version in ("4.57.1", "5.16.0", "6.0.0"):
         with pytest.raises(ImportError, match=f"transformers: is {version}, want 5.17 or later"):
             ours.check_version(version)
