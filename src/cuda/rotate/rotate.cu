@@ -70,6 +70,8 @@ static fdma_status run_table(const fdma_problem *problem) {
 
 /* ---- rows ---- */
 
+static constexpr int rotate_threads = 128; // of a thread block: seven of them fit the registers
+
 struct rotate_params {
     head_view from, to; // x and out; in the gradient dout and dx
     head_view x;        // in the gradient, with weight
@@ -213,12 +215,13 @@ template <int lanes>
 __device__ static void differentiate_norm(float (&u)[vec_channels], float (&sums)[vec_channels],
                                           float (&x)[vec_channels],
                                           const float (&weight)[vec_channels],
-                                          const rotate_params &params) {
+                                          const rotate_params &params, bool there) {
     const float norm = norm_of<lanes>(params, x);
 #pragma unroll
     for (int n = 0; n < vec_channels; n++) {
         x[n] *= norm;
-        sums[n] = fmaf(x[n], u[n], sums[n]);
+        if (there)
+            sums[n] = fmaf(x[n], u[n], sums[n]);
         u[n] *= weight[n];
     }
     const float along = sum_of_products<lanes>(x, u) / -(float)params.head_dim;
@@ -240,52 +243,55 @@ __device__ static void load_weight(float (&weight)[vec_channels], const rotate_p
     }
 }
 
-/* Loads eight channels of a row, or zeros for a lane that has none. */
+/* Loads eight channels of a row, or zeros for a lane that has none. offset: of head 0. */
 template <typename element>
-__device__ static void load_row_vec(float (&to)[vec_channels], const rotate_params &params,
-                                    const head_view &view, int64_t head, int32_t i,
-                                    int32_t first_channel, bool there) {
+__device__ static void load_row_vec(float (&to)[vec_channels], const head_view &view,
+                                    int64_t offset, int32_t h, bool there, bool aligned) {
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
         to[x] = 0;
     if (there)
-        load_vec(to, row_of<const element>(view, head, params.heads, i) + first_channel,
-                 params.aligned);
+        load_vec(to, (const element *)view.data + (offset + h * view.head), aligned);
+}
+
+/* The offset of a channel of head 0 in row i of sequence b. */
+__device__ static int64_t offset_of_row(const head_view &view, int64_t b, int32_t i,
+                                        int32_t channel) {
+    return b * view.batch + i * view.row + channel;
 }
 
 /* Adds the sums of the groups of a thread block in their order. */
 template <int lanes>
 __device__ static void write_sums(const float (&sums)[vec_channels], warp_vectors *exchange,
                                   const rotate_params &params) {
-    const int32_t channel = threadIdx.x;
     const int64_t block = blockIdx.x + (int64_t)gridDim.x * blockIdx.y;
-    float sum = 0;
     __syncthreads(); // all warps have rotated their last rows
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
         exchange[threadIdx.x / 32][x][threadIdx.x % 32] = sums[x];
     __syncthreads();
-    if (channel >= params.head_dim)
-        return;
-    for (int thread = channel / vec_channels; thread < row_threads; thread += lanes)
-        sum += exchange[thread / 32][channel % vec_channels][thread % 32];
-    params.sums[block * params.head_dim + channel] = sum;
+    for (int channel = threadIdx.x; channel < params.head_dim; channel += rotate_threads) {
+        float sum = 0;
+        for (int thread = channel / vec_channels; thread < rotate_threads; thread += lanes)
+            sum += exchange[thread / 32][channel % vec_channels][thread % 32];
+        params.sums[block * params.head_dim + channel] = sum;
+    }
 }
 
 /* Rotates all rows. `lanes` lanes hold a row, eight channels each; they take the heads of a position
  * one after the other. The heads are divided among the second axis of the grid. */
 template <typename element, int lanes, bool backward>
-static __global__ void __launch_bounds__(row_threads, backward ? 3 : 4)
+static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 7)
     rotate_rows(const __grid_constant__ rotate_params params) {
-    __shared__ warp_vectors exchange[row_threads / 32];
+    __shared__ warp_vectors exchange[rotate_threads / 32];
     const int32_t first_channel = threadIdx.x % lanes * vec_channels;
     const int32_t first_head = blockIdx.y * params.heads_of_block;
     const int32_t end_head = min(first_head + params.heads_of_block, params.heads);
-    const int64_t step = (int64_t)gridDim.x * (row_threads / lanes);
+    const int64_t step = (int64_t)gridDim.x * (rotate_threads / lanes);
     float weight[vec_channels], sums[vec_channels] = {};
     const partner_places places = find_places<lanes>(params, first_channel);
     load_weight<element>(weight, params, first_channel);
-    for (int64_t first = (int64_t)blockIdx.x * (row_threads / lanes); first < params.tokens;
+    for (int64_t first = (int64_t)blockIdx.x * (rotate_threads / lanes); first < params.tokens;
          first += step) {
         const int64_t token = first + threadIdx.x / lanes;
         const bool there = token < params.tokens && first_channel < params.head_dim;
@@ -293,10 +299,12 @@ static __global__ void __launch_bounds__(row_threads, backward ? 3 : 4)
         const int32_t i = (int32_t)(token % params.len);
         const lane_turn turn =
             find_turn(params, there ? angles_of(params, b, i) : NULL, first_channel);
+        const int64_t from = offset_of_row(params.from, b, i, first_channel);
+        const int64_t to = offset_of_row(params.to, b, i, first_channel);
+        const int64_t of_x = offset_of_row(params.x, b, i, first_channel);
         for (int32_t h = first_head; h < end_head; h++) {
-            const int64_t head = b * params.heads + h;
             float y[vec_channels];
-            load_row_vec<element>(y, params, params.from, head, i, first_channel, there);
+            load_row_vec<element>(y, params.from, from, h, there, params.aligned);
             if (!backward && params.weight != NULL) {
                 const float norm = norm_of<lanes>(params, y);
 #pragma unroll
@@ -308,11 +316,11 @@ static __global__ void __launch_bounds__(row_threads, backward ? 3 : 4)
                            first_channel);
             if (backward && params.weight != NULL) {
                 float own[vec_channels];
-                load_row_vec<element>(own, params, params.x, head, i, first_channel, there);
-                differentiate_norm<lanes>(y, sums, own, weight, params);
+                load_row_vec<element>(own, params.x, of_x, h, there, params.aligned);
+                differentiate_norm<lanes>(y, sums, own, weight, params, there);
             }
             if (there)
-                store_vec(row_of<element>(params.to, head, params.heads, i) + first_channel, y,
+                store_vec((element *)params.to.data + (to + h * params.to.head), y,
                           params.aligned);
         }
     }
@@ -353,9 +361,9 @@ struct rotate_grid {
 
 /* The order of dweight's sums follows from the grid, which therefore depends on sizes alone. */
 static rotate_grid grid_of_rows(const fdma_problem *problem) {
-    const int64_t wanted = 512;                                     // fills any device
-    const int64_t most = is_present(&problem->dweight) ? 1024 : INT32_MAX; // sums to add at the end
-    const int64_t heads = problem->q_heads, groups = row_threads / lanes_of(problem);
+    const int64_t wanted = 1024; // blocks fill any device
+    const int64_t most = is_present(&problem->dweight) ? 2048 : INT32_MAX; // whose sums are added
+    const int64_t heads = problem->q_heads, groups = rotate_threads / lanes_of(problem);
     const int64_t blocks = divide_up(problem->batch * problem->q_len, groups);
     rotate_grid grid = {};
     if (blocks == 0 || heads == 0)
@@ -421,7 +429,7 @@ template <typename element, int lanes>
 static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &params) {
     const rotate_grid grid = grid_of_rows(problem);
     const launch_shape shape = {dim3((unsigned)grid.token_blocks, (unsigned)grid.head_blocks),
-                                dim3(row_threads)};
+                                dim3(rotate_threads)};
     if (problem->operation == operation_rotate)
         return launch("rotate", rotate_rows<element, lanes, false>, shape, problem, params);
     FDMA_TRY(launch("rotate_backward", rotate_rows<element, lanes, true>, shape, problem, params));
