@@ -1042,15 +1042,15 @@ typedef struct fdma_rotate_args {
 FDMA_API fdma_status fdma_rotate(const fdma_rotate_args *args);
 
 typedef struct fdma_rotate_backward_args {
-    size_t size;           /* sizeof(fdma_rotate_backward_args) */
-    fdma_tensor dout;      /* [batch, len, heads, head_dim]: the gradient of out */
-    fdma_tensor x;         /* as in fdma_rotate_args, before the call; read only with weight */
-    fdma_tensor weight;    /* as in fdma_rotate_args, and the fields below */
+    size_t size;        /* sizeof(fdma_rotate_backward_args) */
+    fdma_tensor dout;   /* [batch, len, heads, head_dim]: the gradient of out */
+    fdma_tensor x;      /* as in fdma_rotate_args, before the call; read only with weight */
+    fdma_tensor weight; /* as in fdma_rotate_args, and the fields below */
     fdma_tensor rotary;
     fdma_tensor positions;
     fdma_tensor starts;
-    fdma_tensor dx;        /* output, shaped as dout; it may be dout itself */
-    fdma_tensor dweight;   /* output, optional [head_dim] float32; needs weight */
+    fdma_tensor dx;      /* output, shaped as dout; it may be dout itself */
+    fdma_tensor dweight; /* output, optional [head_dim] float32; needs weight */
     double eps;
     int64_t first, offset, nope_heads;
     int32_t interleaved;
@@ -1064,7 +1064,7 @@ typedef struct fdma_rotate_backward_args {
  *             r = 1 / sqrt(mean over d of x^2 + eps),
  *             dx = r (weight u - x r^2 mean over d of x weight u)
  *             dweight[d] = sum over b, i, h of r x u
- *  Workspace  O(rows * head_dim / 512) for dweight, on a device at most 4 MB; else none
+ *  Workspace  O(rows * head_dim / 512) for dweight, on a device at most 2 MB; else none
  *  Edge       dx may be dout as out may be x in fdma_rotate(). dweight is overwritten. Its sums have
  *             a fixed order: they are bit-equal from run to run and for every number of threads
  *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, dweight without

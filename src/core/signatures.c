@@ -301,20 +301,8 @@ static const tensor_entry attention_backward_tensors[] = {
     [operation_##name] = {name##_tensors, sizeof name##_tensors / sizeof name##_tensors[0]}
 
 const tensor_table fdma_tensors[] = {
-    TABLE(score),
-    TABLE(select),
-    TABLE(forward),
-    TABLE(backward),
-    TABLE(score_backward),
-    TABLE(merge),
-    TABLE(merge_backward),
-    TABLE(decode),
-    TABLE(cache_store),
-    TABLE(cache_copy),
-    TABLE(probabilities),
-    TABLE(rotary_table),
-    TABLE(rotate),
-    TABLE(rotate_backward),
-    TABLE(attention),
-    TABLE(attention_backward),
+    TABLE(score),          TABLE(select),          TABLE(forward),        TABLE(backward),
+    TABLE(score_backward), TABLE(merge),           TABLE(merge_backward), TABLE(decode),
+    TABLE(cache_store),    TABLE(cache_copy),      TABLE(probabilities),  TABLE(rotary_table),
+    TABLE(rotate),         TABLE(rotate_backward), TABLE(attention),      TABLE(attention_backward),
 };

@@ -159,9 +159,9 @@ static turn make_turn(const turn_case *n, fdma_dtype dtype, const char *kernel) 
     args.x = new_tensor(dtype, n->batch, n->len, n->heads, n->head_dim);
     fill_random(args.x, &state, 2);
     if (n->weight != no_weight) {
-        args.weight = new_tensor(n->weight == own_weight || dtype == FDMA_FLOAT64 ? dtype
-                                                                                  : FDMA_FLOAT32,
-                                 n->head_dim, -1, -1, -1);
+        args.weight =
+            new_tensor(n->weight == own_weight || dtype == FDMA_FLOAT64 ? dtype : FDMA_FLOAT32,
+                       n->head_dim, -1, -1, -1);
         fill_random(args.weight, &state, 2);
         args.eps = 0.01;
     }
@@ -193,8 +193,8 @@ static turn make_turn(const turn_case *n, fdma_dtype dtype, const char *kernel) 
     fill_random(back.dout, &state, 1);
     if (n->weight != no_weight) {
         back.x = args.x;
-        back.dweight = new_output(dtype == FDMA_FLOAT64 ? dtype : FDMA_FLOAT32, n->head_dim, -1,
-                                  -1, -1);
+        back.dweight =
+            new_output(dtype == FDMA_FLOAT64 ? dtype : FDMA_FLOAT32, n->head_dim, -1, -1, -1);
     }
     return (turn){n, args, back};
 }
@@ -206,9 +206,8 @@ static int64_t position_of(const turn *t, int64_t b, int64_t i) {
     const int32_t *const starts = args->starts.data;
     int64_t start = i; /* after the last sequence */
     if (args->positions.rank > 0)
-        return ((const int32_t *)args->positions.data)[args->positions.shape[0] > 1
-                                                           ? b * t->sizes->len + i
-                                                           : i];
+        return ((const int32_t *)
+                    args->positions.data)[args->positions.shape[0] > 1 ? b * t->sizes->len + i : i];
     if (args->starts.rank == 0)
         return args->offset + i;
     for (int64_t n = 0; n + 1 < args->starts.shape[0]; n++)
@@ -265,8 +264,7 @@ static double *exact_out(const turn *t) {
     for (int64_t row = 0; row < count_rows(t); row++) {
         double *const y = out + row * dim;
         for (int64_t d = 0; d < dim; d++)
-            y[d] =
-                load_double(x.data, x.dtype, row * dim + d) * norm_at(t, row) * weight_at(t, d);
+            y[d] = load_double(x.data, x.dtype, row * dim + d) * norm_at(t, row) * weight_at(t, d);
         rotate_row_exactly(t, row, 1, y);
     }
     return out;

@@ -124,14 +124,12 @@ static void turn_row(const fdma_problem *problem, row_turn *turn, float *x) {
 /* Loads a row; the channels of the last vector past head_dim are 0. */
 static void load_floats(const fdma_problem *problem, const void *row, float *x) {
     for (int64_t d = 0; d < problem->head_dim; d += vf_width)
-        vf_store(x + d,
-                 load_channels(row, problem->dtype, d, channels_at(d, problem->head_dim)));
+        vf_store(x + d, load_channels(row, problem->dtype, d, channels_at(d, problem->head_dim)));
 }
 
 static void store_floats(const fdma_problem *problem, void *row, const float *x) {
     for (int64_t d = 0; d < problem->head_dim; d += vf_width)
-        store_channels(row, problem->dtype, d, vf_load(x + d),
-                       channels_at(d, problem->head_dim));
+        store_channels(row, problem->dtype, d, vf_load(x + d), channels_at(d, problem->head_dim));
 }
 
 static float product_of_floats(const float *x, const float *y, int64_t count) {
@@ -181,7 +179,7 @@ static void differentiate_norm(const fdma_problem *problem, const row_turn *turn
 }
 
 static void unrotate_head(const fdma_problem *problem, row_turn *turn, int64_t b, int64_t i,
-                               int64_t h, float *sums) {
+                          int64_t h, float *sums) {
     float u[row_floats];
     load_floats(problem, head_row(&problem->dout, b, i, h), u);
     if (is_rotated_head(problem, h))

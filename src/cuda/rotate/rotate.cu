@@ -173,8 +173,8 @@ __device__ static partner_places find_places(const rotate_params &params, int32_
 
 /* Rotates the channels of all rows of a warp. */
 __device__ static void rotate_vec(float (&y)[vec_channels], const lane_turn &turn,
-                                  warp_vectors &exchange, const partner_places &places,
-                                  int32_t dim, int32_t first_channel) {
+                                  warp_vectors &exchange, const partner_places &places, int32_t dim,
+                                  int32_t first_channel) {
     __syncwarp(); // all lanes have read what they wanted of the last row
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
@@ -212,10 +212,9 @@ __device__ static float norm_of(const rotate_params &params, const float (&x)[ve
 
 /* Makes dx of u, the gradient before the rotation, and adds to the sums of dweight. */
 template <int lanes>
-__device__ static void differentiate_norm(float (&u)[vec_channels], float (&sums)[vec_channels],
-                                          float (&x)[vec_channels],
-                                          const float (&weight)[vec_channels],
-                                          const rotate_params &params, bool there) {
+__device__ static void
+differentiate_norm(float (&u)[vec_channels], float (&sums)[vec_channels], float (&x)[vec_channels],
+                   const float (&weight)[vec_channels], const rotate_params &params, bool there) {
     const float norm = norm_of<lanes>(params, x);
 #pragma unroll
     for (int n = 0; n < vec_channels; n++) {
@@ -312,16 +311,14 @@ static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 7)
                     y[x] *= norm * weight[x];
             }
             if (h < params.rotated_heads)
-                rotate_vec(y, turn, exchange[threadIdx.x / 32], places, params.dim,
-                           first_channel);
+                rotate_vec(y, turn, exchange[threadIdx.x / 32], places, params.dim, first_channel);
             if (backward && params.weight != NULL) {
                 float own[vec_channels];
                 load_row_vec<element>(own, params.x, of_x, h, there, params.aligned);
                 differentiate_norm<lanes>(y, sums, own, weight, params, there);
             }
             if (there)
-                store_vec((element *)params.to.data + (to + h * params.to.head), y,
-                          params.aligned);
+                store_vec((element *)params.to.data + (to + h * params.to.head), y, params.aligned);
         }
     }
     if (backward && params.sums != NULL)
@@ -361,7 +358,7 @@ struct rotate_grid {
 
 /* The order of dweight's sums follows from the grid, which therefore depends on sizes alone. */
 static rotate_grid grid_of_rows(const fdma_problem *problem) {
-    const int64_t wanted = 1024; // blocks fill any device
+    const int64_t wanted = 1024;                                           // blocks fill any device
     const int64_t most = is_present(&problem->dweight) ? 2048 : INT32_MAX; // whose sums are added
     const int64_t heads = problem->q_heads, groups = rotate_threads / lanes_of(problem);
     const int64_t blocks = divide_up(problem->batch * problem->q_len, groups);
