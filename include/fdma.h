@@ -1034,10 +1034,9 @@ typedef struct fdma_rotate_args {
  *             NaN, and wrong starts give wrong positions, but nothing outside the table is read. A
  *             row of zeros stays zero if eps is above 0, and is NaN if it is 0. Squares overflow in
  *             rows with |x| above 1e18
- *  Errors     FDMA_INVALID_ARGUMENT also for a dim that is odd or above head_dim, positions together
- *             with starts or offset, an eps that is negative, not finite or without weight, an
- *             offset below first, a table that ends before the last position, and nope_heads above
- *             heads
+ *  Errors     FDMA_INVALID_ARGUMENT also for a dim that is odd or above head_dim, positions with
+ *             starts or offset, an eps that is negative, not finite or without weight, an offset
+ *             below first, a table that ends before the last position, and nope_heads above heads
  *  Source     arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm */
 FDMA_API fdma_status fdma_rotate(const fdma_rotate_args *args);
 
@@ -1065,10 +1064,10 @@ typedef struct fdma_rotate_backward_args {
  *             dx = r (weight u - x r^2 mean over d of x weight u)
  *             dweight[d] = sum over b, i, h of r x u
  *  Workspace  O(rows * head_dim / 512) for dweight, on a device at most 2 MB; else none
- *  Edge       dx may be dout as out may be x in fdma_rotate(). dweight is overwritten. Its sums have
- *             a fixed order: they are bit-equal from run to run and for every number of threads
- *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, dweight without
- *             weight
+ *  Edge       dx may be dout as out may be x in fdma_rotate(). dweight is overwritten. Its sums
+ *             have a fixed order: they are bit-equal from run to run, for every number of threads
+ *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, or dweight
+ *             without weight
  *  Source     docs/algorithm.md, rotary embedding */
 FDMA_API fdma_status fdma_rotate_backward(const fdma_rotate_backward_args *args);
 

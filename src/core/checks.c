@@ -762,7 +762,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
         FDMA_TRY(settle_tensor(problem, &table.entries[t], &settled));
     FDMA_TRY(settle_keys(problem, &settled));
     if (is_rotating(problem->operation))
-        problem->kv_len = problem->q_len; // of which starts divides the rows
+        problem->kv_len = problem->q_len; // starts divides these rows
     FDMA_TRY(check_sizes(problem));
     if (is_attending(problem->operation)) {
         problem->group = problem->q_heads / problem->kv_heads;

@@ -81,7 +81,7 @@ fdma_status fdma_check_positions(const fdma_problem *problem, check_depth depth)
 
 /* ---- frequencies ---- */
 
-/* A number as the sum of two doubles, the second of which is less than a last bit of the first. */
+/* A number as the sum of two doubles; the second is less than the last bit of the first. */
 typedef struct long_number {
     double high, low;
 } long_number;

@@ -1,11 +1,11 @@
-/* Rotary embedding: its checks, the frequencies of a table, and the row of the table that a row of x
- * is rotated by. */
+/* Rotary embedding: its checks, the frequencies of a table, and the row of the table by which a
+ * row of x is rotated. */
 #pragma once
 
 #include "core/integers.h"
 #include "core/problem.h"
 
-/* Checks of the table's shape, of options and of which tensors a call may have together. */
+/* Checks the table's shape, the options, and that the call's tensors go together. */
 fdma_status fdma_check_rotary(const fdma_problem *problem);
 
 /* Checks that the table has the positions of a call: without reading memory, unless it is the

@@ -55,8 +55,8 @@
  * call, j both; z window + recent, which are the rows of a stream's table; p the sequences of a
  * cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
  * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page; y counts bytes. t are the rows of a rotary table, w
- * its columns, v half as many. B, H, I and J are axes of b, h, i
+ * the pages of a pool, and l, the rows of a page; y counts bytes. t are the rows of a rotary table,
+ * w its columns, v half as many. B, H, I and J are axes of b, h, i
  * and j elements that may have length 1 instead; H may also have g elements. The first tensor with
  * one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the others must agree: the
  * tensors that a caller is least likely to get wrong come first. */

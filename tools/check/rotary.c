@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-/* Half of the cases have given frequencies; those of the others are powers of the base. */
+/* Half of the cases have given frequencies, the others powers of the base. */
 static void make_frequencies(check_problem *problem, int64_t pairs, uint64_t *random) {
     check_rotary *const rotary = &problem->turn;
     rotary->base = 10000;

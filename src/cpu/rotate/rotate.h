@@ -1,5 +1,5 @@
-/* Rotary embedding, a norm before it, and the gradients of both: one row at a time, with channels in
- * the lanes. A row is loaded once and written once. */
+/* Rotary embedding, a norm before it, and the gradients of both: one row at a time, with channels
+ * in the lanes. A row is loaded once and written once. */
 #pragma once
 
 #include "core/rotary.h"
@@ -12,8 +12,8 @@ enum {
     row_floats = 256 + vf_width, /* of a row: vectors may begin at its last channel */
     rotated_rows = 512,          /* rows of a task, at least, unless there are fewer */
     rotated_bytes = 5000,        /* bytes that one thread rotates in a microsecond, roughly */
-    table_pairs = 4096,          /* elements of a table in a task, at least */
-    table_speed = 25,            /* of which a thread computes so many in a microsecond, roughly */
+    table_pairs = 4096,          /* pairs of a table in a task, at least */
+    table_speed = 25,            /* pairs that one thread computes in a microsecond, roughly */
 };
 
 /* ---- the table ---- */
@@ -62,7 +62,7 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
 
 /* ---- rows ---- */
 
-/* What one thread holds of the rows of a position: out[d] = x[d] c[d] + partner[d] s[d], where the
+/* The factors of one position: out[d] = x[d] c[d] + partner[d] s[d], where the
  * partner of a channel is the other one of its pair. Channels that are not rotated have c = 1 and s
  * = -0, with which a product and a sum change no bit of them. */
 typedef struct row_turn {
@@ -96,7 +96,7 @@ static void begin_turn(const fdma_problem *problem, row_turn *turn) {
         turn->weight[d] = (float)fdma_load(&problem->weight, d);
 }
 
-/* Copies the channels of the rotated pairs, those of each pair in the other order. */
+/* Copies the channels that are rotated, and swaps the two of each pair. */
 static void swap_pairs(const fdma_problem *problem, const float *x, float *partner) {
     const size_t pairs = (size_t)rotary_dim(problem) / 2;
     if (!problem->turn.interleaved) {

@@ -113,7 +113,7 @@ __device__ static const float *angles_of(const rotate_params &params, int64_t b,
     return row >= 0 && row < params.rotary_rows ? params.rotary + row * params.rotary_stride : NULL;
 }
 
-/* What a thread holds for its eight channels: out = y c + partner s, where the partner is the other
+/* The factors of a thread's eight channels: out = y c + partner s, where the partner is the other
  * channel of a pair, which another thread of the warp may hold. */
 struct lane_turn {
     float c[vec_channels], s[vec_channels];
@@ -277,8 +277,8 @@ __device__ static void write_sums(const float (&sums)[vec_channels], warp_vector
     }
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, eight channels each; they take the heads of a position
- * one after the other. The heads are divided among the second axis of the grid. */
+/* Rotates all rows. `lanes` lanes hold a row, eight channels each; they take the heads of a
+ * position one after the other. The heads are divided among the second axis of the grid. */
 template <typename element, int lanes, bool backward>
 static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 7)
     rotate_rows(const __grid_constant__ rotate_params params) {
