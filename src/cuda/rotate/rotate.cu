@@ -70,7 +70,7 @@ static fdma_status run_table(const fdma_problem *problem) {
 
 /* ---- rows ---- */
 
-static constexpr int rotate_threads = 128; // of a thread block: seven of them fit the registers
+static constexpr int rotate_threads = 128; // of a thread block: few, so that many blocks fit
 
 struct rotate_params {
     head_view from, to; // x and out; in the gradient dout and dx
@@ -280,7 +280,7 @@ __device__ static void write_sums(const float (&sums)[vec_channels], warp_vector
 /* Rotates all rows. `lanes` lanes hold a row, eight channels each; they take the heads of a
  * position one after the other. The heads are divided among the second axis of the grid. */
 template <typename element, int lanes, bool backward>
-static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 7)
+static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 5)
     rotate_rows(const __grid_constant__ rotate_params params) {
     __shared__ warp_vectors exchange[rotate_threads / 32];
     const int32_t first_channel = threadIdx.x % lanes * vec_channels;
