@@ -121,6 +121,7 @@ typedef struct turn {
     const turn_case *sizes;
     fdma_rotate_args forward;
     fdma_rotate_backward_args backward;
+    long double frequency[128];
 } turn;
 
 static fdma_tensor table_of(const turn_case *n, fdma_dtype dtype) {
@@ -196,7 +197,10 @@ static turn make_turn(const turn_case *n, fdma_dtype dtype, const char *kernel) 
         back.dweight =
             new_output(dtype == FDMA_FLOAT64 ? dtype : FDMA_FLOAT32, n->head_dim, -1, -1, -1);
     }
-    return (turn){n, args, back};
+    turn made = {n, args, back, {0}};
+    for (int64_t d = 0; d < n->dim / 2; d++)
+        made.frequency[d] = powl((long double)base, -2 * (long double)d / (long double)n->dim);
+    return made;
 }
 
 /* ---- the evaluation in double ---- */
@@ -220,9 +224,7 @@ static int64_t position_of(const turn *t, int64_t b, int64_t i) {
 static void rotate_exactly(const turn *t, int64_t b, int64_t i, int64_t h, double sign, double *y) {
     const turn_case *const n = t->sizes;
     for (int64_t d = 0; d < n->dim / 2 && h < n->heads - n->nope_heads; d++) {
-        const long double frequency =
-            powl((long double)base, -2 * (long double)d / (long double)n->dim);
-        const long double angle = (long double)position_of(t, b, i) * frequency;
+        const long double angle = (long double)position_of(t, b, i) * t->frequency[d];
         const double c = (double)cosl(angle), s = sign * (double)sinl(angle);
         const int64_t one = n->interleaved ? 2 * d : d;
         const int64_t other = n->interleaved ? one + 1 : d + n->dim / 2;
@@ -262,9 +264,9 @@ static double *exact_out(const turn *t) {
     const int64_t dim = t->sizes->head_dim;
     double *const out = test_alloc((size_t)count_of(x) * sizeof *out);
     for (int64_t row = 0; row < count_rows(t); row++) {
-        double *const y = out + row * dim;
+        double *const y = out + row * dim, norm = norm_at(t, row);
         for (int64_t d = 0; d < dim; d++)
-            y[d] = load_double(x.data, x.dtype, row * dim + d) * norm_at(t, row) * weight_at(t, d);
+            y[d] = load_double(x.data, x.dtype, row * dim + d) * norm * weight_at(t, d);
         rotate_row_exactly(t, row, 1, y);
     }
     return out;
