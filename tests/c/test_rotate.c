@@ -420,7 +420,8 @@ static void threads_change_no_bit(const char *kernel) {
     }
 }
 
-/* Channels and heads that are neither normalized nor rotated keep their bits, -0 and NaN too. */
+/* Channels and heads that are neither normalized nor rotated keep their bits, -0
+ * too; NaN stays NaN. */
 static void other_channels_are_copied(const char *kernel, fdma_dtype dtype) {
     const turn_case n = {1, 3, 2, 48, 12, 1, false, no_weight, by_offset, 0, 9};
     turn t = make_turn(&n, dtype, kernel);
@@ -433,7 +434,8 @@ static void other_channels_are_copied(const char *kernel, fdma_dtype dtype) {
     const size_t size = dtype_size(dtype);
     for (int64_t row = 0; row < 6; row++) {
         const size_t from = (size_t)(row * 48 + (row % 2 == 0 ? 12 : 0)) * size;
-        const size_t end = (size_t)(row + 1) * 48 * size;
+        const size_t end = (size_t)(row * 48 + 47) * size;
+        CHECK(isnan(load_double(t.forward.out.data, dtype, row * 48 + 47)));
         CHECK_BYTES((const char *)t.forward.out.data + from, (const char *)t.forward.x.data + from,
                     end - from);
     }
