@@ -62,9 +62,9 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
 
 /* ---- rows ---- */
 
-/* The factors of one position: out[d] = x[d] c[d] + partner[d] s[d], where the
- * partner of a channel is the other one of its pair. Channels that are not rotated have c = 1 and s
- * = -0, with which a product and a sum change no bit of them. */
+/* The factors of one position: out[d] = x[d] c[d] + partner[d] s[d], where the partner of a channel
+ * is the other one of its pair. Channels that are not rotated have c = 1 and s = -0, with which a
+ * product and a sum change no bit of them. */
 typedef struct row_turn {
     float c[row_floats], s[row_floats];
     float partner[row_floats];
