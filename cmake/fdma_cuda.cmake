@@ -53,7 +53,7 @@ endforeach()
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
 foreach(source device/sequences score/score score/score_backward select/sm80 select/fused select/rules
-               merge/merge probabilities/probabilities plan/plan plan/lists plan/kept_keys plan/backward decode/evict decode/store
+               merge/merge probabilities/probabilities rotate/rotate plan/plan plan/lists plan/kept_keys plan/backward decode/evict decode/store
                adapt/adapt)
   string(MAKE_C_IDENTIFIER ${source} name)
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")

@@ -19,6 +19,8 @@
  *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode()
  *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
  *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
+ *   Rotary embedding fdma_rotary_table(), fdma_rotate(), fdma_rotate_backward(): of q and k, with
+ *                    a norm before it if wanted
  *   Then             Workspace, Kernels and devices
  *
  * Purpose. Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed
@@ -70,7 +72,7 @@
  *              and contents. It must not overlap a tensor of the call, nor the workspace of a call
  *              that may run at the same time.
  *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
- *              elements with any other tensor: nothing works in place.
+ *              elements with any other tensor: only fdma_rotate() and its gradient work in place.
  *   Errors     Every operation returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has
  *              one line: the argument, its value and what is wanted, or why no kernel takes it.
  *
@@ -171,8 +173,8 @@
  * exec.trusted is set. The argument structs are read during the call and stay on the host. The call
  * puts its work on `stream` and returns without reading anything back, so a CUDA graph can capture
  * it. On a device q, k, v, out and their gradients are float16 or bfloat16: convert float32 tensors
- * first. Only fdma_merge() and its gradients take float32 there. To attend on a device, a selection
- * whose window + recent is smaller than kv_len needs its slots.
+ * first. Only fdma_merge(), fdma_rotate() and their gradients take float32 there. To attend on a
+ * device, a selection whose window + recent is smaller than kv_len needs its slots.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
@@ -972,6 +974,103 @@ typedef struct fdma_merge_backward_args {
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 
+/* Rotary embedding */
+
+typedef struct fdma_rotary_table_args {
+    size_t size;          /* sizeof(fdma_rotary_table_args) */
+    fdma_tensor rotary;   /* output [rows, dim] float32: dim / 2 cosines, then dim / 2 sines */
+    fdma_tensor inv_freq; /* optional [dim / 2] float32 or float64: radians for each position; it
+                             holds what scaling rules such as linear, NTK, llama3 or YaRN make of
+                             the frequencies. Absent: base^(-2 d / dim) */
+    double base;          /* used without inv_freq: 1 or more, for example 10000 */
+    double factor;        /* multiplies cosines and sines, as YaRN and longrope do; 0: 1 */
+    int64_t first;        /* the position of row 0; first + rows is at most 2^31 */
+    fdma_exec exec;
+} fdma_rotary_table_args;
+
+/*! fdma_rotary_table() - the cosines and sines of the positions that fdma_rotate() rotates to.
+ *  Use it once for a model and a device: all layers that share frequencies share a table.
+ *  Formula    rotary[n, d] = factor cos((first + n) inv_freq[d])
+ *             rotary[n, dim / 2 + d] = factor sin((first + n) inv_freq[d]), for d < dim / 2
+ *  Shapes     dim is even, from 2 to 256
+ *  Edge       angles are computed in more than double precision: for frequencies up to 16 radians
+ *             each element is the true number, with the base's frequencies not rounded, to within
+ *             one rounding of float32 or 1e-15, whichever is more, at any position
+ *  Errors     FDMA_INVALID_ARGUMENT also for a base that is needed and is below 1 or not finite, a
+ *             factor that is negative or not finite, and positions outside 0 to 2^31 - 1
+ *  Source     arXiv:2104.09864, RoFormer; arXiv:2309.00071, YaRN */
+FDMA_API fdma_status fdma_rotary_table(const fdma_rotary_table_args *args);
+
+typedef struct fdma_rotate_args {
+    size_t size;           /* sizeof(fdma_rotate_args) */
+    fdma_tensor x;         /* [batch, len, heads, head_dim] */
+    fdma_tensor weight;    /* optional [head_dim], x's dtype or float32: x is normalized first */
+    fdma_tensor rotary;    /* [rows, dim] float32: fdma_rotary_table()'s */
+    fdma_tensor positions; /* optional [batch or 1, len] int32 */
+    fdma_tensor starts;    /* optional [sequences + 1] int32: packed sequences */
+    fdma_tensor out;       /* output [batch, len, heads, head_dim]; it may be x itself */
+    double eps;            /* 0 or more: added to the mean square; needs weight */
+    int64_t first;         /* the position of rotary's row 0, as when the table was made */
+    int64_t offset;        /* without positions: the position of each sequence's first row */
+    int64_t nope_heads;    /* the last so many heads are normalized, but not rotated; 0: none */
+    int32_t interleaved;   /* nonzero: pairs are channels 2 d and 2 d + 1, else d and d + dim / 2 */
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_rotate_args;
+
+/*! fdma_rotate() - rotary embedding of q or of k, after a root-mean-square norm if wanted.
+ *  Use it on q and on k before attention, and on the new tokens before fdma_decode().
+ *  Formula    y = x, or with weight x / sqrt(mean over d of x^2 + eps) * weight
+ *             out[d] = y[d] c - y[d + dim / 2] s, out[d + dim / 2] = y[d + dim / 2] c + y[d] s
+ *             for d < dim / 2, with c = rotary[p - first, d], s = rotary[p - first, dim / 2 + d]
+ *             and p the row's position; interleaved: 2 d and 2 d + 1 in place of d and d + dim / 2;
+ *             out = y in the channels from dim on, and in the last nope_heads heads
+ *  Shapes     dim, the second axis of rotary, is even and at most head_dim; positions are
+ *             positions[b, i], or else offset + i or, with starts, offset + i less the start of the
+ *             row's sequence. Rows from the last start on have position offset
+ *  Edge       out may have the data, shape and strides of x, and must not overlap it otherwise. A
+ *             position outside of the table is refused if the host can see it. On a device the host
+ *             reads neither positions nor starts: then the rotated channels of such a row become
+ *             NaN, and wrong starts give wrong positions, but nothing outside the table is read. A
+ *             row of zeros stays zero if eps is above 0, and is NaN if it is 0. Squares overflow in
+ *             rows with |x| above 1e18
+ *  Errors     FDMA_INVALID_ARGUMENT also for a dim that is odd or above head_dim, positions with
+ *             starts or offset, an eps that is negative, not finite or without weight, an offset
+ *             below first, a table that ends before the last position, and nope_heads above heads
+ *  Source     arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm */
+FDMA_API fdma_status fdma_rotate(const fdma_rotate_args *args);
+
+typedef struct fdma_rotate_backward_args {
+    size_t size;        /* sizeof(fdma_rotate_backward_args) */
+    fdma_tensor dout;   /* [batch, len, heads, head_dim]: the gradient of out */
+    fdma_tensor x;      /* as in fdma_rotate_args, before the call; read only with weight */
+    fdma_tensor weight; /* as in fdma_rotate_args, and the fields below */
+    fdma_tensor rotary;
+    fdma_tensor positions;
+    fdma_tensor starts;
+    fdma_tensor dx;      /* output, shaped as dout; it may be dout itself */
+    fdma_tensor dweight; /* output, optional [head_dim] float32; needs weight */
+    double eps;
+    int64_t first, offset, nope_heads;
+    int32_t interleaved;
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_rotate_backward_args;
+
+/*! fdma_rotate_backward() - the gradients of fdma_rotate() with respect to x and weight.
+ *  Use it to train, with the tensors and options of the fdma_rotate() call.
+ *  Formula    u = dout, rotated by the negative angle; without weight dx = u; else, with
+ *             r = 1 / sqrt(mean over d of x^2 + eps),
+ *             dx = r (weight u - x r^2 mean over d of x weight u)
+ *             dweight[d] = sum over b, i, h of r x u
+ *  Workspace  O(rows * head_dim / 512) for dweight, on a device at most 2 MB; else none
+ *  Edge       dx may be dout as out may be x in fdma_rotate(). dweight is overwritten. Its sums
+ *             have a fixed order: they are bit-equal from run to run, for every number of threads
+ *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, or dweight
+ *             without weight
+ *  Source     docs/algorithm.md, rotary embedding */
+FDMA_API fdma_status fdma_rotate_backward(const fdma_rotate_backward_args *args);
+
 /* Workspace */
 
 /*! fdma_score_workspace() and the like - the bytes of workspace that a call with these arguments
@@ -997,6 +1096,10 @@ FDMA_API fdma_status fdma_attention_backward_workspace(const fdma_attention_back
 FDMA_API fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_args *args,
                                                    size_t *bytes);
+FDMA_API fdma_status fdma_rotary_table_workspace(const fdma_rotary_table_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_rotate_workspace(const fdma_rotate_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_rotate_backward_workspace(const fdma_rotate_backward_args *args,
+                                                    size_t *bytes);
 
 /* Kernels and devices */
 
@@ -1035,6 +1138,11 @@ FDMA_API fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *
 FDMA_API fdma_status fdma_merge_kernel(const fdma_merge_args *args, const char **name);
 FDMA_API fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args,
                                                 const char **name);
+FDMA_API fdma_status fdma_rotary_table_kernel(const fdma_rotary_table_args *args,
+                                              const char **name);
+FDMA_API fdma_status fdma_rotate_kernel(const fdma_rotate_args *args, const char **name);
+FDMA_API fdma_status fdma_rotate_backward_kernel(const fdma_rotate_backward_args *args,
+                                                 const char **name);
 
 typedef struct fdma_attention_kernels {
     size_t size;       /* sizeof(fdma_attention_kernels), set by the caller */

@@ -279,6 +279,40 @@ fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args, con
     return ask_kernel(operation_merge_backward, args, name);
 }
 
+fdma_status fdma_rotary_table(const fdma_rotary_table_args *args) {
+    return run(operation_rotary_table, args);
+}
+
+fdma_status fdma_rotary_table_workspace(const fdma_rotary_table_args *args, size_t *bytes) {
+    return ask_workspace(operation_rotary_table, args, bytes);
+}
+
+fdma_status fdma_rotary_table_kernel(const fdma_rotary_table_args *args, const char **name) {
+    return ask_kernel(operation_rotary_table, args, name);
+}
+
+fdma_status fdma_rotate(const fdma_rotate_args *args) { return run(operation_rotate, args); }
+
+fdma_status fdma_rotate_workspace(const fdma_rotate_args *args, size_t *bytes) {
+    return ask_workspace(operation_rotate, args, bytes);
+}
+
+fdma_status fdma_rotate_kernel(const fdma_rotate_args *args, const char **name) {
+    return ask_kernel(operation_rotate, args, name);
+}
+
+fdma_status fdma_rotate_backward(const fdma_rotate_backward_args *args) {
+    return run(operation_rotate_backward, args);
+}
+
+fdma_status fdma_rotate_backward_workspace(const fdma_rotate_backward_args *args, size_t *bytes) {
+    return ask_workspace(operation_rotate_backward, args, bytes);
+}
+
+fdma_status fdma_rotate_backward_kernel(const fdma_rotate_backward_args *args, const char **name) {
+    return ask_kernel(operation_rotate_backward, args, name);
+}
+
 fdma_status fdma_attention(const fdma_attention_args *args) {
     return run(operation_attention, args);
 }

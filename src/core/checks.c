@@ -4,6 +4,7 @@
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
+#include "core/rotary.h"
 #include "core/signatures.h"
 
 #include <math.h>
@@ -401,6 +402,12 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return problem->cache.page_table.shape[1]; // any length: check_pages() sets its minimum
     case 'y':
         return problem->mask_lists.shape[0]; // any length: the backend says how many it needs
+    case 't':
+        return problem->rotary.shape[0]; // any length, see fdma_check_rotary(); so is w
+    case 'w':
+        return problem->rotary.shape[1];
+    case 'v':
+        return problem->rotary.shape[1] / 2;
     case 'e':
         return is_present(&problem->starts) ? max(problem->starts.shape[0] - 1, 0) : problem->batch;
     default:
@@ -676,6 +683,8 @@ static void read_rng_state(fdma_problem *problem) {
 static fdma_status check_sizes(const fdma_problem *problem) {
     if (has_cache(problem->operation))
         FDMA_TRY(check_cache_sizes(problem));
+    if (is_present(&problem->rotary))
+        FDMA_TRY(fdma_check_rotary(problem));
     FDMA_TRY(check_carried(problem));
     FDMA_TRY(check_tables(problem));
     if (is_present(&problem->starts))
@@ -706,6 +715,19 @@ static void settle_strides(fdma_tensor *tensor, const tensor_entry *entry) {
             tensor->stride[axis] = 0;
 }
 
+/* True if the output of a rotation has the very elements of its input. */
+static bool is_worked_in_place(const fdma_problem *problem, const fdma_tensor *input) {
+    const bool backward = problem->operation == operation_rotate_backward;
+    const fdma_tensor *const from = backward ? &problem->dout : &problem->x;
+    const fdma_tensor *const to = backward ? &problem->dx : &problem->out;
+    if (!is_rotating(problem->operation) || input != from || to->data != from->data)
+        return false;
+    for (int axis = 0; axis < from->rank; axis++)
+        if (from->shape[axis] > 1 && to->stride[axis] != from->stride[axis])
+            return false;
+    return true; // dtypes and shapes are equal
+}
+
 static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
     const tensor_table table = fdma_tensors[problem->operation];
     named_tensor tensors[most_tensors] = {0};
@@ -717,6 +739,8 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
             continue;
         FDMA_TRY(fdma_check_layout(entry->name, tensor, is_output(entry), depth == check_all));
         settle_strides(tensor, entry);
+        if (!is_output(entry) && is_worked_in_place(problem, tensor))
+            continue; // the output, which has the same elements, stands for both
         tensors[count++] = (named_tensor){entry->name, tensor, is_output(entry)};
     }
     return depth == check_all ? fdma_check_overlaps(tensors, count, &problem->exec) : FDMA_OK;
@@ -737,6 +761,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     for (size_t t = 0; t < table.count; t++)
         FDMA_TRY(settle_tensor(problem, &table.entries[t], &settled));
     FDMA_TRY(settle_keys(problem, &settled));
+    if (is_rotating(problem->operation))
+        problem->kv_len = problem->q_len; // starts divides these rows
     FDMA_TRY(check_sizes(problem));
     if (is_attending(problem->operation)) {
         problem->group = problem->q_heads / problem->kv_heads;
@@ -753,7 +779,9 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
         FDMA_TRY(check_used_keys(problem));
     if (depth == check_all && is_present(&problem->rng_state) && problem->exec.device == FDMA_CPU)
         read_rng_state(problem);
-    return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
+    if (depth == check_all && is_present(&problem->starts))
+        FDMA_TRY(check_starts(problem));
+    return is_rotating(problem->operation) ? fdma_check_positions(problem, depth) : FDMA_OK;
 }
 
 fdma_status fdma_check_slots(const fdma_problem *problem) {

@@ -192,6 +192,53 @@ static fdma_status take_probabilities(const any_args *args, fdma_problem *proble
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 
+static fdma_status take_rotary_table(const any_args *args, fdma_problem *problem) {
+    const fdma_rotary_table_args *const call = &args->rotary_table;
+    FDMA_REQUIRE(is_present(&call->inv_freq) || (call->base >= 1 && call->base < INFINITY),
+                 FDMA_INVALID_ARGUMENT,
+                 "base: is %g, want a finite number, 1 or more, or else inv_freq", call->base);
+    FDMA_REQUIRE(call->factor >= 0 && call->factor < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "factor: is %g, want a finite number, 0 or more", call->factor);
+    problem->turn.base = call->base;
+    problem->turn.factor = call->factor == 0 ? 1 : call->factor;
+    problem->turn.first = call->first;
+    return FDMA_OK;
+}
+
+static fdma_status take_turn(const rotary_options *turn, bool interleaved, fdma_problem *problem) {
+    FDMA_REQUIRE(turn->eps >= 0 && turn->eps < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "eps: is %g, want a finite number, 0 or more", turn->eps);
+    FDMA_REQUIRE(turn->eps == 0 || is_present(&problem->weight), FDMA_INVALID_ARGUMENT,
+                 "eps: is %g, want 0 without weight", turn->eps);
+    FDMA_REQUIRE(turn->offset >= 0 && turn->offset <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "offset: is %lld, want 0 to %d", (long long)turn->offset, INT32_MAX);
+    problem->turn = *turn;
+    problem->turn.interleaved = interleaved;
+    return FDMA_OK;
+}
+
+static fdma_status take_rotate(const any_args *args, fdma_problem *problem) {
+    const fdma_rotate_args *const call = &args->rotate;
+    const rotary_options turn = {.first = call->first,
+                                 .offset = call->offset,
+                                 .nope_heads = call->nope_heads,
+                                 .eps = call->eps};
+    return take_turn(&turn, call->interleaved != 0, problem);
+}
+
+static fdma_status take_rotate_backward(const any_args *args, fdma_problem *problem) {
+    const fdma_rotate_backward_args *const call = &args->rotate_backward;
+    const rotary_options turn = {.first = call->first,
+                                 .offset = call->offset,
+                                 .nope_heads = call->nope_heads,
+                                 .eps = call->eps};
+    FDMA_REQUIRE(is_present(&problem->x) || !is_present(&problem->weight), FDMA_INVALID_ARGUMENT,
+                 "x: is absent, want it with weight");
+    FDMA_REQUIRE(!is_present(&problem->dweight) || is_present(&problem->weight),
+                 FDMA_INVALID_ARGUMENT, "dweight: is given, want none without weight");
+    return take_turn(&turn, call->interleaved != 0, problem);
+}
+
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     const fdma_attention_args *const call = &args->attention;
     FDMA_TRY(check_table_forms(&call->table_in, &call->table_out));
@@ -256,6 +303,9 @@ static const operation_entry operations[] = {
     OPERATION(cache_copy, OF(cache_copy, reserved), 0, false, take_cache_copy),
     OPERATION(probabilities, OF(probabilities, reserved), OF(probabilities, selection), false,
               take_probabilities),
+    OPERATION(rotary_table, 0, 0, false, take_rotary_table),
+    OPERATION(rotate, OF(rotate, reserved), 0, false, take_rotate),
+    OPERATION(rotate_backward, OF(rotate_backward, reserved), 0, false, take_rotate_backward),
     OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
     OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
               take_attention_backward),

@@ -18,6 +18,9 @@ typedef enum fdma_operation {
     operation_cache_store,
     operation_cache_copy,
     operation_probabilities,
+    operation_rotary_table,
+    operation_rotate,
+    operation_rotate_backward,
     operation_attention, /* fused: made of others, without kernels of its own */
     operation_attention_backward,
 } fdma_operation;
@@ -26,6 +29,16 @@ typedef enum fdma_operation {
 typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
+
+/* Options of a rotary embedding and of its table. */
+typedef struct rotary_options {
+    int64_t first;      /* the position of the table's row 0 */
+    int64_t offset;     /* the position of a sequence's first row, if there are no positions */
+    int64_t nope_heads; /* the last heads, which are not rotated */
+    double eps;
+    double base, factor; /* of the table; factor is never 0 */
+    bool interleaved;
+} rotary_options;
 
 /* Pages of a stream's carried keys. A page has 1 << shift rows. */
 typedef struct key_pages {
@@ -71,6 +84,7 @@ typedef struct fdma_problem {
     fdma_tensor sink_logit, dsink_logit, probability, rng_state;
     fdma_tensor attn_mask, attn_bias, dattn_bias; /* axes that are broadcast have stride 0 */
     fdma_tensor mask_lists;
+    fdma_tensor x, dx, weight, dweight, rotary, positions, inv_freq;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -84,6 +98,7 @@ typedef struct fdma_problem {
     int64_t slots;  /* window + recent of a selection, at most INT64_MAX */
     double scale;   /* never 0 */
     double softcap; /* 0: off */
+    rotary_options turn;
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: its first batch
                                             entry and position in the call; dropout depends on
@@ -117,6 +132,11 @@ static inline bool is_fused(fdma_operation operation) {
 static inline bool has_cache(fdma_operation operation) {
     return operation == operation_decode || operation == operation_cache_store ||
            operation == operation_cache_copy;
+}
+
+/* True if an operation rotates rows. */
+static inline bool is_rotating(fdma_operation operation) {
+    return operation == operation_rotate || operation == operation_rotate_backward;
 }
 
 /* True if an operation computes attention, or its gradients, from q and k. */

@@ -55,7 +55,8 @@
  * call, j both; z window + recent, which are the rows of a stream's table; p the sequences of a
  * cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
  * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page; y counts bytes. B, H, I and J are axes of b, h, i
+ * the pages of a pool, and l, the rows of a page; y counts bytes. t are the rows of a rotary table,
+ * w its columns, v half as many. B, H, I and J are axes of b, h, i
  * and j elements that may have length 1 instead; H may also have g elements. The first tensor with
  * one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the others must agree: the
  * tensors that a caller is least likely to get wrong come first. */
@@ -216,6 +217,31 @@ static const tensor_entry probabilities_tensors[] = {
     ARG(probabilities, probability, "bhij", wide, output),
 };
 
+static const tensor_entry rotary_table_tensors[] = {
+    ARG(rotary_table, rotary, "tw", wide, output),
+    ARG(rotary_table, inv_freq, "v", wide, optional),
+};
+
+static const tensor_entry rotate_tensors[] = {
+    ARG(rotate, x, "bihd", same, input),
+    ARG(rotate, weight, "d", weight, optional),
+    ARG(rotate, rotary, "tw", wide, input),
+    ARG(rotate, positions, "Bi", int32, optional),
+    ARG(rotate, starts, "s", int32, optional),
+    ARG(rotate, out, "bihd", same, output),
+};
+
+static const tensor_entry rotate_backward_tensors[] = {
+    ARG(rotate_backward, dout, "bihd", same, input),
+    ARG(rotate_backward, x, "bihd", same, optional),
+    ARG(rotate_backward, weight, "d", weight, optional),
+    ARG(rotate_backward, rotary, "tw", wide, input),
+    ARG(rotate_backward, positions, "Bi", int32, optional),
+    ARG(rotate_backward, starts, "s", int32, optional),
+    ARG(rotate_backward, dx, "bihd", same, output),
+    ARG(rotate_backward, dweight, "d", wide, optional_output),
+};
+
 static const tensor_entry attention_tensors[] = {
     ARG(attention, q, "bihd", same, input),
     ARG(attention, k, "bngd", same, input),
@@ -275,17 +301,8 @@ static const tensor_entry attention_backward_tensors[] = {
     [operation_##name] = {name##_tensors, sizeof name##_tensors / sizeof name##_tensors[0]}
 
 const tensor_table fdma_tensors[] = {
-    TABLE(score),
-    TABLE(select),
-    TABLE(forward),
-    TABLE(backward),
-    TABLE(score_backward),
-    TABLE(merge),
-    TABLE(merge_backward),
-    TABLE(decode),
-    TABLE(cache_store),
-    TABLE(cache_copy),
-    TABLE(probabilities),
-    TABLE(attention),
-    TABLE(attention_backward),
+    TABLE(score),          TABLE(select),          TABLE(forward),        TABLE(backward),
+    TABLE(score_backward), TABLE(merge),           TABLE(merge_backward), TABLE(decode),
+    TABLE(cache_store),    TABLE(cache_copy),      TABLE(probabilities),  TABLE(rotary_table),
+    TABLE(rotate),         TABLE(rotate_backward), TABLE(attention),      TABLE(attention_backward),
 };

@@ -18,6 +18,9 @@ typedef union any_args {
     fdma_cache_store_args cache_store;
     fdma_cache_copy_args cache_copy;
     fdma_probabilities_args probabilities;
+    fdma_rotary_table_args rotary_table;
+    fdma_rotate_args rotate;
+    fdma_rotate_backward_args rotate_backward;
     fdma_attention_args attention;
     fdma_attention_backward_args attention_backward;
 } any_args;

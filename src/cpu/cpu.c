@@ -231,6 +231,11 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
     return NULL;
 }
 
+/* inv_freq of a rotary table may be float64. */
+const char *fdma_refuses_wide_table(const fdma_problem *problem) {
+    return problem->rotary.dtype == FDMA_FLOAT64 ? "a float64 rotary; supported: float32" : NULL;
+}
+
 const char *fdma_refuses_singles(const fdma_problem *problem) {
     const char *const reason = fdma_refuses_wide(problem);
     return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "dtypes other than bfloat16"

@@ -84,4 +84,5 @@ extern const struct kernel_adapter fdma_cuda_used_adapter, fdma_cuda_stream_adap
     X(fdma_cuda_sm80_score_backward)                                                               \
     X(fdma_cuda_sm80_cache)                                                                        \
     X(fdma_cuda_sm80_merge)                                                                        \
-    X(fdma_cuda_sm80_probabilities)
+    X(fdma_cuda_sm80_probabilities)                                                                \
+    X(fdma_cuda_sm80_rotate)

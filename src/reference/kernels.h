@@ -12,6 +12,7 @@
 #include "core/cache.h"
 #include "core/element.h"
 #include "core/kernel.h"
+#include "core/rotary.h"
 #include "reference/reference.h"
 
 #include <string.h>
@@ -689,6 +690,116 @@ static fdma_status run_merge_backward(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+/* ---- rotary embedding ---- */
+
+/* Both kernels compute angles in double, and the plain one rounds the result alone: a framework's
+ * float32 angles would permit errors that grow with the position. */
+static fdma_status run_rotary_table(const fdma_problem *problem) {
+    const fdma_tensor *const rotary = &problem->rotary;
+    const int64_t pairs = rotary_dim(problem) / 2;
+    rotary_frequencies frequencies;
+    fdma_find_frequencies(problem, &frequencies);
+    for (int64_t n = 0; n < rotary->shape[0]; n++)
+        for (int64_t d = 0; d < pairs; d++) {
+            const double angle = rotary_angle((double)(problem->turn.first + n),
+                                              frequencies.high[d], frequencies.low[d]);
+            const int64_t at = n * rotary->stride[0] + d;
+            fdma_store(rotary, at, problem->turn.factor * cos(angle));
+            fdma_store(rotary, at + pairs, problem->turn.factor * sin(angle));
+        }
+    return FDMA_OK;
+}
+
+enum { most_channels = 256 };
+
+/* A row of x, its place, and the factor by which a norm multiplies it. */
+typedef struct rotated_row {
+    int64_t b, i, h;
+    real x[most_channels];
+    real norm; /* 1 without weight */
+} rotated_row;
+
+/* The row of `tensor` at the place of index `n`. */
+static rotated_row find_row(const fdma_problem *problem, const fdma_tensor *tensor, int64_t n) {
+    const int64_t dim = problem->head_dim, row = n / problem->q_heads;
+    rotated_row found = {.b = row / problem->q_len, .i = row % problem->q_len, .norm = 1};
+    found.h = n % problem->q_heads;
+    load_row(found.x, tensor, offset_of(tensor, found.b, found.i, found.h), dim);
+    if (is_present(&problem->weight)) {
+        const real mean = dot(found.x, found.x, dim) / (real)dim;
+        found.norm = 1 / sqrt(mean + (real)problem->turn.eps);
+    }
+    return found;
+}
+
+/* Rotates the channels of a row, by the negative angle if `sign` is -1. */
+static void rotate_row(const fdma_problem *problem, const rotated_row *row, real sign, real *y) {
+    const int64_t pairs = rotary_dim(problem) / 2;
+    const bool interleaved = problem->turn.interleaved;
+    const int64_t at = is_rotated_head(problem, row->h)
+                           ? rotary_row(problem, row->b, row->i) * problem->rotary.stride[0]
+                           : 0;
+    for (int64_t d = 0; d < pairs && is_rotated_head(problem, row->h); d++) {
+        const int64_t one = interleaved ? 2 * d : d, other = interleaved ? one + 1 : d + pairs;
+        const real c = load(&problem->rotary, at + d);
+        const real s = sign * load(&problem->rotary, at + pairs + d);
+        const real x = y[one], z = y[other];
+        y[one] = rounded(problem->dtype, x * c) - rounded(problem->dtype, z * s);
+        y[other] = rounded(problem->dtype, z * c) + rounded(problem->dtype, x * s);
+    }
+}
+
+static int64_t count_rows(const fdma_problem *problem) {
+    return problem->batch * problem->q_len * problem->q_heads;
+}
+
+static real weight_at(const fdma_problem *problem, int64_t d) {
+    return is_present(&problem->weight) ? load(&problem->weight, d) : 1;
+}
+
+static fdma_status run_rotate(const fdma_problem *problem) {
+    const fdma_tensor *const out = &problem->out;
+    for (int64_t n = 0; n < count_rows(problem); n++) {
+        const rotated_row row = find_row(problem, &problem->x, n);
+        real y[most_channels];
+        for (int64_t d = 0; d < problem->head_dim; d++)
+            y[d] = rounded(problem->dtype, row.x[d] * row.norm * weight_at(problem, d));
+        rotate_row(problem, &row, 1, y);
+        for (int64_t d = 0; d < problem->head_dim; d++)
+            store(out, offset_of(out, row.b, row.i, row.h) + d, y[d]);
+    }
+    return FDMA_OK;
+}
+
+/* Writes dx of a row, and adds to the sums of dweight. */
+static void differentiate_row(const fdma_problem *problem, int64_t n, real *sums) {
+    const fdma_tensor *const dx = &problem->dx;
+    const bool normed = is_present(&problem->weight);
+    const rotated_row row = find_row(problem, normed ? &problem->x : &problem->dout, n);
+    real u[most_channels], mean = 0;
+    load_row(u, &problem->dout, offset_of(&problem->dout, row.b, row.i, row.h), problem->head_dim);
+    rotate_row(problem, &row, -1, u);
+    for (int64_t d = 0; d < problem->head_dim && normed; d++) {
+        u[d] = rounded(problem->dtype, u[d]);
+        sums[d] += row.norm * row.x[d] * u[d];
+        u[d] *= weight_at(problem, d);
+        mean += row.x[d] * u[d] / (real)problem->head_dim;
+    }
+    for (int64_t d = 0; d < problem->head_dim; d++) {
+        const real along = normed ? row.x[d] * row.norm * row.norm * mean : 0;
+        store(dx, offset_of(dx, row.b, row.i, row.h) + d, row.norm * (u[d] - along));
+    }
+}
+
+static fdma_status run_rotate_backward(const fdma_problem *problem) {
+    real sums[most_channels] = {0};
+    for (int64_t n = 0; n < count_rows(problem); n++)
+        differentiate_row(problem, n, sums);
+    for (int64_t d = 0; d < problem->head_dim && is_present(&problem->dweight); d++)
+        store(&problem->dweight, d, sums[d]);
+    return FDMA_OK;
+}
+
 /* ---- entries of a table ---- */
 
 static const char *nothing_missing(void) { return NULL; }
@@ -713,4 +824,7 @@ static size_t no_workspace(const fdma_problem *problem) {
         KERNEL(score_backward, score_backward_workspace, run_score_backward),                      \
         KERNEL(merge, no_workspace, run_merge),                                                    \
         KERNEL(merge_backward, no_workspace, run_merge_backward),                                  \
-        KERNEL(probabilities, forward_workspace, run_probabilities)
+        KERNEL(probabilities, forward_workspace, run_probabilities),                               \
+        KERNEL(rotary_table, no_workspace, run_rotary_table),                                      \
+        KERNEL(rotate, no_workspace, run_rotate),                                                  \
+        KERNEL(rotate_backward, no_workspace, run_rotate_backward)

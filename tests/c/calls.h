@@ -68,6 +68,9 @@ DEFINE_SINGLE_OPERATION(decode)
 DEFINE_SINGLE_OPERATION(cache_store)
 DEFINE_SINGLE_OPERATION(cache_copy)
 DEFINE_SINGLE_OPERATION(probabilities)
+DEFINE_SINGLE_OPERATION(rotary_table)
+DEFINE_SINGLE_OPERATION(rotate)
+DEFINE_SINGLE_OPERATION(rotate_backward)
 DEFINE_FUSED_OPERATION(attention, forward)
 DEFINE_FUSED_OPERATION(attention_backward, backward)
 
@@ -93,6 +96,9 @@ static const operation_info operations[operation_count] = {
     OPERATION(cache_store, SELECTION_OF(cache_store)),
     OPERATION(cache_copy, 0),
     OPERATION(probabilities, SELECTION_OF(probabilities)),
+    OPERATION(rotary_table, 0),
+    OPERATION(rotate, 0),
+    OPERATION(rotate_backward, 0),
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };
@@ -252,6 +258,9 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
         ['H'] = n->q_heads,
         ['I'] = n->q_len,
         ['J'] = n->kv_len,
+        ['t'] = n->q_len,
+        ['w'] = n->head_dim,
+        ['v'] = n->head_dim / 2,
     };
     return sizes[(int)letter];
 }

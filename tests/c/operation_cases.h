@@ -243,6 +243,40 @@ static inline bool make_probabilities(call *x, int s, int type, const char *kern
     return true;
 }
 
+/* ---- rotary embedding ---- */
+
+static inline bool make_rotary_table(call *x, int s, int type, const char *kernel) {
+    const call_sizes n = {.q_len = shapes[s].kv_len, .head_dim = shapes[s].head_dim};
+    uint64_t state = 6;
+    (void)kernel;
+    call_make(x, &n, test_dtypes[type], s % 2 != 0);
+    call_alloc(x, &state);
+    x->args.rotary_table.base = 10000;
+    x->args.rotary_table.first = 1000 * s;
+    return true;
+}
+
+/* Some cases have no optional tensors, others all but starts. */
+static inline bool make_rotate(call *x, int s, int type, const char *kernel) {
+    const call_sizes n = {.batch = 2,
+                          .q_len = shapes[s].kv_len,
+                          .q_heads = shapes[s].kv_heads * shapes[s].group,
+                          .head_dim = shapes[s].head_dim,
+                          .with_pairs = true};
+    uint64_t state = 7;
+    (void)kernel;
+    call_make(x, &n, test_dtypes[type], s % 3 != 0);
+    call_alloc(x, &state);
+    const fdma_tensor positions = *call_tensor_named(x, "positions");
+    for (int64_t at = 0; at < count_of(positions); at++)
+        ((int32_t *)positions.data)[at] = (int32_t)(at % n.q_len);
+    if (x->operation == operation_rotate)
+        x->args.rotate.interleaved = s % 2;
+    else
+        x->args.rotate_backward.interleaved = s % 2;
+    return true;
+}
+
 /* ---- all of them ---- */
 
 /* Fills in the arguments of case `c` for a kernel. Returns false if the case is left out. */
@@ -268,6 +302,9 @@ static const operation_cases cases_of[] = {
     [operation_merge] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
     [operation_merge_backward] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
     [operation_probabilities] = {make_probabilities, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_rotary_table] = {make_rotary_table, 1, TEST_COUNT(shapes), true},
+    [operation_rotate] = {make_rotate, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_rotate_backward] = {make_rotate, test_dtype_count, TEST_COUNT(shapes), true},
 };
 
 /* True if the forced kernel is the one that runs the call. A name without "/decode" also forces the

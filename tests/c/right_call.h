@@ -37,6 +37,7 @@ static const call call_options[operation_count] = {
     [operation_cache_store].args.cache_store = {.cache = RIGHT_CACHE},
     [operation_cache_copy].args.cache_copy = {.cache = RIGHT_CACHE},
     [operation_probabilities].args.probabilities = {.causal = 1},
+    [operation_rotary_table].args.rotary_table = {.base = 10000},
     [operation_attention].args.attention = {.window = 4, .causal = 1},
     [operation_attention_backward].args.attention_backward = {.causal = 1},
 };
@@ -56,8 +57,12 @@ static inline void leave_one_of_pair(call *x, bool with_tables) {
         args->dt_bias = (fdma_tensor){0};
 }
 
-/* Gives a cache copy valid lists of sequences, in memory apart from the other tensors. */
-static inline void name_sequences(call *x) {
+/* Gives a cache copy valid lists of sequences, and a rotation valid positions, in memory apart from
+ * the other tensors. */
+static inline void give_valid_numbers(call *x) {
+    fdma_tensor *const positions = call_tensor_named(x, "positions");
+    if (positions != NULL)
+        positions->data = test_alloc(region);
     if (x->operation != operation_cache_copy)
         return;
     x->args.cache_copy.from.data = test_alloc(region);
@@ -99,7 +104,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     for (size_t t = 0; t < table.count; t++)
         call_tensor(x, &table.entries[t])->data = right.memory + t * region;
     memset(right.memory, 0, right.bytes);
-    name_sequences(x);
+    give_valid_numbers(x);
     call_exec(x)->workspace = right.memory + table.count * region;
     CHECK_OK(operations[operation].call(&x->args));
     memset(right.memory, untouched, right.bytes);

@@ -127,6 +127,61 @@ static void options_of_attention_are_checked(void) {
             INVALID("gap", "is 2", "global"));
 }
 
+static void options_of_tables_are_checked(void) {
+    static const fdma_tensor absent = {0};
+    REJECTS(rotary_table, (args->base = 0, args->inv_freq = absent), INVALID("base", "is 0"));
+    REJECTS(rotary_table, (args->base = 0.5, args->inv_freq = absent), INVALID("base", "is 0.5"));
+    REJECTS(rotary_table, (args->base = NAN, args->inv_freq = absent), INVALID("base", "nan"));
+    REJECTS(rotary_table, (args->base = (double)INFINITY, args->inv_freq = absent),
+            INVALID("base", "inf", "finite"));
+    REJECTS(rotary_table, args->factor = -1, INVALID("factor", "is -1", "0 or more"));
+    REJECTS(rotary_table, args->factor = NAN, INVALID("factor", "nan"));
+    REJECTS(rotary_table, args->first = -1, INVALID("first", "is -1", "0 to 2147483641"));
+    REJECTS(rotary_table, args->first = INT32_MAX, INVALID("first", "0 to 2147483641"));
+#define OF_BASE(statement) (args->base = 1e6, args->inv_freq = absent, statement)
+    REJECTS(rotary_table, OF_BASE(args->rotary.shape[1] = 258), INVALID("rotary", "258", "256"));
+    REJECTS(rotary_table, OF_BASE(args->rotary.shape[1] = 17), INVALID("rotary", "17", "even"));
+    REJECTS(rotary_table, OF_BASE(args->rotary.shape[1] = 0), INVALID("rotary", "has 0", "even"));
+    REJECTS(rotary_table, (args->inv_freq.shape[0] = 9), INVALID("inv_freq", "has 9", "want 8"));
+}
+
+static void options_of_rotations_are_checked(void) {
+    static const fdma_tensor absent = {0};
+    options_of_tables_are_checked();
+#define ROTATING_REJECTS(statement, ...)                                                           \
+    REJECTS(rotate, statement, __VA_ARGS__);                                                       \
+    REJECTS(rotate_backward, statement, __VA_ARGS__)
+#define WITHOUT_POSITIONS(statement) (args->positions = absent, statement)
+    ROTATING_REJECTS(args->eps = -1, INVALID("eps", "is -1", "0 or more"));
+    ROTATING_REJECTS(args->eps = NAN, INVALID("eps", "nan", "finite"));
+    ROTATING_REJECTS(args->nope_heads = -1, INVALID("nope_heads", "is -1", "0 to heads, 4"));
+    ROTATING_REJECTS(args->nope_heads = 5, INVALID("nope_heads", "is 5", "0 to heads, 4"));
+    ROTATING_REJECTS(args->reserved = 3, INVALID("reserved", "is 3"));
+    ROTATING_REJECTS(args->first = -2, INVALID("first", "is -2", "0 to 2147483641"));
+    ROTATING_REJECTS(args->first = INT64_MAX, INVALID("first", "0 to 2147483641"));
+    ROTATING_REJECTS(args->offset = 1, INVALID("offset", "is 1", "want 0 with positions"));
+    ROTATING_REJECTS(WITHOUT_POSITIONS(args->offset = -1), INVALID("offset", "-1", "0 to"));
+    ROTATING_REJECTS(WITHOUT_POSITIONS(args->offset = INT64_MAX), INVALID("offset", "0 to"));
+    ROTATING_REJECTS(WITHOUT_POSITIONS(args->first = 3), INVALID("offset", "is 0", "first, 3"));
+    ROTATING_REJECTS(WITHOUT_POSITIONS(args->offset = 2),
+                     INVALID("rotary", "has 7", "want 9 or more: the last position is 8"));
+    ROTATING_REJECTS((args->rotary.shape[1] = 18), INVALID("rotary", "18", "head_dim, 16"));
+    ROTATING_REJECTS((args->rotary.shape[1] = 3), INVALID("rotary", "3", "even"));
+    ROTATING_REJECTS((args->rotary.shape[1] = 0), INVALID("rotary", "has 0", "even"));
+    ROTATING_REJECTS((args->weight.shape[0] = 8), INVALID("weight", "has 8", "want 16"));
+    ROTATING_REJECTS(args->starts = fdma_tensor_1d(NULL, FDMA_INT32, 2),
+                     INVALID("starts", "none with positions"));
+    ROTATING_REJECTS(WITHOUT_POSITIONS(args->starts = fdma_tensor_1d(NULL, FDMA_INT32, 2)),
+                     INVALID("batch", "is 2", "want 1 with starts"));
+    REJECTS(rotate, (args->weight = absent, args->eps = 1), INVALID("eps", "0 without weight"));
+    REJECTS(rotate_backward, args->x = absent, INVALID("x", "absent", "weight"));
+    REJECTS(rotate_backward, args->weight = absent, INVALID("dweight", "none without weight"));
+    REJECTS(rotate, args->positions.data = right.memory, FDMA_INVALID_ARGUMENT,
+            {"positions", "[0, 0]", "0 to 6"}, 1);
+    REJECTS(rotate, (args->out.data = (char *)args->x.data + 64), FDMA_INVALID_ARGUMENT,
+            {"out", "x"}, 1);
+}
+
 static void options_of_scores_are_checked(void) {
     static const fdma_tensor absent = {0};
     REJECTS(score, args->bias_form = (fdma_bias_form)7, INVALID("bias_form", "7"));
@@ -499,6 +554,7 @@ static void success_keeps_the_message(void) {
 static const test_entry tests[] = {
     TEST(sizes_are_checked),
     TEST(options_of_attention_are_checked),
+    TEST(options_of_rotations_are_checked),
     TEST(options_of_scores_are_checked),
     TEST(selections_are_checked),
     TEST(exec_is_checked),

@@ -55,6 +55,12 @@ static const char *const documented[operation_count] = {
         " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i rng_state?:2:l"
         " k_carried?:brgd:s bias_carried?:bgr:f" PAIRS
         " expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
+    [operation_rotary_table] = " >rotary:tw:f inv_freq?:v:f",
+    [operation_rotate] =
+        " x:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >out:bihd:s",
+    [operation_rotate_backward] =
+        " dout:bihd:s x?:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >dx:bihd:s"
+        " >dweight?:d:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
         "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "z", "f")
@@ -152,9 +158,9 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
                 0};
             const expectation want = origin ? want_of_origin(letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
-            /* page tables may be wider; without optional tensors nothing contradicts a settled
-             * size */
-            if ((letter != 'x' || wrong[i] < 0) && (with_optional || !origin) &&
+            /* page tables may be wider, and test_rotate.c has the sizes of rotary tables; without
+             * optional tensors nothing contradicts a settled size */
+            if ((strchr("xtw", letter) == NULL || wrong[i] < 0) && (with_optional || !origin) &&
                 !may_have_length(entry, letter, wrong[i]))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
         }
@@ -241,6 +247,15 @@ static void check_data(const tensor_entry *entry, fdma_tensor tensor) {
     }
 }
 
+/* True for the output of a rotation, which may be its input. */
+static bool may_be_in_place(const tensor_entry *output, const tensor_entry *input) {
+    const fdma_operation operation = right.call.operation;
+    return (operation == operation_rotate && strcmp(output->name, "out") == 0 &&
+            strcmp(input->name, "x") == 0) ||
+           (operation == operation_rotate_backward && strcmp(output->name, "dx") == 0 &&
+            strcmp(input->name, "dout") == 0);
+}
+
 /* An output may not share memory with any other tensor, and no tensor with the workspace. */
 static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
     const tensor_table table = fdma_tensors[right.call.operation];
@@ -249,7 +264,7 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, other->name}, 1};
         const fdma_tensor *const at = call_tensor(&right.call, other);
         tensor.data = at->data;
-        if (is_output(entry) && other != entry && at->rank > 0)
+        if (is_output(entry) && other != entry && at->rank > 0 && !may_be_in_place(entry, other))
             check_tensor(entry, tensor, "lies on another tensor", &want);
     }
     const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.workspace", entry->name}, 1};

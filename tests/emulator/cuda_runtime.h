@@ -68,6 +68,10 @@ static inline float __fmul_rn(float a, float b) {
     return product;
 }
 static inline float __fdividef(float a, float b) { return a / b; }
+static inline void sincospi(double x, double *sine, double *cosine) {
+    *sine = sin(M_PI * x);
+    *cosine = cos(M_PI * x);
+}
 template <typename T> static inline T __ldcg(const T *at) { return *at; }
 
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {

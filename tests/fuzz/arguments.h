@@ -47,6 +47,9 @@ typedef struct call {
     union {
         size_t size;
         fdma_score_args score;
+        fdma_rotary_table_args rotary_table;
+        fdma_rotate_args rotate;
+        fdma_rotate_backward_args rotate_backward;
         fdma_select_args select;
         fdma_forward_args forward;
         fdma_attention_args attention;
@@ -462,6 +465,30 @@ static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
     const bool given = dt_bias->rank > 0 || seldom(&to->in);
     return given && take_up_to(&to->in, 1) ? make(to, true, dt_bias->dtype, 1, &to->kv_heads)
                                            : (fdma_tensor){0};
+}
+
+/* ---- rotations ---- */
+
+static fdma_tensor make_rotary(call *to, bool output, int64_t rows) {
+    const int64_t shape[] = {rows, 2 * (1 + take_up_to(&to->in, 15))};
+    return make(to, output, seldom(&to->in) ? to->dtype : FDMA_FLOAT32, 2, shape);
+}
+
+/* Mostly positions of the table; packed sequences exclude them. */
+static fdma_tensor maybe_positions(call *to, int64_t first, int64_t rows) {
+    const int64_t shape[] = {take_up_to(&to->in, 1) ? to->batch : 1, to->q_len};
+    const bool allowed = !to->packed || seldom(&to->in);
+    if (!allowed || take_up_to(&to->in, 1) == 0)
+        return (fdma_tensor){0};
+    const fdma_tensor positions = make(to, false, FDMA_INT32, 2, shape);
+    if (first >= 0 && first < 1000 && rows > 0 && rows < 1000)
+        fill_numbers(to, &positions, (int32_t)first, first + rows - 1);
+    return positions;
+}
+
+static fdma_tensor maybe_turn_weight(call *to) {
+    const fdma_dtype dtype = take_up_to(&to->in, 1) ? FDMA_FLOAT32 : to->dtype;
+    return make_optional(to, false, dtype, 1, &to->head_dim);
 }
 
 static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }

@@ -308,6 +308,82 @@ static void make_probabilities(call *to) {
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
+static void make_rotary_table(call *to) {
+    fdma_rotary_table_args *const args = &to->args.rotary_table;
+    *args = (fdma_rotary_table_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->rotary = make_rotary(to, true, to->q_len);
+    const int64_t pairs = args->rotary.shape[1] / 2;
+    args->inv_freq =
+        make_optional(to, false, seldom(&to->in) ? to->dtype : FDMA_FLOAT64, 1, &pairs);
+    args->base = seldom(&to->in) ? make_number(&to->in) : 10000;
+    args->factor = seldom(&to->in) ? make_number(&to->in) : 0;
+    args->first = seldom(&to->in) ? strange_number(&to->in) : take(&to->in);
+    to->work = 8 * elements(&args->rotary);
+}
+
+/* Options that the two rotations have. */
+typedef struct turn_options {
+    int64_t rows, first, offset, nope_heads;
+    double eps;
+} turn_options;
+
+static turn_options make_turn(call *to) {
+    turn_options turn = {.first = take_up_to(&to->in, 9)};
+    turn.rows = take_up_to(&to->in, 20);
+    if (!seldom(&to->in)) // else the table may be too small
+        turn.rows = (int64_t)((uint64_t)turn.rows + (uint64_t)to->q_len);
+    turn.offset = turn.first;
+    if (seldom(&to->in))
+        turn.first = strange_number(&to->in);
+    if (seldom(&to->in))
+        turn.offset = strange_number(&to->in);
+    turn.nope_heads = seldom(&to->in) ? strange_number(&to->in) : take_up_to(&to->in, 1);
+    turn.eps = seldom(&to->in) ? make_number(&to->in) : 0.125;
+    return turn;
+}
+
+static void make_rotate(call *to) {
+    fdma_rotate_args *const args = &to->args.rotate;
+    *args = (fdma_rotate_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    const turn_options turn = make_turn(to);
+    args->x = make_queries(to, false);
+    args->weight = maybe_turn_weight(to);
+    args->rotary = make_rotary(to, false, turn.rows);
+    args->positions = maybe_positions(to, turn.first, turn.rows);
+    args->starts = maybe_starts(to);
+    args->out = make_queries(to, true);
+    args->eps = args->weight.rank > 0 || seldom(&to->in) ? turn.eps : 0;
+    args->first = turn.first;
+    args->offset = args->positions.rank == 0 || seldom(&to->in) ? turn.offset : 0;
+    args->nope_heads = turn.nope_heads;
+    args->interleaved = (int32_t)take_up_to(&to->in, 1);
+    args->reserved = make_reserved(&to->in);
+    to->work = 8 * elements(&args->x);
+}
+
+static void make_rotate_backward(call *to) {
+    fdma_rotate_backward_args *const args = &to->args.rotate_backward;
+    *args = (fdma_rotate_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    const turn_options turn = make_turn(to);
+    args->dout = make_queries(to, false);
+    args->weight = maybe_turn_weight(to);
+    if (args->weight.rank > 0 || seldom(&to->in))
+        args->x = make_queries(to, false);
+    args->rotary = make_rotary(to, false, turn.rows);
+    args->positions = maybe_positions(to, turn.first, turn.rows);
+    args->starts = maybe_starts(to);
+    args->dx = make_queries(to, true);
+    if (args->weight.rank > 0 || seldom(&to->in))
+        args->dweight = make_optional(to, true, FDMA_FLOAT32, 1, &to->head_dim);
+    args->eps = args->weight.rank > 0 || seldom(&to->in) ? turn.eps : 0;
+    args->first = turn.first;
+    args->offset = args->positions.rank == 0 || seldom(&to->in) ? turn.offset : 0;
+    args->nope_heads = turn.nope_heads;
+    args->interleaved = (int32_t)take_up_to(&to->in, 1);
+    args->reserved = make_reserved(&to->in);
+    to->work = 16 * elements(&args->dout);
+}
+
 DEFINE_CALL(score)
 DEFINE_CALL(select)
 DEFINE_CALL(forward)
@@ -321,6 +397,9 @@ DEFINE_CALL(attention_backward)
 DEFINE_CALL(merge)
 DEFINE_CALL(merge_backward)
 DEFINE_CALL(probabilities)
+DEFINE_CALL(rotary_table)
+DEFINE_CALL(rotate)
+DEFINE_CALL(rotate_backward)
 
 #define OPERATION(name) {CALL_OF(name), make_##name}
 
@@ -341,6 +420,9 @@ static const struct operation {
     OPERATION(cache_store),
     OPERATION(cache_copy),
     OPERATION(probabilities),
+    OPERATION(rotary_table),
+    OPERATION(rotate),
+    OPERATION(rotate_backward),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 

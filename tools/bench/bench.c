@@ -65,8 +65,9 @@ static const command_line command = {
         "of peak   GFLOP/s / those of a loop of multiply-adds in registers, with the kernel's\n"
         "          instruction set and number of threads, run in turn with the case\n"
         "ns/key    select: time per key and kv head\n"
-        "of read   time of a plain read of the kept k and v (score: of v), run in turn with\n"
-        "          the case / ms; on a device half the time of a copy\n",
+        "of read   time of a plain read of the kept k and v (score: of v; rotate: of what it\n"
+        "          reads, but it also writes), run in turn with the case / ms; on a device half\n"
+        "          the time of a copy\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .option_count = sizeof option_table / sizeof option_table[0],

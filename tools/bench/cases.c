@@ -16,6 +16,8 @@
 #define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0, 0}
 #define BACKWARD(dtype, head_dim, kv_len, window)                                                  \
     {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0, 0}
+#define ROTATE(operation, dtype, len, heads)                                                       \
+    {operation, dtype, ORDER_IID, 128, len, 0, heads, heads, 0, 0}
 #define SCORE_BACKWARD(dtype) {BENCH_SCORE_BACKWARD, dtype, ORDER_IID, 128, 16384, 0, 8, 8, 0, 0}
 
 static const bench_case cases[] = {
@@ -79,6 +81,10 @@ static const bench_case cases[] = {
     {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0, 0},
     SCORE_BACKWARD(FDMA_FLOAT32),
     SCORE_BACKWARD(FDMA_BFLOAT16),
+    ROTATE(BENCH_ROTATE, FDMA_FLOAT32, 8192, 32),
+    ROTATE(BENCH_ROTATE, FDMA_BFLOAT16, 8192, 32),
+    ROTATE(BENCH_ROTATE_BACKWARD, FDMA_FLOAT32, 8192, 32),
+    ROTATE(BENCH_ROTATE_BACKWARD, FDMA_BFLOAT16, 8192, 32),
 };
 
 #define DEVICE_SELECT(order, kv_len, window, heads)                                                \
@@ -138,6 +144,11 @@ static const bench_case device_cases[] = {
     DEVICE_SCORE_BACKWARD(128, 131072, 8),
     DEVICE_SCORE_BACKWARD(128, 16384, 32),
     DEVICE_SCORE_BACKWARD(64, 32768, 1),
+    ROTATE(BENCH_ROTATE, FDMA_BFLOAT16, 1, 32),
+    ROTATE(BENCH_ROTATE, FDMA_BFLOAT16, 8192, 32),
+    ROTATE(BENCH_ROTATE, FDMA_BFLOAT16, 131072, 32),
+    ROTATE(BENCH_ROTATE_BACKWARD, FDMA_BFLOAT16, 8192, 32),
+    ROTATE(BENCH_ROTATE_BACKWARD, FDMA_BFLOAT16, 131072, 32),
 };
 
 int64_t bench_case_count(int32_t device) {
@@ -155,8 +166,13 @@ int64_t bench_case_queries(const bench_case *item) {
     return item->q_len > 0 ? item->q_len : item->kv_len;
 }
 
+bool bench_case_rotates(const bench_case *item) {
+    return item->operation == BENCH_ROTATE || item->operation == BENCH_ROTATE_BACKWARD;
+}
+
 bool bench_case_reads(const bench_case *item) {
-    return item->operation == BENCH_SCORE || item->operation == BENCH_SCORE_BACKWARD ||
+    return bench_case_rotates(item) || item->operation == BENCH_SCORE ||
+           item->operation == BENCH_SCORE_BACKWARD ||
            (item->q_len == 1 && item->kv_len > TINY_KEYS);
 }
 
@@ -172,6 +188,7 @@ static const char *const operations[] = {
     [BENCH_FORWARD] = "forward",   [BENCH_SELECT] = "select",
     [BENCH_SCORE] = "score",       [BENCH_ATTENTION] = "attention",
     [BENCH_BACKWARD] = "backward", [BENCH_SCORE_BACKWARD] = "score_backward",
+    [BENCH_ROTATE] = "rotate",     [BENCH_ROTATE_BACKWARD] = "rotate_backward",
 };
 
 const char *bench_case_operation(const bench_case *item) {
@@ -197,7 +214,7 @@ void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
         snprintf(window, sizeof window, "/w%" PRId64 "r%" PRId64, item->window, item->recent);
     if (item->q_heads > 1)
         snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, item->q_heads, item->kv_heads);
-    snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[item->operation],
+    snprintf(name, BENCH_NAME, "%.15s%.31s/n%" PRId64 "%.20s%.14s", operations[item->operation],
              form, item->kv_len, window, heads);
 }
 
@@ -216,6 +233,10 @@ double bench_case_flops(const bench_case *item) {
         return 10 * (double)item->head_dim * (double)item->q_heads * pairs;
     case BENCH_SCORE_BACKWARD: // dt once more, ddt_proj, dv
         return 6 * heads * heads * (double)item->head_dim * len;
+    case BENCH_ROTATE: // two products and a sum for each channel
+        return 3 * heads * (double)item->head_dim * len;
+    case BENCH_ROTATE_BACKWARD: // three sums of products more, and three products
+        return 12 * heads * (double)item->head_dim * len;
     case BENCH_SCORE:
         return 2 * heads * heads * (double)item->head_dim * len;
     default:

@@ -12,6 +12,8 @@ typedef enum bench_operation {
     BENCH_ATTENTION, /* score, selection and forward in one call */
     BENCH_BACKWARD,  /* of a given selection and forward call */
     BENCH_SCORE_BACKWARD,
+    BENCH_ROTATE,          /* all heads, without a norm */
+    BENCH_ROTATE_BACKWARD, /* after a norm, with dweight */
 } bench_operation;
 
 typedef enum score_order {
@@ -54,5 +56,9 @@ int64_t bench_case_queries(const bench_case *item);
 /*! bench_case_flops() - its useful floating-point operations; 0 if it has none. */
 double bench_case_flops(const bench_case *item);
 
-/*! bench_case_reads() - whether its time is mostly spent on reading k and v, or a score's v. */
+/*! bench_case_rotates() - whether it rotates kv_len rows of kv_heads heads. */
+bool bench_case_rotates(const bench_case *item);
+
+/*! bench_case_reads() - whether its time is mostly spent on reading k and v, or a score's v, or on
+ *  reading and writing rows that it rotates. */
 bool bench_case_reads(const bench_case *item);

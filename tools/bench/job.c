@@ -25,6 +25,8 @@ DEFINE_CALL(attention)
 static fdma_status kernel_of_attention(bench_job *job) { return kernel_of_forward(job); }
 DEFINE_OPERATION(backward)
 DEFINE_OPERATION(score_backward)
+DEFINE_OPERATION(rotate)
+DEFINE_OPERATION(rotate_backward)
 
 /* The calls, the offsets of their arguments in a job, and functions that find its kernel. */
 #define OPERATION(name) {CALL_OF(name), offsetof(bench_job, name##_args), kernel_of_##name}
@@ -36,6 +38,7 @@ static const struct {
     [BENCH_FORWARD] = OPERATION(forward),   [BENCH_SELECT] = OPERATION(select),
     [BENCH_SCORE] = OPERATION(score),       [BENCH_ATTENTION] = OPERATION(attention),
     [BENCH_BACKWARD] = OPERATION(backward), [BENCH_SCORE_BACKWARD] = OPERATION(score_backward),
+    [BENCH_ROTATE] = OPERATION(rotate),     [BENCH_ROTATE_BACKWARD] = OPERATION(rotate_backward),
 };
 enum { call_count = sizeof calls / sizeof calls[0] };
 
@@ -141,7 +144,28 @@ static void fill_gradients(const bench_case *item, bench_job *job, uint64_t *sta
     job->dk = allocate_there(job, item->dtype, 4, job->k.shape);
 }
 
+/* x is v, out and dx are out; dout is k, too, so that a plain read counts it. */
+static void fill_rotation(const bench_case *item, bench_job *job) {
+    const int64_t rows[] = {1, item->kv_len, item->kv_heads, item->head_dim};
+    const int64_t table[] = {item->kv_len, item->head_dim};
+    uint64_t state = 1;
+    job->v = random_array(job, item->dtype, 4, rows, 1, &state);
+    job->out = allocate_there(job, item->dtype, 4, rows);
+    job->rotary = allocate_there(job, FDMA_FLOAT32, 2, table);
+    if (job->target.device > 0)
+        job->copy = allocate_there(job, item->dtype, 4, rows).data;
+    if (item->operation == BENCH_ROTATE)
+        return;
+    job->dout = job->k = random_array(job, item->dtype, 4, rows, 1, &state);
+    job->weight = random_array(job, FDMA_FLOAT32, 1, &item->head_dim, 1, &state);
+    job->dweight = allocate_there(job, FDMA_FLOAT32, 1, &item->head_dim);
+}
+
 static void fill_tensors(const bench_case *item, bench_job *job) {
+    if (bench_case_rotates(item)) {
+        fill_rotation(item, job);
+        return;
+    }
     const int64_t q_len = bench_case_queries(item);
     const int64_t queries[] = {1, q_len, item->q_heads, item->head_dim};
     const int64_t keys[] = {1, item->kv_len, item->kv_heads, item->head_dim};
@@ -211,10 +235,32 @@ static void describe_gradients(const bench_case *item, bench_job *job, fdma_exec
     };
 }
 
+static void describe_rotation(bench_job *job, fdma_exec exec) {
+    job->rotate_args = (fdma_rotate_args){
+        .size = sizeof job->rotate_args,
+        .x = job->v,
+        .rotary = job->rotary,
+        .out = job->out,
+        .exec = exec,
+    };
+    job->rotate_backward_args = (fdma_rotate_backward_args){
+        .size = sizeof job->rotate_backward_args,
+        .dout = job->dout,
+        .x = job->v,
+        .weight = job->weight,
+        .rotary = job->rotary,
+        .dx = job->out,
+        .dweight = job->dweight,
+        .eps = job->weight.rank > 0 ? 1e-6 : 0,
+        .exec = exec,
+    };
+}
+
 static void describe_job(const bench_case *item, bench_job *job) {
     const fdma_exec exec = {
         .kernel = job->target.kernel, .device = job->target.device, .threads = job->target.threads};
     describe_gradients(item, job, exec);
+    describe_rotation(job, exec);
     job->score_args = (fdma_score_args){
         .size = sizeof job->score_args,
         .v = job->v,
@@ -296,6 +342,15 @@ static fdma_status plan_job(const bench_case *item, bench_job *job) {
 /* Computes the results of other calls that the job takes as inputs. */
 static fdma_status prepare_job(const bench_case *item, bench_job *job) {
     fdma_status status = FDMA_OK;
+    if (bench_case_rotates(item)) {
+        const fdma_rotary_table_args args = {
+            .size = sizeof args,
+            .rotary = job->rotary,
+            .base = 10000,
+            .exec = {.device = job->target.device},
+        };
+        return fdma_rotary_table(&args);
+    }
     if (item->window > 0 && !job->selects)
         status = fdma_select(&job->select_args);
     if (status == FDMA_OK && item->operation == BENCH_BACKWARD)

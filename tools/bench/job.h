@@ -16,6 +16,7 @@ typedef struct bench_job {
     fdma_tensor q, k, v, out, lse;
     fdma_tensor score, bias, dt_proj, a;
     fdma_tensor dout, dq, dk, dv, dbias, ddt_proj, da;
+    fdma_tensor rotary, weight, dweight; /* of rotations, whose x is v */
     fdma_selection selection;
     fdma_score_args score_args;
     fdma_select_args select_args;
@@ -23,6 +24,8 @@ typedef struct bench_job {
     fdma_attention_args attention_args;
     fdma_backward_args backward_args;
     fdma_score_backward_args score_backward_args;
+    fdma_rotate_args rotate_args;
+    fdma_rotate_backward_args rotate_backward_args;
     void *owned[32]; /* memory of the device */
     int owned_count;
     void *copy;         /* on a device: the destination of a plain read */

@@ -22,6 +22,11 @@ static bool applies_once(const check_problem *problem) {
     return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
 }
 
+/* Tables are float32 in every dtype of a case. */
+static bool applies_to_float32(const check_problem *problem) {
+    return problem->dtype == FDMA_FLOAT32;
+}
+
 static bool applies_to_bias(const check_problem *problem) {
     return problem->test->bias_form != FDMA_BIAS_NONE;
 }
@@ -58,6 +63,12 @@ const check_operation check_operations[check_operation_count] = {
     [CHECK_CACHE_STORE] = {"cache_store", applies_to_cache, {NULL}, {0}},
     [CHECK_CACHE_COPY] = {"cache_copy", applies_to_cache, {NULL}, {0}},
     [CHECK_PROBABILITIES] = {"probabilities", applies_always, {"probability"}, {LIKE(probability)}},
+    [CHECK_ROTARY_TABLE] = {"rotary_table", applies_to_float32, {"rotary"}, {LIKE(turn.rotary)}},
+    [CHECK_ROTATE] = {"rotate", applies_always, {"out"}, {LIKE(q)}},
+    [CHECK_ROTATE_BACKWARD] = {"rotate_backward",
+                               applies_always,
+                               {"dx", "dweight"},
+                               {LIKE(q), LIKE(turn.dweight)}},
 };
 
 const check_operation *check_find_operation(const char *name) {

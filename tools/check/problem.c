@@ -2,6 +2,7 @@
 #include "check/problem.h"
 
 #include "check/pairs.h"
+#include "check/rotary.h"
 #include "common/arrays.h"
 #include "common/random.h"
 
@@ -248,6 +249,7 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
         ((int32_t *)problem->starts.data)[n] = (int32_t)check_start(test, n);
     if (check_has_decode(test))
         make_decode_inputs(problem);
+    check_make_rotary(problem);
 }
 
 /* ---- gradients and merge ---- */

@@ -24,10 +24,25 @@ typedef enum check_operation_id {
     CHECK_CACHE_STORE,
     CHECK_CACHE_COPY,
     CHECK_PROBABILITIES,
+    CHECK_ROTARY_TABLE,
+    CHECK_ROTATE,
+    CHECK_ROTATE_BACKWARD,
     check_operation_count,
 } check_operation_id;
 
 enum { check_output_limit = 6 }; /* outputs of an operation */
+
+/* Inputs and options of rotations; of the tensors all but the table may be absent. */
+typedef struct check_rotary {
+    fdma_tensor rotary;    /* float32, the reference's */
+    fdma_tensor inv_freq;  /* float64 */
+    fdma_tensor positions; /* int32 */
+    fdma_tensor weight;    /* in dtype or float32 */
+    fdma_tensor dweight;   /* float32 or, made wide, float64, without data */
+    double base, eps;
+    int64_t first, offset, nope_heads;
+    int32_t interleaved;
+} check_rotary;
 
 /* Everything that is computed once for a case and a dtype. Absent tensors have rank 0. */
 typedef struct check_problem {
@@ -53,6 +68,8 @@ typedef struct check_problem {
     fdma_tensor new_q, new_k, new_v;        /* the last tokens, and their queries */
     fdma_tensor new_score, new_lse, commit; /* no token enters the cache */
     fdma_tensor from, to;                   /* of cache_copy */
+
+    check_rotary turn; /* of q, and of dout */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
     fdma_tensor probability;                    /* float32 or, made wide, float64, without data */

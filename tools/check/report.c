@@ -65,7 +65,7 @@ static bool refuses_some(const check_tally *tally) {
 }
 
 static void print_tally(const check_tally *tally) {
-    printf("%-*s %-14s ", kernel_width(), tally->info.name, tally->info.operation);
+    printf("%-*s %-15s ", kernel_width(), tally->info.name, tally->info.operation);
     if (tally->info.missing != NULL)
         printf("skipped: this machine lacks %s\n", tally->info.missing);
     else if (check_find_operation(tally->info.operation) == NULL)

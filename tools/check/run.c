@@ -34,8 +34,11 @@ DEFINE_CALL(decode)
 DEFINE_CALL(cache_store)
 DEFINE_CALL(cache_copy)
 DEFINE_CALL(probabilities)
+DEFINE_CALL(rotary_table)
+DEFINE_CALL(rotate)
+DEFINE_CALL(rotate_backward)
 
-_Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
+_Static_assert((int)CHECK_ROTATE_BACKWARD == (int)operation_rotate_backward, "the same order");
 
 static const library_call calls[check_operation_count] = {
     [CHECK_SCORE] = CALL_OF(score),
@@ -49,6 +52,9 @@ static const library_call calls[check_operation_count] = {
     [CHECK_CACHE_STORE] = CALL_OF(cache_store),
     [CHECK_CACHE_COPY] = CALL_OF(cache_copy),
     [CHECK_PROBABILITIES] = CALL_OF(probabilities),
+    [CHECK_ROTARY_TABLE] = CALL_OF(rotary_table),
+    [CHECK_ROTATE] = CALL_OF(rotate),
+    [CHECK_ROTATE_BACKWARD] = CALL_OF(rotate_backward),
 };
 
 /* The problem with the tensors that an operation takes in place of others. */
@@ -105,6 +111,11 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"commit", problem->commit},
         {"from", problem->from},
         {"to", problem->to},
+        {"x", problem->q},
+        {"weight", problem->turn.weight},
+        {"rotary", problem->turn.rotary},
+        {"positions", problem->turn.positions},
+        {"inv_freq", problem->turn.inv_freq},
         {"cache.page_table", problem->cache.page_table},
         {"cache.k", problem->cache.k},
         {"cache.v", problem->cache.v},
@@ -147,12 +158,39 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
     }
 }
 
+/* The same in a call of a rotation or of its table. */
+static void set_rotary_options(check_call *call, const check_rotary *turn, check_operation_id id) {
+    switch (id) {
+    case CHECK_ROTARY_TABLE:
+        call->args.rotary_table =
+            (fdma_rotary_table_args){.base = turn->base, .first = turn->first};
+        break;
+    case CHECK_ROTATE:
+        call->args.rotate = (fdma_rotate_args){.eps = turn->eps,
+                                               .first = turn->first,
+                                               .offset = turn->offset,
+                                               .nope_heads = turn->nope_heads,
+                                               .interleaved = turn->interleaved};
+        break;
+    case CHECK_ROTATE_BACKWARD:
+        call->args.rotate_backward = (fdma_rotate_backward_args){.eps = turn->eps,
+                                                                 .first = turn->first,
+                                                                 .offset = turn->offset,
+                                                                 .nope_heads = turn->nope_heads,
+                                                                 .interleaved = turn->interleaved};
+        break;
+    default:
+        break;
+    }
+}
+
 static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);
     const fdma_selection *const selection = check_is_selected(test) ? &call->selection : NULL;
     call->selection = problem->selection;
     set_cache_options(call, problem, id, selection);
+    set_rotary_options(call, &problem->turn, id);
     switch (id) {
     case CHECK_SCORE:
         call->args.score.bias_form = test->bias_form;

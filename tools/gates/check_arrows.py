@@ -33,6 +33,7 @@ ZONES = (
     ("cpu backward", "src/cpu/backward/"),
     ("cpu merge", "src/cpu/merge/"),
     ("cpu probabilities", "src/cpu/probabilities/"),
+    ("cpu rotate", "src/cpu/rotate/"),
     ("cpu isa", "src/cpu/isa/"),
     ("cpu", "src/cpu/"),
     ("cuda row", "src/cuda/cuda.h"),
@@ -50,6 +51,7 @@ ZONES = (
     ("cuda backward sm90", "src/cuda/backward/sm90/"),
     ("cuda merge", "src/cuda/merge/"),
     ("cuda probabilities", "src/cuda/probabilities/"),
+    ("cuda rotate", "src/cuda/rotate/"),
     ("cuda", "src/cuda/"),
     ("entry", "src/fdma.c"),
     ("ort", "src/ort/"),
@@ -67,7 +69,7 @@ TESTED = ("include", "src", "tests")
 CPU_KERNEL = ("public", "core", "cpu threads", "cpu simd", "cpu common")
 CPU_OPERATIONS = tuple(
     f"cpu {operation}"
-    for operation in "score select decode cache forward backward merge probabilities".split()
+    for operation in "score select decode cache forward backward merge probabilities rotate".split()
 )
 CUDA_KERNEL = ("public", "core", "cuda devices", "cuda device", "cuda plan")
 ALLOWED = {
@@ -87,6 +89,7 @@ ALLOWED = {
     "cpu backward": (*CPU_KERNEL, "cpu forward"),
     "cpu merge": CPU_KERNEL,
     "cpu probabilities": CPU_KERNEL,
+    "cpu rotate": CPU_KERNEL,
     "cpu isa": (*CPU_KERNEL, *CPU_OPERATIONS),
     "cpu": ("public", "core", "cpu row", "cpu threads", "cpu simd", "cpu isa"),
     "cuda row": ("public", "core"),
@@ -104,6 +107,7 @@ ALLOWED = {
     "cuda backward sm90": CUDA_KERNEL,
     "cuda merge": CUDA_KERNEL,
     "cuda probabilities": CUDA_KERNEL,
+    "cuda rotate": CUDA_KERNEL,
     "cuda": ("public", "core", "cuda row", "cuda devices"),
     "entry": ("public", "core", "reference row", "cpu row", "cpu threads", "cuda row"),
     "ort": ("public",),

@@ -10,6 +10,7 @@
 #include "cpu/forward/forward.h"
 #include "cpu/merge/merge.h"
 #include "cpu/probabilities/probabilities.h"
+#include "cpu/rotate/rotate.h"
 #include "cpu/score/score.h"
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"

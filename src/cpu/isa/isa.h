@@ -5,7 +5,8 @@
 #include "core/kernel.h"
 
 #define KNOWS_STARTS(operation)                                                                    \
-    ((operation) == operation_cache_store || (operation) == operation_probabilities)
+    ((operation) == operation_cache_store || (operation) == operation_probabilities ||             \
+     (operation) == operation_rotate || (operation) == operation_rotate_backward)
 #define CPU_TRAITS(operation)                                                                      \
     ((KNOWS_STARTS(operation) ? 0u : trait_one_sequence) |                                         \
      ((operation) == operation_backward ? trait_checks_selection : 0u))
@@ -28,7 +29,10 @@
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge),                       \
-        CPU_KERNEL(NAME, probabilities, MISSING, fdma_refuses_wide, probabilities)
+        CPU_KERNEL(NAME, probabilities, MISSING, fdma_refuses_wide, probabilities),                \
+        CPU_KERNEL(NAME, rotary_table, MISSING, fdma_refuses_wide_table, rotary_table),            \
+        CPU_KERNEL(NAME, rotate, MISSING, fdma_refuses_wide, rotate),                              \
+        CPU_KERNEL(NAME, rotate_backward, MISSING, fdma_refuses_wide, rotate)
 
 /* Kernels for few rows. REFUSES_ROWS is the `refuses` of forward. */
 #define DECODE_KERNELS(NAME, MISSING, REFUSES_ROWS, REFUSES)                                       \
@@ -62,6 +66,7 @@ const char *fdma_missing_neonbf16(void);
 const char *fdma_missing_scalar(void);
 
 const char *fdma_refuses_wide(const fdma_problem *problem);
+const char *fdma_refuses_wide_table(const fdma_problem *problem);
 const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 const char *fdma_refuses_decode(const fdma_problem *problem);
