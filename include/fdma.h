@@ -474,7 +474,8 @@ typedef struct fdma_forward_args {
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
  *             (kv_len + (window + recent) * q_len / 128)), with attn_mask, but no mask_lists, 5/32
  *             q_len * kv_len bytes for each head of it; for a few queries also some rows of out
- *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
+ *  Edge       a softcap below 1e-30 counts as 1e-30, which makes all capped products 0 in float32;
+ *             a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
  *             row's out and lse are NaN; a sink_logit of -inf is as none; keys that are not
  *             valid or never kept are never read; sums may overflow, although out would be finite,

@@ -608,9 +608,10 @@ def kernel_scale(softmax_scale: float | None, head_dim: int | None = None) -> fl
         return 0.0 if head_dim is None else head_dim**-0.5
     if type(softmax_scale) is not float and not _types.is_number(softmax_scale):
         raise _types.refusal("softmax_scale", softmax_scale, "a number or None")
-    if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
+    if isinstance(softmax_scale, (int, float)) and not 0 < softmax_scale < math.inf:
         raise ValueError(
-            f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
+            f"softmax_scale: is {softmax_scale:g}, want a finite number above 0, or None for the "
+            "default"
         )
     return softmax_scale
 
@@ -656,8 +657,10 @@ def choose_scale(softmax_scale: float | None, scale: float | None) -> float | No
     check_no_bool("scale", scale)
     if not _types.is_number(scale):
         raise _types.refusal("scale", scale, "a number or None")
-    if not scale > 0:
-        raise ValueError(f"scale: is {scale:g}, want a positive number, or None for the default")
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"scale: is {scale:g}, want a finite number above 0, or None for the default"
+        )
     if softmax_scale is None:
         return scale
     if not _types.is_number(softmax_scale):

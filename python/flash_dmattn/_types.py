@@ -28,8 +28,15 @@ SHOWN_MAX = 40  # characters of a list in a message
 Kinds = Tuple[Tuple[str, Kind], ...]  # of arguments, by name
 
 
+def is_vast(value: Any) -> bool:
+    """True for an int that no float64 is near to. PyTorch and ctypes do not convert it."""
+    return isinstance(value, int) and abs(value) > sys.float_info.max
+
+
 def describe(value: Any) -> str:
     """A value as messages name it: "None", "'8', a str", "[1.5], a list", "an ndarray"."""
+    if is_vast(value):
+        return "an int beyond float64"  # Python may refuse to print it
     name = type(value).__name__
     kind = f"{'an' if name[0] in 'aeiouAEIOU' or name == 'ndarray' else 'a'} {name}"
     if value is None:
@@ -91,7 +98,9 @@ def is_scalar(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (hasattr(value, "__float__") and is_scalar(value))
+    if isinstance(value, (int, float)):
+        return not is_vast(value)
+    return hasattr(value, "__float__") and is_scalar(value)
 
 
 def is_flag(value: Any) -> bool:

@@ -72,6 +72,10 @@ static fdma_status take_gap(double gap, fdma_problem *problem) {
     return FDMA_OK;
 }
 
+/* A softcap below this makes all logits 0, as this one does, but kernels could take it for 0, which
+ * means none: they compute in float32, and some flush subnormal numbers. */
+static const double least_softcap = 1e-30;
+
 static fdma_status take_logit_options(double scale, double softcap, int32_t causal,
                                       fdma_problem *problem) {
     FDMA_REQUIRE(scale >= 0 && scale < INFINITY, FDMA_INVALID_ARGUMENT,
@@ -81,7 +85,7 @@ static fdma_status take_logit_options(double scale, double softcap, int32_t caus
     FDMA_REQUIRE(softcap >= 0 && softcap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "softcap: is %g, want a finite number, 0 or more", softcap);
     problem->scale = scale;
-    problem->softcap = softcap;
+    problem->softcap = softcap > 0 && softcap < least_softcap ? least_softcap : softcap;
     problem->causal = causal != 0;
     return FDMA_OK;
 }

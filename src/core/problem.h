@@ -97,7 +97,7 @@ typedef struct fdma_problem {
     double gap;     /* of the selection; 0: off. Slots of a given one with a gap may be empty */
     int64_t slots;  /* window + recent of a selection, at most INT64_MAX */
     double scale;   /* never 0 */
-    double softcap; /* 0: off */
+    double softcap; /* 0: off; otherwise 1e-30 or more */
     rotary_options turn;
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: its first batch
@@ -120,6 +120,18 @@ typedef struct fdma_problem {
     fdma_selection *made; /* select: the caller's, in which a call records its rules */
     fdma_exec exec;
 } fdma_problem;
+
+/* The softcap in float32, at most 1e30, so that it times log2(e) is finite: such a cap changes no
+ * logit. 0 means no softcap. */
+static inline float softcap_of(const fdma_problem *problem) {
+    return (float)(problem->softcap < 1e30 ? problem->softcap : 1e30);
+}
+
+/* scale / cap: the factor of products of q and k before tanh. */
+static inline float scale_over_cap(float scale, float cap) {
+    const double ratio = (double)scale / (double)cap;
+    return (float)(ratio < 1e30 ? ratio : 1e30);
+}
 
 /* Depth of the checks. check_shapes ignores the pointers to data and workspace, which may still be
  * NULL in a question for the workspace size or the kernel. */

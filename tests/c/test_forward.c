@@ -143,12 +143,15 @@ static void scale_multiplies_logits(problem *x, const char *kernel) {
 static void softcap_bounds_logits(problem *x, const char *kernel) {
     x->bias = (fdma_tensor){0};
     x->scale = 100;
-    x->softcap = 0x1p-20;
-    const attended flat = problem_attend(x, kernel, 1);
-    for (int64_t i = 0; i < count_of(flat.lse); i++) {
-        const int64_t p = i % x->q_len + x->kv_len - x->q_len;
-        const double kept = (double)(p + 1 < x->window ? p + 1 : x->window);
-        CHECK_NEAR((double)((const float *)flat.lse.data)[i], log(kept), 0x1p-19);
+    static const double caps[] = {0x1p-20, 1e-39, 1e-320}; /* the last are subnormal numbers */
+    for (int c = 0; c < TEST_COUNT(caps); c++) {
+        x->softcap = caps[c];
+        const attended flat = problem_attend(x, kernel, 1);
+        for (int64_t i = 0; i < count_of(flat.lse); i++) {
+            const int64_t p = i % x->q_len + x->kv_len - x->q_len;
+            const double kept = (double)(p + 1 < x->window ? p + 1 : x->window);
+            CHECK_NEAR((double)((const float *)flat.lse.data)[i], log(kept), 0x1p-19);
+        }
     }
 }
 

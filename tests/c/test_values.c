@@ -193,7 +193,7 @@ static void logits_far_apart(problem *x, const char *kernel) {
  * of n keys is log n, because bias is 0 here. */
 static void extreme_softcaps(problem *x, const char *kernel) {
     static const double caps[] = {1e12, 1e30, 1e38, 1e39, 1e300};
-    static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300};
+    static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300, 1e-309, 1e-320};
     for (int64_t j = 0; j < x->kv_len; j++)
         set_bias(x, j, 0);
     const attended uncapped = problem_attend(x, kernel, 1);

@@ -11,6 +11,7 @@ import flash_dmattn
 import pytest
 import torch
 from cases import DEVICES, make_fused
+from evaluate import dropout_factors
 from flash_dmattn import DynamicMaskAttention, MultiheadAttention, ops
 
 
@@ -123,6 +124,23 @@ def test_lse_and_probabilities() -> None:
     state = torch.tensor([1, 2])
     options = {"dropout_p": 1.0, "rng_state": state}
     assert (flash_dmattn.attention_probabilities(*rows[:2], want, **options) == 0).all()
+
+
+@pytest.mark.parametrize("kv_used", [None, 2])
+def test_negative_positions(kv_used: int | None) -> None:
+    """Without causal masking a query at a negative position keeps keys, and drops by the floor of
+    half its position."""
+    kv_len, state = 6, torch.tensor([3, 4])
+    query, key, value = (torch.randn(1, n, 2, 8) for n in (9, kv_len, kv_len))
+    used = {} if kv_used is None else {"kv_used": torch.tensor([kv_used], dtype=torch.int32)}
+    options = {"dropout_p": 0.5, "rng_state": state, **used}
+    out, lse = flash_dmattn.attention(query, key, value, **options)
+    count = kv_used or kv_len
+    logits = torch.einsum("bihd,bjhd->bhij", query, key[:, :count]).double() * 8**-0.5
+    factors = dropout_factors((1, 2, 9, count), 2, 0.5, state)
+    want = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1) * factors, value[:, :count].double())
+    assert (lse.double() - logits.logsumexp(-1)).abs().max() < 1e-5
+    assert (out.double() - want).abs().max() < 1e-5
 
 
 def test_numbers_are_drawn() -> None:

@@ -62,6 +62,7 @@ REFUSED = {
     "attend f --window 4x": "--window is '4x'",
     "attend f --window 99999999999999999999": "--window is '9999",
     "attend f --window 4 --scale nan": "--scale is 'nan'",
+    "attend f --window 4 --scale 0": "--scale is '0', want a finite number above 0",
     "attend f --window 4 --softcap -2": "--softcap is '-2'",
     "attend f --window 4 --bias cubic": "--bias is 'cubic'",
     "attend f --window 4 --dtype f64": "--dtype is 'f64'",

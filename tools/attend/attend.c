@@ -38,8 +38,8 @@ static const option option_table[] = {
      "what is added to a key's logits: exp (exp(z) of its score z, the\n"
      "default), linear (z) or none",
      bias_words, offsetof(attend_options, bias), OPTION_CHOICE, false},
-    {"--scale", "X", "multiplies the logits (default 1 / sqrt(head_dim))", NULL,
-     offsetof(attend_options, scale), OPTION_NUMBER, false},
+    {"--scale", "X", "multiplies the logits, above 0 (default 1 / sqrt(head_dim))", NULL,
+     offsetof(attend_options, scale), OPTION_FACTOR, false},
     {"--softcap", "X", "replaces a logit s by X * tanh(s / X) (default 0: off)", NULL,
      offsetof(attend_options, softcap), OPTION_NUMBER, false},
     {"--dtype", "D", "f32, f16 or bf16: q, k and v are converted (default: as in the file)",

@@ -58,8 +58,10 @@ static int store_value(const command_line *command, const option *known, const c
             *(int64_t *)field = number;
     } else {
         const double number = strtod(text, &end);
-        if (end == text || *end != '\0' || !isfinite(number) || number < 0)
-            want = "a finite number, 0 or more";
+        const bool positive = known->kind == OPTION_FACTOR;
+        if (end == text || *end != '\0' || !isfinite(number) || number < 0 ||
+            (positive && number == 0))
+            want = positive ? "a finite number above 0" : "a finite number, 0 or more";
         else
             *(double *)field = number;
     }

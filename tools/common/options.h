@@ -11,6 +11,7 @@ typedef enum option_kind {
     OPTION_COUNT,    /* int64_t >= 0 */
     OPTION_POSITIVE, /* int64_t >= 1 */
     OPTION_NUMBER,   /* double, finite and >= 0 */
+    OPTION_FACTOR,   /* double, finite and > 0 */
     OPTION_TEXT,     /* const char *, borrowed from argv */
     OPTION_CHOICE,   /* int: the index of the word in choices */
 } option_kind;

@@ -32,19 +32,6 @@ static inline vf tanh_of(vf x) {
     return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
 }
 
-/* The softcap, clamped so that it and its inverse are finite and not subnormal. A cap above the
- * clamp changes no logit; one below it makes every logit 0. 0 means no softcap. */
-static inline float softcap_of(const fdma_problem *problem) {
-    const double least = 1e-30, most = 1e30, cap = problem->softcap;
-    return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);
-}
-
-/* scale / cap: the factor of products of q and k before tanh. */
-static inline float scale_over_cap(float scale, float cap) {
-    const double ratio = (double)scale / (double)cap;
-    return (float)(ratio < 1e30 ? ratio : 1e30);
-}
-
 /* e^x with a relative error below 2.5e-7 for x > -87, and 0 below. The error of rounding x *
  * log2(e) is corrected to first order. A minimax polynomial of degree 6 for 2^f on [0, 1). */
 static inline vf exp_of(vf x) {

@@ -92,11 +92,8 @@ struct logit_params {
 };
 
 __device__ static logit_params logit_params_of(const forward_plan &plan) {
-    // a softcap beyond all logits does nothing, one far below them makes them all 0
-    const float least = 1e-30f, most = 1e30f;
-    const float cap = fminf(fmaxf(plan.softcap, least), most);
     if (plan.softcap > 0)
-        return {fminf(plan.scale / cap, most), cap * log2_e};
+        return {fminf(plan.scale / plan.softcap, 1e30f), plan.softcap * log2_e};
     return {0, fminf(plan.scale * log2_e, FLT_MAX)};
 }
 

@@ -33,7 +33,7 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->group = (int32_t)problem->group;
     plan->head_dim = (int32_t)problem->head_dim;
     plan->scale = (float)problem->scale;
-    plan->softcap = (float)problem->softcap;
+    plan->softcap = softcap_of(problem);
     plan->dropout = problem->dropout;
     plan->dropout_scale = (float)dropout_scale(problem->dropout.threshold);
     plan->rng_state = (const int64_t *)problem->rng_state.data;

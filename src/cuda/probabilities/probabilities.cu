@@ -187,11 +187,9 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-/* A softcap beyond all logits does nothing, one far below them makes them all 0. */
 static void describe_logits(const forward_plan &plan, probability_params *params) {
-    const float least = 1e-30f, most = 1e30f;
-    params->softcap = plan.softcap > 0 ? fminf(fmaxf(plan.softcap, least), most) : 0;
-    params->scale = plan.softcap > 0 ? fminf(plan.scale / params->softcap, most) : plan.scale;
+    params->softcap = plan.softcap;
+    params->scale = plan.softcap > 0 ? scale_over_cap(plan.scale, plan.softcap) : plan.scale;
 }
 
 static probability_params describe(const fdma_problem *problem, const forward_plan &plan) {

@@ -175,7 +175,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const forward_plan &forward = task.plan.forward;
     const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges;
-    const float softcap_scale = forward.softcap == 0 ? 0 : forward.scale / forward.softcap;
+    const float softcap_scale =
+        forward.softcap == 0 ? 0 : scale_over_cap(forward.scale, forward.softcap);
     if (blocks == 0)
         return FDMA_OK;
     if (task.pass.dq_semaphore != NULL) // each pass counts from 0

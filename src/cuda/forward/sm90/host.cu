@@ -100,7 +100,7 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan *plan)
     const int64_t blocks = fdma_cuda_device(problem->exec.device)->multiprocessors;
     const launch_shape shape = {dim3((unsigned)min(tiles, blocks)), dim3(kernel.threads),
                                 kernel.shared_bytes, start_early};
-    const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
+    const float softcap_scale = plan->softcap == 0 ? 0 : scale_over_cap(plan->scale, plan->softcap);
     if (tiles == 0)
         return FDMA_OK;
     return launch("forward", kernel.attend, shape, problem, *plan, strides_of(problem, plan), order,
