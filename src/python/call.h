@@ -32,8 +32,8 @@ typedef struct output {
     int is_cleared;
 } output;
 
-/* Other objects are borrowed from `plan`, the arguments that the call was made from. The addresses belong
- * to a Prepared call of _call.py, which is one of these arguments. */
+/* Other objects are borrowed from `plan`, the arguments that the call was made from. The addresses
+ * belong to a Prepared call of _call.py, which is one of these arguments. */
 typedef struct call {
     PyObject_HEAD PyObject *plan;
     PyObject *guard;     /* function: true if tensors have the layout */
