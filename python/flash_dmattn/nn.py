@@ -269,7 +269,8 @@ class DynamicMaskAttention(nn.Module):
                 they count the tokens of all ranks: a list or a tensor on the CPU.
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
                 ..., beginning anew in each packed sequence. Give them if there is padding on the
-                left. Causality depends on the order in x, not on these numbers. With a cache None
+                left, then in every call with the same cache: None counts padding as tokens.
+                Causality depends on the order in x, not on these numbers. With a cache None
                 continues after the tokens before x.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
                 sinks. The layer has to be causal, without a gap and options, and starts None.
