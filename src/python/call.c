@@ -132,10 +132,14 @@ static int read_number(PyObject *owned, uint64_t *number) {
     return *number == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
+static int is_tensor(const call *self, PyObject *object) {
+    const PyObject *type = (PyObject *)Py_TYPE(object);
+    return type == self->tensor_type || type == self->parameter_type;
+}
+
 static int find_address(const call *self, PyObject *tensor, uint64_t *address) {
-    const PyObject *type = (PyObject *)Py_TYPE(tensor);
     /* PyTorch's function in C++ throws for other types. */
-    if (self->read_address == NULL || (type != self->tensor_type && type != self->parameter_type))
+    if (self->read_address == NULL || !is_tensor(self, tensor))
         return read_number(PyObject_CallFunctionObjArgs(self->data_ptr, tensor, NULL), address);
     *address = (uintptr_t)self->read_address(tensor);
     return 0;
@@ -155,8 +159,9 @@ int find_addresses(const call *self, PyObject *given, uint64_t *addresses) {
 static int has_nested(const call *self, PyObject *given) {
     int truth = 0;
     for (Py_ssize_t index = 0; index < self->input_count && truth == 0; index++) {
-        PyObject *tensor = PyTuple_GetItem(given, index);
-        truth = tensor == NULL ? -1 : is_true(PyObject_GetAttr(tensor, self->is_nested));
+        PyObject *one = PyTuple_GetItem(given, index);
+        if (one == NULL || is_tensor(self, one))
+            truth = one == NULL ? -1 : is_true(PyObject_GetAttr(one, self->is_nested));
     }
     return truth;
 }
