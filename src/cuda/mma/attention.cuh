@@ -92,8 +92,11 @@ struct logit_params {
 };
 
 __device__ static logit_params logit_params_of(const forward_plan &plan) {
+    // the plan has such a softcap already, but without this clamp d128 and d256 spill (nvcc 13.0)
+    const float least = 1e-30f, most = 1e30f;
+    const float cap = fminf(fmaxf(plan.softcap, least), most);
     if (plan.softcap > 0)
-        return {fminf(plan.scale / plan.softcap, 1e30f), plan.softcap * log2_e};
+        return {fminf(plan.scale / cap, most), cap * log2_e};
     return {0, fminf(plan.scale * log2_e, FLT_MAX)};
 }
 
