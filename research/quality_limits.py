@@ -28,37 +28,26 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks_path  # noqa: F401
 import program
+import quality_held_out
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    parser.add_argument("model", type=Path, help="a file that quality.py wrote")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of held_out.bin")
+    quality_held_out.add_options(parser, 8192, 24)
     parser.add_argument("--keys", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--recent", type=int, default=64, help="newest keys among them (64)")
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--pieces", type=int, default=24, help="of held-out text (24)")
-    parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args(arguments)
-    text = options.corpus / "held_out.bin"
-    for path in (options.model, text):
-        if not path.is_file():
-            parser.error(f"{path} is not a file")
-    if text.stat().st_size <= options.length:
-        parser.error(f"--length: is {options.length}, want less than {text} has bytes")
+    quality_held_out.check_options(parser, options)
     if options.recent < 0:
         parser.error(f"--recent: is {options.recent}, want 0 or more")
     for keys in options.keys:
         if not options.recent < keys < options.length:
             parser.error(f"--keys: is {keys}, want more than --recent and less than --length")
-    options.device = options.device or program.default_device()
     return options
 
 
@@ -181,9 +170,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not any(layer.nope_heads > 0 for layer in model.attentions()):
         print(f"quality_limits.py: {options.model}: has no NoPE heads", file=sys.stderr)
         sys.exit(2)
-    text = options.corpus / "held_out.bin"
     device = torch.device(options.device)
-    evaluation = Evaluation(np.fromfile(text, np.uint8), options.length, 4, options.pieces, device)
+    evaluation = Evaluation(
+        np.fromfile(options.held_out, np.uint8), options.length, 4, options.pieces, device
+    )
     with prefer_cudnn():
         rows = measure(model.to(device), evaluation, options.keys, options.recent)
     if options.json is not None:

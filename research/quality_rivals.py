@@ -32,39 +32,28 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable
 
 import benchmarks_path  # noqa: F401
 import program
+import quality_held_out
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    parser.add_argument("model", type=Path, help="a file that quality.py wrote")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of held_out.bin")
+    quality_held_out.add_options(parser, 65536, 44)
     parser.add_argument("--keys", type=int, default=2304, help="rows of a head's cache (2304)")
     parser.add_argument("--block", type=int, default=16, help="queries between two cuts (16)")
-    parser.add_argument("--length", type=int, default=65536)
-    parser.add_argument("--pieces", type=int, default=44, help="of held-out text (44)")
     parser.add_argument("--questions", type=int, default=64, help="about 8 pairs (64)")
     parser.add_argument("--batch", type=int, default=4, help="sequences at once (4)")
-    parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args(arguments)
-    text = options.corpus / "held_out.bin"
-    for path in (options.model, text):
-        if not path.is_file():
-            parser.error(f"{path} is not a file")
-    if text.stat().st_size <= options.length:
-        parser.error(f"--length: is {options.length}, want less than {text} has bytes")
+    quality_held_out.check_options(parser, options)
     if not 2 * OBSERVED <= options.keys < options.length:
         parser.error(f"--keys: is {options.keys}, want {2 * OBSERVED} or more, below --length")
     for name in ("block", "pieces", "questions", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: is {getattr(options, name)}, want 1 or more")
-    options.device = options.device or program.default_device()
     return options
 
 
@@ -199,17 +188,19 @@ def rules_of(keys: int, block: int) -> dict[str, Rule]:
 
 
 def recall(
-    model: nn.Module, evaluation: Evaluation, questions: int, rule: Rule | bool, keys: int
+    model: nn.Module,
+    evaluation: Evaluation,
+    questions: int,
+    rule_for: Callable[[list[list[Question]]], Rule],
 ) -> dict[str, float]:
-    """The fraction of values about 8 pairs that are right, by distance in bytes. A rule that is
-    True or False is "snap" with the question seen or unseen."""
+    """The fraction of values about 8 pairs that are right, by distance in bytes. `rule_for` makes
+    the rule for texts with these questions."""
     found = {}
     for distance in distances_of(evaluation.length):
         if not fits(PAIRS, distance, evaluation.length):
             continue
         episodes = evaluation.ask({"pairs": PAIRS, "distance": distance}, questions)
-        used = Snap(keys, rule, episodes.questions) if isinstance(rule, bool) else rule
-        with restricted_heads(model, used):
+        with restricted_heads(model, rule_for(episodes.questions)):
             results = run(model, episodes.text, evaluation.batch, evaluation.device)
         found[str(distance)] = evaluation.scored(results, episodes)["accuracy"]
     return found
@@ -220,11 +211,10 @@ def measure(model: nn.Module, evaluation: Evaluation, options: argparse.Namespac
     for name, rule in rules_of(options.keys, options.block).items():
         with restricted_heads(model, rule):
             losses = evaluation.losses(model)
-        row = {"rule": name, **losses}
-        row["recall"] = recall(model, evaluation, options.questions, rule, options.keys)
-        rows.append(row)
+        found = recall(model, evaluation, options.questions, lambda _, rule=rule: rule)
+        rows.append({"rule": name, **losses, "recall": found})
     for name, is_seen in (("snap, unseen", False), ("snap, seen", True)):
-        found = recall(model, evaluation, options.questions, is_seen, options.keys)
+        found = recall(model, evaluation, options.questions, partial(Snap, options.keys, is_seen))
         rows.append({"rule": name, "recall": found})
     return rows
 
@@ -236,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"quality_rivals.py: {options.model}: want one layer of NoPE heads", file=sys.stderr)
         sys.exit(2)
     device = torch.device(options.device)
-    source = np.fromfile(options.corpus / "held_out.bin", np.uint8)
+    source = np.fromfile(options.held_out, np.uint8)
     evaluation = Evaluation(source, options.length, options.batch, options.pieces, device)
     with prefer_cudnn():
         rows = measure(model.to(device), evaluation, options)

@@ -266,9 +266,9 @@ class DynamicMaskCache:
         if numbers.device.type != "cpu" or torch.compiler.is_compiling():
             return
         for n, number in enumerate(numbers.tolist()):
-            is_there = least <= number < self.batch
-            wanted = f"want {least} to {self.batch - 1}"
-            require(is_there, f"{name}: element {n} is {number}, {wanted}")
+            if not least <= number < self.batch:
+                wanted = f"want {least} to {self.batch - 1}"
+                raise ValueError(f"{name}: element {n} is {number}, {wanted}")
 
     def _sequences(self, layer: int, index: MaybeTensor, least: int) -> torch.Tensor:
         """The numbers in `keys` of the batch's sequences `index`, from `least` on. -1 and, on a

@@ -7,14 +7,17 @@ model hands to its layers, and read_mask() reads it there:
     [0] int32                           causal
     [batch, 1, 1, 1, keys] bool         causal; false for padding
     [sequences + 1] int32               causal in packed sequences, which begin there
-    the last three with the axes [..., 1, 1, 1, window, n], six in all
-                                        the same in a sliding window; all `window` rows are one row
+    [1, 1, 1, 1, window, 0] int32       causal, in a sliding window
+    [batch, 1, 1, 1, window, keys] bool the same; false for padding
+    [1, 1, 1, 1, window, sequences + 1] int32
+                                        the same in packed sequences
     [batch, 1, 1, keys] bool            not causal; false for padding
     [batch, heads or 1, q_len, keys]    any other mask: bool, or numbers added to the logits
 
-A static cache has room for more than the `keys` keys that are filled in. transformers takes a mask
-of two axes for padding, also one that make_mask() has returned: generate() makes the masks of
-static caches before the model does. So no form has two, and none has the three that users try.
+A static cache has room for more than the `keys` keys that are filled in. All `window` rows of a
+mask are one row in memory. generate() makes the masks of static caches itself, and the model then
+calls make_mask() with them; transformers treats a mask of two axes as padding. So no form has two
+axes, and none has three, which a mask of a user may have.
 """
 
 from __future__ import annotations

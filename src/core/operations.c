@@ -203,44 +203,43 @@ static fdma_status take_rotary_table(const any_args *args, fdma_problem *problem
                  "base: is %g, want a finite number, 1 or more, or else inv_freq", call->base);
     FDMA_REQUIRE(call->factor >= 0 && call->factor < INFINITY, FDMA_INVALID_ARGUMENT,
                  "factor: is %g, want a finite number, 0 or more", call->factor);
-    problem->turn.base = call->base;
-    problem->turn.factor = call->factor == 0 ? 1 : call->factor;
-    problem->turn.first = call->first;
+    problem->rotation.base = call->base;
+    problem->rotation.factor = call->factor == 0 ? 1 : call->factor;
+    problem->rotation.first = call->first;
     return FDMA_OK;
 }
 
-static fdma_status take_turn(const rotary_options *turn, bool interleaved, fdma_problem *problem) {
-    FDMA_REQUIRE(turn->eps >= 0 && turn->eps < INFINITY, FDMA_INVALID_ARGUMENT,
-                 "eps: is %g, want a finite number, 0 or more", turn->eps);
-    FDMA_REQUIRE(turn->eps == 0 || is_present(&problem->weight), FDMA_INVALID_ARGUMENT,
-                 "eps: is %g, want 0 without weight", turn->eps);
-    FDMA_REQUIRE(turn->offset >= 0 && turn->offset <= INT32_MAX, FDMA_INVALID_ARGUMENT,
-                 "offset: is %lld, want 0 to %d", (long long)turn->offset, INT32_MAX);
-    problem->turn = *turn;
-    problem->turn.interleaved = interleaved;
+/* The options of fdma_rotate_args or fdma_rotate_backward_args. */
+#define ROTARY_OPTIONS(call)                                                                       \
+    {.first = (call)->first,                                                                       \
+     .offset = (call)->offset,                                                                     \
+     .nope_heads = (call)->nope_heads,                                                             \
+     .eps = (call)->eps,                                                                           \
+     .interleaved = (call)->interleaved != 0}
+
+static fdma_status take_rotation(const rotary_options *options, fdma_problem *problem) {
+    FDMA_REQUIRE(options->eps >= 0 && options->eps < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "eps: is %g, want a finite number, 0 or more", options->eps);
+    FDMA_REQUIRE(options->eps == 0 || is_present(&problem->weight), FDMA_INVALID_ARGUMENT,
+                 "eps: is %g, want 0 without weight", options->eps);
+    FDMA_REQUIRE(options->offset >= 0 && options->offset <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "offset: is %lld, want 0 to %d", (long long)options->offset, INT32_MAX);
+    problem->rotation = *options;
     return FDMA_OK;
 }
 
 static fdma_status take_rotate(const any_args *args, fdma_problem *problem) {
-    const fdma_rotate_args *const call = &args->rotate;
-    const rotary_options turn = {.first = call->first,
-                                 .offset = call->offset,
-                                 .nope_heads = call->nope_heads,
-                                 .eps = call->eps};
-    return take_turn(&turn, call->interleaved != 0, problem);
+    const rotary_options options = ROTARY_OPTIONS(&args->rotate);
+    return take_rotation(&options, problem);
 }
 
 static fdma_status take_rotate_backward(const any_args *args, fdma_problem *problem) {
-    const fdma_rotate_backward_args *const call = &args->rotate_backward;
-    const rotary_options turn = {.first = call->first,
-                                 .offset = call->offset,
-                                 .nope_heads = call->nope_heads,
-                                 .eps = call->eps};
+    const rotary_options options = ROTARY_OPTIONS(&args->rotate_backward);
     FDMA_REQUIRE(is_present(&problem->x) || !is_present(&problem->weight), FDMA_INVALID_ARGUMENT,
                  "x: is absent, want it with weight");
     FDMA_REQUIRE(!is_present(&problem->dweight) || is_present(&problem->weight),
                  FDMA_INVALID_ARGUMENT, "dweight: is given, want none without weight");
-    return take_turn(&turn, call->interleaved != 0, problem);
+    return take_rotation(&options, problem);
 }
 
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {

@@ -98,7 +98,7 @@ typedef struct fdma_problem {
     int64_t slots;  /* window + recent of a selection, at most INT64_MAX */
     double scale;   /* never 0 */
     double softcap; /* 0: off; otherwise 1e-30 or more */
-    rotary_options turn;
+    rotary_options rotation;
     dropout_params dropout;
     int64_t first_entry, first_position; /* of a problem that is cut out of a call: its first batch
                                             entry and position in the call; dropout depends on

@@ -10,9 +10,9 @@ fdma_status fdma_check_rotary(const fdma_problem *problem) {
     FDMA_REQUIRE(rows <= positions, FDMA_INVALID_ARGUMENT,
                  "rotary: axis 0 has %lld elements, want at most %lld", (long long)rows,
                  (long long)positions);
-    FDMA_REQUIRE(problem->turn.first >= 0 && problem->turn.first <= positions - rows,
+    FDMA_REQUIRE(problem->rotation.first >= 0 && problem->rotation.first <= positions - rows,
                  FDMA_INVALID_ARGUMENT, "first: is %lld, want 0 to %lld with the rows of rotary",
-                 (long long)problem->turn.first, (long long)(positions - rows));
+                 (long long)problem->rotation.first, (long long)(positions - rows));
     if (problem->operation == operation_rotary_table) {
         FDMA_REQUIRE(dim >= 2 && dim <= 2 * most_pairs && dim % 2 == 0, FDMA_INVALID_ARGUMENT,
                      "rotary: axis 1 has %lld elements, want an even number from 2 to %d",
@@ -22,22 +22,23 @@ fdma_status fdma_check_rotary(const fdma_problem *problem) {
     FDMA_REQUIRE(dim >= 2 && dim <= problem->head_dim && dim % 2 == 0, FDMA_INVALID_ARGUMENT,
                  "rotary: axis 1 has %lld elements, want an even number from 2 to head_dim, %lld",
                  (long long)dim, (long long)problem->head_dim);
-    FDMA_REQUIRE(problem->turn.nope_heads >= 0 && problem->turn.nope_heads <= problem->q_heads,
+    FDMA_REQUIRE(problem->rotation.nope_heads >= 0 &&
+                     problem->rotation.nope_heads <= problem->q_heads,
                  FDMA_INVALID_ARGUMENT, "nope_heads: is %lld, want 0 to heads, %lld",
-                 (long long)problem->turn.nope_heads, (long long)problem->q_heads);
+                 (long long)problem->rotation.nope_heads, (long long)problem->q_heads);
     if (!is_present(&problem->positions))
         return FDMA_OK;
     FDMA_REQUIRE(!is_present(&problem->starts), FDMA_INVALID_ARGUMENT,
                  "starts: is given, want none with positions");
-    FDMA_REQUIRE(problem->turn.offset == 0, FDMA_INVALID_ARGUMENT,
-                 "offset: is %lld, want 0 with positions", (long long)problem->turn.offset);
+    FDMA_REQUIRE(problem->rotation.offset == 0, FDMA_INVALID_ARGUMENT,
+                 "offset: is %lld, want 0 with positions", (long long)problem->rotation.offset);
     return FDMA_OK;
 }
 
 /* Checks `positions`, which is in host memory. */
-static fdma_status check_given(const fdma_problem *problem) {
+static fdma_status check_every_position(const fdma_problem *problem) {
     const fdma_tensor *const positions = &problem->positions;
-    const int64_t first = problem->turn.first, last = first + problem->rotary.shape[0] - 1;
+    const int64_t first = problem->rotation.first, last = first + problem->rotary.shape[0] - 1;
     for (int64_t b = 0; b < positions->shape[0]; b++) {
         const int32_t *const row = int_at(positions, b, 0, 0);
         for (int64_t i = 0; i < positions->shape[1]; i++)
@@ -60,22 +61,22 @@ static int64_t longest_sequence(const fdma_problem *problem) {
 }
 
 fdma_status fdma_check_positions(const fdma_problem *problem, check_depth depth) {
-    const rotary_options *const turn = &problem->turn;
+    const rotary_options *const options = &problem->rotation;
     const bool readable = depth == check_all && problem->exec.device == FDMA_CPU;
     const bool packed = is_present(&problem->starts);
     if (is_present(&problem->positions))
-        return readable && problem->q_len > 0 ? check_given(problem) : FDMA_OK;
-    FDMA_REQUIRE(turn->offset >= turn->first, FDMA_INVALID_ARGUMENT,
-                 "offset: is %lld, want first, %lld, or more", (long long)turn->offset,
-                 (long long)turn->first);
+        return readable && problem->q_len > 0 ? check_every_position(problem) : FDMA_OK;
+    FDMA_REQUIRE(options->offset >= options->first, FDMA_INVALID_ARGUMENT,
+                 "offset: is %lld, want first, %lld, or more", (long long)options->offset,
+                 (long long)options->first);
     if (packed && !readable)
         return FDMA_OK;
     const int64_t rows = packed ? longest_sequence(problem) : problem->q_len;
-    const int64_t want = rows > 0 ? turn->offset - turn->first + rows : 0;
+    const int64_t want = rows > 0 ? options->offset - options->first + rows : 0;
     FDMA_REQUIRE(problem->rotary.shape[0] >= want, FDMA_INVALID_ARGUMENT,
                  "rotary: axis 0 has %lld elements, want %lld or more: the last position is %lld",
                  (long long)problem->rotary.shape[0], (long long)want,
-                 (long long)(turn->first + want - 1));
+                 (long long)(options->first + want - 1));
     return FDMA_OK;
 }
 
@@ -111,7 +112,7 @@ static long_number ratio_of(double base, int64_t pairs) {
 void fdma_find_frequencies(const fdma_problem *problem, rotary_frequencies *frequencies) {
     const int64_t pairs = rotary_dim(problem) / 2;
     const bool given = is_present(&problem->inv_freq);
-    const long_number ratio = given ? (long_number){0, 0} : ratio_of(problem->turn.base, pairs);
+    const long_number ratio = given ? (long_number){0, 0} : ratio_of(problem->rotation.base, pairs);
     long_number next = {1, 0};
     for (int64_t d = 0; d < pairs; d++) {
         frequencies->high[d] = given ? fdma_load(&problem->inv_freq, d) : next.high;

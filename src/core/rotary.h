@@ -36,15 +36,15 @@ INTEGER_FUNCTION double rotary_angle(double position, double high, double low) {
 /* The row of the table for row i of sequence b. */
 static inline int64_t rotary_row(const fdma_problem *problem, int64_t b, int64_t i) {
     const fdma_tensor *const positions = &problem->positions;
-    const int64_t first = problem->turn.first;
+    const int64_t first = problem->rotation.first;
     if (is_present(positions))
         return ((const int32_t *)positions->data)[b * positions->stride[0] + i] - first;
-    return problem->turn.offset - first + i - sequence_at(problem, i).first;
+    return problem->rotation.offset - first + i - sequence_at(problem, i).first;
 }
 
 /* True if the rows of head h are rotated. */
 static inline bool is_rotated_head(const fdma_problem *problem, int64_t h) {
-    return h < problem->q_heads - problem->turn.nope_heads;
+    return h < problem->q_heads - problem->rotation.nope_heads;
 }
 
 static inline int64_t rotary_dim(const fdma_problem *problem) { return problem->rotary.shape[1]; }

@@ -701,11 +701,11 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
     fdma_find_frequencies(problem, &frequencies);
     for (int64_t n = 0; n < rotary->shape[0]; n++)
         for (int64_t d = 0; d < pairs; d++) {
-            const double angle = rotary_angle((double)(problem->turn.first + n),
+            const double angle = rotary_angle((double)(problem->rotation.first + n),
                                               frequencies.high[d], frequencies.low[d]);
             const int64_t at = n * rotary->stride[0] + d;
-            fdma_store(rotary, at, problem->turn.factor * cos(angle));
-            fdma_store(rotary, at + pairs, problem->turn.factor * sin(angle));
+            fdma_store(rotary, at, problem->rotation.factor * cos(angle));
+            fdma_store(rotary, at + pairs, problem->rotation.factor * sin(angle));
         }
     return FDMA_OK;
 }
@@ -727,7 +727,7 @@ static rotated_row find_row(const fdma_problem *problem, const fdma_tensor *tens
     load_row(found.x, tensor, offset_of(tensor, found.b, found.i, found.h), dim);
     if (is_present(&problem->weight)) {
         const real mean = dot(found.x, found.x, dim) / (real)dim;
-        found.norm = 1 / sqrt(mean + (real)problem->turn.eps);
+        found.norm = 1 / sqrt(mean + (real)problem->rotation.eps);
     }
     return found;
 }
@@ -735,11 +735,11 @@ static rotated_row find_row(const fdma_problem *problem, const fdma_tensor *tens
 /* Rotates the channels of a row, by the negative angle if `sign` is -1. */
 static void rotate_row(const fdma_problem *problem, const rotated_row *row, real sign, real *y) {
     const int64_t pairs = rotary_dim(problem) / 2;
-    const bool interleaved = problem->turn.interleaved;
-    const int64_t at = is_rotated_head(problem, row->h)
-                           ? rotary_row(problem, row->b, row->i) * problem->rotary.stride[0]
-                           : 0;
-    for (int64_t d = 0; d < pairs && is_rotated_head(problem, row->h); d++) {
+    const bool interleaved = problem->rotation.interleaved;
+    if (!is_rotated_head(problem, row->h))
+        return;
+    const int64_t at = rotary_row(problem, row->b, row->i) * problem->rotary.stride[0];
+    for (int64_t d = 0; d < pairs; d++) {
         const int64_t one = interleaved ? 2 * d : d, other = interleaved ? one + 1 : d + pairs;
         const real c = load(&problem->rotary, at + d);
         const real s = sign * load(&problem->rotary, at + pairs + d);

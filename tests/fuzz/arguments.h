@@ -486,7 +486,7 @@ static fdma_tensor maybe_positions(call *to, int64_t first, int64_t rows) {
     return positions;
 }
 
-static fdma_tensor maybe_turn_weight(call *to) {
+static fdma_tensor maybe_norm_weight(call *to) {
     const fdma_dtype dtype = take_up_to(&to->in, 1) ? FDMA_FLOAT32 : to->dtype;
     return make_optional(to, false, dtype, 1, &to->head_dim);
 }

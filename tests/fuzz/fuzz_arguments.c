@@ -322,65 +322,66 @@ static void make_rotary_table(call *to) {
 }
 
 /* Options that the two rotations have. */
-typedef struct turn_options {
+typedef struct rotation_options {
     int64_t rows, first, offset, nope_heads;
     double eps;
-} turn_options;
+} rotation_options;
 
-static turn_options make_turn(call *to) {
-    turn_options turn = {.first = take_up_to(&to->in, 9)};
-    turn.rows = take_up_to(&to->in, 20);
+static rotation_options make_rotation(call *to) {
+    rotation_options options = {.first = take_up_to(&to->in, 9)};
+    options.rows = take_up_to(&to->in, 20);
     if (!seldom(&to->in)) // else the table may be too small
-        turn.rows = (int64_t)((uint64_t)turn.rows + (uint64_t)to->q_len);
-    turn.offset = turn.first;
+        options.rows = (int64_t)((uint64_t)options.rows + (uint64_t)to->q_len);
+    options.offset = options.first;
     if (seldom(&to->in))
-        turn.first = strange_number(&to->in);
+        options.first = strange_number(&to->in);
     if (seldom(&to->in))
-        turn.offset = strange_number(&to->in);
-    turn.nope_heads = seldom(&to->in) ? strange_number(&to->in) : take_up_to(&to->in, 1);
-    turn.eps = seldom(&to->in) ? make_number(&to->in) : 0.125;
-    return turn;
+        options.offset = strange_number(&to->in);
+    options.nope_heads = seldom(&to->in) ? strange_number(&to->in) : take_up_to(&to->in, 1);
+    options.eps = seldom(&to->in) ? make_number(&to->in) : 0.125;
+    return options;
 }
+
+/* Sets what fdma_rotate_args and fdma_rotate_backward_args have in common. */
+#define SET_ROTATION(to, args, options)                                                            \
+    do {                                                                                           \
+        (args)->eps = (args)->weight.rank > 0 || seldom(&(to)->in) ? (options).eps : 0;            \
+        (args)->first = (options).first;                                                           \
+        (args)->offset = (args)->positions.rank == 0 || seldom(&(to)->in) ? (options).offset : 0;  \
+        (args)->nope_heads = (options).nope_heads;                                                 \
+        (args)->interleaved = (int32_t)take_up_to(&(to)->in, 1);                                   \
+        (args)->reserved = make_reserved(&(to)->in);                                               \
+    } while (0)
 
 static void make_rotate(call *to) {
     fdma_rotate_args *const args = &to->args.rotate;
     *args = (fdma_rotate_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    const turn_options turn = make_turn(to);
+    const rotation_options options = make_rotation(to);
     args->x = make_queries(to, false);
-    args->weight = maybe_turn_weight(to);
-    args->rotary = make_rotary(to, false, turn.rows);
-    args->positions = maybe_positions(to, turn.first, turn.rows);
+    args->weight = maybe_norm_weight(to);
+    args->rotary = make_rotary(to, false, options.rows);
+    args->positions = maybe_positions(to, options.first, options.rows);
     args->starts = maybe_starts(to);
     args->out = make_queries(to, true);
-    args->eps = args->weight.rank > 0 || seldom(&to->in) ? turn.eps : 0;
-    args->first = turn.first;
-    args->offset = args->positions.rank == 0 || seldom(&to->in) ? turn.offset : 0;
-    args->nope_heads = turn.nope_heads;
-    args->interleaved = (int32_t)take_up_to(&to->in, 1);
-    args->reserved = make_reserved(&to->in);
+    SET_ROTATION(to, args, options);
     to->work = 8 * elements(&args->x);
 }
 
 static void make_rotate_backward(call *to) {
     fdma_rotate_backward_args *const args = &to->args.rotate_backward;
     *args = (fdma_rotate_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    const turn_options turn = make_turn(to);
+    const rotation_options options = make_rotation(to);
     args->dout = make_queries(to, false);
-    args->weight = maybe_turn_weight(to);
+    args->weight = maybe_norm_weight(to);
     if (args->weight.rank > 0 || seldom(&to->in))
         args->x = make_queries(to, false);
-    args->rotary = make_rotary(to, false, turn.rows);
-    args->positions = maybe_positions(to, turn.first, turn.rows);
+    args->rotary = make_rotary(to, false, options.rows);
+    args->positions = maybe_positions(to, options.first, options.rows);
     args->starts = maybe_starts(to);
     args->dx = make_queries(to, true);
     if (args->weight.rank > 0 || seldom(&to->in))
         args->dweight = make_optional(to, true, FDMA_FLOAT32, 1, &to->head_dim);
-    args->eps = args->weight.rank > 0 || seldom(&to->in) ? turn.eps : 0;
-    args->first = turn.first;
-    args->offset = args->positions.rank == 0 || seldom(&to->in) ? turn.offset : 0;
-    args->nope_heads = turn.nope_heads;
-    args->interleaved = (int32_t)take_up_to(&to->in, 1);
-    args->reserved = make_reserved(&to->in);
+    SET_ROTATION(to, args, options);
     to->work = 16 * elements(&args->dout);
 }
 

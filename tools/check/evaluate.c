@@ -48,13 +48,13 @@ static check_problem widen(const check_problem *problem) {
         &wide.partial_out[1],
         &wide.partial_lse[0],
         &wide.partial_lse[1],
-        &wide.turn.rotary,
-        &wide.turn.weight,
+        &wide.rotation.rotary,
+        &wide.rotation.weight,
     };
     for (size_t t = 0; t < sizeof tensors / sizeof tensors[0]; t++)
         *tensors[t] = check_wide_tensor(*tensors[t]);
     wide.cache.dtype = FDMA_FLOAT64;
-    wide.probability.dtype = wide.dattn_bias.dtype = wide.turn.dweight.dtype = FDMA_FLOAT64;
+    wide.probability.dtype = wide.dattn_bias.dtype = wide.rotation.dweight.dtype = FDMA_FLOAT64;
     return wide;
 }
 

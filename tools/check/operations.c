@@ -63,12 +63,15 @@ const check_operation check_operations[check_operation_count] = {
     [CHECK_CACHE_STORE] = {"cache_store", applies_to_cache, {NULL}, {0}},
     [CHECK_CACHE_COPY] = {"cache_copy", applies_to_cache, {NULL}, {0}},
     [CHECK_PROBABILITIES] = {"probabilities", applies_always, {"probability"}, {LIKE(probability)}},
-    [CHECK_ROTARY_TABLE] = {"rotary_table", applies_to_float32, {"rotary"}, {LIKE(turn.rotary)}},
+    [CHECK_ROTARY_TABLE] = {"rotary_table",
+                            applies_to_float32,
+                            {"rotary"},
+                            {LIKE(rotation.rotary)}},
     [CHECK_ROTATE] = {"rotate", applies_always, {"out"}, {LIKE(q)}},
     [CHECK_ROTATE_BACKWARD] = {"rotate_backward",
                                applies_always,
                                {"dx", "dweight"},
-                               {LIKE(q), LIKE(turn.dweight)}},
+                               {LIKE(q), LIKE(rotation.dweight)}},
 };
 
 const check_operation *check_find_operation(const char *name) {

@@ -69,7 +69,7 @@ typedef struct check_problem {
     fdma_tensor new_score, new_lse, commit; /* no token enters the cache */
     fdma_tensor from, to;                   /* of cache_copy */
 
-    check_rotary turn; /* of q, and of dout */
+    check_rotary rotation; /* of q, and of dout */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
     fdma_tensor probability;                    /* float32 or, made wide, float64, without data */

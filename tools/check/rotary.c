@@ -9,7 +9,7 @@
 
 /* Half of the cases have given frequencies, the others powers of the base. */
 static void make_frequencies(check_problem *problem, int64_t pairs, uint64_t *random) {
-    check_rotary *const rotary = &problem->turn;
+    check_rotary *const rotary = &problem->rotation;
     rotary->base = 10000;
     if (random_bits(random) % 2 == 0)
         return;
@@ -22,7 +22,7 @@ static void make_frequencies(check_problem *problem, int64_t pairs, uint64_t *ra
  * cases. */
 static void make_positions(check_problem *problem, int64_t rows, uint64_t *random) {
     const check_case *const test = problem->test;
-    check_rotary *const rotary = &problem->turn;
+    check_rotary *const rotary = &problem->rotation;
     const int64_t batch = random_bits(random) % 2 == 0 ? 1 : test->batch;
     const int64_t shape[2] = {batch, test->q_len};
     rotary->offset = rotary->first;
@@ -37,7 +37,7 @@ static void make_positions(check_problem *problem, int64_t rows, uint64_t *rando
 
 static void make_table(check_problem *problem, int64_t rows, int64_t dim) {
     const int64_t shape[2] = {rows, dim};
-    check_rotary *const rotary = &problem->turn;
+    check_rotary *const rotary = &problem->rotation;
     fdma_rotary_table_args args = {
         .size = sizeof args,
         .rotary = check_tensor(FDMA_FLOAT32, 2, shape),
@@ -55,7 +55,7 @@ static void make_table(check_problem *problem, int64_t rows, int64_t dim) {
 
 void check_make_rotary(check_problem *problem) {
     const check_case *const test = problem->test;
-    check_rotary *const rotary = &problem->turn;
+    check_rotary *const rotary = &problem->rotation;
     const int64_t rows = test->q_len + 3;
     uint64_t random = check_seed(test) + 4;
     const int64_t dims[] = {test->head_dim, test->head_dim, test->head_dim / 2, 6};

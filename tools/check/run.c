@@ -112,10 +112,10 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"from", problem->from},
         {"to", problem->to},
         {"x", problem->q},
-        {"weight", problem->turn.weight},
-        {"rotary", problem->turn.rotary},
-        {"positions", problem->turn.positions},
-        {"inv_freq", problem->turn.inv_freq},
+        {"weight", problem->rotation.weight},
+        {"rotary", problem->rotation.rotary},
+        {"positions", problem->rotation.positions},
+        {"inv_freq", problem->rotation.inv_freq},
         {"cache.page_table", problem->cache.page_table},
         {"cache.k", problem->cache.k},
         {"cache.v", problem->cache.v},
@@ -158,26 +158,27 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
     }
 }
 
+/* Fields that both calls of a rotation have. */
+#define ROTATION_FIELDS(options)                                                                   \
+    {.eps = (options)->eps,                                                                        \
+     .first = (options)->first,                                                                    \
+     .offset = (options)->offset,                                                                  \
+     .nope_heads = (options)->nope_heads,                                                          \
+     .interleaved = (options)->interleaved}
+
 /* The same in a call of a rotation or of its table. */
-static void set_rotary_options(check_call *call, const check_rotary *turn, check_operation_id id) {
+static void set_rotary_options(check_call *call, const check_rotary *options,
+                               check_operation_id id) {
     switch (id) {
     case CHECK_ROTARY_TABLE:
         call->args.rotary_table =
-            (fdma_rotary_table_args){.base = turn->base, .first = turn->first};
+            (fdma_rotary_table_args){.base = options->base, .first = options->first};
         break;
     case CHECK_ROTATE:
-        call->args.rotate = (fdma_rotate_args){.eps = turn->eps,
-                                               .first = turn->first,
-                                               .offset = turn->offset,
-                                               .nope_heads = turn->nope_heads,
-                                               .interleaved = turn->interleaved};
+        call->args.rotate = (fdma_rotate_args)ROTATION_FIELDS(options);
         break;
     case CHECK_ROTATE_BACKWARD:
-        call->args.rotate_backward = (fdma_rotate_backward_args){.eps = turn->eps,
-                                                                 .first = turn->first,
-                                                                 .offset = turn->offset,
-                                                                 .nope_heads = turn->nope_heads,
-                                                                 .interleaved = turn->interleaved};
+        call->args.rotate_backward = (fdma_rotate_backward_args)ROTATION_FIELDS(options);
         break;
     default:
         break;
@@ -190,7 +191,7 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     const fdma_selection *const selection = check_is_selected(test) ? &call->selection : NULL;
     call->selection = problem->selection;
     set_cache_options(call, problem, id, selection);
-    set_rotary_options(call, &problem->turn, id);
+    set_rotary_options(call, &problem->rotation, id);
     switch (id) {
     case CHECK_SCORE:
         call->args.score.bias_form = test->bias_form;

@@ -63,7 +63,7 @@ PYTHON = [
           "stride[-1] != 1 and tensor.size(-1) > 1", "False",
           ("pytest test_attention.py",)),
     Fault("a scale of 0 means the default", "python/flash_dmattn/",
-          "not softmax_scale > 0:", "False:",
+          "not 0 < softmax_scale < math.inf:", "False:",
           ("pytest test_messages.py",)),
     Fault("scores of float64 in float32", "python/flash_dmattn/",
           "return torch.float64 if dtype == torch.float64 else torch.float32",

@@ -30,11 +30,11 @@ static void fill_table_rows(const void *context, int64_t index, int32_t thread) 
     const fdma_tensor *const rotary = &problem->rotary;
     const int64_t pairs = rotary_dim(problem) / 2;
     const int64_t end = min((index + 1) * call->rows, rotary->shape[0]);
-    const double factor = problem->turn.factor;
+    const double factor = problem->rotation.factor;
     (void)thread;
     for (int64_t n = index * call->rows; n < end; n++) {
         float *const row = float_at(rotary, n, 0, 0);
-        const double position = (double)(problem->turn.first + n);
+        const double position = (double)(problem->rotation.first + n);
         for (int64_t d = 0; d < pairs; d++) {
             const double angle =
                 rotary_angle(position, call->frequencies.high[d], call->frequencies.low[d]);
@@ -65,41 +65,41 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
 /* The factors of one position: out[d] = x[d] c[d] + partner[d] s[d], where the partner of a channel
  * is the other one of its pair. Channels that are not rotated have c = 1 and s = -0, with which a
  * product and a sum change no bit of them. */
-typedef struct row_turn {
+typedef struct row_factors {
     float c[row_floats], s[row_floats];
     float partner[row_floats];
     float weight[row_floats];
-} row_turn;
+} row_factors;
 
 /* Sets the factors for row i of sequence b. sign: -1 for the gradient. */
-static void find_turn(const fdma_problem *problem, int64_t b, int64_t i, float sign,
-                      row_turn *turn) {
+static void find_factors(const fdma_problem *problem, int64_t b, int64_t i, float sign,
+                         row_factors *factors) {
     const int64_t pairs = rotary_dim(problem) / 2;
-    const bool interleaved = problem->turn.interleaved;
+    const bool interleaved = problem->rotation.interleaved;
     const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : pairs;
     const float *const row = float_at(&problem->rotary, rotary_row(problem, b, i), 0, 0);
     for (int64_t d = 0; d < pairs; d++) {
-        turn->c[step * d] = turn->c[step * d + other] = row[d];
-        turn->s[step * d] = -sign * row[pairs + d];
-        turn->s[step * d + other] = sign * row[pairs + d];
+        factors->c[step * d] = factors->c[step * d + other] = row[d];
+        factors->s[step * d] = -sign * row[pairs + d];
+        factors->s[step * d + other] = sign * row[pairs + d];
     }
 }
 
-static void begin_turn(const fdma_problem *problem, row_turn *turn) {
+static void begin_factors(const fdma_problem *problem, row_factors *factors) {
     for (int64_t d = 0; d < row_floats; d++) {
-        turn->c[d] = 1;
-        turn->s[d] = -0.0F;
-        turn->partner[d] = 0;
-        turn->weight[d] = 1;
+        factors->c[d] = 1;
+        factors->s[d] = -0.0F;
+        factors->partner[d] = 0;
+        factors->weight[d] = 1;
     }
     for (int64_t d = 0; d < problem->head_dim && is_present(&problem->weight); d++)
-        turn->weight[d] = (float)fdma_load(&problem->weight, d);
+        factors->weight[d] = (float)fdma_load(&problem->weight, d);
 }
 
 /* Copies the channels that are rotated, and swaps the two of each pair. */
 static void swap_pairs(const fdma_problem *problem, const float *x, float *partner) {
     const size_t pairs = (size_t)rotary_dim(problem) / 2;
-    if (!problem->turn.interleaved) {
+    if (!problem->rotation.interleaved) {
         memcpy(partner, x + pairs, pairs * sizeof *x);
         memcpy(partner + pairs, x, pairs * sizeof *x);
         return;
@@ -113,11 +113,11 @@ static void swap_pairs(const fdma_problem *problem, const float *x, float *partn
 }
 
 /* Rotates a row in place. Channels past head_dim are rotated, too, and mean nothing. */
-static void turn_row(const fdma_problem *problem, row_turn *turn, float *x) {
-    swap_pairs(problem, x, turn->partner);
+static void rotate_floats(const fdma_problem *problem, row_factors *factors, float *x) {
+    swap_pairs(problem, x, factors->partner);
     for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
-        const vf product = vf_mul(vf_load(x + d), vf_load(turn->c + d));
-        vf_store(x + d, vf_fma(vf_load(turn->partner + d), vf_load(turn->s + d), product));
+        const vf product = vf_mul(vf_load(x + d), vf_load(factors->c + d));
+        vf_store(x + d, vf_fma(vf_load(factors->partner + d), vf_load(factors->s + d), product));
     }
 }
 
@@ -143,26 +143,26 @@ static float product_of_floats(const float *x, const float *y, int64_t count) {
 static float norm_of(const fdma_problem *problem, const float *x) {
     const float dim = (float)problem->head_dim;
     const float mean = product_of_floats(x, x, problem->head_dim) / dim;
-    return 1 / sqrtf(mean + (float)problem->turn.eps);
+    return 1 / sqrtf(mean + (float)problem->rotation.eps);
 }
 
-static void rotate_head(const fdma_problem *problem, row_turn *turn, int64_t b, int64_t i,
+static void rotate_head(const fdma_problem *problem, row_factors *factors, int64_t b, int64_t i,
                         int64_t h) {
     float x[row_floats];
     load_floats(problem, head_row(&problem->x, b, i, h), x);
     if (is_present(&problem->weight)) {
         const vf norm = vf_set(norm_of(problem, x));
         for (int64_t d = 0; d < problem->head_dim; d += vf_width)
-            vf_store(x + d, vf_mul(vf_mul(vf_load(x + d), norm), vf_load(turn->weight + d)));
+            vf_store(x + d, vf_mul(vf_mul(vf_load(x + d), norm), vf_load(factors->weight + d)));
     }
     if (is_rotated_head(problem, h))
-        turn_row(problem, turn, x);
+        rotate_floats(problem, factors, x);
     store_floats(problem, head_row(&problem->out, b, i, h), x);
 }
 
 /* Makes dx of u = dout before the rotation, in place, and adds to the sums of dweight. */
-static void differentiate_norm(const fdma_problem *problem, const row_turn *turn, const void *row,
-                               float *u, float *sums) {
+static void differentiate_norm(const fdma_problem *problem, const row_factors *factors,
+                               const void *row, float *u, float *sums) {
     const int64_t dim = problem->head_dim;
     float x[row_floats];
     load_floats(problem, row, x);
@@ -171,21 +171,21 @@ static void differentiate_norm(const fdma_problem *problem, const row_turn *turn
         const vf normed = vf_mul(vf_load(x + d), norm), gradient = vf_load(u + d);
         vf_store(x + d, normed);
         vf_store(sums + d, vf_fma(normed, gradient, vf_load(sums + d)));
-        vf_store(u + d, vf_mul(gradient, vf_load(turn->weight + d)));
+        vf_store(u + d, vf_mul(gradient, vf_load(factors->weight + d)));
     }
     const vf along = vf_set(-product_of_floats(x, u, dim) / (float)dim);
     for (int64_t d = 0; d < dim; d += vf_width)
         vf_store(u + d, vf_mul(norm, vf_fma(along, vf_load(x + d), vf_load(u + d))));
 }
 
-static void unrotate_head(const fdma_problem *problem, row_turn *turn, int64_t b, int64_t i,
+static void unrotate_head(const fdma_problem *problem, row_factors *factors, int64_t b, int64_t i,
                           int64_t h, float *sums) {
     float u[row_floats];
     load_floats(problem, head_row(&problem->dout, b, i, h), u);
     if (is_rotated_head(problem, h))
-        turn_row(problem, turn, u);
+        rotate_floats(problem, factors, u);
     if (is_present(&problem->weight))
-        differentiate_norm(problem, turn, head_row(&problem->x, b, i, h), u, sums);
+        differentiate_norm(problem, factors, head_row(&problem->x, b, i, h), u, sums);
     store_floats(problem, head_row(&problem->dx, b, i, h), u);
 }
 
@@ -219,17 +219,17 @@ static void rotate_positions(const void *context, int64_t index, int32_t thread)
     const int64_t count = positions_of_task(problem);
     const int64_t end = min((index + 1) * count, problem->batch * problem->q_len);
     float sums[row_floats] = {0};
-    row_turn turn;
+    row_factors factors;
     (void)thread;
-    begin_turn(problem, &turn);
+    begin_factors(problem, &factors);
     for (int64_t n = index * count; n < end; n++) {
         const int64_t b = n / problem->q_len, i = n % problem->q_len;
-        find_turn(problem, b, i, backward ? -1 : 1, &turn);
+        find_factors(problem, b, i, backward ? -1 : 1, &factors);
         for (int64_t h = 0; h < problem->q_heads; h++)
             if (backward)
-                unrotate_head(problem, &turn, b, i, h, sums);
+                unrotate_head(problem, &factors, b, i, h, sums);
             else
-                rotate_head(problem, &turn, b, i, h);
+                rotate_head(problem, &factors, b, i, h);
     }
     if (is_present(&problem->dweight))
         memcpy(call->sums + index * problem->head_dim, sums,

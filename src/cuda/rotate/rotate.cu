@@ -57,8 +57,8 @@ static fdma_status run_table(const fdma_problem *problem) {
     params.rotary = (float *)problem->rotary.data;
     params.stride = problem->rotary.stride[0];
     params.rows = problem->rotary.shape[0];
-    params.first = problem->turn.first;
-    params.factor = problem->turn.factor;
+    params.first = problem->rotation.first;
+    params.factor = problem->rotation.factor;
     params.pairs = (int32_t)(rotary_dim(problem) / 2);
     if (!is_present(&problem->inv_freq))
         fdma_find_frequencies(problem, &params.frequencies);
@@ -115,7 +115,7 @@ __device__ static const float *angles_of(const rotate_params &params, int64_t b,
 
 /* The factors of a thread's eight channels: out = y c + partner s, where the partner is the other
  * channel of a pair, which another thread of the warp may hold. */
-struct lane_turn {
+struct lane_factors {
     float c[vec_channels], s[vec_channels];
 };
 
@@ -129,26 +129,26 @@ __device__ static int32_t partner_of(const rotate_params &params, int32_t channe
     return channel < pairs ? channel + pairs : channel - pairs;
 }
 
-__device__ static lane_turn find_turn(const rotate_params &params, const float *angles,
-                                      int32_t first_channel) {
+__device__ static lane_factors find_factors(const rotate_params &params, const float *angles,
+                                            int32_t first_channel) {
     const int32_t pairs = params.dim / 2;
-    lane_turn turn;
+    lane_factors factors;
 #pragma unroll
     for (int x = 0; x < vec_channels; x++) {
         const int32_t channel = first_channel + x, partner = partner_of(params, channel);
         const int32_t low = min(channel, partner);
         const int32_t pair = params.interleaved ? low / 2 : low;
         if (channel >= params.dim) { // a product and a sum change no bit
-            turn.c[x] = 1;
-            turn.s[x] = 0;
+            factors.c[x] = 1;
+            factors.s[x] = 0;
         } else if (angles == NULL) {
-            turn.c[x] = turn.s[x] = NAN;
+            factors.c[x] = factors.s[x] = NAN;
         } else {
-            turn.c[x] = angles[pair];
-            turn.s[x] = angles[pairs + pair] * (channel < partner ? -params.sign : params.sign);
+            factors.c[x] = angles[pair];
+            factors.s[x] = angles[pairs + pair] * (channel < partner ? -params.sign : params.sign);
         }
     }
-    return turn;
+    return factors;
 }
 
 /* The vectors of a warp: channel x of each lane. */
@@ -172,7 +172,7 @@ __device__ static partner_places find_places(const rotate_params &params, int32_
 }
 
 /* Rotates the channels of all rows of a warp. */
-__device__ static void rotate_vec(float (&y)[vec_channels], const lane_turn &turn,
+__device__ static void rotate_vec(float (&y)[vec_channels], const lane_factors &factors,
                                   warp_vectors &exchange, const partner_places &places, int32_t dim,
                                   int32_t first_channel) {
     __syncwarp(); // all lanes have read what they wanted of the last row
@@ -184,7 +184,7 @@ __device__ static void rotate_vec(float (&y)[vec_channels], const lane_turn &tur
     for (int x = 0; x < vec_channels; x++) {
         const uint32_t place = places.bytes[x / 4] >> x % 4 * 8 & 255;
         if (first_channel + x < dim)
-            y[x] = fmaf((&exchange[0][0])[place], turn.s[x], y[x] * turn.c[x]);
+            y[x] = fmaf((&exchange[0][0])[place], factors.s[x], y[x] * factors.c[x]);
     }
 }
 
@@ -296,8 +296,8 @@ static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 5)
         const bool there = token < params.tokens && first_channel < params.head_dim;
         const int64_t b = token / params.len;
         const int32_t i = (int32_t)(token % params.len);
-        const lane_turn turn =
-            find_turn(params, there ? angles_of(params, b, i) : NULL, first_channel);
+        const lane_factors factors =
+            find_factors(params, there ? angles_of(params, b, i) : NULL, first_channel);
         const int64_t from = offset_of_row(params.from, b, i, first_channel);
         const int64_t to = offset_of_row(params.to, b, i, first_channel);
         const int64_t of_x = offset_of_row(params.x, b, i, first_channel);
@@ -311,7 +311,8 @@ static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 5)
                     y[x] *= norm * weight[x];
             }
             if (h < params.rotated_heads)
-                rotate_vec(y, turn, exchange[threadIdx.x / 32], places, params.dim, first_channel);
+                rotate_vec(y, factors, exchange[threadIdx.x / 32], places, params.dim,
+                           first_channel);
             if (backward && params.weight != NULL) {
                 float own[vec_channels];
                 load_row_vec<element>(own, params.x, of_x, h, there, params.aligned);
@@ -392,19 +393,19 @@ static rotate_params describe(const fdma_problem *problem, float *sums) {
     params.rotary_stride = problem->rotary.stride[0];
     params.rotary_rows = problem->rotary.shape[0];
     params.positions_stride = problem->positions.stride[0];
-    params.first = problem->turn.first;
-    params.offset = problem->turn.offset;
+    params.first = problem->rotation.first;
+    params.offset = problem->rotation.offset;
     params.tokens = problem->batch * problem->q_len;
     params.len = (int32_t)problem->q_len;
     params.heads = (int32_t)problem->q_heads;
-    params.rotated_heads = (int32_t)(problem->q_heads - problem->turn.nope_heads);
+    params.rotated_heads = (int32_t)(problem->q_heads - problem->rotation.nope_heads);
     params.heads_of_block = (int32_t)grid_of_rows(problem).heads_of_block;
     params.head_dim = (int32_t)problem->head_dim;
     params.dim = (int32_t)rotary_dim(problem);
     params.start_count = (int32_t)problem->starts.shape[0];
-    params.eps = (float)problem->turn.eps;
+    params.eps = (float)problem->rotation.eps;
     params.sign = backward ? -1.0f : 1.0f;
-    params.interleaved = problem->turn.interleaved;
+    params.interleaved = problem->rotation.interleaved;
     params.wide_weight = problem->weight.dtype == FDMA_FLOAT32;
     params.aligned = is_aligned(params.from) && is_aligned(params.to) &&
                      (problem->weight.data == NULL || is_aligned(params.x));
