@@ -71,6 +71,9 @@ static fdma_status run_table(const fdma_problem *problem) {
 /* ---- rows ---- */
 
 static constexpr int rotate_threads = 128; // of a thread block: few, so that many blocks fit
+static constexpr int heads_at_once = 2;    // whose loads a thread has under way
+static constexpr int element_lanes =
+    32; // of rows whose pairs are not whole vectors: one element at a time
 
 struct rotate_params {
     head_view from, to; // x and out; in the gradient dout and dx
@@ -86,7 +89,7 @@ struct rotate_params {
     float eps, sign; // -1: rotates by the negative angle
     bool interleaved;
     bool wide_weight; // float32
-    bool aligned;     // rows can be copied 16 bytes at a time
+    bool aligned;     // rows of all tensors can be copied 16 bytes at a time
 };
 
 /* The position of the first row of row i's packed sequence; i itself after the last one. */
@@ -113,79 +116,84 @@ __device__ static const float *angles_of(const rotate_params &params, int64_t b,
     return row >= 0 && row < params.rotary_rows ? params.rotary + row * params.rotary_stride : NULL;
 }
 
-/* The factors of a thread's eight channels: out = y c + partner s, where the partner is the other
- * channel of a pair, which another thread of the warp may hold. */
+/* The channels of a row that a lane holds: two vectors of up to eight, in pairs of which both channels
+ * are here. Halves: channel a + x is in a pair with b + x. Interleaved: neighbours are. */
+struct lane_channels {
+    int32_t first[2], count[2];
+    int32_t pairs;      // rotated ones; 0: the channels from dim on
+    int32_t first_pair; // its angles
+};
+
+/* Of the lane with this number among those of a row: first the rotated channels, then the others. */
+__device__ static lane_channels channels_of(const rotate_params &params, int32_t lane) {
+    const int32_t rotating_lanes = (params.dim + 15) / 16, pairs = params.dim / 2;
+    lane_channels channels = {};
+    int32_t end[2] = {params.dim, params.dim};
+    channels.first[0] = 16 * lane;
+    channels.first[1] = 16 * lane + 8;
+    if (lane >= rotating_lanes) {
+        channels.first[0] += params.dim - 16 * rotating_lanes;
+        channels.first[1] += params.dim - 16 * rotating_lanes;
+        end[0] = end[1] = params.head_dim;
+    } else if (!params.interleaved) {
+        channels.first[0] = 8 * lane;
+        channels.first[1] = pairs + 8 * lane;
+        end[0] = pairs;
+    }
+    for (int n = 0; n < 2; n++)
+        channels.count[n] = max(0, min(vec_channels, end[n] - channels.first[n]));
+    if (lane < rotating_lanes)
+        channels.pairs = (channels.count[0] + channels.count[1]) / 2;
+    channels.first_pair = 8 * lane;
+    return channels;
+}
+
+/* A lane's channels of a row. */
+using lane_row = float[2][vec_channels];
+
+/* The cosines and sines of a lane's pairs. */
 struct lane_factors {
     float c[vec_channels], s[vec_channels];
 };
 
-/* The other channel of a pair; a channel that is not rotated itself. */
-__device__ static int32_t partner_of(const rotate_params &params, int32_t channel) {
-    const int32_t pairs = params.dim / 2;
-    if (channel >= params.dim)
-        return channel;
-    if (params.interleaved)
-        return channel ^ 1;
-    return channel < pairs ? channel + pairs : channel - pairs;
-}
-
+template <bool whole_vectors>
 __device__ static lane_factors find_factors(const rotate_params &params, const float *angles,
-                                            int32_t first_channel) {
-    const int32_t pairs = params.dim / 2;
-    lane_factors factors;
+                                            const lane_channels &channels) {
+    lane_factors factors = {};
+    if (channels.pairs == 0)
+        return factors;
+    if (whole_vectors && angles != NULL) {
+        load_vec(factors.c, angles + channels.first_pair, params.aligned);
+        load_vec(factors.s, angles + params.dim / 2 + channels.first_pair, params.aligned);
+    } else {
 #pragma unroll
-    for (int x = 0; x < vec_channels; x++) {
-        const int32_t channel = first_channel + x, partner = partner_of(params, channel);
-        const int32_t low = min(channel, partner);
-        const int32_t pair = params.interleaved ? low / 2 : low;
-        if (channel >= params.dim) { // a product and a sum change no bit
-            factors.c[x] = 1;
-            factors.s[x] = 0;
-        } else if (angles == NULL) {
-            factors.c[x] = factors.s[x] = NAN;
-        } else {
-            factors.c[x] = angles[pair];
-            factors.s[x] = angles[pairs + pair] * (channel < partner ? -params.sign : params.sign);
-        }
+        for (int x = 0; x < vec_channels; x++)
+            if (angles == NULL) {
+                factors.c[x] = factors.s[x] = NAN;
+            } else if (x < channels.pairs) {
+                factors.c[x] = angles[channels.first_pair + x];
+                factors.s[x] = angles[params.dim / 2 + channels.first_pair + x];
+            }
     }
+#pragma unroll
+    for (int x = 0; x < vec_channels; x++)
+        factors.s[x] *= params.sign;
     return factors;
 }
 
-/* The vectors of a warp: channel x of each lane. */
-using warp_vectors = float[vec_channels][32];
-
-/* The places of the partners of a thread's channels in the vectors of its warp, a byte each. */
-struct partner_places {
-    uint32_t bytes[vec_channels / 4];
-};
-
-template <int lanes>
-__device__ static partner_places find_places(const rotate_params &params, int32_t first_channel) {
-    partner_places places = {};
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++) {
-        const uint32_t channel = partner_of(params, first_channel + x);
-        const uint32_t lane = threadIdx.x % 32 / lanes * lanes + channel / vec_channels;
-        places.bytes[x / 4] |= (channel % vec_channels * 32 + lane) << x % 4 * 8;
-    }
-    return places;
+__device__ static void rotate_pair(float &low, float &high, float c, float s) {
+    const float before = low;
+    low = fmaf(high, -s, low * c);
+    high = fmaf(before, s, high * c);
 }
 
-/* Rotates the channels of all rows of a warp. */
-__device__ static void rotate_vec(float (&y)[vec_channels], const lane_factors &factors,
-                                  warp_vectors &exchange, const partner_places &places, int32_t dim,
-                                  int32_t first_channel) {
-    __syncwarp(); // all lanes have read what they wanted of the last row
+__device__ static void rotate_row(lane_row &y, const lane_factors &factors, bool interleaved) {
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
-        exchange[x][threadIdx.x % 32] = y[x];
-    __syncwarp();
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++) {
-        const uint32_t place = places.bytes[x / 4] >> x % 4 * 8 & 255;
-        if (first_channel + x < dim)
-            y[x] = fmaf((&exchange[0][0])[place], factors.s[x], y[x] * factors.c[x]);
-    }
+        if (interleaved)
+            rotate_pair(y[x / 4][x % 4 * 2], y[x / 4][x % 4 * 2 + 1], factors.c[x], factors.s[x]);
+        else
+            rotate_pair(y[0][x], y[1][x], factors.c[x], factors.s[x]);
 }
 
 template <int lanes> __device__ static float sum_of_lanes(float x) {
@@ -195,135 +203,188 @@ template <int lanes> __device__ static float sum_of_lanes(float x) {
     return x;
 }
 
-template <int lanes>
-__device__ static float sum_of_products(const float (&x)[vec_channels],
-                                        const float (&y)[vec_channels]) {
+template <int lanes> __device__ static float sum_of_products(const lane_row &x, const lane_row &y) {
     float sum = 0;
 #pragma unroll
-    for (int n = 0; n < vec_channels; n++)
-        sum = fmaf(x[n], y[n], sum);
+    for (int n = 0; n < 2 * vec_channels; n++)
+        sum =
+            fmaf(x[n / vec_channels][n % vec_channels], y[n / vec_channels][n % vec_channels], sum);
     return sum_of_lanes<lanes>(sum);
 }
 
 template <int lanes>
-__device__ static float norm_of(const rotate_params &params, const float (&x)[vec_channels]) {
+__device__ static float norm_of(const rotate_params &params, const lane_row &x) {
     return 1 / sqrtf(sum_of_products<lanes>(x, x) / (float)params.head_dim + params.eps);
 }
 
 /* Makes dx of u, the gradient before the rotation, and adds to the sums of dweight. */
 template <int lanes>
-__device__ static void
-differentiate_norm(float (&u)[vec_channels], float (&sums)[vec_channels], float (&x)[vec_channels],
-                   const float (&weight)[vec_channels], const rotate_params &params, bool there) {
+__device__ static void differentiate_norm(lane_row &u, lane_row &sums, lane_row &x,
+                                          const lane_row &weight, const rotate_params &params,
+                                          bool exists) {
     const float norm = norm_of<lanes>(params, x);
 #pragma unroll
-    for (int n = 0; n < vec_channels; n++) {
-        x[n] *= norm;
-        if (there)
-            sums[n] = fmaf(x[n], u[n], sums[n]);
-        u[n] *= weight[n];
+    for (int n = 0; n < 2 * vec_channels; n++) {
+        const int half = n / vec_channels, place = n % vec_channels;
+        x[half][place] *= norm;
+        if (exists)
+            sums[half][place] = fmaf(x[half][place], u[half][place], sums[half][place]);
+        u[half][place] *= weight[half][place];
     }
     const float along = sum_of_products<lanes>(x, u) / -(float)params.head_dim;
 #pragma unroll
-    for (int n = 0; n < vec_channels; n++)
-        u[n] = norm * fmaf(along, x[n], u[n]);
-}
-
-template <typename element>
-__device__ static void load_weight(float (&weight)[vec_channels], const rotate_params &params,
-                                   int32_t first_channel) {
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++) {
-        const int32_t channel = first_channel + x;
-        weight[x] = 1;
-        if (params.weight != NULL && channel < params.head_dim)
-            weight[x] = params.wide_weight ? ((const float *)params.weight)[channel]
-                                           : to_float(((const element *)params.weight)[channel]);
+    for (int n = 0; n < 2 * vec_channels; n++) {
+        const int half = n / vec_channels, place = n % vec_channels;
+        u[half][place] = norm * fmaf(along, x[half][place], u[half][place]);
     }
 }
 
-/* Loads eight channels of a row, or zeros for a lane that has none. offset: of head 0. */
-template <typename element>
-__device__ static void load_row_vec(float (&to)[vec_channels], const head_view &view,
-                                    int64_t offset, int32_t h, bool there, bool aligned) {
+/* Loads a lane's channels of a row, and zeros in place of those that do not exist. */
+template <bool whole_vectors, typename element>
+__device__ static void load_row(lane_row &to, const element *row, const lane_channels &channels,
+                                bool there, bool aligned) {
 #pragma unroll
-    for (int x = 0; x < vec_channels; x++)
-        to[x] = 0;
-    if (there)
-        load_vec(to, (const element *)view.data + (offset + h * view.head), aligned);
+    for (int n = 0; n < 2; n++) {
+        const element *const from = row + channels.first[n];
+#pragma unroll
+        for (int x = 0; x < vec_channels; x++)
+            to[n][x] = 0;
+        if constexpr (whole_vectors) {
+            if (there && channels.count[n] > 0)
+                load_vec(to[n], from, aligned);
+        } else {
+#pragma unroll
+            for (int x = 0; x < vec_channels; x++)
+                if (there && x < channels.count[n])
+                    to[n][x] = to_float(from[x]);
+        }
+    }
 }
 
-/* The offset of a channel of head 0 in row i of sequence b. */
-__device__ static int64_t offset_of_row(const head_view &view, int64_t b, int32_t i,
-                                        int32_t channel) {
-    return b * view.batch + i * view.row + channel;
+template <bool whole_vectors, typename element>
+__device__ static void store_row(element *row, const lane_row &from, const lane_channels &channels,
+                                 bool aligned) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        element *const to = row + channels.first[n];
+        if constexpr (whole_vectors) {
+            if (channels.count[n] > 0)
+                store_vec(to, from[n], aligned);
+        } else {
+#pragma unroll
+            for (int x = 0; x < vec_channels; x++)
+                if (x < channels.count[n])
+                    to[x] = from_float<element>(from[n][x]);
+        }
+    }
 }
 
-/* Adds the sums of the groups of a thread block in their order. */
+template <bool whole_vectors, typename element>
+__device__ static void load_weight(lane_row &to, const rotate_params &params,
+                                   const lane_channels &channels) {
+    if (params.wide_weight)
+        load_row<whole_vectors>(to, (const float *)params.weight, channels, true, params.aligned);
+    else
+        load_row<whole_vectors>(to, (const element *)params.weight, channels, true, params.aligned);
+}
+
+/* Adds the sums of the rows of a thread block in their order. */
 template <int lanes>
-__device__ static void write_sums(const float (&sums)[vec_channels], warp_vectors *exchange,
-                                  const rotate_params &params) {
+__device__ static void write_sums(const lane_row &sums, const rotate_params &params) {
+    __shared__ lane_row of_threads[rotate_threads];
     const int64_t block = blockIdx.x + (int64_t)gridDim.x * blockIdx.y;
-    __syncthreads(); // all warps have rotated their last rows
 #pragma unroll
-    for (int x = 0; x < vec_channels; x++)
-        exchange[threadIdx.x / 32][x][threadIdx.x % 32] = sums[x];
+    for (int n = 0; n < 2 * vec_channels; n++)
+        of_threads[threadIdx.x][n / vec_channels][n % vec_channels] =
+            sums[n / vec_channels][n % vec_channels];
     __syncthreads();
-    for (int channel = threadIdx.x; channel < params.head_dim; channel += rotate_threads) {
+    for (int place = threadIdx.x; place < 2 * vec_channels * lanes; place += rotate_threads) {
+        const int x = place % vec_channels, half = place / vec_channels % 2;
+        const int lane = place / (2 * vec_channels);
+        const lane_channels channels = channels_of(params, lane);
+        const int32_t count = half == 0 ? channels.count[0] : channels.count[1];
+        const int32_t channel = (half == 0 ? channels.first[0] : channels.first[1]) + x;
         float sum = 0;
-        for (int thread = channel / vec_channels; thread < rotate_threads; thread += lanes)
-            sum += exchange[thread / 32][channel % vec_channels][thread % 32];
-        params.sums[block * params.head_dim + channel] = sum;
+        for (int thread = lane; thread < rotate_threads; thread += lanes)
+            sum += of_threads[thread][half][x];
+        if (x < count)
+            params.sums[block * params.head_dim + channel] = sum;
     }
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, eight channels each; they take the heads of a
- * position one after the other. The heads are divided among the second axis of the grid. */
-template <typename element, int lanes, bool backward>
-static __global__ void __launch_bounds__(rotate_threads, backward ? 4 : 5)
+/* What a kernel does with a row. */
+enum row_work {
+    rotates,
+    normalizes,         // and rotates
+    differentiates_norm // after the rotation
+};
+
+/* Thread blocks that share a multiprocessor at least, so that enough loads are under way. */
+static constexpr int blocks_at_once(int lanes, row_work work) {
+    return lanes == element_lanes ? 1 : work == rotates ? 6 : work == normalizes ? 5 : 3;
+}
+
+/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs; they take heads_at_once heads
+ * of a position at a time, so that several loads are under way. The heads are divided among the
+ * second axis of the grid. */
+template <typename element, int lanes, row_work work>
+static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, work))
     rotate_rows(const __grid_constant__ rotate_params params) {
-    __shared__ warp_vectors exchange[rotate_threads / 32];
-    const int32_t first_channel = threadIdx.x % lanes * vec_channels;
+    constexpr bool whole_vectors = lanes < element_lanes;
+    const lane_channels channels = channels_of(params, threadIdx.x % lanes);
     const int32_t first_head = blockIdx.y * params.heads_of_block;
     const int32_t end_head = min(first_head + params.heads_of_block, params.heads);
     const int64_t step = (int64_t)gridDim.x * (rotate_threads / lanes);
-    float weight[vec_channels], sums[vec_channels] = {};
-    const partner_places places = find_places<lanes>(params, first_channel);
-    load_weight<element>(weight, params, first_channel);
+    lane_row sums = {};
     for (int64_t first = (int64_t)blockIdx.x * (rotate_threads / lanes); first < params.tokens;
          first += step) {
         const int64_t token = first + threadIdx.x / lanes;
-        const bool there = token < params.tokens && first_channel < params.head_dim;
+        const bool there = token < params.tokens;
         const int64_t b = token / params.len;
         const int32_t i = (int32_t)(token % params.len);
+        const element *const from =
+            (const element *)params.from.data + (b * params.from.batch + i * params.from.row);
+        const element *const x =
+            (const element *)params.x.data + (b * params.x.batch + i * params.x.row);
+        element *const to = (element *)params.to.data + (b * params.to.batch + i * params.to.row);
         const lane_factors factors =
-            find_factors(params, there ? angles_of(params, b, i) : NULL, first_channel);
-        const int64_t from = offset_of_row(params.from, b, i, first_channel);
-        const int64_t to = offset_of_row(params.to, b, i, first_channel);
-        const int64_t of_x = offset_of_row(params.x, b, i, first_channel);
-        for (int32_t h = first_head; h < end_head; h++) {
-            float y[vec_channels];
-            load_row_vec<element>(y, params.from, from, h, there, params.aligned);
-            if (!backward && params.weight != NULL) {
-                const float norm = norm_of<lanes>(params, y);
+            find_factors<whole_vectors>(params, there ? angles_of(params, b, i) : NULL, channels);
+        for (int32_t h = first_head; h < end_head; h += heads_at_once) {
+            lane_row rows[heads_at_once];
 #pragma unroll
-                for (int x = 0; x < vec_channels; x++)
-                    y[x] *= norm * weight[x];
+            for (int n = 0; n < heads_at_once; n++)
+                load_row<whole_vectors>(rows[n], from + (h + n) * params.from.head, channels,
+                                        there && h + n < end_head, params.aligned);
+#pragma unroll
+            for (int n = 0; n < heads_at_once; n++) {
+                lane_row &y = rows[n];
+                const bool exists = there && h + n < end_head;
+                if (work == normalizes) {
+                    lane_row weight;
+                    load_weight<whole_vectors, element>(weight, params, channels);
+                    const float norm = norm_of<lanes>(params, y);
+#pragma unroll
+                    for (int c = 0; c < 2 * vec_channels; c++)
+                        y[c / vec_channels][c % vec_channels] *=
+                            norm * weight[c / vec_channels][c % vec_channels];
+                }
+                if (h + n < params.rotated_heads && channels.pairs > 0)
+                    rotate_row(y, factors, params.interleaved);
+                if (work == differentiates_norm) {
+                    lane_row own, weight;
+                    load_weight<whole_vectors, element>(weight, params, channels);
+                    load_row<whole_vectors>(own, x + (h + n) * params.x.head, channels, exists,
+                                            params.aligned);
+                    differentiate_norm<lanes>(y, sums, own, weight, params, exists);
+                }
+                if (exists)
+                    store_row<whole_vectors>(to + (h + n) * params.to.head, y, channels,
+                                             params.aligned);
             }
-            if (h < params.rotated_heads)
-                rotate_vec(y, factors, exchange[threadIdx.x / 32], places, params.dim,
-                           first_channel);
-            if (backward && params.weight != NULL) {
-                float own[vec_channels];
-                load_row_vec<element>(own, params.x, of_x, h, there, params.aligned);
-                differentiate_norm<lanes>(y, sums, own, weight, params, there);
-            }
-            if (there)
-                store_vec((element *)params.to.data + (to + h * params.to.head), y, params.aligned);
         }
     }
-    if (backward && params.sums != NULL)
-        write_sums<lanes>(sums, exchange, params);
+    if (work == differentiates_norm && params.sums != NULL)
+        write_sums<lanes>(sums, params);
 }
 
 /* The threads that add the blocks' sums: each takes every sum_slices-th block of a channel. */
@@ -348,9 +409,11 @@ static __global__ void __launch_bounds__(row_threads)
 
 /* ---- launches ---- */
 
-/* Lanes of a row. */
+/* Lanes of a row: those that rotate, and those of the other channels. */
 static int lanes_of(const fdma_problem *problem) {
-    return problem->head_dim <= 64 ? 8 : problem->head_dim <= 128 ? 16 : 32;
+    const int64_t dim = rotary_dim(problem);
+    const int64_t lanes = divide_up(dim, 16) + divide_up(problem->head_dim - dim, 16);
+    return dim % 16 != 0 ? element_lanes : lanes <= 4 ? 4 : lanes <= 8 ? 8 : 16;
 }
 
 struct rotate_grid {
@@ -408,7 +471,9 @@ static rotate_params describe(const fdma_problem *problem, float *sums) {
     params.interleaved = problem->rotation.interleaved;
     params.wide_weight = problem->weight.dtype == FDMA_FLOAT32;
     params.aligned = is_aligned(params.from) && is_aligned(params.to) &&
-                     (problem->weight.data == NULL || is_aligned(params.x));
+                     is_aligned(params.rotary, params.rotary_stride) &&
+                     is_aligned(params.weight, 0) &&
+                     (params.weight == NULL || is_aligned(params.x));
     return params;
 }
 
@@ -428,21 +493,26 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
     const rotate_grid grid = grid_of_rows(problem);
     const launch_shape shape = {dim3((unsigned)grid.token_blocks, (unsigned)grid.head_blocks),
                                 dim3(rotate_threads)};
+    const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
+    if (params.weight == NULL)
+        return launch(name, rotate_rows<element, lanes, rotates>, shape, problem, params);
     if (problem->operation == operation_rotate)
-        return launch("rotate", rotate_rows<element, lanes, false>, shape, problem, params);
-    FDMA_TRY(launch("rotate_backward", rotate_rows<element, lanes, true>, shape, problem, params));
+        return launch(name, rotate_rows<element, lanes, normalizes>, shape, problem, params);
+    FDMA_TRY(
+        launch(name, rotate_rows<element, lanes, differentiates_norm>, shape, problem, params));
     if (params.sums == NULL)
         return FDMA_OK;
     const launch_shape of_sums = {dim3((unsigned)(problem->head_dim / sum_channels)),
                                   dim3(row_threads)};
-    return launch("rotate_backward", add_sums, of_sums, problem, params.sums,
-                  (float *)problem->dweight.data, (int32_t)(grid.token_blocks * grid.head_blocks),
-                  (int32_t)problem->head_dim);
+    return launch(name, add_sums, of_sums, problem, params.sums, (float *)problem->dweight.data,
+                  (int32_t)(grid.token_blocks * grid.head_blocks), (int32_t)problem->head_dim);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const rotate_params &params) {
     switch (lanes_of(problem)) {
+    case 4:
+        return run_lanes<element, 4>(problem, params);
     case 8:
         return run_lanes<element, 8>(problem, params);
     case 16:
