@@ -1,5 +1,5 @@
-"""Kernels of operators, which the dispatcher and compiled graphs call: the direct calls that they
-remember, and that these are made for nothing else."""
+"""Operators, as compiled graphs call them: the direct calls that they remember, and that these are
+made for nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _repeat, ops
 from programs import Seen
-from test_direct import Subclass, by_layout, dispatch, has_kernels
+from test_direct import Subclass, by_dispatcher, dispatch, has_guards
 
-pytestmark = [pytest.mark.usefixtures("direct"), has_kernels]
+pytestmark = [pytest.mark.usefixtures("direct"), has_guards]
 Tensors = List[torch.Tensor]
 
 
@@ -50,14 +50,16 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def remembered() -> list[_repeat.DirectCall]:
-    return [call for calls in _call.memory.in_kernels.values() for call in calls]
+    """The direct calls of operators: unlike those of functions, their keys have a tuple first."""
+    items = _call.memory.direct.items()
+    return [call for key, calls in items if isinstance(key[0], tuple) for call in calls]
 
 
-def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, leaves, graph = make_small(), require_gradients(make_small()), compiled()
     wanted = gradients(attend, leaves)
     found = dispatch(*tensors)
-    for _ in range(2):  # the thread has other dispatch keys while it compiles
+    for _ in range(2):  # a mode watches while the graph is made
         assert_same(gradients(graph, leaves), wanted)
     for _ in range(2):
         assert_same(not_again(lambda: dispatch(*tensors), monkeypatch), found)
@@ -104,7 +106,7 @@ def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         *({"bias_form": "none"}, {"softmax_scale": 1.0}, {"softcap": 1.0}, {"gap": 1.0}),
         {"backend": "reference"},
     ]
-    wanted = [by_layout(lambda: dispatch(*tensors, **x), monkeypatch) for x in changes]  # noqa: B023
+    wanted = [by_dispatcher(lambda: dispatch(*tensors, **x), monkeypatch) for x in changes]  # noqa: B023
     for _ in range(3):
         for options, expected in zip(changes, wanted):
             assert_same(dispatch(*tensors, **options), expected)
@@ -122,7 +124,7 @@ def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             others[at] = length if at == 3 else torch.arange(40).view(2, 20) % 3 != 1
         return ops.ATTENTION.op(query, key, value, *others, *options)
 
-    wanted = [by_layout(lambda: run(at), monkeypatch) for at in (None, 1, 3)]  # noqa: B023
+    wanted = [by_dispatcher(lambda: run(at), monkeypatch) for at in (None, 1, 3)]  # noqa: B023
     for _ in range(3):
         for at, expected in zip((None, 1, 3), wanted):
             assert_same(run(at), expected)
@@ -176,7 +178,8 @@ def test_tensors_that_no_guard_tells() -> None:
             assert torch.equal(dense(spread, key, value), wanted)
             assert torch.equal(dense(query, key, key), dense(query, key, key.clone()))
             assert dense(*(x.to("meta") for x in (query, key, value))).is_meta
-    assert len(remembered()) == 1
+    # With and without grad mode; the operator, and the one that it calls for want of gradients.
+    assert len(remembered()) == 4
 
 
 def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +210,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(ops.Operator, "__call__", ops.Operator.dispatch)
             return cache.attend(0, *given, dt_proj, a_coef)
 
-    wanted = by_layout(run, monkeypatch)
+    wanted = by_dispatcher(run, monkeypatch)
     for _ in range(2):
         assert_same(run(), wanted)
     assert_same(not_again(run, monkeypatch), wanted)
@@ -217,7 +220,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, forgotten ones are used again. Lengths are not forgotten."""
+    """Neither layouts of the same shapes nor lengths are forgotten."""
     made: list[Any] = []
     prepare = _repeat.DirectCall.__init__
 
@@ -236,14 +239,14 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(4):
         for tensors in strides:
             dispatch(*tensors)
-    assert len(made) == 7
+    assert len(made) == 14  # also those of the operator that it calls for want of gradients
     lengths = [make_small(length) for length in range(2, 12)]
     for tensors in lengths:
         dispatch(*tensors)
     for _ in range(2):
         for tensors in lengths:
             not_again(lambda: dispatch(*tensors), monkeypatch)  # noqa: B023
-    assert len(made) == 17
+    assert len(made) == 34
     assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
 
 
@@ -251,13 +254,12 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_call, "LAYOUTS_MAX", 4)
     for length in range(2, 20):
         dispatch(*make_small(length))
-        assert len(_call.memory.prepared) <= 4 and len(_call.memory.in_kernels) <= 4
-        assert len(_call.memory.direct) <= 4
+        assert len(_call.memory.prepared) <= 4 and len(_call.memory.direct) <= 4
     tensors = make_small()
     with torch.no_grad():
         for at in range(32):  # all combinations of tensors that require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
-    assert max(map(len, _call.memory.in_kernels.values())) <= _repeat.STATES_MAX
+    assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
