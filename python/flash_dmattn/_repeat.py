@@ -313,6 +313,8 @@ def remember_operator(
     with the lengths, so that few guards are tried if many lengths alternate. No call is forgotten
     for a new one: making calls anew in turns would take longer than the dispatcher."""
     head = (dispatch, arguments[0].shape, arguments[operator.key_at].shape)
+    if any(type(length) is not int for shape in head[1:] for length in shape):
+        return  # symbols, which no key has
     known = (head, arguments, operator.count)
     if len(_call.memory.direct.get(NATIVE.make_key(*known), ())) < LAYOUTS_MAX:
         call = plan(operator, arguments, operator.operation.results)

@@ -393,6 +393,7 @@ def test_nothing_leaks() -> None:
         for _ in range(times):
             with torch.no_grad():
                 fused(*plain, window=window, softcap=softcap)
+                dispatch(*plain, softcap=softcap)
                 cache.attend(0, *(x[:, :1] for x in plain[:3]), *plain[3:])
             torch.autograd.grad(fused(*learned, window=window).sum(), learned)
             torch.autograd.grad(flash_dmattn.attention(*learned[:3])[1].sum(), learned[:2])
@@ -408,7 +409,7 @@ def test_nothing_leaks() -> None:
         run(300)  # free lists of the interpreter fill up
         gc.collect()
         start, _ = tracemalloc.get_traced_memory()
-        run(900)  # four calls each
+        run(900)  # five calls each
         gc.collect()
         end, _ = tracemalloc.get_traced_memory()
     finally:

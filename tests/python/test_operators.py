@@ -13,7 +13,14 @@ from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _repeat, ops
 from programs import Seen
-from test_direct import Subclass, by_dispatcher, dispatch, has_guards
+from test_direct import OPTIONS, Subclass, by_dispatcher, dispatch, has_guards
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = [pytest.mark.usefixtures("direct"), has_guards]
 Tensors = List[torch.Tensor]
@@ -260,6 +267,53 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         for at in range(32):  # all combinations of tensors that require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
     assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
+
+
+def test_what_watches_sees_remembered_calls() -> None:
+    tensors = make_small()
+    with torch.no_grad():
+        for _ in range(2):
+            dispatch(*tensors)
+        with FlopCounterMode(display=False) as counter:
+            dispatch(*tensors)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dispatch(*tensors)
+    assert counter.get_total_flops() > 0
+    assert any(one.key == "flash_dmattn::flash_dma_attention" for one in profile.key_averages())
+
+
+def test_keywords() -> None:
+    tensors = make_small()
+    wanted = dispatch(*tensors)
+    for _ in range(2):
+        named = dict(zip(ops.FUSED.arguments, (*tensors, *6 * [None], *OPTIONS.values())))
+        assert_same(ops.FUSED.op(**named), wanted)
+        assert_same(ops.FUSED.op(named.pop("query"), **named), wanted)
+
+
+def test_lengths_that_are_symbols() -> None:
+    """PyTorch's own tensors with them have the type of plain ones."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 3)
+    lse = mode.from_tensor(torch.zeros(2, 4, 20), symbolic_context=dynamic)
+    tensor = torch._to_functional_tensor(lse)
+    assert type(tensor) is torch.Tensor and not isinstance(tensor.shape[2], int)
+    for _ in range(2):
+        expiry, _ = ops.SELECT.op(tensor, *3 * [None], 3, 0, 0, "causal", 0.0, None)
+        assert expiry.shape == tensor.shape
+
+
+@pytest.mark.parametrize("at", [0, 1, 11])
+def test_arguments_of_another_type(at: int) -> None:
+    """PyTorch refuses them, after a call like theirs too."""
+    arguments = [*make_small(), *6 * [None], *OPTIONS.values()]
+    ops.FUSED.op(*arguments)
+    ops.FUSED.op(*arguments)
+    for wrong in ("text", object(), 1.5):
+        with pytest.raises(RuntimeError, match=r"flash_dmattn::flash_dma_attention\(\) Expected"):
+            ops.FUSED.op(*arguments[:at], wrong, *arguments[at + 1 :])
+    with pytest.raises(RuntimeError, match="missing value"):
+        ops.FUSED.op()
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
