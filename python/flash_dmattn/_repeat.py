@@ -110,9 +110,7 @@ def find_native() -> Any:
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
         states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(
-            watchers, saved_hooks, states, vars(forward_ad), vars(_call), PLAIN_TYPES
-        )
+        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), PLAIN_TYPES)
     return found
 
 
@@ -267,7 +265,7 @@ def shorten(operator: Operator, op: Any) -> None:
     """Let calls of `op`, the operator as PyTorch has it, be direct calls.
 
     Compiled graphs and other callers in Python call `op`, which calls its attribute `_op`. It is
-    replaced before anything uses it, as the hash of `op` is that of `_op`."""
+    replaced before anything uses it, because the hash of `op` is the hash of `_op`."""
     if NATIVE is None:
         return
     dispatch = op._op

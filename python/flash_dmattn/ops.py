@@ -10,6 +10,9 @@ call writes to. An option that is not in the argument struct of the C function b
 selection (`window`, `recent`, `sinks`, `scope`) or is kept for the backward operator
 (`deterministic`).
 
+torch.compile keeps graphs on disk by the names and arguments of their operators, not by their
+results. So an operator that returns other results than before gets another name.
+
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
 autograd takes longer than a small call itself: it reads the schema anew for every argument.

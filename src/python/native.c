@@ -124,15 +124,18 @@ static PyObject *build_key(const module_state *state, PyObject *head, PyObject *
     return key;
 }
 
-/* Reads (head, arguments, count). Returns 0, or -1 with an exception. */
-static int parse_known(const module_state *state, PyObject *args, PyObject **head,
-                       PyObject **arguments, Py_ssize_t *tensors) {
+/* Returns 1, or 0 with an exception. */
+static int is_configured(const module_state *state) {
     if (state->plan == NULL)
         PyErr_SetString(PyExc_RuntimeError, "configure() has to be called first");
-    return state->plan != NULL &&
-                   PyArg_ParseTuple(args, "OO!n", head, &PyTuple_Type, arguments, tensors)
-               ? 0
-               : -1;
+    return state->plan != NULL;
+}
+
+/* Reads (head, arguments, count). Returns 1, or 0 with an exception. */
+static int parse_known(const module_state *state, PyObject *args, PyObject **head,
+                       PyObject **arguments, Py_ssize_t *tensors) {
+    return is_configured(state) &&
+           PyArg_ParseTuple(args, "OO!n", head, &PyTuple_Type, arguments, tensors);
 }
 
 /* The list of calls that a key has in the memory of this thread. Returns NULL without an exception
@@ -233,17 +236,17 @@ static PyObject *repeat(PyObject *module, PyObject *args) {
     const module_state *state = PyModule_GetState(module);
     PyObject *head, *arguments;
     Py_ssize_t tensors;
-    if (parse_known(state, args, &head, &arguments, &tensors) < 0)
+    if (!parse_known(state, args, &head, &arguments, &tensors))
         return NULL;
     return repeat_known(state, head, arguments, tensors);
 }
 
 /* ---- operators ---- */
 
-/* What a shortened operator holds, as a tuple. */
+/* The items of the tuple that a shortened operator holds. */
 enum { MODULE, OPERATOR, OTHERWISE, TENSORS, KEY_AT };
 
-/* The shape of an argument; NULL without an exception if it is no plain tensor or if its lengths are
+/* The shape of an argument; NULL without an exception if it is no plain tensor or if lengths are
  * symbols. */
 static PyObject *shape_of(const module_state *state, PyObject *arguments, Py_ssize_t at) {
     PyObject *tensor = at < PyTuple_Size(arguments) ? PyTuple_GetItem(arguments, at) : NULL;
@@ -294,7 +297,8 @@ static PyObject *shorten(PyObject *module, PyObject *args) {
                                      "Repeats a call that is remembered, or makes it otherwise."};
     PyObject *operator, *otherwise;
     Py_ssize_t tensors, key_at;
-    if (!PyArg_ParseTuple(args, "OOnn", &operator, &otherwise, &tensors, &key_at))
+    if (!is_configured(PyModule_GetState(module)) ||
+        !PyArg_ParseTuple(args, "OOnn", &operator, &otherwise, &tensors, &key_at))
         return NULL;
     PyObject *self = Py_BuildValue("(OOOnn)", module, operator, otherwise, tensors, key_at);
     PyObject *function = self == NULL ? NULL : PyCFunction_NewEx(&definition, self, NULL);
@@ -312,7 +316,7 @@ static PyObject *make_key(PyObject *module, PyObject *args) {
     const module_state *state = PyModule_GetState(module);
     PyObject *head, *arguments;
     Py_ssize_t tensors;
-    if (parse_known(state, args, &head, &arguments, &tensors) < 0)
+    if (!parse_known(state, args, &head, &arguments, &tensors))
         return NULL;
     PyObject *key = build_key(state, head, arguments, tensors);
     if (key == NULL && !PyErr_Occurred())
@@ -389,8 +393,8 @@ static PyObject *configure(PyObject *module, PyObject *args) {
     }
     if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!(OO)", &watchers[0], &watchers[1], &watchers[2],
                           &state->hooks, &states[0], &states[1], &states[2], &PyDict_Type,
-                          &state->forward_ad, &PyDict_Type, &state->calls,
-                          &state->tensor_type, &state->parameter_type))
+                          &state->forward_ad, &PyDict_Type, &state->calls, &state->tensor_type,
+                          &state->parameter_type))
         return NULL;
     Py_INCREF(args);
     state->plan = args;
@@ -411,8 +415,7 @@ static PyMethodDef functions[] = {
      "none fits, or something is_watched()."},
     {"shorten", shorten, METH_VARARGS,
      "shorten(operator, otherwise, count, key_at): a function that repeats a remembered call whose "
-     "head is (operator, arguments[0].shape, arguments[key_at].shape), or calls otherwise() with its "
-     "arguments."},
+     "head is (operator, arguments[0].shape, arguments[key_at].shape), or calls otherwise()."},
     {"record", record, METH_VARARGS,
      "record(ctx, call, *given): the forward() of Recorded in autograd.py."},
     {NULL, NULL, 0, NULL},

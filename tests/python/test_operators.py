@@ -57,7 +57,7 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def remembered() -> list[_repeat.DirectCall]:
-    """The direct calls of operators: unlike those of functions, their keys have a tuple first."""
+    """The direct calls of operators. Their keys begin with a tuple, keys of functions do not."""
     items = _call.memory.direct.items()
     return [call for key, calls in items if isinstance(key[0], tuple) for call in calls]
 
@@ -246,7 +246,7 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(4):
         for tensors in strides:
             dispatch(*tensors)
-    assert len(made) == 14  # also those of the operator that it calls for want of gradients
+    assert len(made) == 14  # also for the operator that it calls for want of gradients
     lengths = [make_small(length) for length in range(2, 12)]
     for tensors in lengths:
         dispatch(*tensors)
