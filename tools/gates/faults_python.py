@@ -37,7 +37,7 @@ PYTHON = [
           "type == &PyLong_Type || type == &PyFloat_Type ? 0 : -1",
           ("pytest test_direct.py -k after_others",)),
     Fault("operators look for calls by other lengths than they remember them by", "src/python/",
-          "keys = shape_of(state, arguments, key_at);", "keys = shape_of(state, arguments, 0);",
+          "(self, OPERATOR), first, keys)", "(self, OPERATOR), keys, first)",
           ("pytest test_operators.py -k turns",)),
     Fault("calls of operators are remembered by symbols of lengths", "python/flash_dmattn/",
           "if any(type(length) is not int for", "if any(length is None for",
