@@ -145,6 +145,8 @@ Cases:
   backward      torch.autograd.grad() of such a call
   dense         attention() without a selection and without gradients
   decode        DynamicMaskCache.attend() of one token
+  operator      the operator that graphs of torch.compile call for a recorded flash_dma_attention()
+  operator-backward  its gradient's
 Peers:
   fdma          these calls
   sdpa          scaled_dot_product_attention() with as many kv heads as query heads: in decode, of
@@ -645,7 +647,7 @@ COMMANDS = {
         "options", add_divided, OPTIONS,
     ),
     "host_time": Command(
-        "Time what the host does in an eager call of PyTorch, beside SDPA.",
+        "Time what the host does in a call of PyTorch, beside SDPA.",
         "host_time", add_folder, HOST_TIME,
     ),
     "doge": Command(

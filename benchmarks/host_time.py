@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The benchmark `host_time`: what the host does in an eager call of PyTorch, and in SDPA."""
+"""The benchmark `host_time`: what the host does in a call of PyTorch, and in SDPA."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ GOALS = {
     "no-gradients": Goal("of_sdpa", 0.8),
     "recording": Goal("of_sdpa", 1.2),
     "backward": Goal("of_sdpa", 1.2),
+    "operator": Goal("of_sdpa", 1.2),
+    "operator-backward": Goal("of_sdpa", 1.5),
+}
+# SDPA's operator with out and lse, and its gradient.
+SDPA_OPERATORS = {
+    "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    "cuda": "_scaled_dot_product_flash_attention",
 }
 Peers = dict[str, Callable[[], Any]]
 
@@ -87,6 +94,33 @@ def make_decode(inputs: Inputs) -> Peers:
     }
 
 
+def make_operators(device: str) -> dict[str, Peers]:
+    """The operators that a compiled graph calls where autograd records the call."""
+    inputs, ours = Inputs(device, False), torch.ops.flash_dmattn
+    forward = ours.flash_dma_attention_no_grad.default
+    backward = ours.flash_dma_attention_backward_no_grad.default
+    sdpa = getattr(torch.ops.aten, SDPA_OPERATORS[device]).default
+    sdpa_backward = getattr(torch.ops.aten, f"{SDPA_OPERATORS[device]}_backward").default
+    rules, numbers = (WINDOW, 0, 0, "causal", "exp"), (True, 0.0, 0.0, 0.0)
+    given = (*inputs.fdma, *6 * [None], *rules, *numbers, 0.0, False, None)
+    out, lse, _, bias, *selected = forward(*given)
+    saved = (out, lse, *inputs.fdma, None, bias, *5 * [None], *selected)
+    dout = (inputs.dout, None, *saved, *rules, *numbers, False, None)
+    sdpa_given = (*inputs.sdpa, 0.0, True)
+    results = sdpa(*sdpa_given)
+    kept = (*results[:2], 0.0, True)
+    if device == "cuda":  # also lengths, and the state of dropout
+        kept = (*results[:6], 0.0, True, *results[6:8])
+    sdpa_dout = (inputs.dout.transpose(1, 2), *inputs.sdpa, *kept)
+    return {
+        "operator": {"fdma": lambda: forward(*given), "sdpa": lambda: sdpa(*sdpa_given)},
+        "operator-backward": {
+            "fdma": lambda: backward(*dout),
+            "sdpa": lambda: sdpa_backward(*sdpa_dout),
+        },
+    }
+
+
 def make_cases(device: str) -> dict[str, Peers]:
     """The peers of each case except backward."""
     plain, learned = Inputs(device, False), Inputs(device, True)
@@ -95,6 +129,7 @@ def make_cases(device: str) -> dict[str, Peers]:
         "recording": {"fdma": learned.fused, "sdpa": learned.padded},
         "dense": {"fdma": plain.dense, "sdpa": plain.padded},
         "decode": make_decode(plain),
+        **make_operators(device),
     }
 
 

@@ -322,9 +322,6 @@ class Memory(threading.local):
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
         self.workspace: MaybeTensor = None  # of calls on the CPU, once one has needed it
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _repeat.py
-        # For each call made by kernels of operators: the direct calls that repeat it, see
-        # _repeat.py.
-        self.in_kernels: dict[Prepared, list[Any]] = {}
         self.workspaces: Workspaces | None = None  # set while calls on meta tensors report theirs
 
 
@@ -379,7 +376,6 @@ def prepare(
     """Prepare the call for the layout `key`, and remember it."""
     if len(memory.prepared) >= LAYOUTS_MAX:
         memory.prepared.clear()
-        memory.in_kernels.clear()
     named = dict(zip(operation.tensors, tensors))
     check_devices(named)
     prepared = Prepared(operation, named, dict(zip(operation.options, options)), exec_fields)
@@ -432,13 +428,8 @@ def is_spaced(tensor: torch.Tensor) -> bool:
     return bool(stride) and stride[-1] != 1 and tensor.size(-1) > 1
 
 
-def call(
-    operator: Operator,
-    arguments: tuple[Any, ...],
-    remember: Callable[[Prepared, list[torch.Tensor]], None] | None = None,
-) -> Returned:
-    """Make the call of an operator in the current stream of the device. `remember` gets the results
-    of find().
+def call(operator: Operator, arguments: tuple[Any, ...]) -> Returned:
+    """Make the call of an operator in the current stream of the device.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -446,8 +437,6 @@ def call(
         RuntimeError: the device failed.
     """
     prepared, given = find(operator.operation, *operator.settle(*arguments))
-    if remember is not None:
-        remember(prepared, given)
     prepared.set_addresses(given)
     return unpack(tuple(prepared.run()))
 

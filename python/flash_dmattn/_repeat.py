@@ -8,9 +8,9 @@ extension module _native (src/python) makes this call and the later ones. Each h
 torch.compile's own test of tensors, which compares types, dispatch keys, dtypes, devices, shapes,
 strides and requires_grad in one C++ call.
 
-The kernels of operators, which the dispatcher calls in compiled graphs, repeat calls in the same
-way. They remember their own calls, separate from eager mode: a guard compares dispatch keys under
-the keys that the thread includes and excludes, and these differ within a kernel.
+The operators, which compiled graphs call, repeat calls in the same way where no gradients are
+recorded: what PyTorch's object for an operator calls is replaced by a function of _native, and the
+dispatcher gets the calls that it does not know.
 
 All calls go through the dispatcher if the module is missing, with one warning, or if PyTorch lacks
 something that direct calls need.
@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import warnings
 from importlib.machinery import ExtensionFileLoader
-from typing import TYPE_CHECKING, Any, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -37,7 +37,7 @@ from ._call import GUARDS, allocators, device_function, stream_function
 if TYPE_CHECKING:
     from .ops import Operator
 
-INTERFACE = 4  # version of the interface between _native and this file
+INTERFACE = 5  # version of the interface between _native and this file
 NAME, FILE = f"{__package__}._native", "_native.abi3.so"
 MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
@@ -45,8 +45,7 @@ MISSING = (
 )
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
-LAYOUTS_MAX = 4  # per set of options; they are tried one after the other
-STATES_MAX = 8  # per layout in kernels: dispatch keys, types of tensors, requires_grad
+LAYOUTS_MAX = 8  # per set of options; they are tried one after the other
 
 try:  # none of it is in PyTorch's documentation
     from torch._C import (
@@ -111,7 +110,7 @@ def find_native() -> Any:
     if found is not None:
         watchers = (_len_torch_dispatch_stack, _len_torch_function_stack, _profiler_enabled)
         states = (torch.is_grad_enabled, torch.get_num_threads, is_deterministic)
-        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call))
+        found.configure(watchers, saved_hooks, states, vars(forward_ad), vars(_call), PLAIN_TYPES)
     return found
 
 
@@ -240,15 +239,15 @@ def plan(
     tensors, options, backend = operator.settle(*arguments)
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
     given = [tensors[at] for at in inputs]
-    fits = all(type(x) in OPTION_TYPES for x in (*options, backend)) and all(map(is_plain, given))
-    if not fits or not is_plain_state() or not has_guards():
-        return None
     names = operator.operation.tensors
     is_copied = any(
         _call.is_spaced(tensors[at]) and names[at] not in operator.operation.mutated
         for at in inputs
     )
     if is_copied or len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
+        return None
+    fits = all(type(x) in OPTION_TYPES for x in (*options, backend)) and all(map(is_plain, given))
+    if not fits or not is_plain_state() or not has_guards():
         return None
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     operation, record = operator.operation.with_results(results), None
@@ -262,60 +261,63 @@ def plan(
     return call if call.fits(given) else None
 
 
-def call_operator(operator: Operator, arguments: tuple[Any, ...]) -> _call.Returned:
-    """The kernel of an operator: repeat a remembered call, or make the first one for a layout.
+def shorten(operator: Operator, op: Any) -> None:
+    """Let calls of `op`, the operator as PyTorch has it, be direct calls.
+
+    Compiled graphs and other callers in Python call `op`, which calls its attribute `_op`. It is
+    replaced before anything uses it, because the hash of `op` is the hash of `_op`."""
+    if NATIVE is None:
+        return
+    dispatch = op._op
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return call_operator(operator, dispatch, arguments, named)
+
+    op._op = NATIVE.shorten(dispatch, call, operator.count, operator.key_at)
+
+
+def call_operator(
+    operator: Operator,
+    dispatch: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:
+    """Call an operator through the dispatcher, and remember the call.
 
     Raises:
         As _call.call().
     """
-    if NATIVE is None:
-        return _call.call(operator, arguments)
-    # The head has the shapes with the lengths, so that few guards are tried if many lengths
-    # alternate.
-    head = (operator, arguments[0].shape, arguments[operator.key_at].shape)
-    results = repeat(head, arguments, operator.count)
-    if results is not NotImplemented:
-        return results
-    remember = functools.partial(remember_in_kernel, head, arguments)
-    return _call.call(operator, arguments, remember)
+    results = dispatch(*arguments, **named)
+    if not named and can_repeat(operator, arguments):
+        remember_operator(operator, dispatch, arguments)
+    return results
 
 
-def remember_in_kernel(
-    head: tuple[Any, ...], arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
+def can_repeat(operator: Operator, arguments: tuple[Any, ...]) -> bool:
+    """False if no direct call takes these arguments of an operator. plan() asks more."""
+    given = [x for x in arguments[: operator.count] if x is not None]
+    return (
+        operator.is_one_call
+        and not NATIVE.is_watched()
+        and all(type(x) in PLAIN_TYPES for x in given)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    )
+
+
+def remember_operator(
+    operator: Operator, dispatch: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """Remember under `head` the call that `prepared` makes for the tensors `given`, if a guard can
-    tell them from others. If a call exists already that repeat() no longer finds, it is remembered
-    again: making it anew would take as long as the rest of a small call."""
-    operator = head[0]
-    own = [id(x) for x in arguments[: operator.count] if x is not None]
-    is_copied = own != [*map(id, given)]
-    # Guards refuse a tensor given twice. If something watches, repeat() tries no guard.
-    if is_copied or len(set(own)) < len(own) or NATIVE.is_watched():
-        return
-    known = _call.memory.in_kernels.setdefault(prepared, [])
-    for call in known:
-        if call.fits(given):
-            break
-    else:
-        if len(known) >= STATES_MAX:
-            return
-        call = make_in_kernel(operator, arguments, prepared, given)
-        if call is None:
-            return
-        known.append(call)
-    remember((head, arguments, operator.count), call)
-
-
-def make_in_kernel(
-    operator: Operator, arguments: tuple[Any, ...], prepared: _call.Prepared, given: Given
-) -> DirectCall | None:
-    """A new direct call for these arguments; None if a tensor is of a subclass, or if guards cannot
-    tell the difference."""
-    are_plain = all(type(x) in PLAIN_TYPES for x in given)
-    if not are_plain or torch._C._are_functorch_transforms_active() or not has_guards():
-        return None
-    inputs = [at for at, x in enumerate(arguments[: operator.count]) if x is not None]
-    return DirectCall(inputs, given, prepared, len(operator.operation.results))
+    """Remember a call of an operator, if a guard can tell it from others. The head has the shapes
+    with the lengths, so that few guards are tried if many lengths alternate. No call is forgotten
+    for a new one: making calls anew in turns would take longer than the dispatcher."""
+    head = (dispatch, arguments[0].shape, arguments[operator.key_at].shape)
+    if any(type(length) is not int for shape in head[1:] for length in shape):
+        return  # symbols, which no key has
+    known = (head, arguments, operator.count)
+    if len(_call.memory.direct.get(NATIVE.make_key(*known), ())) < LAYOUTS_MAX:
+        call = plan(operator, arguments, operator.operation.results)
+        if call is not None:
+            remember(known, call)
 
 
 def make_native(call: DirectCall, count: int, sources: Sources) -> Any:

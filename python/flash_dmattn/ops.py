@@ -10,6 +10,9 @@ call writes to. An option that is not in the argument struct of the C function b
 selection (`window`, `recent`, `sinks`, `scope`) or is kept for the backward operator
 (`deterministic`).
 
+torch.compile keeps graphs on disk by the names and arguments of their operators, not by their
+results. So an operator that returns other results than before gets another name.
+
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
 autograd takes longer than a small call itself: it reads the schema anew for every argument.
@@ -34,6 +37,8 @@ class Operator:
     """An operator of torch.library over one function of the C library: op(*arguments).
 
     `special` has fields of its Operation that are not in the schema: `cleared` and `fixed`."""
+
+    is_one_call = True  # of the C function, with results of known sizes
 
     def __init__(self, schema: str, function: str, **special: tuple[Any, ...]) -> None:
         name, _, signature = schema.partition("(")
@@ -70,10 +75,12 @@ class Operator:
         """Register the operator under its name plus `suffix`, with kernels that make the C call."""
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
+        op = getattr(torch.ops.flash_dmattn, name).default
+        _repeat.shorten(self, op)
         for device in _arguments.DEVICES:
             LIBRARY.impl(name, self.run, device.upper())
         torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)
-        return getattr(torch.ops.flash_dmattn, name).default
+        return op
 
     def differentiate(
         self, setup_context: Callable[..., None], backward: Callable[..., Any]
@@ -176,7 +183,7 @@ class Operator:
 
     def run(self, *arguments: Any) -> Any:
         """The kernel: makes one C call."""
-        return _repeat.call_operator(self, arguments)
+        return _call.call(self, arguments)
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: allocates the results."""
@@ -238,6 +245,8 @@ class BackwardOperator(Operator):
 
 class MaskListsOperator(Operator):
     """The lists of a mask. The C library computes their size in bytes."""
+
+    is_one_call = False
 
     def run(self, *arguments: Any) -> torch.Tensor:
         count = self.count

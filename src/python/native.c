@@ -8,7 +8,7 @@
 #include "call.h"
 
 enum {
-    INTERFACE = 4, /* version of the interface with _repeat.py */
+    INTERFACE = 5, /* version of the interface with _repeat.py */
     WATCHERS = 3,
     STATES = 3,
     KEY_ITEMS = 3 + STATES,
@@ -25,6 +25,7 @@ enum {
     CALL,
     MEMORY,
     DIRECT,
+    SHAPE,
     NAME_COUNT,
 };
 static const char *const name_texts[NAME_COUNT] = {
@@ -36,6 +37,7 @@ static const char *const name_texts[NAME_COUNT] = {
     [CALL] = "call",
     [MEMORY] = "memory", /* in _call.py: the Memory of a thread */
     [DIRECT] = "direct", /* in a Memory: lists of DirectCalls by their keys */
+    [SHAPE] = "shape",   /* of a tensor */
 };
 
 /* Objects are borrowed from `plan`, except the type and the names. */
@@ -47,6 +49,7 @@ typedef struct module_state {
     PyObject *hooks;              /* function: the hooks for saved tensors, or None */
     PyObject *states[STATES];     /* functions: parts of a key */
     PyObject *forward_ad, *calls; /* dicts of torch.autograd.forward_ad and _call.py */
+    PyObject *tensor_type, *parameter_type;
 } module_state;
 
 /* ---- what calls depend on beside the layouts of tensors ---- */
@@ -102,14 +105,8 @@ static PyObject *make_codes(PyObject *arguments, Py_ssize_t tensors) {
 
 /* The key of make_key(head, arguments, count). Returns NULL without an exception if these arguments
  * have no key, and NULL with an exception after an error. */
-static PyObject *build_key(const module_state *state, PyObject *args) {
-    PyObject *head, *arguments;
-    Py_ssize_t tensors;
-    if (state->plan == NULL)
-        PyErr_SetString(PyExc_RuntimeError, "configure() has to be called first");
-    if (state->plan == NULL ||
-        !PyArg_ParseTuple(args, "OO!n", &head, &PyTuple_Type, &arguments, &tensors))
-        return NULL;
+static PyObject *build_key(const module_state *state, PyObject *head, PyObject *arguments,
+                           Py_ssize_t tensors) {
     PyObject *codes = make_codes(arguments, tensors);
     PyObject *key = codes == NULL ? NULL : PyTuple_New(KEY_ITEMS);
     if (key == NULL) {
@@ -125,6 +122,20 @@ static PyObject *build_key(const module_state *state, PyObject *args) {
     if (PyErr_Occurred())
         Py_CLEAR(key);
     return key;
+}
+
+/* Returns 1, or 0 with an exception. */
+static int is_configured(const module_state *state) {
+    if (state->plan == NULL)
+        PyErr_SetString(PyExc_RuntimeError, "configure() has to be called first");
+    return state->plan != NULL;
+}
+
+/* Reads (head, arguments, count). Returns 1, or 0 with an exception. */
+static int parse_known(const module_state *state, PyObject *args, PyObject **head,
+                       PyObject **arguments, Py_ssize_t *tensors) {
+    return is_configured(state) &&
+           PyArg_ParseTuple(args, "OO!n", head, &PyTuple_Type, arguments, tensors);
 }
 
 /* The list of calls that a key has in the memory of this thread. Returns NULL without an exception
@@ -202,9 +213,9 @@ static PyObject *try_call(const module_state *state, PyObject *owner, PyObject *
     return returned;
 }
 
-static PyObject *repeat(PyObject *module, PyObject *args) {
-    const module_state *state = PyModule_GetState(module);
-    PyObject *key = build_key(state, args);
+static PyObject *repeat_known(const module_state *state, PyObject *head, PyObject *arguments,
+                              Py_ssize_t tensors) {
+    PyObject *key = build_key(state, head, arguments, tensors);
     const int watched = key == NULL ? 1 : find_watcher(state);
     PyObject *calls = watched == 0 ? find_calls(state, key) : NULL;
     PyObject *returned = PyErr_Occurred() ? NULL : not_implemented();
@@ -213,12 +224,86 @@ static PyObject *repeat(PyObject *module, PyObject *args) {
         PyObject *owner = PyList_GetItem(calls, index);
         Py_INCREF(owner);
         Py_DECREF(returned);
-        returned = try_call(state, owner, PyTuple_GetItem(args, 1));
+        returned = try_call(state, owner, arguments);
         Py_DECREF(owner);
     }
     Py_XDECREF(calls);
     Py_XDECREF(key);
     return returned;
+}
+
+static PyObject *repeat(PyObject *module, PyObject *args) {
+    const module_state *state = PyModule_GetState(module);
+    PyObject *head, *arguments;
+    Py_ssize_t tensors;
+    if (!parse_known(state, args, &head, &arguments, &tensors))
+        return NULL;
+    return repeat_known(state, head, arguments, tensors);
+}
+
+/* ---- operators ---- */
+
+/* The items of the tuple that a shortened operator holds. */
+enum { MODULE, OPERATOR, OTHERWISE, TENSORS, KEY_AT };
+
+/* The shape of an argument; NULL without an exception if it is no plain tensor or if lengths are
+ * symbols. */
+static PyObject *shape_of(const module_state *state, PyObject *arguments, Py_ssize_t at) {
+    PyObject *tensor = at < PyTuple_Size(arguments) ? PyTuple_GetItem(arguments, at) : NULL;
+    const PyObject *type = tensor == NULL ? NULL : (PyObject *)Py_TYPE(tensor);
+    if (type == NULL || (type != state->tensor_type && type != state->parameter_type))
+        return NULL;
+    PyObject *shape = PyObject_GetAttr(tensor, state->names[SHAPE]);
+    if (shape == NULL || PyObject_Hash(shape) == -1) {
+        PyErr_Clear();
+        Py_CLEAR(shape);
+    }
+    return shape;
+}
+
+/* The head of an operator's calls: with the shapes of its first tensor and its keys, so that few
+ * guards are tried if many lengths alternate. NULL without an exception if there is none. */
+static PyObject *head_of(const module_state *state, PyObject *self, PyObject *arguments) {
+    const Py_ssize_t key_at = PyLong_AsSsize_t(PyTuple_GetItem(self, KEY_AT));
+    PyObject *first = shape_of(state, arguments, 0), *keys = NULL, *head = NULL;
+    if (first != NULL)
+        keys = shape_of(state, arguments, key_at);
+    if (keys != NULL)
+        head = PyTuple_Pack(3, PyTuple_GetItem(self, OPERATOR), first, keys);
+    Py_XDECREF(first);
+    Py_XDECREF(keys);
+    return head;
+}
+
+static PyObject *call_operator(PyObject *self, PyObject *arguments, PyObject *keywords) {
+    const module_state *state = PyModule_GetState(PyTuple_GetItem(self, MODULE));
+    const int has_keywords = keywords != NULL && PyDict_Size(keywords) > 0;
+    PyObject *head = has_keywords ? NULL : head_of(state, self, arguments), *returned = NULL;
+    if (head != NULL) {
+        const Py_ssize_t tensors = PyLong_AsSsize_t(PyTuple_GetItem(self, TENSORS));
+        returned = repeat_known(state, head, arguments, tensors);
+        Py_DECREF(head);
+    }
+    if (returned == Py_NotImplemented)
+        Py_CLEAR(returned);
+    if (returned == NULL && !PyErr_Occurred())
+        returned = PyObject_Call(PyTuple_GetItem(self, OTHERWISE), arguments, keywords);
+    return returned;
+}
+
+static PyObject *shorten(PyObject *module, PyObject *args) {
+    static PyMethodDef definition = {"operator", (PyCFunction)(void (*)(void))call_operator,
+                                     METH_VARARGS | METH_KEYWORDS,
+                                     "Repeats a call that is remembered, or makes it otherwise."};
+    PyObject *operator, *otherwise;
+    Py_ssize_t tensors, key_at;
+    if (!is_configured(PyModule_GetState(module)) ||
+        !PyArg_ParseTuple(args, "OOnn", &operator, &otherwise, &tensors, &key_at))
+        return NULL;
+    PyObject *self = Py_BuildValue("(OOOnn)", module, operator, otherwise, tensors, key_at);
+    PyObject *function = self == NULL ? NULL : PyCFunction_NewEx(&definition, self, NULL);
+    Py_XDECREF(self);
+    return function;
 }
 
 static PyObject *is_watched(PyObject *module, PyObject *none) {
@@ -228,7 +313,12 @@ static PyObject *is_watched(PyObject *module, PyObject *none) {
 }
 
 static PyObject *make_key(PyObject *module, PyObject *args) {
-    PyObject *key = build_key(PyModule_GetState(module), args);
+    const module_state *state = PyModule_GetState(module);
+    PyObject *head, *arguments;
+    Py_ssize_t tensors;
+    if (!parse_known(state, args, &head, &arguments, &tensors))
+        return NULL;
+    PyObject *key = build_key(state, head, arguments, tensors);
     if (key == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
     return key;
@@ -301,9 +391,10 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_RuntimeError, "configure: was called before");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!", &watchers[0], &watchers[1], &watchers[2],
+    if (!PyArg_ParseTuple(args, "(OOO)O(OOO)O!O!(OO)", &watchers[0], &watchers[1], &watchers[2],
                           &state->hooks, &states[0], &states[1], &states[2], &PyDict_Type,
-                          &state->forward_ad, &PyDict_Type, &state->calls))
+                          &state->forward_ad, &PyDict_Type, &state->calls, &state->tensor_type,
+                          &state->parameter_type))
         return NULL;
     Py_INCREF(args);
     state->plan = args;
@@ -312,7 +403,7 @@ static PyObject *configure(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"configure", configure, METH_VARARGS,
-     "configure(watchers, hooks, states, vars(forward_ad), vars(_call))"},
+     "configure(watchers, hooks, states, vars(forward_ad), vars(_call), types of tensors)"},
     {"is_watched", is_watched, METH_NOARGS,
      "Whether something needs the dispatcher that no guard notices, but for hooks."},
     {"make_key", make_key, METH_VARARGS,
@@ -322,6 +413,9 @@ static PyMethodDef functions[] = {
     {"repeat", repeat, METH_VARARGS,
      "repeat(head, arguments, count): the results of a call that is remembered; NotImplemented if "
      "none fits, or something is_watched()."},
+    {"shorten", shorten, METH_VARARGS,
+     "shorten(operator, otherwise, count, key_at): a function that repeats a remembered call whose "
+     "head is (operator, arguments[0].shape, arguments[key_at].shape), or calls otherwise()."},
     {"record", record, METH_VARARGS,
      "record(ctx, call, *given): the forward() of Recorded in autograd.py."},
     {NULL, NULL, 0, NULL},

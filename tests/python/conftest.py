@@ -80,11 +80,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def dispatched_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls go through the dispatcher, and none is remembered from before."""
-    from flash_dmattn import _call, _repeat
+    from routes import send_to_dispatcher
 
-    monkeypatch.setattr(_repeat, "NATIVE", None)
-    monkeypatch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
-    monkeypatch.setattr(_call, "memory", _call.Memory())
+    send_to_dispatcher(monkeypatch)
 
 
 @pytest.fixture

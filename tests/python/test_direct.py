@@ -15,6 +15,7 @@ from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _repeat, autograd, ops
 from programs import Seen
+from routes import forget, send_to_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,9 +41,11 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def spied(operator: ops.Operator, arguments: tuple[Any, ...]) -> Any:
         called.append(operator.name)
-        return _call.call(operator, arguments)
+        return call(operator, arguments)
 
-    monkeypatch.setattr(_repeat, "call_operator", spied)
+    call = _call.call
+    monkeypatch.setattr(_call, "call", spied)
+    monkeypatch.setattr(_repeat, "call_operator", forget)
     monkeypatch.setattr(_call, "memory", _call.Memory())
     return called
 
@@ -64,8 +67,8 @@ OPTIONS = {
 
 
 def dispatch(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """The operator of flash_dma_attention(), through the dispatcher, whose kernel makes direct
-    calls; test_operator_kernels.py has more about it."""
+    """The operator of flash_dma_attention(), as compiled graphs call it; test_operators.py has more
+    about it."""
     return ops.FUSED.op(*tensors, *6 * [None], *{**OPTIONS, **options}.values())
 
 
@@ -74,24 +77,16 @@ def with_lse(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 Function = Callable[..., Any]
-has_kernels = pytest.mark.skipif(
+has_guards = pytest.mark.skipif(
     not (_repeat.CAN_ASK and _repeat.has_guards()), reason="this PyTorch has no guards"
 )
-every_route = pytest.mark.parametrize("call", [with_lse, pytest.param(dispatch, marks=has_kernels)])
-
-
-def by_layout(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The result of `run` if no direct call is made or remembered."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_repeat, "call_operator", _call.call)
-        patch.setattr(_call, "memory", _call.Memory())
-        return by_dispatcher(run, monkeypatch)
+every_route = pytest.mark.parametrize("call", [with_lse, pytest.param(dispatch, marks=has_guards)])
 
 
 def by_dispatcher(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The result of `run` if no direct call is made or remembered."""
     with monkeypatch.context() as patch:
-        patch.setattr(_repeat, "NATIVE", None)
-        patch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
+        send_to_dispatcher(patch)
         return run()
 
 
@@ -186,7 +181,7 @@ def test_layouts_are_told_apart(
         [torch.nn.Parameter(whole[0]), *whole[1:]],
     ]
     with torch.no_grad():
-        wanted = [by_layout(lambda: call(*x), monkeypatch) for x in layouts]  # noqa: B023
+        wanted = [by_dispatcher(lambda: call(*x), monkeypatch) for x in layouts]  # noqa: B023
         for _ in range(3):
             for tensors, expected in zip(layouts, wanted):
                 assert_same(call(*tensors), expected)
@@ -398,6 +393,7 @@ def test_nothing_leaks() -> None:
         for _ in range(times):
             with torch.no_grad():
                 fused(*plain, window=window, softcap=softcap)
+                dispatch(*plain, softcap=softcap)
                 cache.attend(0, *(x[:, :1] for x in plain[:3]), *plain[3:])
             torch.autograd.grad(fused(*learned, window=window).sum(), learned)
             torch.autograd.grad(flash_dmattn.attention(*learned[:3])[1].sum(), learned[:2])
@@ -413,7 +409,7 @@ def test_nothing_leaks() -> None:
         run(300)  # free lists of the interpreter fill up
         gc.collect()
         start, _ = tracemalloc.get_traced_memory()
-        run(900)  # four calls each
+        run(900)  # five calls each
         gc.collect()
         end, _ = tracemalloc.get_traced_memory()
     finally:

@@ -13,7 +13,8 @@ import torch
 import torch._dynamo
 from cases import DEVICES, FORMS, Form, make_form
 from evaluate import assert_same
-from flash_dmattn import _call, _repeat, ops
+from flash_dmattn import _call, ops
+from routes import send_to_dispatcher
 from torch.utils.checkpoint import checkpoint
 
 every_form = pytest.mark.parametrize("name", FORMS)
@@ -152,8 +153,7 @@ def directly(function: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
 
 def by_dispatcher(function: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_repeat, "NATIVE", None)
-        patch.setattr(_repeat, "repeat", lambda *_: NotImplemented)
+        send_to_dispatcher(patch)
         return function(*leaves)
 
 

@@ -1,5 +1,5 @@
-"""Kernels of operators, which the dispatcher and compiled graphs call: the direct calls that they
-remember, and that these are made for nothing else."""
+"""Operators, as compiled graphs call them: the direct calls that they remember, and that these are
+made for nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from cases import make_small, require_gradients
 from evaluate import assert_same
 from flash_dmattn import _call, _repeat, ops
 from programs import Seen
-from test_direct import Subclass, by_layout, dispatch, has_kernels
+from test_direct import OPTIONS, Subclass, by_dispatcher, dispatch, has_guards
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
-pytestmark = [pytest.mark.usefixtures("direct"), has_kernels]
+pytestmark = [pytest.mark.usefixtures("direct"), has_guards]
 Tensors = List[torch.Tensor]
 
 
@@ -50,14 +57,16 @@ def not_again(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def remembered() -> list[_repeat.DirectCall]:
-    return [call for calls in _call.memory.in_kernels.values() for call in calls]
+    """The direct calls of operators. Their keys begin with a tuple, keys of functions do not."""
+    items = _call.memory.direct.items()
+    return [call for key, calls in items if isinstance(key[0], tuple) for call in calls]
 
 
-def test_kernels_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_make_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, leaves, graph = make_small(), require_gradients(make_small()), compiled()
     wanted = gradients(attend, leaves)
     found = dispatch(*tensors)
-    for _ in range(2):  # the thread has other dispatch keys while it compiles
+    for _ in range(2):  # a mode watches while the graph is made
         assert_same(gradients(graph, leaves), wanted)
     for _ in range(2):
         assert_same(not_again(lambda: dispatch(*tensors), monkeypatch), found)
@@ -104,7 +113,7 @@ def test_options_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         *({"bias_form": "none"}, {"softmax_scale": 1.0}, {"softcap": 1.0}, {"gap": 1.0}),
         {"backend": "reference"},
     ]
-    wanted = [by_layout(lambda: dispatch(*tensors, **x), monkeypatch) for x in changes]  # noqa: B023
+    wanted = [by_dispatcher(lambda: dispatch(*tensors, **x), monkeypatch) for x in changes]  # noqa: B023
     for _ in range(3):
         for options, expected in zip(changes, wanted):
             assert_same(dispatch(*tensors, **options), expected)
@@ -122,7 +131,7 @@ def test_tensors_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             others[at] = length if at == 3 else torch.arange(40).view(2, 20) % 3 != 1
         return ops.ATTENTION.op(query, key, value, *others, *options)
 
-    wanted = [by_layout(lambda: run(at), monkeypatch) for at in (None, 1, 3)]  # noqa: B023
+    wanted = [by_dispatcher(lambda: run(at), monkeypatch) for at in (None, 1, 3)]  # noqa: B023
     for _ in range(3):
         for at, expected in zip((None, 1, 3), wanted):
             assert_same(run(at), expected)
@@ -176,7 +185,8 @@ def test_tensors_that_no_guard_tells() -> None:
             assert torch.equal(dense(spread, key, value), wanted)
             assert torch.equal(dense(query, key, key), dense(query, key, key.clone()))
             assert dense(*(x.to("meta") for x in (query, key, value))).is_meta
-    assert len(remembered()) == 1
+    # With and without grad mode; the operator, and the one that it calls for want of gradients.
+    assert len(remembered()) == 4
 
 
 def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +217,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(ops.Operator, "__call__", ops.Operator.dispatch)
             return cache.attend(0, *given, dt_proj, a_coef)
 
-    wanted = by_layout(run, monkeypatch)
+    wanted = by_dispatcher(run, monkeypatch)
     for _ in range(2):
         assert_same(run(), wanted)
     assert_same(not_again(run, monkeypatch), wanted)
@@ -217,7 +227,7 @@ def test_tensors_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, forgotten ones are used again. Lengths are not forgotten."""
+    """Neither layouts of the same shapes nor lengths are forgotten."""
     made: list[Any] = []
     prepare = _repeat.DirectCall.__init__
 
@@ -236,14 +246,14 @@ def test_layouts_in_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(4):
         for tensors in strides:
             dispatch(*tensors)
-    assert len(made) == 7
+    assert len(made) == 14  # also for the operator that it calls for want of gradients
     lengths = [make_small(length) for length in range(2, 12)]
     for tensors in lengths:
         dispatch(*tensors)
     for _ in range(2):
         for tensors in lengths:
             not_again(lambda: dispatch(*tensors), monkeypatch)  # noqa: B023
-    assert len(made) == 17
+    assert len(made) == 34
     assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
 
 
@@ -251,13 +261,59 @@ def test_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_call, "LAYOUTS_MAX", 4)
     for length in range(2, 20):
         dispatch(*make_small(length))
-        assert len(_call.memory.prepared) <= 4 and len(_call.memory.in_kernels) <= 4
-        assert len(_call.memory.direct) <= 4
+        assert len(_call.memory.prepared) <= 4 and len(_call.memory.direct) <= 4
     tensors = make_small()
     with torch.no_grad():
         for at in range(32):  # all combinations of tensors that require gradients
             dispatch(*(x.clone().requires_grad_(bool(at >> n & 1)) for n, x in enumerate(tensors)))
-    assert max(map(len, _call.memory.in_kernels.values())) <= _repeat.STATES_MAX
+    assert max(map(len, _call.memory.direct.values())) <= _repeat.LAYOUTS_MAX
+
+
+def test_what_watches_sees_remembered_calls() -> None:
+    tensors = make_small()
+    with torch.no_grad():
+        for _ in range(2):
+            dispatch(*tensors)
+        with FlopCounterMode(display=False) as counter:
+            dispatch(*tensors)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dispatch(*tensors)
+    assert counter.get_total_flops() > 0
+    assert any(one.key == "flash_dmattn::flash_dma_attention" for one in profile.key_averages())
+
+
+def test_keywords() -> None:
+    tensors = make_small()
+    wanted = dispatch(*tensors)
+    for _ in range(2):
+        named = dict(zip(ops.FUSED.arguments, (*tensors, *6 * [None], *OPTIONS.values())))
+        assert_same(ops.FUSED.op(**named), wanted)
+        assert_same(ops.FUSED.op(named.pop("query"), **named), wanted)
+
+
+def test_lengths_that_are_symbols() -> None:
+    """PyTorch's own tensors with them have the type of plain ones."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 3)
+    lse = mode.from_tensor(torch.zeros(2, 4, 20), symbolic_context=dynamic)
+    tensor = torch._to_functional_tensor(lse)
+    assert type(tensor) is torch.Tensor and not isinstance(tensor.shape[2], int)
+    for _ in range(2):
+        expiry, _ = ops.SELECT.op(tensor, *3 * [None], 3, 0, 0, "causal", 0.0, None)
+        assert expiry.shape == tensor.shape
+
+
+@pytest.mark.parametrize("at", [0, 1, 11])
+def test_arguments_of_another_type(at: int) -> None:
+    """PyTorch refuses them, after a call like theirs too."""
+    arguments = [*make_small(), *6 * [None], *OPTIONS.values()]
+    ops.FUSED.op(*arguments)
+    ops.FUSED.op(*arguments)
+    for wrong in ("text", object(), 1.5):
+        with pytest.raises(RuntimeError, match=r"flash_dmattn::flash_dma_attention\(\) Expected"):
+            ops.FUSED.op(*arguments[:at], wrong, *arguments[at + 1 :])
+    with pytest.raises(RuntimeError, match="missing value"):
+        ops.FUSED.op()
 
 
 def test_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
