@@ -90,7 +90,7 @@ INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if the inputs are float64
 FLOAT32_RESULTS = (
     *("score", "bias", "dbias", "dbias_carried", "dsink_logit", "lse", "dlse_a", "dlse_b"),
-    *("probability", "dweight"),
+    *("probability", "dweight", "rotary"),
 )
 
 # Fields of the C structs whose names differ from the arguments'.
@@ -312,7 +312,7 @@ def result_like(
     if is_absent(result, tensors, options):
         return (0,), dtype
     if result == "rotary":
-        return (sizes["rows"], options["dim"]), torch.float64 if options["wide"] else torch.float32
+        return (sizes["rows"], options["dim"]), torch.float64 if options["wide"] else dtype
     if result == "dattn_bias":
         return tuple(tensors["attn_bias"].shape), dtype
     return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
@@ -389,7 +389,8 @@ def check_same_device(tensors: Mapping[str, MaybeTensor]) -> tuple[str, torch.de
     for name, other in devices:
         if not is_same_device(other, device):
             shown = SHOWN.get(name, name)
-            raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
+            owner = SHOWN.get(first, first)
+            raise ValueError(f"{shown}: is on {other}, want {device}, where {owner} is")
     return first, device
 
 

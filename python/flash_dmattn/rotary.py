@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from . import _arguments, _repeat, _types, ops
-from ._arguments import MaybeTensor, refuse_tangents
+from ._arguments import MaybeTensor, finish, pad_head_dim, refuse_tangents
+
+__all__ = ["rotary_table", "rotate"]
 
 POSITIONS_MAX = 1 << 31
 DIM_MAX = 256
@@ -157,9 +159,35 @@ def rotate(
     Source: arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm.
     """
     refuse_tangents("rotate", x, weight)
+    if type(eps) is not float and not _types.is_number(eps):
+        raise _types.refusal("eps", eps, "a number")
+    (x,), _, head_dim = pad_head_dim((x,))
+    if head_dim is not None:
+        weight, eps = pad_norm(weight, eps, head_dim, x.shape[3])
+        check_dim(table, head_dim)
     given = (x, weight, table, positions, starts)
     numbers = (eps if weight is not None else 0.0, first, offset, nope_heads)
-    return ops.ROTATE(*given, *numbers, interleaved, backend)
+    return finish(ops.ROTATE(*given, *numbers, interleaved, backend), head_dim)
+
+
+def check_dim(table: torch.Tensor, head_dim: int) -> None:
+    """Refuse a table for more channels than x had before it was padded."""
+    _types.check_tensor("table", table)
+    if table.dim() == 2 and table.shape[1] > head_dim:
+        found, want = table.shape[1], f"an even number from 2 to head_dim, {head_dim}"
+        raise ValueError(f"table: axis 1 has {found} elements, want {want}")
+
+
+def pad_norm(
+    weight: MaybeTensor, eps: float, head_dim: int, padded: int
+) -> tuple[MaybeTensor, float]:
+    """The weight and eps of a norm of head_dim channels, for rows that are padded with zeros: their
+    mean square is smaller by a factor."""
+    if not isinstance(weight, torch.Tensor) or weight.shape != (head_dim,):
+        return weight, eps  # the call refuses others
+    share = head_dim / padded
+    wide = weight.to(_arguments.wide(weight.dtype)) * share**0.5
+    return nn.functional.pad(wide, (0, padded - head_dim)), eps * share
 
 
 # ---- tables that layers share ----
