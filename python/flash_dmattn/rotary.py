@@ -216,7 +216,7 @@ def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.T
         return rotary_table(length, dim, device=x.device, **kind)
     key = (x.device, dim, base, x.dtype == torch.float64)
     known = tables.get(key)
-    if known is not None and known[-1].shape[0] >= length:
+    if known and known[-1].shape[0] >= length:
         return known[-1]
     if not can_keep(x.device):
         return rotary_table(length, dim, device=x.device, **kind)
