@@ -26,7 +26,7 @@ import torch
 from onnx import defs
 from torch import nn
 
-from . import _arguments, _library, _types, ops, streams
+from . import _arguments, _library, _types, ops, rotary, streams
 from ._arguments import finish, kernel_scale, pad_head_dim
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
@@ -142,19 +142,27 @@ def decompose_rotation(*arguments: Any) -> torch.Tensor:
         require(given[name] is None, f"{name}: is given, want None to export a rotation")
     for name in ("first", "offset", "interleaved"):
         require(given[name] == 0, f"{name}: is {given[name]}, want 0 to export a rotation")
-    x, weight, rotary = given["x"], given["weight"], given["rotary"]
-    out = x.to(rotary.dtype)
+    x, weight, table = given["x"], given["weight"], given["rotary"]
+    out = x.to(table.dtype)
     if weight is not None:
         square = out.square().mean(3, keepdim=True)
-        out = out * (square + given["eps"]).rsqrt() * weight.to(rotary.dtype)
-    cos, sin = rotary[: x.shape[1], None].chunk(2, 2)
+        out = out * (square + given["eps"]).rsqrt() * weight.to(table.dtype)
+    cos, sin = table[: x.shape[1], None].chunk(2, 2)
     pairs, rotated_heads = cos.shape[2], x.shape[2] - given["nope_heads"]
     one, other, rest = out[:, :, :rotated_heads].tensor_split((pairs, 2 * pairs), 3)
     turned = torch.cat((one * cos - other * sin, other * cos + one * sin, rest), 3)
     return torch.cat((turned, out[:, :, rotated_heads:]), 2).to(x.dtype)
 
 
+def decompose_shared(
+    length: int, dim: int, base: float, wide: bool, device: torch.device
+) -> torch.Tensor:
+    positions = torch.arange(length, device=device)
+    return decompose_table(positions, None, dim, base, 1.0, wide, None)
+
+
 DECOMPOSITIONS = {
+    rotary.SHARED_TABLE: decompose_shared,
     ops.ROTARY_TABLE.op: decompose_table,
     ops.ROTATE.op: decompose_rotation,
     torch.ops.flash_dmattn.rotate_no_grad.default: decompose_rotation,

@@ -199,36 +199,70 @@ LOCK = threading.Lock()
 
 
 def can_keep(device: torch.device) -> bool:
-    """True if a tensor that is made now is an ordinary one, whose numbers later work can read."""
+    """True if a tensor that is made now is an ordinary one, whose numbers later work can read. A
+    mode or a transform of torch.func changes tensors, and what a CUDA graph captures has its
+    numbers only when the graph runs."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     return device.type in _arguments.DEVICES and _repeat.CAN_ASK and _repeat.is_plain_state()
 
 
-def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.Tensor:
-    """A table for x, with `length` or more rows for the positions from 0 on.
-
-    Under torch.compile and for tensors of a subclass it is made anew, as a part of what is traced.
-    So is a table that a mode or a transform of torch.func sees, and one that a CUDA graph captures:
-    it has its numbers only when the graph runs."""
-    kind: dict[str, Any] = {"base": base, "dtype": _arguments.wide(x.dtype)}
-    if torch.compiler.is_compiling() or type(x) not in _repeat.PLAIN_TYPES:
-        return rotary_table(length, dim, device=x.device, **kind)
-    key = (x.device, dim, base, x.dtype == torch.float64)
+def find_table(
+    length: int, dim: int, base: float, wide: bool, device: torch.device
+) -> torch.Tensor:
+    """The table that layers share, with `length` or more rows for the positions from 0 on; a new
+    one with as many rows if it cannot be kept."""
+    key = (device, dim, base, wide)
     known = tables.get(key)
     if known and known[-1].shape[0] >= length:
         return known[-1]
-    if not can_keep(x.device):
-        return rotary_table(length, dim, device=x.device, **kind)
-    with LOCK, torch.inference_mode(False):
-        known = tables.setdefault(key, [])
-        if not known or known[-1].shape[0] < length:
-            rows = max(LEAST_ROWS, 1 << (length - 1).bit_length())
-            table = rotary_table(min(rows, POSITIONS_MAX), dim, device=x.device, **kind)
-            if x.is_cuda:  # other streams read it, too
-                torch.cuda.current_stream(x.device).synchronize()
-            known.append(table)
-    return known[-1]
+    kind: dict[str, Any] = {"base": base, "device": device}
+    kind["dtype"] = torch.float64 if wide else torch.float32
+    with torch.inference_mode(False), torch.no_grad():
+        if not can_keep(device):
+            return rotary_table(length, dim, **kind)
+        with LOCK:
+            known = tables.setdefault(key, [])
+            if not known or known[-1].shape[0] < length:
+                rows = max(LEAST_ROWS, 1 << (length - 1).bit_length())
+                table = rotary_table(min(rows, POSITIONS_MAX), dim, **kind)
+                if device.type == "cuda":  # other streams read it, too
+                    torch.cuda.current_stream(device).synchronize()
+                known.append(table)
+            return known[-1]
+
+
+# The first rows of a shared table, as a new tensor: an operator of a graph may not return the same
+# memory twice. The copy takes less time than the cosines of a table.
+SHARED_SCHEMA = (
+    "shared_rotary_table(SymInt length, int dim, float base, bool wide, Device device) -> Tensor"
+)
+
+
+def copy_table(
+    length: int, dim: int, base: float, wide: bool, device: torch.device
+) -> torch.Tensor:
+    return find_table(length, dim, base, wide, device)[:length].clone()
+
+
+def fake_table(
+    length: int, dim: int, base: float, wide: bool, device: torch.device
+) -> torch.Tensor:
+    dtype = torch.float64 if wide else torch.float32
+    return torch.empty((length, dim), dtype=dtype, device=device)
+
+
+ops.LIBRARY.define(SHARED_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+ops.LIBRARY.impl("shared_rotary_table", copy_table, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_dmattn::shared_rotary_table", fake_table, lib=ops.LIBRARY)
+SHARED_TABLE = torch.ops.flash_dmattn.shared_rotary_table.default
+
+
+def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.Tensor:
+    """find_table() for x; a copy of it under torch.compile and for tensors of a subclass."""
+    given = (length, dim, base, x.dtype == torch.float64, x.device)
+    is_traced = torch.compiler.is_compiling() or type(x) not in _repeat.PLAIN_TYPES
+    return SHARED_TABLE(*given) if is_traced else find_table(*given)
 
 
 # Norms that rotate() computes, and the attributes that have their eps.

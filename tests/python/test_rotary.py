@@ -305,9 +305,16 @@ def test_fake_and_meta_tensors_leave_no_table(no_tables: Any) -> None:
     assert copy.deepcopy(layer).to("meta")(x.to("meta")).shape == x.shape
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert copy.deepcopy(layer)(mode.from_tensor(x)).shape == x.shape
-    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert not no_tables
+
+
+def test_compiled_layers_share_tables(no_tables: Any) -> None:
+    layer, x = flash_dmattn.DynamicMaskAttention(32, 4, 2, 8), torch.randn(1, 20, 32)
+    with torch.no_grad():
+        found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    ((table,),) = no_tables.values()
     torch.testing.assert_close(found, layer(x))
+    assert no_tables[(x.device, 8, 1e4, False)] == [table]
 
 
 def test_threads_share_tables(no_tables: Any) -> None:
