@@ -991,8 +991,8 @@ typedef struct fdma_rotary_table_args {
 } fdma_rotary_table_args;
 
 /*! fdma_rotary_table() - the cosines and sines of the positions that fdma_rotate() rotates to.
- *  Use it once for a model and a device: all layers that share frequencies share a table. With
- *  positions use it before each call of fdma_rotate() for rows whose positions only the device knows.
+ *  Use it once for a model and a device: all layers that share frequencies share a table. Use it
+ *  with positions in every step whose positions only the device knows.
  *  Formula    rotary[n, d] = factor cos(p inv_freq[d])
  *             rotary[n, dim / 2 + d] = factor sin(p inv_freq[d]), for d < dim / 2, with
  *             p = first + n, or positions[n], which may be negative
@@ -1001,8 +1001,8 @@ typedef struct fdma_rotary_table_args {
  *             each element is the true number, with the base's frequencies not rounded, to within
  *             one rounding of float32 or 1e-15, whichever is more, at any position
  *  Errors     FDMA_INVALID_ARGUMENT also for a base that is needed and is below 1 or not finite, a
- *             factor that is negative or not finite, a first row outside of 0 to 2^31 - 1, and first
- *             with positions
+ *             factor that is negative or not finite, positions of a range outside of 0 to
+ *             2^31 - 1, and first with positions
  *  Source     arXiv:2104.09864, RoFormer; arXiv:2309.00071, YaRN */
 FDMA_API fdma_status fdma_rotary_table(const fdma_rotary_table_args *args);
 

@@ -98,7 +98,9 @@ class Attention(DynamicMaskAttention):
 def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [batch, len, heads, head_dim] by positions [axes, len]."""
     pieces = x.split(x.shape[-1] // len(positions), -1)
-    turned = [rotate_heads(piece, axis[None], ROTARY_BASE) for piece, axis in zip(pieces, positions)]
+    turned = [
+        rotate_heads(piece, axis[None], ROTARY_BASE) for piece, axis in zip(pieces, positions)
+    ]
     return torch.cat(turned, -1)
 
 

@@ -1,8 +1,8 @@
 """Gradients of the operators: the tensors that autograd keeps, and the backward operators.
 
 The arguments of a backward operator are the gradients of results, such as out and lse, then
-arguments and results of its forward operator under the same names. Its result dX is the gradient of the argument X. Names
-are resolved when an operator is registered, not in every call.
+arguments and results of its forward operator under the same names. Its result dX is the gradient of
+the argument X. Names are resolved when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.

@@ -6,6 +6,7 @@ The terms are as in fdma.h; `hidden` is the width of the hidden states, `heads` 
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
@@ -81,7 +82,7 @@ class DynamicMaskAttention(nn.Module):
             others are divided by 1 - dropout. Calls with a cache have no dropout.
         sink_logit: whether each query head learns a sink logit, so that its probabilities may sum
             to less than 1. It is initialised with zeros.
-        rope_base: base of the rotary angles; None for no position embedding.
+        rope_base: base of the rotary angles, 1 or more; None for no position embedding.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
@@ -185,6 +186,8 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         """Set which heads slide, and which have no rotary embedding."""
         self.causal, self.rope_base = causal, rope_base
+        is_base = rope_base is None or 1 <= rope_base < math.inf
+        require(is_base, f"rope_base: is {rope_base}, want a finite number, 1 or more, or None")
         most = self.kv_heads if causal and self.window is not None else 0
         self.sliding_heads = _arguments.check_int("sliding_heads", sliding)
         require(0 <= sliding <= most, f"sliding_heads: is {sliding}, want 0 to {most}")
@@ -388,7 +391,10 @@ class DynamicMaskAttention(nn.Module):
         """Project x to queries and source to keys and values, [batch, len, heads, head_dim], not
         normalized or rotated."""
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        query, key = self.q_proj(x).unflatten(2, q_shape), self.k_proj(source).unflatten(2, kv_shape)
+        query, key = (
+            self.q_proj(x).unflatten(2, q_shape),
+            self.k_proj(source).unflatten(2, kv_shape),
+        )
         return query, key, self.v_proj(source).unflatten(2, kv_shape)
 
     def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -38,8 +38,10 @@ def rotary_table(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The cosines and sines of the angles by which rotate() rotates: those of position p and of the
-    pair d of channels are factor * cos(p * inv_freq[d]) and factor * sin(p * inv_freq[d]).
+    """The cosines and sines of the angles by which rotate() rotates.
+
+    Position p and pair d of channels have factor * cos(p * inv_freq[d]) and factor * sin(p *
+    inv_freq[d]).
 
     Args:
         length: number of positions, which are `first` and those after it; or a tensor [rows] int32
@@ -124,8 +126,8 @@ def rotate(
 
     Args:
         x: [batch, len, heads, head_dim].
-        table: [rows, dim] float32 from rotary_table() (float64 if x is); dim is at most head_dim,
-            and the channels from dim on are not rotated.
+        table: [rows, dim] float32, or float64 for float64 x, from rotary_table(); dim is at most
+            head_dim, and the channels from dim on are not rotated.
         positions: optional [batch or 1, len] int32, each one of the table's; None for `offset` and
             those after it.
         starts: optional [sequences + 1] int32, for packed sequences: positions begin anew, with
@@ -283,7 +285,7 @@ def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] |
 
 
 class Rotation(NamedTuple):
-    """What rotates queries and keys of one call. Tables and starts as in rotate()."""
+    """The tables that rotate queries and keys of one call. Tables and starts as in rotate()."""
 
     table: torch.Tensor
     nope_table: MaybeTensor = None  # for NoPE heads, a part of whose channels is rotated
@@ -323,16 +325,20 @@ def rotation_for(
     channels of NoPE heads are rotated.
 
     Positions are [batch or 1, len] integers, or None for 0, 1, ..., beginning anew at `starts`."""
-    dims = (x.shape[3], nope_dim) if nope_dim > 0 else (x.shape[3],)
-    if positions is None:
-        found = [shared_table(x.shape[1], dim, base, x) for dim in dims]
-        if starts is not None:
-            starts = torch.as_tensor(starts, device=x.device, dtype=torch.int32)
-        return Rotation(found[0], *found[1:] or (None,), starts)
-    rows = positions.to(torch.int32).flatten()
+    rows = None if positions is None else positions.to(torch.int32).flatten()
     kind: dict[str, Any] = {"base": base, "dtype": _arguments.wide(x.dtype)}
-    found = [rotary_table(rows, dim, **kind) for dim in dims]
-    return Rotation(found[0], *found[1:] or (None,), None, positions.shape[0] > 1)
+
+    def table(dim: int) -> torch.Tensor:
+        if rows is None:
+            return shared_table(x.shape[1], dim, base, x)
+        return rotary_table(rows, dim, **kind)
+
+    tables = (table(x.shape[3]), table(nope_dim) if nope_dim > 0 else None)
+    if positions is not None:
+        return Rotation(*tables, by_row=positions.shape[0] > 1)
+    if starts is not None:
+        starts = torch.as_tensor(starts, device=x.device, dtype=torch.int32)
+    return Rotation(*tables, starts)
 
 
 def rotate_heads(

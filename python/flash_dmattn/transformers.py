@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.doge import modeling_doge
 
@@ -172,7 +177,7 @@ def attend(
 
 def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> rotary.Rotation:
     """The rotation by the cosines and sines [batch or 1, len, dim] of a model's rotary embedding,
-    which has those of each pair of channels twice."""
+    which has the numbers of each pair of channels twice."""
     halves = [one[..., : one.shape[2] // 2] for one in (cos, sin)]
     table = torch.cat(halves, 2).flatten(0, 1)
     return rotary.Rotation(table.to(_arguments.wide(cos.dtype)), by_row=cos.shape[0] > 1)
@@ -279,7 +284,7 @@ def rotary_frequencies(
 
     Returns:
         inv_freq [dim / 2], in radians for each position, and factor, which multiplies cosines and
-        sines: those of rotary.rotary_table(), whose dim is twice the length of inv_freq.
+        sines, as rotary.rotary_table() takes them; its dim is twice the length of inv_freq.
 
     Raises:
         TypeError: an argument of another type.

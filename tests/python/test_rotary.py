@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.testing
 from cases import DEVICES
 from flash_dmattn import onnx, ops, rotary
-from flash_dmattn.rotary import rotary_table, rotate, rotate_heads
+from flash_dmattn.rotary import rotary_table, rotate
 
 FAR = 1 << 20
 DTYPES = {"cpu": ("float32", "float16", "bfloat16", "float64"), "cuda": ("float16", "bfloat16")}
@@ -50,7 +50,9 @@ def by_formula(
     of_rotated, rest = x.tensor_split([2 * pairs], 3)
     shape = (pairs, 2) if interleaved else (2, pairs)
     one, other = of_rotated.unflatten(3, shape).unbind(4 if interleaved else 3)
-    turned = torch.stack((one * cos - other * sin, other * cos + one * sin), 4 if interleaved else 3)
+    turned = torch.stack(
+        (one * cos - other * sin, other * cos + one * sin), 4 if interleaved else 3
+    )
     out = torch.cat((turned.flatten(3), rest), 3)
     heads = x.shape[2] - nope_heads
     return torch.cat((out[:, :, :heads], x[:, :, heads:]), 2)
@@ -115,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Turn:
-    """The arguments of rotate() for an entry of OPTIONS, and those of by_formula()."""
+    """The arguments of rotate() and of by_formula() for an entry of OPTIONS."""
 
     def __init__(self, name: str, device: str, dtype: str) -> None:
         options = {"head_dim": 16, "batch": 2, **OPTIONS[name]}
@@ -124,7 +126,9 @@ class Turn:
         kind = {"device": device, "dtype": getattr(torch, dtype)}
         self.x = normal(options["batch"], 20, 3, head_dim).to(**kind).requires_grad_()
         self.dout = normal(options["batch"], 20, 3, head_dim, seed=1).to(**kind)
-        self.options = {name: options[name] for name in ("nope_heads", "interleaved") if name in options}
+        self.options = {
+            name: options[name] for name in ("nope_heads", "interleaved") if name in options
+        }
         self.leaves = [self.x]
         if "norm" in options:
             weight = normal(head_dim, seed=2).to(**kind).requires_grad_()
@@ -306,6 +310,11 @@ def test_fake_and_meta_tensors_leave_no_table(no_tables: Any) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert copy.deepcopy(layer)(mode.from_tensor(x)).shape == x.shape
     assert not no_tables
+
+
+def test_opcheck_of_the_copy() -> None:
+    found = torch.library.opcheck(rotary.SHARED_TABLE, (9, 8, 1e4, False, torch.device("cpu")))
+    assert set(found.values()) == {"SUCCESS"}
 
 
 def test_compiled_layers_share_tables(no_tables: Any) -> None:

@@ -169,7 +169,14 @@ OF_ROTATION = {"i": "len", "h": "heads"}
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, the gradients, or the allocation of results.
 NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
-NO_FIELD |= {"dim", "wide", "wants_dweight", "wants_dbias", "wants_dbias_carried", "wants_dattn_bias"}
+NO_FIELD |= {
+    "dim",
+    "wide",
+    "wants_dweight",
+    "wants_dbias",
+    "wants_dbias_carried",
+    "wants_dattn_bias",
+}
 
 
 def tensors_of(struct: str, prefix: str = "") -> list[str]:
