@@ -24,7 +24,7 @@ void fdma_find_frequencies(const fdma_problem *problem, rotary_frequencies *freq
 
 /* The position of row n of a table that is made. */
 static inline int32_t table_position(const fdma_problem *problem, int64_t n) {
-    const int32_t *const positions = problem->positions.data;
+    const int32_t *const positions = (const int32_t *)problem->positions.data;
     return positions != NULL ? positions[n] : (int32_t)(problem->rotation.first + n);
 }
 
