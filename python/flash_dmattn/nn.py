@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
 HEAD_DIM_MAX = 256  # of the kernels
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class DynamicMaskAttention(nn.Module):
@@ -656,7 +657,7 @@ def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     _types.check_tensor("positions", positions)
     if x.dim() != 4:
         raise ValueError(f"x: rank is {x.dim()}, want 4; x is [batch, len, heads, head_dim]")
-    if positions.is_floating_point() or positions.dtype == torch.bool:
+    if positions.dtype not in INTEGERS:
         found = _arguments.name_of_dtype(positions.dtype)
         raise ValueError(f"positions: dtype is {found}, want integers")
     if positions.device != x.device:

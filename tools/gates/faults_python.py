@@ -103,7 +103,7 @@ PYTHON = [
           'name == "x" and tensors["weight"] is None', "False",
           ("pytest test_rotary.py -k saves",)),
     Fault("a table takes a fraction for a position", "python/flash_dmattn/",
-          "positions.is_floating_point() or", "False and",
+          "positions.dtype not in INTEGERS", "positions.dtype == torch.bool",
           ("pytest test_messages.py",)),
     Fault("autocast narrows float64", "python/flash_dmattn/",
           "floats = (torch.float32, *narrow)", "floats = (torch.float64, torch.float32, *narrow)",
