@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -200,38 +201,39 @@ tables: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 LOCK = threading.Lock()
 
 
-def can_keep(device: torch.device) -> bool:
-    """True if a tensor that is made now is an ordinary one, whose numbers later work can read. A
-    mode or a transform of torch.func changes tensors, and what a CUDA graph captures has its
-    numbers only when the graph runs."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    return device.type in _arguments.DEVICES and _repeat.CAN_ASK and _repeat.is_plain_state()
+def make_table(rows: int, dim: int, **kind: Any) -> torch.Tensor:
+    """A table that every stream can read from now on."""
+    table = rotary_table(rows, dim, **kind)
+    if table.is_cuda:
+        torch.cuda.current_stream(table.device).synchronize()
+    return table
 
 
 def find_table(
     length: int, dim: int, base: float, wide: bool, device: torch.device
 ) -> torch.Tensor:
-    """The table that layers share, with `length` or more rows for the positions from 0 on; a new
-    one with as many rows if it cannot be kept."""
+    """The table that layers share, with `length` or more rows for the positions from 0 on. While a
+    CUDA graph is captured a longer one is made for this call alone: it has its numbers only when
+    the graph runs.
+
+    Shared tables are made in a thread of their own, because the caller's may have modes,
+    transforms of torch.func or a memory pool of CUDA graphs, and these last less long."""
     key = (device, dim, base, wide)
     known = tables.get(key)
     if known and known[-1].shape[0] >= length:
         return known[-1]
     kind: dict[str, Any] = {"base": base, "device": device}
     kind["dtype"] = torch.float64 if wide else torch.float32
-    with torch.inference_mode(False), torch.no_grad():
-        if not can_keep(device):
-            return rotary_table(length, dim, **kind)
-        with LOCK:
-            known = tables.setdefault(key, [])
-            if not known or known[-1].shape[0] < length:
-                rows = max(LEAST_ROWS, 1 << (length - 1).bit_length())
-                table = rotary_table(min(rows, POSITIONS_MAX), dim, **kind)
-                if device.type == "cuda":  # other streams read it, too
-                    torch.cuda.current_stream(device).synchronize()
-                known.append(table)
-            return known[-1]
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_captured or device.type not in _arguments.DEVICES:
+        return rotary_table(length, dim, **kind)
+    with LOCK:
+        known = tables.setdefault(key, [])
+        if not known or known[-1].shape[0] < length:
+            rows = min(max(LEAST_ROWS, 1 << (length - 1).bit_length()), POSITIONS_MAX)
+            with ThreadPoolExecutor(1) as thread:
+                known.append(thread.submit(make_table, rows, dim, **kind).result())
+        return known[-1]
 
 
 # The first rows of a shared table, as a new tensor: an operator of a graph may not return the same
