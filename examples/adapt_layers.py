@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import flash_dmattn
 import torch
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from torch import nn
 from torch.nn.functional import log_softmax, mse_loss
 from torch.nn.utils import parametrize
@@ -79,7 +79,7 @@ def states_of(layer: DynamicMaskAttention, x: torch.Tensor) -> list[torch.Tensor
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     query, key, value = (one(x).unflatten(2, (-1, layer.head_dim)) for one in projections)
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    query, key = (rotate(one, positions, layer.rope_base) for one in (query, key))
+    query, key = (rotate_heads(one, positions, layer.rope_base) for one in (query, key))
     return [query, key, value]
 
 

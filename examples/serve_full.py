@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from serve_model import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -131,7 +131,7 @@ class FullPool:
         """
         heads = (layer.q_proj, layer.k_proj, layer.v_proj)
         query, key, value = (one(x).unflatten(2, (-1, layer.head_dim)) for one in heads)
-        query, key = (rotate(one, self.positions, layer.rope_base) for one in (query, key))
+        query, key = (rotate_heads(one, self.positions, layer.rope_base) for one in (query, key))
         keys, values = (one[self.sequences] for one in self.tensors[number])
         keys[self.numbers, self.positions] = key
         values[self.numbers, self.positions] = value

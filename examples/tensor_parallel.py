@@ -43,7 +43,7 @@ if __name__ == "__main__":
 import flash_dmattn
 import torch
 import torch.distributed as dist
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from torch import nn
 from torch.nn.functional import linear, softplus
 
@@ -83,7 +83,7 @@ class DividedAttention(nn.Module):
         weights = (self.q_weight, self.k_weight, self.v_weight)
         query, key, value = (linear(x, w).unflatten(2, (-1, self.head_dim)) for w in weights)
         positions = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
-        query, key = (rotate(one, positions, self.base) for one in (query, key))
+        query, key = (rotate_heads(one, positions, self.base) for one in (query, key))
         out = flash_dmattn.decode(query, key, value, cache, score=self.score(value))
         out = linear(out.flatten(2), self.o_weight)
         dist.all_reduce(out)

@@ -978,27 +978,31 @@ FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 /* Rotary embedding */
 
 typedef struct fdma_rotary_table_args {
-    size_t size;          /* sizeof(fdma_rotary_table_args) */
-    fdma_tensor rotary;   /* output [rows, dim] float32: dim / 2 cosines, then dim / 2 sines */
-    fdma_tensor inv_freq; /* optional [dim / 2] float32 or float64: radians for each position; it
+    size_t size;           /* sizeof(fdma_rotary_table_args) */
+    fdma_tensor rotary;    /* output [rows, dim] float32: dim / 2 cosines, then dim / 2 sines */
+    fdma_tensor inv_freq;  /* optional [dim / 2] float32 or float64: radians for each position; it
                              holds what scaling rules such as linear, NTK, llama3 or YaRN make of
                              the frequencies. Absent: base^(-2 d / dim) */
-    double base;          /* used without inv_freq: 1 or more, for example 10000 */
-    double factor;        /* multiplies cosines and sines, as YaRN and longrope do; 0: 1 */
-    int64_t first;        /* the position of row 0; first + rows is at most 2^31 */
+    fdma_tensor positions; /* optional [rows] int32: of each row, in place of first + n */
+    double base;           /* used without inv_freq: 1 or more, for example 10000 */
+    double factor;         /* multiplies cosines and sines, as YaRN and longrope do; 0: 1 */
+    int64_t first;         /* the position of row 0; first + rows is at most 2^31 */
     fdma_exec exec;
 } fdma_rotary_table_args;
 
 /*! fdma_rotary_table() - the cosines and sines of the positions that fdma_rotate() rotates to.
- *  Use it once for a model and a device: all layers that share frequencies share a table.
- *  Formula    rotary[n, d] = factor cos((first + n) inv_freq[d])
- *             rotary[n, dim / 2 + d] = factor sin((first + n) inv_freq[d]), for d < dim / 2
+ *  Use it once for a model and a device: all layers that share frequencies share a table. Use it
+ *  with positions in every step whose positions only the device knows.
+ *  Formula    rotary[n, d] = factor cos(p inv_freq[d])
+ *             rotary[n, dim / 2 + d] = factor sin(p inv_freq[d]), for d < dim / 2, with
+ *             p = first + n, or positions[n], which may be negative
  *  Shapes     dim is even, from 2 to 256
  *  Edge       angles are computed in more than double precision: for frequencies up to 16 radians
  *             each element is the true number, with the base's frequencies not rounded, to within
  *             one rounding of float32 or 1e-15, whichever is more, at any position
  *  Errors     FDMA_INVALID_ARGUMENT also for a base that is needed and is below 1 or not finite, a
- *             factor that is negative or not finite, and positions outside 0 to 2^31 - 1
+ *             factor that is negative or not finite, positions of a range outside of 0 to
+ *             2^31 - 1, and first with positions
  *  Source     arXiv:2104.09864, RoFormer; arXiv:2309.00071, YaRN */
 FDMA_API fdma_status fdma_rotary_table(const fdma_rotary_table_args *args);
 

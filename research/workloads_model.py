@@ -16,7 +16,7 @@ import numpy as np
 import quality_model
 import torch
 from flash_dmattn import DynamicMaskAttention, flash_dma_attention
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from quality_model import HEAD_DIM, NORM_EPS, Block, attend_to_all
 from torch import nn
 
@@ -98,7 +98,9 @@ class Attention(DynamicMaskAttention):
 def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [batch, len, heads, head_dim] by positions [axes, len]."""
     pieces = x.split(x.shape[-1] // len(positions), -1)
-    turned = [rotate(piece, axis[None], ROTARY_BASE) for piece, axis in zip(pieces, positions)]
+    turned = [
+        rotate_heads(piece, axis[None], ROTARY_BASE) for piece, axis in zip(pieces, positions)
+    ]
     return torch.cat(turned, -1)
 
 

@@ -38,6 +38,7 @@ import flash_dma_cuda
 import flash_dmattn
 import flash_dmattn.distributed
 import flash_dmattn.onnx
+import flash_dmattn.rotary
 import flash_dmattn.transformers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,7 @@ HEADER = ROOT / "include" / "fdma.h"
 WIDTH = 100
 MODULES = (
     flash_dmattn,
+    flash_dmattn.rotary,
     flash_dmattn.distributed,
     flash_dmattn.transformers,
     flash_dmattn.onnx,

@@ -72,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "distributed", "onnx", "transformers"])
+    return sorted([*__all__, "__version__", "distributed", "onnx", "rotary", "transformers"])

@@ -73,18 +73,24 @@ SHAPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cache_bias", "cache_score", "cache_position"), CACHE_TABLE_SHAPE),
     "cache_seen": ("sequences",),
     "cache_page_table": ("sequences", "sequence_pages"),
+    **dict.fromkeys(("x", "rotated"), ("batch", "len", "heads", "head_dim")),
+    "weight": ("head_dim",),
+    "rotary": ("rows", "dim"),
+    "positions": ("batch or 1", "len"),
+    "row_positions": ("rows",),
+    "inv_freq": ("pairs",),
 }
 # Callers make these themselves.
 INT32_INPUTS = (
     *("starts", "kv_used", "index", "n_tokens", "commit", "copy_from", "copy_to"),
-    "cache_page_table",
+    *("cache_page_table", "positions", "row_positions"),
 )
 BOOL_INPUTS = ("key_valid", "attn_mask")
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if the inputs are float64
 FLOAT32_RESULTS = (
     *("score", "bias", "dbias", "dbias_carried", "dsink_logit", "lse", "dlse_a", "dlse_b"),
-    "probability",
+    *("probability", "dweight", "rotary"),
 )
 
 # Fields of the C structs whose names differ from the arguments'.
@@ -108,6 +114,8 @@ FIELDS = {
     "copy_to": "to",
     "expiry_all": "expiry",
     "slot_all": "slot",
+    "rotated": "out",
+    "row_positions": "positions",
 }
 # Names in error messages that differ from the operators' arguments.
 OF_SELECTION = {name: f"selection.{name}" for name in ("expiry", "slot")}
@@ -115,6 +123,8 @@ SHOWN = {
     **OF_SELECTION,
     **{f"{name}_all": shown for name, shown in OF_SELECTION.items()},
     **{name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")},
+    "rotary": "table",
+    "row_positions": "length",
 }
 DTYPES = {
     getattr(torch, name): _library.HEADER.enumerators[f"FDMA_{name.upper()}"]
@@ -283,6 +293,11 @@ def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options)
     return result in learned and options.get("bias_form") == "none"
 
 
+def is_unread(name: str, tensors: Mapping[str, MaybeTensor]) -> bool:
+    """True if a call's gradients do not depend on this tensor of the call."""
+    return name == "x" and tensors["weight"] is None
+
+
 def result_like(
     result: str, tensors: Mapping[str, Any], sizes: Sizes, options: Options
 ) -> tuple[tuple[Any, ...], torch.dtype]:
@@ -296,6 +311,8 @@ def result_like(
         dtype = first.dtype if source is None else source.dtype
     if is_absent(result, tensors, options):
         return (0,), dtype
+    if result == "rotary":
+        return (sizes["rows"], options["dim"]), torch.float64 if options["wide"] else dtype
     if result == "dattn_bias":
         return tuple(tensors["attn_bias"].shape), dtype
     return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
@@ -372,7 +389,8 @@ def check_same_device(tensors: Mapping[str, MaybeTensor]) -> tuple[str, torch.de
     for name, other in devices:
         if not is_same_device(other, device):
             shown = SHOWN.get(name, name)
-            raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
+            owner = SHOWN.get(first, first)
+            raise ValueError(f"{shown}: is on {other}, want {device}, where {owner} is")
     return first, device
 
 
@@ -494,6 +512,7 @@ def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) 
     owner = next((name for name in tensors if field in shape_of(name)), None)
     if owner is not None and field not in shown:
         rest = f"{rest}; {describe_shape(owner)}"
+    rest = rest.replace(" of rotary", f" of {SHOWN['rotary']}")
     rest = rest.replace("causal is 0", "causal is False")
     rest = rest.replace("0 to window", f"0 to {shown.get('window', 'window')}")
     return shown.get(field, field) + colon + rest

@@ -140,6 +140,7 @@ class Record(NamedTuple):
 
     apply: Any  # of the autograd.Function
     backward: Operator
+    taken: int  # gradients of results that the backward operator takes, dout and dlse at most
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # indices of the saved tensors in [given inputs, results]
     # Where each tensor of the backward operator is in `kept`; the name of a bundled one.
@@ -375,7 +376,7 @@ def call_backward(
     if is_eager:
         results = repeat(*known)
         if results is not NotImplemented:
-            return results
+            return results if len(record.results) > 1 else (results,)
     tensors = [
         call.prepared.unpack(at, kept[-1])
         if isinstance(at, str)
@@ -384,11 +385,11 @@ def call_backward(
         else kept[at]
         for at in record.sources
     ]
-    arguments = (dout, dlse, *tensors, *record.options)
+    arguments = (*(dout, dlse)[: record.taken], *tensors, *record.options)
     if is_eager and not NATIVE.is_watched():
         results = begin_backward(call, given, arguments, len(kept))
         if results is not NotImplemented:
-            return results
+            return results if len(record.results) > 1 else (results,)
     found = record.backward.dispatch(*arguments)
     return tuple(found[at] for at in record.results)
 

@@ -1,8 +1,8 @@
 """Gradients of the operators: the tensors that autograd keeps, and the backward operators.
 
-The arguments of a backward operator are the gradients of out and lse, then arguments and results of
-its forward operator under the same names. Its result dX is the gradient of the argument X. Names
-are resolved when an operator is registered, not in every call.
+The arguments of a backward operator are the gradients of results, such as out and lse, then
+arguments and results of its forward operator under the same names. Its result dX is the gradient of
+the argument X. Names are resolved when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.
@@ -16,7 +16,7 @@ from typing import Any, Tuple
 import torch
 
 from . import ops
-from ._arguments import MaybeTensor, is_absent
+from ._arguments import MaybeTensor, differentiated, is_absent, is_unread
 from ._call import Operation
 from ._repeat import NATIVE, Record, call_backward
 
@@ -39,11 +39,18 @@ def pick(values: Gradients, wanted: list[int | None], needed: tuple[bool, ...]) 
     return tuple([None if at is None or not need else values[at] for at, need in pairs])
 
 
+def count_taken(forward: ops.Operator, backward: ops.BackwardOperator) -> int:
+    """How many gradients of results `backward` takes: its first tensors."""
+    results = forward.operation.results
+    return sum(differentiated(name) in results for name in backward.operation.tensors)
+
+
 def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None:
     """Register `backward` as the derivative of `forward`."""
     arguments, results = forward.arguments, forward.operation.results
-    _, _, *kept_names = backward.operation.tensors  # after dout and dlse
-    kept = indices(tuple(kept_names), arguments + results)
+    taken = count_taken(forward, backward)
+    kept_names = backward.operation.tensors[taken:]
+    kept = indices(kept_names, arguments + results)
     options = indices((*backward.operation.options, "backend"), arguments)
     gradients = indices(tuple(f"d{name}" for name in arguments), backward.operation.results)
     # flash_dma_attention may have no bias, and then has no gradients of it.
@@ -56,20 +63,31 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         for at, name in enumerate(backward.operation.options)
         if name.startswith("wants_d")
     }
-    others = [at for at, name in enumerate(results) if name not in ("out", "lse")]
+    others = [
+        at for at, x in enumerate(results) if f"d{x}" not in backward.operation.tensors[:taken]
+    ]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        known = (*inputs, *output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        known = (*inputs, *(output if len(results) > 1 else (output,)))
+        named = dict(zip(arguments, inputs))
         ctx.has_bias = form is None or inputs[form] != "none"
         left_out = None if ctx.has_bias else len(inputs) + results.index("bias")
-        keep(ctx, *(None if at == left_out or at is None else known[at] for at in kept))
+        pairs = zip(kept_names, kept)
+        keep(
+            ctx,
+            *(
+                None if at == left_out or at is None or is_unread(name, named) else known[at]
+                for name, at in pairs
+            ),
+        )
         ctx.options = [None if at is None else inputs[at] for at in options]
         if others:
             ctx.mark_non_differentiable(*(output[at] for at in others))
 
-    def derivative(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor, *_: MaybeTensor) -> Gradients:
+    def derivative(ctx: Any, *from_results: MaybeTensor) -> Gradients:
         needed = ctx.needs_input_grad
-        if dout is None and dlse is None:
+        dout, *more = from_results[:taken]
+        if dout is None and all(x is None for x in more):
             return (None,) * len(needed)
         tensors = ctx.saved_tensors
         if dout is None:
@@ -77,7 +95,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         given = ctx.options
         for at, argument in wanted_by.items():
             given[at] = needed[argument]
-        found = backward(dout, dlse, *tensors, *given)
+        found = backward(dout, *more, *tensors, *given)
         wanted = gradients if ctx.has_bias else without_bias
         return pick(found, wanted, needed)
 
@@ -113,15 +131,16 @@ def plan_record(
     """The call with the first `count` results of `forward` and the results that `backward` needs,
     and the record of it for autograd."""
     named = dict(zip(forward.arguments, arguments))
-    _, _, *wanted = backward.operation.tensors  # after dout and dlse
+    taken = count_taken(forward, backward)
+    wanted = backward.operation.tensors[taken:]
     whole = forward.operation
     results = tuple(x for at, x in enumerate(whole.results) if at < count or x in wanted)
     tensors = {name: named[name] for name in whole.tensors}
     given = [name for name, tensor in tensors.items() if tensor is not None]
     shown = [None if is_absent(x, tensors, named) else x for x in results[:count]]
     known = [*given, *shown]
-    saved = [name for name in wanted if name in known]
-    sources: list[Any] = [*indices(tuple(wanted), tuple(saved))]
+    saved = [name for name in wanted if name in known and not is_unread(name, tensors)]
+    sources: list[Any] = [*indices(wanted, tuple(saved))]
     bundled = [name for name in results[count:] if not is_absent(name, tensors, named)]
     for name in bundled:
         sources[wanted.index(name)] = name
@@ -137,6 +156,7 @@ def plan_record(
     record = Record(
         apply=apply_recorded,
         backward=backward,
+        taken=taken,
         options=(*options, named["backend"]),
         kept=[*kept, len(known)] if bundled else kept,
         sources=sources,
@@ -155,6 +175,7 @@ differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
 differentiate(ops.CARRIED_ATTENTION, ops.CARRIED_ATTENTION_BACKWARD)
 differentiate(ops.FUSED, ops.FUSED_BACKWARD)
 differentiate(ops.MERGE, ops.MERGE_BACKWARD)
+differentiate(ops.ROTATE, ops.ROTATE_BACKWARD)
 
 SCORE_GRADIENTS = indices(
     tuple(f"d{name}" for name in ops.SCORE.arguments), ops.SCORE_BACKWARD.operation.results

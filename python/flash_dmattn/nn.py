@@ -6,6 +6,7 @@ The terms are as in fdma.h; `hidden` is the width of the hidden states, `heads` 
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
@@ -17,7 +18,7 @@ from ._arguments import check_dropout, finish, pad_head_dim
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
-from .rotary import count_positions, rotate_heads
+from .rotary import rotate_heads, rotation_for
 from .score_targets import no_loss, score_target_loss
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
 HEAD_DIM_MAX = 256  # of the kernels
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class DynamicMaskAttention(nn.Module):
@@ -81,7 +83,7 @@ class DynamicMaskAttention(nn.Module):
             others are divided by 1 - dropout. Calls with a cache have no dropout.
         sink_logit: whether each query head learns a sink logit, so that its probabilities may sum
             to less than 1. It is initialised with zeros.
-        rope_base: base of the rotary angles; None for no position embedding.
+        rope_base: base of the rotary angles, 1 or more; None for no position embedding.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
@@ -185,6 +187,8 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         """Set which heads slide, and which have no rotary embedding."""
         self.causal, self.rope_base = causal, rope_base
+        is_base = rope_base is None or 1 <= rope_base < math.inf
+        require(is_base, f"rope_base: is {rope_base}, want a finite number, 1 or more, or None")
         most = self.kv_heads if causal and self.window is not None else 0
         self.sliding_heads = _arguments.check_int("sliding_heads", sliding)
         require(0 <= sliding <= most, f"sliding_heads: is {sliding}, want 0 to {most}")
@@ -298,12 +302,12 @@ class DynamicMaskAttention(nn.Module):
         check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
-        if self.rope_base is not None:
-            if positions is None and cache is not None:
+        if self.rope_base is not None and positions is None:
+            if cache is not None:
                 positions = cache.positions(layer, x.shape[1], index)
-            elif positions is None and self.ranks is not None:
+            elif self.ranks is not None:
                 positions = self.ranks.positions(x, starts, lengths)
-            query, key = self._rotate(query, key, positions, starts)
+        query, key = self._place(query, key, positions, starts)
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
         else:
@@ -370,8 +374,7 @@ class DynamicMaskAttention(nn.Module):
             require(not slides, f"heads: has {head}, want none of the sliding heads")
         with torch.no_grad():
             query, key, value = self._project(x, x)
-            if self.rope_base is not None:
-                query, key = self._rotate(query, key, positions, starts)
+            query, key = self._place(query, key, positions, starts)
         return score_target_loss(
             *(query, key, value, self._score_weights()[0]),
             recent=self.recent,
@@ -387,10 +390,12 @@ class DynamicMaskAttention(nn.Module):
         self, x: torch.Tensor, source: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project x to queries and source to keys and values, [batch, len, heads, head_dim], not
-        rotated."""
+        normalized or rotated."""
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
-        key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
+        query, key = (
+            self.q_proj(x).unflatten(2, q_shape),
+            self.k_proj(source).unflatten(2, kv_shape),
+        )
         return query, key, self.v_proj(source).unflatten(2, kv_shape)
 
     def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -419,21 +424,28 @@ class DynamicMaskAttention(nn.Module):
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, without it in NoPE
         heads."""
         check_positions(positions, x)
-        count = self.nope_heads * x.shape[2] // self.kv_heads
         base: Any = self.rope_base
-        return rotate_heads(x, positions, base, count, self.nope_rotary_dim)
+        return rotate_heads(x, positions, base, self._nope_heads_of(x), self.nope_rotary_dim)
 
-    def _rotate(
+    def _nope_heads_of(self, x: torch.Tensor) -> int:
+        """How many heads of queries or keys are NoPE heads."""
+        return self.nope_heads * x.shape[2] // self.kv_heads
+
+    def _place(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         positions: torch.Tensor | None,
         starts: torch.Tensor | Sequence[int] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query and key with rotary embedding; positions as in forward()."""
-        if positions is None:
-            positions = count_positions(query.shape[1], starts, query.device)
-        return self.rotate_heads(query, positions), self.rotate_heads(key, positions)
+        """query and key, normalized and with rotary embedding; positions as in forward()."""
+        if self.rope_base is None:
+            return self.q_norm(query), self.k_norm(key)
+        if positions is not None:
+            check_positions(positions, query)
+        rotation = rotation_for(query, positions, starts, self.rope_base, self.nope_rotary_dim)
+        query = rotation.normalized(query, self.q_norm, self._nope_heads_of(query))
+        return query, rotation.normalized(key, self.k_norm, self._nope_heads_of(key))
 
     def attend(
         self,
@@ -645,6 +657,9 @@ def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     _types.check_tensor("positions", positions)
     if x.dim() != 4:
         raise ValueError(f"x: rank is {x.dim()}, want 4; x is [batch, len, heads, head_dim]")
+    if positions.dtype not in INTEGERS:
+        found = _arguments.name_of_dtype(positions.dtype)
+        raise ValueError(f"positions: dtype is {found}, want integers")
     if positions.device != x.device:
         raise ValueError(f"positions: is on {positions.device}, want {x.device}, where x is")
     fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])

@@ -26,7 +26,7 @@ import torch
 from onnx import defs
 from torch import nn
 
-from . import _arguments, _library, _types, ops, streams
+from . import _arguments, _library, _types, ops, rotary, streams
 from ._arguments import finish, kernel_scale, pad_head_dim
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
@@ -116,6 +116,57 @@ def translate_attention(*arguments: Any) -> Any:
     attributes = attributes_of(given, "keep_window_size")
     causal, scope = int(given["causal"]), given["scope"]
     return ATTENTION_NODE(*tensors, *optional, **attributes, causal=causal, scope=scope)
+
+
+# ---- rotary embedding, in operators that ONNX has ----
+
+
+def decompose_table(*arguments: Any) -> torch.Tensor:
+    """flash_dmattn::rotary_table in operators of PyTorch, with angles in float64."""
+    given = dict(zip(ops.ROTARY_TABLE.arguments, arguments))
+    positions, frequencies = given["row_positions"], given["inv_freq"]
+    if frequencies is None:
+        pairs = given["dim"] // 2
+        exponents = torch.arange(pairs, dtype=torch.float64, device=positions.device) / pairs
+        frequencies = given["base"] ** -exponents
+    angles = positions.to(torch.float64)[:, None] * frequencies.to(torch.float64)
+    table = torch.cat((angles.cos(), angles.sin()), 1) * given["factor"]
+    return table if given["wide"] else table.to(torch.float32)
+
+
+def decompose_rotation(*arguments: Any) -> torch.Tensor:
+    """flash_dmattn::rotate in operators of PyTorch, for calls of layers: row i of a sequence is
+    rotated by row i of the table, whose halves are rotated."""
+    given = dict(zip(ops.ROTATE.arguments, arguments))
+    for name in ("positions", "starts"):
+        require(given[name] is None, f"{name}: is given, want None to export a rotation")
+    for name in ("first", "offset", "interleaved"):
+        require(given[name] == 0, f"{name}: is {given[name]}, want 0 to export a rotation")
+    x, weight, table = given["x"], given["weight"], given["rotary"]
+    out = x.to(table.dtype)
+    if weight is not None:
+        square = out.square().mean(3, keepdim=True)
+        out = out * (square + given["eps"]).rsqrt() * weight.to(table.dtype)
+    cos, sin = table[: x.shape[1], None].chunk(2, 2)
+    pairs, rotated_heads = cos.shape[2], x.shape[2] - given["nope_heads"]
+    one, other, rest = out[:, :, :rotated_heads].tensor_split((pairs, 2 * pairs), 3)
+    turned = torch.cat((one * cos - other * sin, other * cos + one * sin, rest), 3)
+    return torch.cat((turned, out[:, :, rotated_heads:]), 2).to(x.dtype)
+
+
+def decompose_shared(
+    length: int, dim: int, base: float, wide: bool, device: torch.device
+) -> torch.Tensor:
+    positions = torch.arange(length, device=device)
+    return decompose_table(positions, None, dim, base, 1.0, wide, None)
+
+
+DECOMPOSITIONS = {
+    rotary.SHARED_TABLE: decompose_shared,
+    ops.ROTARY_TABLE.op: decompose_table,
+    ops.ROTATE.op: decompose_rotation,
+    torch.ops.flash_dmattn.rotate_no_grad.default: decompose_rotation,
+}
 
 
 # ---- attention over a cache, as a function of it ----
@@ -357,7 +408,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
             continue
         if node.target is ops.FUSED_OUT.op:
             check_attention({**dict(zip(ops.FUSED_OUT.arguments, node.args)), **node.kwargs})
-        elif node.target not in TRANSLATIONS:
+        elif node.target not in {**TRANSLATIONS, **DECOMPOSITIONS}:
             name = node.target._opname.replace("_no_grad", "")
             want = INSTEAD.get(name, "flash_dma_attention()")
             raise NotImplementedError(f"{name}: has no operator for ONNX Runtime, want {want}")
@@ -417,6 +468,7 @@ def export(
             model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )
         check_program(program)
+        program = program.run_decompositions(DECOMPOSITIONS)
         path = None if file is None else os.fspath(file)
         return torch.onnx.export(program, args, path, custom_translation_table=table, **options)
 

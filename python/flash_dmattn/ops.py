@@ -7,8 +7,8 @@ and which are refused.
 
 Schemas list the tensors first, then the options, then `backend`. Tensor(a!) is a tensor that the
 call writes to. An option that is not in the argument struct of the C function belongs to the
-selection (`window`, `recent`, `sinks`, `scope`) or is kept for the backward operator
-(`deterministic`).
+selection (`window`, `recent`, `sinks`, `scope`), is kept for the backward operator
+(`deterministic`) or says how a result is made (`dim`, `wide`).
 
 torch.compile keeps graphs on disk by the names and arguments of their operators, not by their
 results. So an operator that returns other results than before gets another name.
@@ -447,6 +447,26 @@ CACHE_COPY = Operator(
     "Tensor? cache_page_table, Tensor copy_from, Tensor copy_to, SymInt window, SymInt recent, "
     "SymInt sinks, str? backend) -> ()",
     "cache_copy",
+)
+ROTARY_TABLE = Operator(
+    "rotary_table(Tensor row_positions, Tensor? inv_freq, SymInt dim, float base, float factor, "
+    "bool wide, str? backend) -> Tensor rotary",
+    "rotary_table",
+)
+ROTATE = Operator(
+    "rotate(Tensor x, Tensor? weight, Tensor rotary, Tensor? positions, Tensor? starts, float eps, "
+    "SymInt first, SymInt offset, SymInt nope_heads, bool interleaved, str? backend) "
+    "-> Tensor rotated",
+    "rotate",
+)
+ROTATE_BACKWARD = BackwardOperator(
+    "rotate_backward(Tensor drotated, Tensor? x, Tensor? weight, Tensor rotary, "
+    "Tensor? positions, Tensor? starts, float eps, SymInt first, SymInt offset, "
+    "SymInt nope_heads, bool interleaved, bool wants_dweight, str? backend) "
+    "-> (Tensor dx, Tensor dweight)",
+    "rotate_backward",
+    ROTATE,
+    "rotate_backward",
 )
 for _operator in (DECODE, PREFILL, CACHE_STORE, CACHE_COPY):
     _operator.refuse_gradients(

@@ -21,10 +21,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.doge import modeling_doge
 
-from . import functional, fused
+from . import _arguments, _types, functional, fused, rotary
 from .doge_cache import NAME, DogeCache, KeptKeys, has_plain_weights, scores_of
 from .transformers_masks import (
     best_in_window,
@@ -36,7 +42,7 @@ from .transformers_masks import (
     read_padding,
 )
 
-__all__ = ["DogeCache", "register"]
+__all__ = ["DogeCache", "register", "rotary_frequencies"]
 
 OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: first supported, first unsupported
 
@@ -59,6 +65,7 @@ StockDogeAttention = modeling_doge.DogeAttention
 stock_check = PreTrainedModel.get_correct_attn_implementation
 # In these models some layers add the mask to logits in their own code, and others do not.
 MIXED = ("bigbird_pegasus", "informer")
+rotary.norms[modeling_doge.DogeRMSNorm] = "variance_epsilon"
 
 
 @torch.compiler.assume_constant_result
@@ -168,6 +175,14 @@ def attend(
     return out[..., :size], None
 
 
+def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> rotary.Rotation:
+    """The rotation by the cosines and sines [batch or 1, len, dim] of a model's rotary embedding,
+    which has the numbers of each pair of channels twice."""
+    halves = [one[..., : one.shape[2] // 2] for one in (cos, sin)]
+    table = torch.cat(halves, 2).flatten(0, 1)
+    return rotary.Rotation(table.to(_arguments.wide(cos.dtype)), by_row=cos.shape[0] > 1)
+
+
 class DogeAttention(StockDogeAttention):
     """The attention of Doge if attn_implementation is "dynamic_mask"."""
 
@@ -189,10 +204,11 @@ class DogeAttention(StockDogeAttention):
         is_masked = attention_mask is not None
         attention_mask = read_padding(attention_mask)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        rotation = rotation_of(*position_embeddings)
+        query = rotation.normalized(self.q_proj(hidden_states).view(shape), self.q_norm)
+        key = rotation.normalized(self.k_proj(hidden_states).view(shape), self.k_norm)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
         if isinstance(cache, DogeCache):
             cache._check(self.config)
             if rest.get("cu_seq_lens_q") is not None:
@@ -245,6 +261,61 @@ class DogeAttention(StockDogeAttention):
             rules = (query.shape[1], sliding, keep)
             options["attn_mask"] = best_in_window(score.detach(), *rules, **padding)
         return functional.attention(query, key, value, bias=score.exp(), **options)[0]
+
+
+def rotary_frequencies(
+    config: PreTrainedConfig,
+    *,
+    length: int | None = None,
+    layer_type: str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, float]:
+    """The frequencies of a model's rotary embedding, by the rule in its configuration: default,
+    linear, dynamic (NTK), yarn, longrope, llama3 or proportional.
+
+    Rules other than the default one are computed by transformers.
+
+    Args:
+        config: of the model; its rope_parameters have the rule.
+        length: tokens of the longest sequence, which the rules dynamic and longrope depend on; None
+            for those up to the length of pretraining.
+        layer_type: for models whose layers differ: the kind of the layer, a key of rope_parameters.
+        device: of the frequencies.
+
+    Returns:
+        inv_freq [dim / 2], in radians for each position, and factor, which multiplies cosines and
+        sines, as rotary.rotary_table() takes them; its dim is twice the length of inv_freq.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a rule that transformers does not have.
+
+    Example:
+        >>> from flash_dmattn.rotary import rotary_table
+        >>> from flash_dmattn.transformers import rotary_frequencies
+        >>> from transformers import LlamaConfig
+        >>> rule = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+        >>> config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rule)
+        >>> inv_freq, factor = rotary_frequencies(config)
+        >>> rotary_table(100, 16, inv_freq=inv_freq, factor=factor).shape
+        torch.Size([100, 16])
+
+    Source: transformers.modeling_rope_utils.
+    """
+    _types.check_call(rotary_frequencies, locals())
+    config.standardize_rope_params()
+    rule = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = rule["rope_type"]
+    if kind in ROPE_INIT_FUNCTIONS:
+        given = {} if layer_type is None else {"layer_type": layer_type}
+        return ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length, **given)
+    if kind != "default":
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ValueError(f"config: its rope_type is {kind!r}, want one of {known}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rule.get("partial_rotary_factor", 1.0)) // 2
+    exponents = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
+    return rule["rope_theta"] ** -exponents, 1.0
 
 
 def calls_interface(kind: type[PreTrainedModel]) -> bool:

@@ -10,7 +10,7 @@ import quality
 import quality_model
 import quality_optimizer
 import torch
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from quality_cases import KEYS, LENGTH, RECENT, model_of, refusal_of, train, weights
 from quality_evaluate import windows
 
@@ -42,8 +42,10 @@ def test_rotary_embedding(heads: int, dim: int, tmp_path: Path) -> None:
     model = two_layers(nope_rotary_dim=dim)
     quality_model.save(model, tmp_path / "model.safetensors")
     x, positions = torch.randn(1, 9, heads, 64), torch.arange(9)[None]
-    turned = rotate(x, positions, 10000.0)
-    partly = torch.cat((rotate(x[..., :dim], positions, 10000.0), x[..., dim:]), 3)
+    turned = rotate_heads(x, positions, 10000.0)
+    partly = x.clone()
+    if dim > 0:
+        partly[..., :dim] = rotate_heads(x[..., :dim], positions, 10000.0)
     nope = torch.cat((turned[:, :, : heads // 2], partly[:, :, heads // 2 :]), 2)
     for one in (model, quality_model.load(tmp_path / "model.safetensors")):
         first, second = (layer.rotate_heads(x, positions) for layer in one.attentions())

@@ -17,6 +17,9 @@ fdma_status fdma_check_rotary(const fdma_problem *problem) {
         FDMA_REQUIRE(dim >= 2 && dim <= 2 * most_pairs && dim % 2 == 0, FDMA_INVALID_ARGUMENT,
                      "rotary: axis 1 has %lld elements, want an even number from 2 to %d",
                      (long long)dim, 2 * most_pairs);
+        FDMA_REQUIRE(problem->rotation.first == 0 || !is_present(&problem->positions),
+                     FDMA_INVALID_ARGUMENT, "first: is %lld, want 0 with positions",
+                     (long long)problem->rotation.first);
         return FDMA_OK;
     }
     FDMA_REQUIRE(dim >= 2 && dim <= problem->head_dim && dim % 2 == 0, FDMA_INVALID_ARGUMENT,

@@ -22,7 +22,13 @@ typedef struct rotary_frequencies {
 /* The powers of the problem's base, with about a hundred bits. */
 void fdma_find_frequencies(const fdma_problem *problem, rotary_frequencies *frequencies);
 
-/* The angle of a position below 2^31, less whole turns: within pi, or just beyond. The product has
+/* The position of row n of a table that is made. */
+static inline int32_t table_position(const fdma_problem *problem, int64_t n) {
+    const int32_t *const positions = (const int32_t *)problem->positions.data;
+    return positions != NULL ? positions[n] : (int32_t)(problem->rotation.first + n);
+}
+
+/* The angle of a position within 2^31, less whole turns: within pi, or just beyond. The product has
  * the bits of two doubles, and so has 2 pi. The first subtraction is exact: both numbers are
  * multiples of 2^-50, and they differ by little more than pi. */
 INTEGER_FUNCTION double rotary_angle(double position, double high, double low) {

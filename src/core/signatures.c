@@ -220,6 +220,7 @@ static const tensor_entry probabilities_tensors[] = {
 static const tensor_entry rotary_table_tensors[] = {
     ARG(rotary_table, rotary, "tw", wide, output),
     ARG(rotary_table, inv_freq, "v", wide, optional),
+    ARG(rotary_table, positions, "t", int32, optional),
 };
 
 static const tensor_entry rotate_tensors[] = {

@@ -701,8 +701,8 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
     fdma_find_frequencies(problem, &frequencies);
     for (int64_t n = 0; n < rotary->shape[0]; n++)
         for (int64_t d = 0; d < pairs; d++) {
-            const double angle = rotary_angle((double)(problem->rotation.first + n),
-                                              frequencies.high[d], frequencies.low[d]);
+            const double angle =
+                rotary_angle(table_position(problem, n), frequencies.high[d], frequencies.low[d]);
             const int64_t at = n * rotary->stride[0] + d;
             fdma_store(rotary, at, problem->rotation.factor * cos(angle));
             fdma_store(rotary, at + pairs, problem->rotation.factor * sin(angle));

@@ -137,6 +137,8 @@ static void options_of_tables_are_checked(void) {
     REJECTS(rotary_table, args->factor = -1, INVALID("factor", "is -1", "0 or more"));
     REJECTS(rotary_table, args->factor = NAN, INVALID("factor", "nan"));
     REJECTS(rotary_table, args->first = -1, INVALID("first", "is -1", "0 to 2147483641"));
+    REJECTS(rotary_table, (args->first = 3, args->positions = fdma_tensor_1d(NULL, FDMA_INT32, 7)),
+            INVALID("first", "is 3", "0 with positions"));
     REJECTS(rotary_table, args->first = INT32_MAX, INVALID("first", "0 to 2147483641"));
 #define OF_BASE(statement) (args->base = 1e6, args->inv_freq = absent, statement)
     REJECTS(rotary_table, OF_BASE(args->rotary.shape[1] = 258), INVALID("rotary", "258", "256"));

@@ -55,7 +55,7 @@ static const char *const documented[operation_count] = {
         " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i rng_state?:2:l"
         " k_carried?:brgd:s bias_carried?:bgr:f" PAIRS
         " expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
-    [operation_rotary_table] = " >rotary:tw:f inv_freq?:v:f",
+    [operation_rotary_table] = " >rotary:tw:f inv_freq?:v:f positions?:t:i",
     [operation_rotate] =
         " x:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >out:bihd:s",
     [operation_rotate_backward] =

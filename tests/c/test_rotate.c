@@ -14,18 +14,21 @@ typedef struct table_case {
     int64_t first, rows, dim;
     double base, factor; /* base 0: given frequencies */
     fdma_dtype dtype;    /* of given frequencies */
+    bool lists_positions;
 } table_case;
 
 static const table_case table_cases[] = {
-    {0, 300, 64, 10000, 0, 0},
-    {1, 5, 2, 500000, 0, 0},
-    {(1 << 20) + 1, 70, 128, 10000, 1.3, 0},
-    {INT32_MAX - 1, 2, 256, 1e6, 0.5, 0},
-    {INT32_MAX - 40, 41, 20, 1, 0, 0},
-    {0, 3000, 6, 0, 0, FDMA_FLOAT32},
-    {INT32_MAX - 9, 10, 40, 0, 1.1, FDMA_FLOAT32},
-    {(1 << 20) + 1, 9, 254, 0, 0, FDMA_FLOAT64},
-    {3, 0, 8, 10000, 0, 0},
+    {0, 300, 64, 10000, 0, 0, false},
+    {1, 5, 2, 500000, 0, 0, false},
+    {(1 << 20) + 1, 70, 128, 10000, 1.3, 0, false},
+    {INT32_MAX - 1, 2, 256, 1e6, 0.5, 0, false},
+    {INT32_MAX - 40, 41, 20, 1, 0, 0, false},
+    {0, 3000, 6, 0, 0, FDMA_FLOAT32, false},
+    {INT32_MAX - 9, 10, 40, 0, 1.1, FDMA_FLOAT32, false},
+    {(1 << 20) + 1, 9, 254, 0, 0, FDMA_FLOAT64, false},
+    {3, 0, 8, 10000, 0, 0, false},
+    {0, 90, 30, 10000, 0, 0, true},
+    {0, 90, 8, 0, 1.2, FDMA_FLOAT64, true},
 };
 
 /* Frequencies from 16 down. */
@@ -44,11 +47,24 @@ static fdma_tensor given_frequencies(const table_case *n) {
     return given;
 }
 
+/* Positions of every size, negative ones too. */
+static fdma_tensor listed_positions(const table_case *n) {
+    fdma_tensor listed = {0};
+    if (!n->lists_positions)
+        return listed;
+    listed = new_tensor(FDMA_INT32, n->rows, -1, -1, -1);
+    for (int64_t row = 0; row < n->rows; row++)
+        ((int32_t *)listed.data)[row] = (int32_t)(row % 2 == 0 ? INT32_MAX >> row / 3 : -row);
+    ((int32_t *)listed.data)[7] = INT32_MIN;
+    return listed;
+}
+
 static fdma_rotary_table_args table_args(const table_case *n, const char *kernel) {
     return (fdma_rotary_table_args){
         .size = sizeof(fdma_rotary_table_args),
         .rotary = new_output(FDMA_FLOAT32, n->rows, n->dim, -1, -1),
         .inv_freq = given_frequencies(n),
+        .positions = listed_positions(n),
         .base = n->base,
         .factor = n->factor,
         .first = n->first,
@@ -66,7 +82,7 @@ static long double frequency_of(const fdma_rotary_table_args *args, int64_t d) {
 /* An element may be off by a rounding, by the documented 1e-15, and by what the angle in long
  * double may be off. */
 static void check_number(float got, long double want, long double angle) {
-    const double doubt = (double)(16 * LDBL_EPSILON * angle) + 1e-15;
+    const double doubt = (double)(16 * LDBL_EPSILON * fabsl(angle)) + 1e-15;
     CHECK_NEAR((double)got, (double)want, fabs((double)want) * FLT_EPSILON / 2 + 1.3 * doubt);
 }
 
@@ -80,7 +96,9 @@ static void tables_are_exact(const char *kernel) {
         for (int64_t at = 0; at < n->rows * n->dim / 2; at++) {
             const int64_t row = at / (n->dim / 2), d = at % (n->dim / 2);
             const float *const got = (const float *)args.rotary.data + row * n->dim + d;
-            const long double angle = (long double)(n->first + row) * frequency_of(&args, d);
+            const int32_t *const listed = args.positions.data;
+            const int64_t position = listed != NULL ? listed[row] : n->first + row;
+            const long double angle = (long double)position * frequency_of(&args, d);
             check_number(got[0], factor * cosl(angle), angle);
             check_number(got[n->dim / 2], factor * sinl(angle), angle);
         }

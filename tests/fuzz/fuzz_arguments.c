@@ -315,9 +315,11 @@ static void make_rotary_table(call *to) {
     const int64_t pairs = args->rotary.shape[1] / 2;
     args->inv_freq =
         make_optional(to, false, seldom(&to->in) ? to->dtype : FDMA_FLOAT64, 1, &pairs);
+    args->positions = make_optional(to, false, FDMA_INT32, 1, &args->rotary.shape[0]);
     args->base = seldom(&to->in) ? make_number(&to->in) : 10000;
     args->factor = seldom(&to->in) ? make_number(&to->in) : 0;
-    args->first = seldom(&to->in) ? strange_number(&to->in) : take(&to->in);
+    if (args->positions.rank == 0 || seldom(&to->in))
+        args->first = seldom(&to->in) ? strange_number(&to->in) : take(&to->in);
     to->work = 8 * elements(&args->rotary);
 }
 

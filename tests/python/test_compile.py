@@ -112,6 +112,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **make_sinks(),
         **make_dropout(),
         **make_streams(),
+        **make_rotations(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, DENSE),
@@ -137,6 +138,24 @@ def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
         "probabilities with dropout, alone": (ops.PROBABILITIES, dropout),
         "selected's backward with dropout": (ops.ATTENTION_BACKWARD, dropout),
         "fused's backward with dropout": (ops.FUSED_BACKWARD, dropout),
+    }
+
+
+def make_rotations() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    x = torch.randn(2, 12, 3, 16, generator=torch.Generator().manual_seed(3))
+    table = {"row_positions": torch.arange(20).int(), "inv_freq": None, "dim": 10, "base": 100.0}
+    table.update(factor=1.0, wide=False)
+    numbers = {"eps": 0.0, "first": 0, "offset": 0, "nope_heads": 1, "interleaved": False}
+    given = {"x": x, "rotary": ops.ROTARY_TABLE.op(*table.values(), None), "weight": None}
+    given.update(drotated=x.cos(), positions=None, starts=None, wants_dweight=False, **numbers)
+    positions = torch.arange(12).flip(0)[None].int()
+    normed = {**given, "weight": x[0, 0, 0], "eps": 0.1, "positions": positions}
+    return {
+        "rotary table, alone": (ops.ROTARY_TABLE, table),
+        "rotate": (ops.ROTATE, given),
+        "rotate after a norm": (ops.ROTATE, normed),
+        "rotate's backward": (ops.ROTATE_BACKWARD, given),
+        "rotate's backward after a norm": (ops.ROTATE_BACKWARD, {**normed, "wants_dweight": True}),
     }
 
 

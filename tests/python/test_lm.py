@@ -186,10 +186,12 @@ def test_losses_are_those_of_the_formulas(
 
 @pytest.mark.parametrize("form", ["dense", "window", "recent", "sinks", "qk_norm"])
 def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
-    """Parameters have the same names and meanings as in DynamicMaskAttention."""
+    """Parameters have the same names and meanings as in DynamicMaskAttention. Both compute in
+    float64, as layers round after a norm and a rotation, and the reference between them."""
     rules, has_norms = FORMS[form], form == "qk_norm"
     eps = float(rules.get("norm_eps", 1e-5))
-    weights = random_weights(form != "dense", has_norms)
+    found = random_weights(form != "dense", has_norms)
+    weights = {name: one.double() for name, one in found.items()}
     window, recent, sinks = (rules.get(one) for one in ("window", "recent", "sinks"))
 
     def layer() -> torch.nn.ModuleDict:
@@ -216,7 +218,7 @@ def test_the_reference_is_a_model_of_layers(form: str, lm: ModuleType) -> None:
             "head": torch.nn.Linear(WIDTH, 256, bias=False),
         }
     )
-    model.load_state_dict(weights)
+    model.double().load_state_dict(weights)
     text = RANDOM_BYTES[None, :200]
     import convert
 

@@ -19,7 +19,7 @@ import flash_dmattn
 import numpy as np  # noqa: F401 (calls in messages.txt use it)
 import pytest
 import torch
-from flash_dmattn import _arguments, _library, ops
+from flash_dmattn import _arguments, _library, ops, rotary
 from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
@@ -53,6 +53,12 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
     flash_dmattn.select: {"score": SCORE, "window": 3},
     flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
+    rotary.rotate: {
+        "x": QUERY,
+        "table": rotary.rotary_table(9, 8, first=2),
+        "first": 2,
+        "offset": 2,
+    },
 }
 
 
@@ -78,6 +84,8 @@ masked = functools.partial(wrong, flash_dmattn.flash_dmattn_func)
 fwd = functools.partial(wrong, flash_dma.fwd)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
+rotate = functools.partial(wrong, rotary.rotate)
+rotary_table = rotary.rotary_table
 layer = flash_dmattn.DynamicMaskAttention
 multihead = flash_dmattn.MultiheadAttention
 new_cache, layer_caches = flash_dmattn.DynamicMaskCache, flash_dmattn.LayerCaches

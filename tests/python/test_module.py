@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from cases import DEVICES
-from flash_dmattn.rotary import rotate
+from flash_dmattn.rotary import rotate_heads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
@@ -363,7 +363,7 @@ def test_only_distances_count() -> None:
 def test_angles_are_exact_in_16_bits() -> None:
     """Positions 4000 and 4001 are equal in bfloat16, but their rotations differ."""
     x = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16)
-    found = rotate(x, torch.tensor([[4000, 4001]]), 1e4)
+    found = rotate_heads(x, torch.tensor([[4000, 4001]]), 1e4)
     exact = rotated(x.double().float(), torch.tensor([[4000, 4001]]))
     torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
 

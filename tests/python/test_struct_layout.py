@@ -160,12 +160,23 @@ DIMENSIONS = {
     "x": "sequence_pages",
     "y": "bytes",
     "2": "seed and offset",
+    "t": "rows",
+    "w": "dim",
+    "v": "pairs",
     **dict(zip("BHIJ", _arguments.PAIR_SHAPE)),
 }
+OF_ROTATION = {"i": "len", "h": "heads"}
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, the gradients, or the allocation of results.
 NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
-NO_FIELD |= {"wants_dbias", "wants_dbias_carried", "wants_dattn_bias"}
+NO_FIELD |= {
+    "dim",
+    "wide",
+    "wants_dweight",
+    "wants_dbias",
+    "wants_dbias_carried",
+    "wants_dattn_bias",
+}
 
 
 def tensors_of(struct: str, prefix: str = "") -> list[str]:
@@ -197,6 +208,8 @@ def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
         one = listed[_arguments.field_of(name)]
         # tensors of a selection that counts carried keys
         dimensions = {**DIMENSIONS, "j": "all_len" if name.endswith("_all") else "kv_len"}
+        if operation.function.startswith("rotate"):
+            dimensions.update(OF_ROTATION)
         assert _arguments.shape_of(name) == tuple(dimensions[letter] for letter in one.dims)
         if name in operation.results:
             assert (one.dtypes == "int32") == (name in _arguments.INT32_RESULTS)

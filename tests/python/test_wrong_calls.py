@@ -13,7 +13,7 @@ import flash_dmattn
 import numpy as np
 import pytest
 import torch
-from flash_dmattn import distributed
+from flash_dmattn import distributed, rotary
 
 # ---- a valid call of each ----
 
@@ -219,6 +219,24 @@ def caches() -> dict[str, Call]:
     }
 
 
+def rotations() -> dict[str, Call]:
+    numbers = {"base": 100.0, "inv_freq": None, "factor": 1.0, "first": 0, "device": None}
+    norm = {"weight": randn(16), "eps": 1e-6, "nope_heads": 1, "interleaved": True}
+    given = {"x": randn(*QUERY), "table": rotary.rotary_table(9, 6), "backend": None}
+    return {
+        "rotary_table": Call(
+            rotary.rotary_table, {"length": 5, "dim": 6, **numbers, "dtype": torch.float32}
+        ),
+        "rotary_table of positions": Call(
+            rotary.rotary_table, {"length": ints(3, 1), "dim": 6, "inv_freq": randn(3)}
+        ),
+        "rotate": Call(rotary.rotate, {**given, **norm, "positions": ints(*range(6))[None]}),
+        "rotate of packed sequences": Call(
+            rotary.rotate, {**given, "starts": ints(0, 2, 6), "offset": 1, "first": 1}
+        ),
+    }
+
+
 def layers() -> dict[str, Call]:
     package, x = flash_dmattn, randn(1, 6, HIDDEN)
     layer, cross = new_layer(), new_layer(causal=False, rope_base=None, memory_hidden=HIDDEN)
@@ -308,10 +326,6 @@ LEGAL = {
     ("flash_dmattn_qkvpacked_func", "attn_mask"): {"another dtype"},
     ("flash_dmattn_kvpacked_func", "attn_mask"): {"another dtype"},
     ("MultiheadAttention.forward", "key_padding_mask"): {"another dtype"},
-    # Rotation computes with any numbers.
-    ("DynamicMaskAttention.forward", "positions"): {"another dtype"},
-    ("DynamicMaskAttention.rotate_heads", "positions"): {"another dtype"},
-    ("DynamicMaskAttention.rotate_heads", "x"): {"another dtype"},
     # torch.nn's module takes None as well.
     ("MultiheadAttention.forward", "need_weights"): {"None"},
     ("MultiheadAttention.forward", "average_attn_weights"): {"None"},
@@ -334,7 +348,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-MAKERS = (scoring, attending, records, caches, layers)
+MAKERS = (scoring, attending, rotations, records, caches, layers)
 CALLS: dict[str, Call] = {name: call for make in MAKERS for name, call in make().items()}
 CALLS.update(ranks())
 
@@ -394,7 +408,7 @@ def public_methods(of: type) -> set[str]:
 
 def test_every_callable_is_called() -> None:
     found = {name.split(" with ")[0].split(" of ")[0] for name in CALLS}
-    functions = {*flash_dmattn.__all__, *distributed.__all__, "flash_dma.fwd"}
+    functions = {*flash_dmattn.__all__, *distributed.__all__, *rotary.__all__, "flash_dma.fwd"}
     classes = ("DynamicMaskAttention", "DynamicMaskCache", "LayerCaches", "MultiheadAttention")
     methods = set().union(*(public_methods(getattr(flash_dmattn, name)) for name in classes))
     assert found == functions | methods

@@ -34,7 +34,7 @@ static void fill_table_rows(const void *context, int64_t index, int32_t thread) 
     (void)thread;
     for (int64_t n = index * call->rows; n < end; n++) {
         float *const row = float_at(rotary, n, 0, 0);
-        const double position = (double)(problem->rotation.first + n);
+        const double position = table_position(problem, n);
         for (int64_t d = 0; d < pairs; d++) {
             const double angle =
                 rotary_angle(position, call->frequencies.high[d], call->frequencies.low[d]);

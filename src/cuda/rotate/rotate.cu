@@ -15,6 +15,7 @@ extern "C" {
 struct table_params {
     rotary_frequencies frequencies; // without inv_freq
     const void *inv_freq;           // the caller's, on the device; NULL: absent
+    const int32_t *positions;       // likewise
     float *rotary;
     int64_t stride, rows, first;
     double factor;
@@ -30,13 +31,15 @@ static __global__ void __launch_bounds__(row_threads)
          n < params.rows * params.pairs; n += step) {
         const int32_t d = (int32_t)(n % params.pairs);
         const int64_t row = n / params.pairs;
+        const double position =
+            params.positions != NULL ? params.positions[row] : (double)(params.first + row);
         double high = params.frequencies.high[d], low = params.frequencies.low[d], sine, cosine;
         if (params.inv_freq != NULL) {
             low = 0;
             high = params.wide ? ((const double *)params.inv_freq)[d]
                                : (double)((const float *)params.inv_freq)[d];
         }
-        sincospi(rotary_angle((double)(params.first + row), high, low) / half_turn, &sine, &cosine);
+        sincospi(rotary_angle(position, high, low) / half_turn, &sine, &cosine);
         float *const to = params.rotary + row * params.stride + d;
         to[0] = (float)(params.factor * cosine);
         to[params.pairs] = (float)(params.factor * sine);
@@ -53,6 +56,7 @@ static fdma_status run_table(const fdma_problem *problem) {
     const int64_t most_blocks = 4096;
     table_params params = {};
     params.inv_freq = problem->inv_freq.data;
+    params.positions = (const int32_t *)problem->positions.data;
     params.wide = problem->inv_freq.dtype == FDMA_FLOAT64;
     params.rotary = (float *)problem->rotary.data;
     params.stride = problem->rotary.stride[0];
