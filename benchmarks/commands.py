@@ -153,6 +153,74 @@ Columns: us, the median of the rounds for each call; times, the median of the ro
 fdma; of sdpa, the same of fdma's times over sdpa's, which have goals on a CUDA device.
 """
 
+MODEL_PARTS = ["decoding", "training"]
+MODEL_MODES = ["eager", "compiled", "graphs"]
+MODEL_LAYOUTS = {"h8g4d128": (8, 4, 128), "h16g4d64": (16, 4, 64)}
+MODEL_SECONDS = 5.0
+MODEL_STEP = """
+All models have random weights, pre-norm layers of width 1024 with RMSNorm and SwiGLU, and 32000
+tokens. A layout is hQ_HEADSgKV_HEADS/dHEAD_DIM. Peers have the same code for all but attention.
+Cases:
+  training   training/bBATCH/LAYOUT/nLENGTH/wWINDOWrRECENT/MODE: a step of a model of 12 layers, which
+             is loss, gradients and AdamW, in bfloat16 by autocast over float32 weights. Each query
+             keeps WINDOW keys by score and the RECENT newest. The logits are made in pieces of the
+             sequence. A time includes the host's; steps of less than 16384 tokens are timed in
+             groups. MODE:
+    eager      as it is
+    compiled   the model in torch.compile()
+    graphs     the same with mode="reduce-overhead"
+  decoding   decoding/bBATCH/LAYOUT/nCONTEXT/wWINDOWrRECENT: a step of a layer for one token of each
+             sequence, the CONTEXT-th one, with bfloat16 weights: projections, rotary embedding, the
+             update of the cache, attention and the output projection. A pass has a step of each of
+             several layers. On a CUDA device these are larger together than the device's cache,
+             and a pass is one CUDA graph
+Peers:
+  fdma          DynamicMaskAttention, in decoding with its cache
+  fdma-float32  decoding: the same with float32 weights of the scores
+  dense         a plain layer with attention to all keys: the fastest of SDPA's back ends, with
+                groups of heads or a kv head for each query head, and of the versions of flash-attn
+                that are installed. In decoding SDPA over a cache that has room for CONTEXT keys and
+                is full, so that there is no mask
+  sliding       DynamicMaskAttention, of all of whose heads each query keeps the WINDOW + RECENT
+                newest keys
+  sliding-flash-attn   flash-attn with a sliding window of as many keys, if it is installed
+A short probe of each case finds the fastest attention, and the fastest rotary embedding for plain
+layers: plain, PyTorch's operations on angles that all layers share, or package, what
+DynamicMaskAttention does. Layers are compared with a plain evaluation in float64 before they are
+timed: outputs, gradients, and a decoding step against the whole sequence.
+Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
+  ms            of a step, the median of the rounds; us is in decoding rows, too
+  tokens/s      of all sequences
+  GiB           on a CUDA device the most memory that tensors of the peer took in its first steps,
+                weights and the optimizer's state among them
+  bytes         cache_bytes: of one layer's cache
+  as fast       times_dense: the time of dense over the peer's, the median of the rounds' ratios, and
+                the spread of these
+  attention, rotary   what the probe has found
+A peer that fails or does not fit into memory has not_run, the reason. without: what the probe could
+not run. Without --quick all takes about two hours on an H200, most of it for compiling.
+"""
+
+
+def add_model_step(parser: Parser) -> None:
+    add_folder(parser)
+    add_items(parser, MODEL_PARTS)
+    add = parser.add_argument
+    for name, values in (("modes", MODEL_MODES), ("layouts", [*MODEL_LAYOUTS])):
+        chosen = {"choices": values, "default": values, "nargs": "+", "metavar": name[:-1].upper()}
+        add(f"--{name}", **chosen, help=f"of {', '.join(values)}; default: all")
+    numbers = {"type": whole_number, "nargs": "+", "metavar": "N"}
+    lengths = "tokens of training; default: 1024 to 131072, doubling; compiled: 4096 16384 65536"
+    add("--lengths", **numbers, help=lengths)
+    add("--contexts", **numbers, help="of decoding; default: 512 to 131072, doubling")
+    batches = "sequences; default: training 1 8, compiled 1, decoding 1 8 64"
+    add("--batches", **numbers, help=batches)
+    window = "keys by score, and as many of the newest; default: 1024"
+    add("--window", type=whole_number, metavar="N", help=window)
+    seconds = "no more rounds of a case after these, default: %(default)g"
+    add("--seconds", type=number, default=MODEL_SECONDS, metavar="S", help=seconds)
+
+
 OPTIONS = """
 The outputs of masked calls are compared with the selection that makes the mask.
 Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
@@ -647,6 +715,10 @@ COMMANDS = {
     "host_time": Command(
         "Time what the host does in an eager call of PyTorch, beside SDPA.",
         "host_time", add_folder, HOST_TIME,
+    ),
+    "model_step": Command(
+        "Time a training step of a language model and a decoding step, beside dense attention.",
+        "model_step", add_model_step, MODEL_STEP,
     ),
     "doge": Command(
         "Time Doge, a model of transformers, with its attention here, beside transformers' own.",
