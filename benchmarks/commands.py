@@ -161,8 +161,8 @@ MODEL_STEP = """
 All models have random weights, pre-norm layers of width 1024 with RMSNorm and SwiGLU, and 32000
 tokens. A layout is hQ_HEADSgKV_HEADS/dHEAD_DIM. Peers have the same code for all but attention.
 Cases:
-  training   training/bBATCH/LAYOUT/nLENGTH/wWINDOWrRECENT/MODE: a step of a model of 12 layers, which
-             is loss, gradients and AdamW, in bfloat16 by autocast over float32 weights. Each query
+  training   training/bBATCH/LAYOUT/nLENGTH/wWINDOWrRECENT/MODE: a step of a model of 12 layers: the
+             loss, its gradients and AdamW, in bfloat16 by autocast over float32 weights. A query
              keeps WINDOW keys by score and the RECENT newest. The logits are made in pieces of the
              sequence. A time includes the host's; steps of less than 16384 tokens are timed in
              groups. MODE:
@@ -194,8 +194,8 @@ Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
   GiB           on a CUDA device the most memory that tensors of the peer took in its first steps,
                 weights and the optimizer's state among them
   bytes         cache_bytes: of one layer's cache
-  as fast       times_dense: the time of dense over the peer's, the median of the rounds' ratios, and
-                the spread of these
+  as fast       times_dense: the time of dense over the peer's, the median of the rounds' ratios;
+                times_spread: the spread of these
   attention, rotary   what the probe has found
 A peer that fails or does not fit into memory has not_run, the reason. without: what the probe could
 not run. Without --quick all takes about two hours on an H200, most of it for compiling.
@@ -206,9 +206,11 @@ def add_model_step(parser: Parser) -> None:
     add_folder(parser)
     add_items(parser, MODEL_PARTS)
     add = parser.add_argument
-    for name, values in (("modes", MODEL_MODES), ("layouts", [*MODEL_LAYOUTS])):
-        chosen = {"choices": values, "default": values, "nargs": "+", "metavar": name[:-1].upper()}
-        add(f"--{name}", **chosen, help=f"of {', '.join(values)}; default: all")
+    modes = {"choices": MODEL_MODES, "nargs": "+", "metavar": "MODE"}
+    add("--modes", **modes, help="of training; default: all, with --quick eager")
+    layouts = {"choices": [*MODEL_LAYOUTS], "nargs": "+", "metavar": "LAYOUT"}
+    names = ", ".join(MODEL_LAYOUTS)
+    add("--layouts", **layouts, default=[*MODEL_LAYOUTS], help=f"default: all, {names}")
     numbers = {"type": whole_number, "nargs": "+", "metavar": "N"}
     lengths = "tokens of training; default: 1024 to 131072, doubling; compiled: 4096 16384 65536"
     add("--lengths", **numbers, help=lengths)
@@ -651,7 +653,7 @@ def add_table(parser: Parser) -> None:
 
 
 PICTURE = """
-FILE.json is of peers, suite or ranks.
+FILE.json is of peers, suite, ranks or model_step.
 peers  milliseconds against length, one panel for each dtype. For a CUDA device there is one panel,
        and a second picture, FILE-cases.svg, of the useful FLOP/s of each case relative to dense
        attention; a mark is the least that the case must reach
@@ -661,11 +663,14 @@ suite  left: the speed of a call over dense attention's, against length. Middle:
 ranks  left: weak scaling, with the same number of tokens on each rank for any number of ranks.
        Right: strong scaling, with one sequence over all ranks. Efficiency 1 means that a team is as
        fast as its devices would be alone
+model_step  left: milliseconds of a training step against length, in eager mode. Right: microseconds
+       of a decoding step against the number of keys. Both have batch 1, and the first layout of the
+       file
 """
 
 
 def add_picture(parser: Parser) -> None:
-    parser.add_argument("json", type=Path, help="a file that peers, suite or ranks wrote")
+    parser.add_argument("json", type=Path, help="a file that one of them wrote")
     parser.add_argument("--out", type=Path, required=True)
 
 

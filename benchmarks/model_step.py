@@ -35,11 +35,11 @@ from model_step_layers import (
     make_sliding,
     rotaries_of,
 )
-from model_step_peers import Peer, Reasons, by_speed, measure_peers, release
+from model_step_peers import Peer, Reasons, by_speed, fastest, measure_peers, release
 from torch import nn
 
-SIZES = Sizes(layers=12, feed_forward=2816, vocabulary=32000, piece=8192, window=1024)
-TINY = Sizes(layers=2, feed_forward=96, vocabulary=320, piece=64, window=16)
+SIZES = Sizes(12, feed_forward=2816, vocabulary=32000, window=1024, piece=8192, timed=16384)
+TINY = Sizes(2, feed_forward=96, vocabulary=320, window=16, piece=64, timed=96)
 DIVIDE = 8  # --quick: head_dim, by this
 LENGTHS, TINY_LENGTHS = [1024 << n for n in range(8)], [48, 96]
 COMPILED_LENGTHS = [4096, 16384, 65536]
@@ -47,7 +47,6 @@ BATCHES, TINY_BATCHES = [1, 8], [1, 2]
 CONTEXTS, TINY_CONTEXTS = [512 << n for n in range(9)], [24, 80]
 DECODED_BATCHES = [1, 8, 64]
 LEAST, MOST = 3, 50  # rounds
-TIMED_TOKENS = 16384  # a time is of so many steps that they have this many tokens, or of one
 WARM_UP = 3  # steps: a CUDA graph is captured in the second one
 PROBED_TOKENS = 65536
 CHECKED, CHECKED_KEYS = 256, 64  # tokens, and keys of a sliding window
@@ -64,7 +63,7 @@ class Case(NamedTuple):
     @property
     def steps(self) -> int:
         """The number of steps of a time."""
-        return max(1, TIMED_TOKENS // (self.batch * self.length))
+        return max(1, self.sizes.timed // (self.batch * self.length))
 
     def name(self) -> str:
         window = self.sizes.window
@@ -100,9 +99,7 @@ def probe_rows(case: Case, device: str) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def ranked(
-    case: Case, ways: list[Way], keys: int | None, rotary: Rotary, device: str
-) -> Peer:
+def ranked(case: Case, ways: list[Way], keys: int | None, rotary: Rotary, device: str) -> Peer:
     """The ways by the time of attention and its gradients."""
     *leaves, dout = probe_rows(case, device)
     query, key, value = leaves
@@ -133,7 +130,7 @@ def fastest_rotary(case: Case, device: str) -> Rotary:
         rotate = compiled(mode, lambda x, y: (rotary.rotate(x, angles), rotary.rotate(y, angles)))
         return lambda: torch.autograd.grad(rotate(query, key), (query, key), (dout, dkey))
 
-    return by_speed(rotaries_of(case.layout), make_call, device, {})[0]
+    return fastest(rotaries_of(case.layout), make_call, device)
 
 
 def peers_of(case: Case, device: str) -> dict[str, Peer]:
@@ -153,8 +150,8 @@ def peers_of(case: Case, device: str) -> dict[str, Peer]:
 
 
 def check_variant(case: Case, peer: str, variant: Variant, device: str) -> None:
-    """Compare a layer, all of whose scores are 0, with a plain evaluation: with as many keys as there
-    are, or with a short sliding window.
+    """Compare a layer, all of whose scores are 0, with a plain evaluation: with all keys, or with a
+    short sliding window.
 
     Raises:
         Disagreement: its output or a gradient differs.
@@ -247,7 +244,8 @@ def measure_training(case: Case, device: str, rounds: Rounds) -> Iterator[Row]:
     head.update(batch=case.batch, length=case.length, **case.sizes._asdict())
     make = functools.partial(warmed_up, case, device)
     tokens = case.batch * case.length
-    yield from measure_peers(head, peers_of(case, device), make, device, rounds, tokens)
+    find = functools.partial(peers_of, case, device)
+    yield from measure_peers(head, find, make, device, rounds, tokens)
 
 
 # ---- the command ----
@@ -275,7 +273,8 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
 def training_cases(args: argparse.Namespace, sizes: Sizes) -> list[Case]:
     """The modes that capture graphs come last, as an error in a capture may break later ones."""
     cases = []
-    for mode in (mode for mode in MODEL_MODES if mode in args.modes):
+    modes = args.modes or (["eager"] if args.quick else MODEL_MODES)
+    for mode in sorted(modes, key=MODEL_MODES.index):
         lengths, batches = (LENGTHS, BATCHES) if mode == "eager" else (COMPILED_LENGTHS, [1])
         if args.quick:
             lengths, batches = TINY_LENGTHS, TINY_BATCHES

@@ -1,5 +1,5 @@
-"""What the benchmark `model_step` checks before it times: layers and their gradients, and decoding
-steps, against the same weights in float64."""
+"""The checks of the benchmark `model_step`: outputs and gradients of a layer against a plain
+evaluation in float64."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Decoding steps of one layer, for the benchmark `model_step`.
 
 A step is all that a layer does with one token of each sequence: projections, rotary embedding, the
-cache's update, attention and the output projection. A pass has several layers, each with weights
-and a cache of its own. On a CUDA device these are larger together than the device's cache, and a pass is
-one CUDA graph.
+update of the cache, attention and the output projection. A pass has several layers with weights and
+caches of their own. On a CUDA device these are larger together than the device's cache, and a pass
+is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from model_step_layers import (
     make_selecting,
     rotaries_of,
 )
-from model_step_peers import Peer, Reasons, by_speed, measure_peers, release, tried
+from model_step_peers import Peer, Reasons, by_speed, fastest, measure_peers, release, tried
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -84,8 +84,8 @@ def cached_ways(device: str) -> list[CachedWay]:
 def attend_cached(
     way: CachedWay, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of one query [batch, 1, q_heads, head_dim] to all keys. The query heads of a group are
-    the queries of one head in the form "grouped"."""
+    """Attention of one query [batch, 1, q_heads, head_dim] to all keys. In the form "grouped" the
+    query heads of a group are the queries of one head."""
     batch, _, q_heads, dim = query.shape
     kv_heads = keys.shape[1]
     if way.form == "grouped":
@@ -135,8 +135,7 @@ class Decoder:
 
 
 class Selecting(Decoder):
-    """Layers that select, with their DynamicMaskCache. score_dtype is that of the weights of the
-    scores."""
+    """Layers that select, with their DynamicMaskCache. The weights of scores have score_dtype."""
 
     def __init__(self, case: Case, device: str, score_dtype: torch.dtype) -> None:
         kept = 2 * case.window
@@ -159,8 +158,8 @@ class Selecting(Decoder):
 
 
 class Dense(Decoder):
-    """Plain layers, each with all keys and values [batch, kv_heads, context, head_dim]. A step writes
-    the last of them, so that attention needs no mask."""
+    """Plain layers with keys and values [batch, kv_heads, context, head_dim]. A step writes the
+    last of them, so that attention needs no mask."""
 
     def __init__(self, case: Case, device: str, way: CachedWay, rotary: Rotary) -> None:
         layout, count = case.layout, layers_of(case, case.context, device)
@@ -174,7 +173,7 @@ class Dense(Decoder):
             [torch.zeros(shape, **kind) for _ in range(count)] for _ in ("keys", "values")
         )
         self.last = torch.tensor([case.context - 1], device=device)
-        # Those of the new token, which a model makes once for all layers.
+        # of the new token, made once for all layers as in a model
         self.angles = rotary.angles(self.last[None].int(), DTYPE)
 
     def chosen(self) -> ContextManager[Any]:
@@ -227,8 +226,8 @@ def check(what: str, decoder: Decoder) -> None:
 def make_peer(
     case: Case, what: str, make: Callable[[Case], Decoder], device: str
 ) -> tuple[Callable[[], float], Decoder]:
-    """A peer that is checked with few tokens, and then made again and filled with those of the case;
-    and its timer, in milliseconds of a step."""
+    """Check a peer with few tokens, and make it again, filled with the tokens of the case. Returns
+    its timer, in milliseconds of a step, and the peer."""
     check(what, make(case._replace(batch=BATCH, context=CHECKED, window=CHECKED_WINDOW)))
     decoder = make(case)
     piece = max(1, PIECE // case.batch)
@@ -251,7 +250,7 @@ def fastest_rotary(case: Case, device: str) -> Rotary:
         angles = rotary.angles(positions_of(query), DTYPE)
         return lambda: (rotary.rotate(query, angles), rotary.rotate(key, angles))
 
-    return by_speed(rotaries_of(layout), make_call, device, {})[0]
+    return fastest(rotaries_of(layout), make_call, device)
 
 
 def fastest_ways(case: Case, device: str, failed: Reasons) -> list[CachedWay]:
@@ -308,5 +307,6 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[Row]:
         rotary = {"rotary": decoder.rotary} if decoder.rotary else {}
         return timer, {"attention": variant.name, **rotary, "cache_bytes": decoder.cache_bytes}
 
-    for row in measure_peers(head, peers_of(case, device), make, device, rounds, case.batch):
+    find = functools.partial(peers_of, case, device)
+    for row in measure_peers(head, find, make, device, rounds, case.batch):
         yield {**row, "us": 1e3 * row["ms"]} if "ms" in row else row

@@ -1,8 +1,8 @@
 """The layers and the models of the benchmark `model_step`. Models of one layout differ in their
 attention alone: projections, norms, feed-forward layers, the head and the loss are the same code.
 
-The plain layer is that of a usual transformer, with attention to all keys or to a sliding window by
-any library. Its rotary embedding is one of rotaries_of().
+The plain layer has the attention of a usual transformer, to all keys or to a sliding window, by any
+library. Its rotary embedding is one of rotaries_of().
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Sizes(NamedTuple):
     layers: int
     feed_forward: int
     vocabulary: int
-    piece: int  # tokens whose logits exist at once
     window: int  # keys that a query keeps by score, and as many of the newest
+    piece: int  # tokens whose logits exist at once
+    timed: int  # tokens of the steps that are timed together, unless one step has more
 
     @property
     def keys(self) -> int:
@@ -56,7 +57,7 @@ class Sizes(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """What a plain layer does to queries and keys. A model makes the angles once for all layers."""
+    """A rotary embedding of plain layers. A model makes the angles once for all layers."""
 
     name: str
     angles: Callable[[torch.Tensor, torch.dtype], Any]  # of positions [1, len]
@@ -212,13 +213,11 @@ class PlainAttention(nn.Module):
         return self.o_proj(self.way.attend(*self.project(x, angles), self.keys).flatten(2))
 
 
-def make_selecting(
-    layout: Layout, window: int, *, initial_a: float = 1.0, **kind: Any
-) -> DynamicMaskAttention:
-    """A layer whose queries keep `window` keys by score, and as many of the newest. Unless initial_a
-    is 0, the scores of different tokens differ from the start."""
+def make_selecting(layout: Layout, window: int, **kind: Any) -> DynamicMaskAttention:
+    """A layer whose queries keep `window` keys by score, and as many of the newest. The scores of
+    different tokens differ from the start, as A is not 0."""
     sizes = (layout.width, layout.q_heads, layout.kv_heads, window)
-    options: dict[str, Any] = {"head_dim": layout.head_dim, "initial_a": initial_a, **kind}
+    options: dict[str, Any] = {"head_dim": layout.head_dim, "initial_a": 1.0, **kind}
     return DynamicMaskAttention(*sizes, recent=window, **options)
 
 
@@ -294,7 +293,7 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Give the matrices that all models have the same weights. Those of scores stay."""
+    """Give the matrices that all models have the same weights. Weights of scores stay."""
     own = next(model.parameters())
     generator = torch.Generator(own.device).manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -36,7 +36,7 @@ Made = TypeVar("Made")
 
 
 def tried(make: Callable[[], Made], name: str, failed: Reasons) -> Made | None:
-    """What `make` returns. If it raises any error, the reason is added to `failed`.
+    """Call `make`. If it raises any error, add the reason to `failed` and return None.
 
     Raises:
         Disagreement: outputs that are wrong, unless they are of a package that is optional.
@@ -77,17 +77,31 @@ def by_speed(
         timer()
         return timer
 
-    found = {one.name: tried(functools.partial(make_timer, one), one.name, failed) for one in options}
+    found = {
+        one.name: tried(functools.partial(make_timer, one), one.name, failed) for one in options
+    }
     timers = {name: timer for name, timer in found.items() if timer is not None}
     times = alternate(timers, PROBE, warm_up=1)
     running = [one for one in options if one.name in times]
     return sorted(running, key=lambda one: quantiles(times[one.name])[1])
 
 
+def fastest(
+    options: Sequence[Option], make_call: Callable[[Option], Callable[[], Any]], device: str
+) -> Option:
+    """Raises RuntimeError if none runs."""
+    failed: Reasons = {}
+    running = by_speed(options, make_call, device, failed)
+    if not running:
+        raise RuntimeError(words_of(failed))
+    return running[0]
+
+
 def first_that_runs(
     options: Sequence[Option], make: Callable[[Option], Made], device: str, failed: Reasons
 ) -> Made | None:
-    """What the first option that raises no error makes. Without memory for one no other is tried."""
+    """Returns the product of the first option that raises no error. If memory is short for one, no
+    other is tried."""
     for option in options:
         release(device)
         made = tried(functools.partial(make, option), option.name, failed)
@@ -112,26 +126,27 @@ Timer = Callable[[], float]
 
 def measure_peers(
     head: Row,
-    peers: dict[str, Peer],
+    find: Callable[[], dict[str, Peer]],
     make: Callable[[str, Any], tuple[Timer, Row]],
     device: str,
     rounds: Rounds,
     tokens: int,
 ) -> Iterator[Row]:
-    """Time the first variant of each peer that runs, in alternation. `make` takes the name of a peer
-    and a variant, and returns a timer and fields of the row. A peer without a time has the reason
-    in its row. `tokens` is the number of tokens of a time."""
+    """Time the first variant that runs of each peer of find(), in alternation. `make` takes the
+    name of a peer and a variant, and returns a timer and fields of the row. A peer without a time
+    has the reason in its row. `tokens` is the number of tokens of a step."""
+    failed: Reasons = {}
+    peers = tried(find, "probe", failed) or {"all": Peer([], failed)}
     rows: dict[str, Row] = {}
     timers: dict[str, Timer] = {}
-    for name, (variants, failed) in peers.items():
-        made = first_that_runs(variants, functools.partial(make, name), device, failed)
+    for name, (variants, reasons) in peers.items():
+        made = first_that_runs(variants, functools.partial(make, name), device, reasons)
         rows[name] = {**head, "peer": name}
         if made is not None:
             timers[name], found = made
             rows[name].update(found)
-        if failed:
-            rows[name]["not_run" if made is None else "without"] = words_of(failed)
-    failed = {}
+        if reasons:
+            rows[name]["not_run" if made is None else "without"] = words_of(reasons)
     times = tried(lambda: alternate(timers, rounds), "in the rounds", failed) or {}
     for name, row in rows.items():
         if name in times:
