@@ -185,9 +185,10 @@ Peers:
                 newest keys
   sliding-flash-attn   flash-attn with a sliding window of as many keys, if it is installed
 A short probe of each case finds the fastest attention, and the fastest rotary embedding for plain
-layers: plain, PyTorch's operations on angles that all layers share, or package, what
-DynamicMaskAttention does. Layers are compared with a plain evaluation in float64 before they are
-timed: outputs, gradients, and a decoding step against the whole sequence.
+layers: plain, PyTorch's operations on angles that all layers share; package, as in
+DynamicMaskAttention; or operator, one call of the package on a table that all layers share.
+Before layers are timed they are compared with a plain evaluation in float64: outputs, gradients,
+and a decoding step against the whole sequence.
 Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
   ms            of a step, the median of the rounds; us is in decoding rows, too
   tokens/s      of all sequences
@@ -198,7 +199,7 @@ Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
                 times_spread: the spread of these
   attention, rotary   what the probe has found
 A peer that fails or does not fit into memory has not_run, the reason. without: what the probe could
-not run. Without --quick all takes about two hours on an H200, most of it for compiling.
+not run. Most of the time of all cases goes into compiling models.
 """
 
 

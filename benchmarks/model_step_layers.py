@@ -15,7 +15,7 @@ from typing import Any, Callable, ContextManager, NamedTuple
 
 import peers_flash4
 import torch
-from flash_dmattn import DynamicMaskAttention
+from flash_dmattn import DynamicMaskAttention, rotary
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
@@ -82,14 +82,24 @@ def rotate_halves(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 def rotaries_of(layout: Layout) -> list[Rotary]:
-    """plain is PyTorch's operations on angles that all layers share, package what
-    DynamicMaskAttention does."""
+    """plain is PyTorch's operations on angles that all layers share, package is
+    DynamicMaskAttention.rotate_heads(), operator is the package's operator on a table that all
+    layers share, if it has one."""
     sizes = (layout.width, layout.q_heads, layout.kv_heads)
     package = DynamicMaskAttention(*sizes, None, head_dim=layout.head_dim, device="meta")
-    return [
+    found = [
         Rotary("plain", functools.partial(make_angles, layout.head_dim), rotate_halves),
         Rotary("package", lambda positions, dtype: positions, package.rotate_heads),
     ]
+    make_table: Any = getattr(rotary, "rotary_table", None)
+    if make_table is not None:
+
+        def make(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            table: torch.Tensor = make_table(positions[0], layout.head_dim, base=ROPE_BASE)
+            return table
+
+        found.append(Rotary("operator", make, rotary.rotate))
+    return found
 
 
 # ---- attention ----
