@@ -199,7 +199,8 @@ Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
                 times_spread: the spread of these
   attention, rotary   what the probe has found
 A peer that fails or does not fit into memory has not_run, the reason. without: what the probe could
-not run. Most of the time of all cases goes into compiling models.
+not run. Most of the time of all cases goes into compiling models. A run that is ended early, by
+Ctrl-C or SIGTERM, writes the cases that are done. --quick takes a tiny model and few cases.
 """
 
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import math
+import signal
 from collections.abc import Iterator
 from typing import Any, Callable, ContextManager, NamedTuple
 
@@ -264,6 +265,16 @@ TABLE = Table(
 )
 
 
+@contextlib.contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, which timeout sends, raises KeyboardInterrupt, so that rows are written."""
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
 def layouts_of(args: argparse.Namespace) -> list[Layout]:
     divide = DIVIDE if args.quick else 1
     found = [Layout(*MODEL_LAYOUTS[name]) for name in args.layouts]
@@ -317,4 +328,5 @@ def run(args: argparse.Namespace) -> int:
             for one in training_cases(args, sizes)
         ]
     path = args.out / f"model-step-{args.device}.json"
-    return measure_cases(args, TABLE, cases, path)[0]
+    with ended_as_by_ctrl_c():
+        return measure_cases(args, TABLE, cases, path)[0]

@@ -200,8 +200,8 @@ class Dense(Decoder):
 
 @torch.no_grad()
 def check(what: str, decoder: Decoder) -> None:
-    """Compare the step after context - 1 tokens, all of whose scores are 0, with a plain evaluation
-    of the whole sequence.
+    """Compare the step after context - 1 tokens in two pieces, all of whose scores are 0, with a
+    plain evaluation of the whole sequence.
 
     Raises:
         Disagreement: it differs.
@@ -211,7 +211,9 @@ def check(what: str, decoder: Decoder) -> None:
     torch.manual_seed(case.context)
     x = torch.randn(case.batch, case.context, case.layout.width, device=decoder.device)
     x = x.to(DTYPE)
-    decoder.fill(x[:, :-1], 0)
+    half = case.context // 2
+    decoder.fill(x[:, :half], 0)
+    decoder.fill(x[:, half:-1], half)
     decoder.token = x[:, -1:]
 
     def evaluate(dtype: torch.dtype) -> torch.Tensor:

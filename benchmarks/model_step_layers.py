@@ -297,7 +297,8 @@ class Model(nn.Module):
             return self.piece_loss(rows, targets.flatten()) / len(rows)
         # The logits of a piece are computed again in backward, so that no two pieces have theirs.
         pieces = zip(rows.split(self.piece), targets.flatten().split(self.piece))
-        losses = [checkpoint(self.piece_loss, *piece, use_reentrant=False) for piece in pieces]
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        losses = [checkpoint(self.piece_loss, *piece, **options) for piece in pieces]
         return torch.stack(losses).sum() / len(rows)
 
 

@@ -4,6 +4,7 @@ that do not run, and mistakes that it finds."""
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import table
 import torch
 from benches import Row, main, plant, read
 from cases import with_sdpa
+from programs import ROOT
 
 pytestmark = with_sdpa
 FEW = "--layouts h8g4d128 --batches 2"
@@ -139,6 +141,20 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no time of batch 1 to draw" in capsys.readouterr().err
 
 
+def test_a_run_that_is_ended_early(tmp_path: Path) -> None:
+    """By SIGTERM, as timeout does: it writes the cases that are done."""
+    command = [sys.executable, ROOT / "benchmarks" / "bench.py", "model_step", "--quick"]
+    command += ["--device", "cpu", "--out", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stderr is not None
+        next(line for line in run.stdout if line.startswith(b"decoding/"))
+        run.terminate()
+        said = run.stderr.read()
+        assert run.wait() == 130 and b"stopped" in said and b"Traceback" not in said
+    machine, rows = read(tmp_path / "model-step-cpu.json")
+    assert machine["device"] == "cpu" and {row["peer"] for row in rows} >= {"fdma", "dense"}
+
+
 # ---- peers that do not run ----
 
 
@@ -238,6 +254,10 @@ def without_last(right: Any, query: Any, keys: Any, values: Any, **given: Any) -
     return right(query, keys[:, :, :-1], values[:, :, :-1], **given)
 
 
+def at_the_start(right: Any, decoder: Any, number: int, x: Any, start: int) -> None:
+    right(decoder, number, x, 0)
+
+
 MISTAKES: dict[str, tuple[Any, str, Any, str, str]] = {
     "a shorter sliding window": (
         model_step, "make_sliding", shorter, "training", "sliding (fdma): out and a plain",
@@ -250,6 +270,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, str, str]] = {
     ),
     "a decoding step without its own token": (
         model_step_decode, "scaled_dot_product_attention", without_last, "decoding", ": dense (",
+    ),
+    "a prompt's second piece in the place of the first": (
+        model_step_decode.Dense, "put", at_the_start, "decoding", ": dense (",
     ),
     "a cache of another window": (
         model_step_decode, "make_selecting", shorter, "decoding", "fdma (fdma)",
