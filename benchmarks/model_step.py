@@ -158,6 +158,7 @@ def check_variant(case: Case, peer: str, variant: Variant, device: str) -> None:
         Disagreement: its output or a gradient differs.
     """
     slides = peer.startswith("sliding")
+    torch.manual_seed(0)
     with torch.device(device):
         layer = variant.make_attention(CHECKED_KEYS if slides else 2 * CHECKED)
     equalise_scores(layer)
