@@ -155,6 +155,78 @@ Columns: us, the median of the rounds for each call; times, the median of the ro
 fdma; of sdpa, the same of fdma's times over sdpa's, which have goals on a CUDA device.
 """
 
+MODEL_PARTS = ["decoding", "training"]
+MODEL_MODES = ["eager", "compiled", "graphs"]
+MODEL_LAYOUTS = {"h8g4d128": (8, 4, 128), "h16g4d64": (16, 4, 64)}
+MODEL_SECONDS = 5.0
+MODEL_STEP = """
+All models have random weights, pre-norm layers of width 1024 with RMSNorm and SwiGLU, and 32000
+tokens. A layout is hQ_HEADSgKV_HEADS/dHEAD_DIM. Peers have the same code for all but attention.
+Cases:
+  training   training/bBATCH/LAYOUT/nLENGTH/wWINDOWrRECENT/MODE: a step of a model of 12 layers: the
+             loss, its gradients and AdamW, in bfloat16 by autocast over float32 weights. A query
+             keeps WINDOW keys by score and the RECENT newest. The logits are made in pieces of the
+             sequence. A time includes the host's; steps of less than 16384 tokens are timed in
+             groups. MODE:
+    eager      as it is
+    compiled   the model in torch.compile()
+    graphs     the same with mode="reduce-overhead"
+  decoding   decoding/bBATCH/LAYOUT/nCONTEXT/wWINDOWrRECENT: a step of a layer for one token of each
+             sequence, the CONTEXT-th one, with bfloat16 weights: projections, rotary embedding, the
+             update of the cache, attention and the output projection. A pass has a step of each of
+             several layers. On a CUDA device these are larger together than the device's cache,
+             and a pass is one CUDA graph
+Peers:
+  fdma          DynamicMaskAttention, in decoding with its cache
+  fdma-float32  decoding: the same with float32 weights of the scores
+  dense         a plain layer with attention to all keys: the fastest of SDPA's back ends, with
+                groups of heads or a kv head for each query head, and of the versions of flash-attn
+                that are installed. In decoding SDPA over a cache that has room for CONTEXT keys and
+                is full, so that there is no mask
+  sliding       DynamicMaskAttention, of all of whose heads each query keeps the WINDOW + RECENT
+                newest keys
+  sliding-flash-attn   flash-attn with a sliding window of as many keys, if it is installed
+A short probe of each case finds the fastest attention, and the fastest rotary embedding for plain
+layers: plain, PyTorch's operations on angles that all layers share; package, as in
+DynamicMaskAttention; or operator, one call of the package on a table that all layers share.
+Before layers are timed they are compared with a plain evaluation in float64: outputs, gradients,
+and a decoding step against the whole sequence.
+Columns, and fields of the result, which is FOLDER/model-step-DEVICE.json:
+  ms            of a step, the median of the rounds; us is in decoding rows, too
+  tokens/s      of all sequences
+  GiB           on a CUDA device the most memory that tensors of the peer took in its first steps,
+                weights and the optimizer's state among them
+  bytes         cache_bytes: of one layer's cache
+  as fast       times_dense: the time of dense over the peer's, the median of the rounds' ratios;
+                times_spread: the spread of these
+  attention, rotary   what the probe has found
+A peer that fails or does not fit into memory has not_run, the reason. without: what the probe could
+not run. Most of the time of all cases goes into compiling models. A run that is ended early, by
+Ctrl-C or SIGTERM, writes the cases that are done. --quick takes a tiny model and few cases.
+"""
+
+
+def add_model_step(parser: Parser) -> None:
+    add_folder(parser)
+    add_items(parser, MODEL_PARTS)
+    add = parser.add_argument
+    modes = {"choices": MODEL_MODES, "nargs": "+", "metavar": "MODE"}
+    add("--modes", **modes, help="of training; default: all, with --quick eager")
+    layouts = {"choices": [*MODEL_LAYOUTS], "nargs": "+", "metavar": "LAYOUT"}
+    names = ", ".join(MODEL_LAYOUTS)
+    add("--layouts", **layouts, default=[*MODEL_LAYOUTS], help=f"default: all, {names}")
+    numbers = {"type": whole_number, "nargs": "+", "metavar": "N"}
+    lengths = "tokens of training; default: 1024 to 131072, doubling; compiled: 4096 16384 65536"
+    add("--lengths", **numbers, help=lengths)
+    add("--contexts", **numbers, help="of decoding; default: 512 to 131072, doubling")
+    batches = "sequences; default: training 1 8, compiled 1, decoding 1 8 64"
+    add("--batches", **numbers, help=batches)
+    window = "keys by score, and as many of the newest; default: 1024"
+    add("--window", type=whole_number, metavar="N", help=window)
+    seconds = "no more rounds of a case after these, default: %(default)g"
+    add("--seconds", type=number, default=MODEL_SECONDS, metavar="S", help=seconds)
+
+
 OPTIONS = """
 The outputs of masked calls are compared with the selection that makes the mask.
 Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
@@ -585,7 +657,7 @@ def add_table(parser: Parser) -> None:
 
 
 PICTURE = """
-FILE.json is of peers, suite or ranks.
+FILE.json is of peers, suite, ranks or model_step.
 peers  milliseconds against length, one panel for each dtype. For a CUDA device there is one panel,
        and a second picture, FILE-cases.svg, of the useful FLOP/s of each case relative to dense
        attention; a mark is the least that the case must reach
@@ -595,11 +667,14 @@ suite  left: the speed of a call over dense attention's, against length. Middle:
 ranks  left: weak scaling, with the same number of tokens on each rank for any number of ranks.
        Right: strong scaling, with one sequence over all ranks. Efficiency 1 means that a team is as
        fast as its devices would be alone
+model_step  left: milliseconds of a training step against length, in eager mode. Right: microseconds
+       of a decoding step against the number of keys. Both have batch 1, and the first layout of the
+       file
 """
 
 
 def add_picture(parser: Parser) -> None:
-    parser.add_argument("json", type=Path, help="a file that peers, suite or ranks wrote")
+    parser.add_argument("json", type=Path, help="a file that one of them wrote")
     parser.add_argument("--out", type=Path, required=True)
 
 
@@ -649,6 +724,10 @@ COMMANDS = {
     "host_time": Command(
         "Time what the host does in a call of PyTorch, beside SDPA.",
         "host_time", add_folder, HOST_TIME,
+    ),
+    "model_step": Command(
+        "Time a training step of a language model and a decoding step, beside dense attention.",
+        "model_step", add_model_step, MODEL_STEP,
     ),
     "doge": Command(
         "Time Doge, a model of transformers, with its attention here, beside transformers' own.",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command `picture`: draws results of peers, suite and ranks."""
+"""The command `picture`: draws results of peers, suite, ranks and model_step."""
 
 from __future__ import annotations
 
@@ -356,6 +356,59 @@ def draw_ranks(machine: Row, rows: list[Row], out: Path) -> None:
     save(figure, out)
 
 
+# ---- model_step ----
+
+STEP_PEERS = {
+    "fdma": ("FlashDMA", "blue", "D"),
+    "sliding": ("FlashDMA, sliding window", "sky", "o"),
+    "sliding-flash-attn": ("flash-attn, sliding window", "green", "v"),
+    "dense": ("all keys", "purple", "s"),
+}
+STEPS = (
+    ("training", "length", "ms", "milliseconds"),
+    ("decoding", "context", "us", "microseconds"),
+)
+
+
+def step_points(rows: list[Row], part: str, peer: str, size: str, time: str) -> Points:
+    """Pairs of a size and a time, of the first layout of the file with batch 1, not compiled."""
+    chosen = {"layout": rows[0]["layout"], "batch": 1, "peer": peer}
+    return sorted(
+        (row[size], row[time])
+        for row in rows
+        if row["case"].startswith(part) and time in row and chosen.items() <= row.items()
+        if row.get("mode", "eager") == "eager"
+    )
+
+
+def draw_model_step(machine: Row, rows: list[Row], out: Path) -> None:
+    """Raises Disagreement if there is no time to draw."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
+    is_drawn = False
+    for axes, (part, size, field, unit) in zip(panels, STEPS):
+        lines = {
+            Line(part, peer, *style): step_points(rows, part, peer, size, field)
+            for peer, style in STEP_PEERS.items()
+        }
+        drawn = {line: points for line, points in lines.items() if points}
+        doubling(axes, draw_lines(axes, drawn), ",", rotation=45, ha="right")
+        axes.minorticks_off()
+        axes.set_title(f"{part}, a step")
+        axes.set_xlabel(f"{size}, tokens")
+        axes.set_ylabel(unit)
+        if drawn:
+            axes.legend(frameon=False)
+            is_drawn = True
+    if not is_drawn:
+        raise Disagreement("there is no time of batch 1 to draw")
+    heads, dim = rows[0]["layout"].split("/d")
+    q_heads, kv_heads = heads[1:].split("g")
+    sizes = f"{q_heads} heads on {kv_heads}, head_dim {dim}, batch 1, window {rows[0]['window']}"
+    where = f"{machine['machine']}, PyTorch {machine['torch']}"
+    figure.supxlabel(f"{where}\n{sizes} and as many newest keys; training in eager mode", **GREY)
+    save(figure, out)
+
+
 # ---- the command ----
 
 
@@ -364,7 +417,9 @@ def run(args: argparse.Namespace) -> int:
     matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
     draw: Callable[[Row, list[Row], Path], None] = draw_peers
-    if rows and "item" in rows[0]:
+    if rows and "layout" in rows[0]:
+        draw = draw_model_step
+    elif rows and "item" in rows[0]:
         draw = draw_ranks if "ranks" in rows[0] else draw_suite
     try:
         draw(machine, rows, args.out)

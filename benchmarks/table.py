@@ -22,6 +22,7 @@ FIELDS = {
     "peer": ("peer", None),
     "threads": ("threads", None),
     "ms": ("ms", 3),
+    "us": ("µs", 1),
     "spread": ("spread", 2),
     "useful_gflops": ("GFLOP/s", 0),
     "of_peak": ("of peak", 2),
@@ -40,6 +41,13 @@ FIELDS = {
     "met": ("reached", None),
     "times": ("times as fast", 2),
     "tokens_per_second": ("tokens/s", 0),
+    "GiB": ("GiB", 2),
+    "cache_bytes": ("bytes of cache", 0),
+    "times_dense": ("times as fast as dense", 2),
+    "times_spread": ("spread of that", 2),
+    "attention": ("attention", None),
+    "rotary": ("rotary", None),
+    "not_run": ("not run", None),
 }
 ORIGIN = {
     "machine": "{}",

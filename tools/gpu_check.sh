@@ -2,10 +2,10 @@
 # Checks and measures the CUDA backend on a machine with a GPU: builds for its architecture, runs the
 # tests of CUDA kernels in C and in Python, compute-sanitizer, and the benchmarks against peers. It
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
-#   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
+#   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 20
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
 # log.txt, peers-cuda.json, peers-cuda.svg, peers-cuda-cases.svg, host_time-cuda.json, decode-cuda.json,
-# streams-cuda.json, cuda.json (full) and tables.md.
+# streams-cuda.json, cuda.json and model-step-cuda.json (full), and tables.md.
 # FDMA_COMMIT names the commit where there is no git.
 set -u
 length=full
@@ -164,6 +164,8 @@ if [ "$length" = quick ]; then
     step streams 60 python3 benchmarks/bench.py streams --quick --out "$out"
 else
     step streams 120 python3 benchmarks/bench.py streams --out "$out"
+    step model_step 180 python3 benchmarks/bench.py model_step --out "$out" --modes eager --layouts h8g4d128 \
+        --batches 1 --lengths 4096 65536 --contexts 4096 65536 --seconds 2
 fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
     step picture 30 python3 benchmarks/bench.py picture "$out/peers-cuda.json" \
@@ -173,7 +175,7 @@ else
 fi
 since=$(seconds)
 if text=$(tables "$out/peers-cuda.json" "$out/host_time-cuda.json" "$out/decode-cuda.json" \
-    "$out/streams-cuda.json" "$out/cuda.json" 2>&1); then
+    "$out/streams-cuda.json" "$out/cuda.json" "$out/model-step-cuda.json" 2>&1); then
     report ok tables "$since" "$text"
 else
     failed=$((failed + 1))

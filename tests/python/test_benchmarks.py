@@ -51,7 +51,7 @@ REFUSED = [  # a benchmark, its arguments, and words of the line that refuses th
     ("decode", "--out . --rounds 3", "unrecognized arguments: --rounds 3"),
     ("decode", "--out . --dev cpu", "unrecognized arguments: --dev cpu"),
     *((name, "--out . --device tpu", "--device: invalid choice: 'tpu'")
-      for name in ("decode", "doge", "host_time", "options", "streams")),
+      for name in ("decode", "doge", "host_time", "model_step", "options", "streams")),
     *((name, "--device tpu", "--device: invalid choice: 'tpu'")
       for name in ("forward_performance", "backward_performance", "grad_equivalence", "suite")),
     *((name, "--json /no/such/folder/file", "--json: is '/no/such/folder/file', want a file in")
@@ -66,6 +66,11 @@ REFUSED = [  # a benchmark, its arguments, and words of the line that refuses th
     ("forward_performance", "--device cpu --head-dim 12", "--head-dim: is 12, want a multiple of"),
     ("forward_performance", "--device cpu --lengths 40 20 --q-len 21",
      "--q-len: is 21, want at most --lengths, 20"),
+    ("model_step", "", "the following arguments are required: --out"),
+    ("model_step", "--out . --modes fast", "--modes: invalid choice: 'fast'"),
+    ("model_step", "--out . --layouts h8", "--layouts: invalid choice: 'h8'"),
+    ("model_step", "--out . --lengths 0", f"--lengths: is '0', {NUMBER}"),
+    ("model_step", "--out . --seconds 0", "--seconds: is '0', want a number above 0"),
     ("peers", "--thread 1", "unrecognized arguments: --thread"),
     ("peers", "--device reference", "--device is 'reference'"),
     ("peers", "--threads 0", f"--threads: is '0', {NUMBER}"),
@@ -95,7 +100,10 @@ REFUSED = [  # a benchmark, its arguments, and words of the line that refuses th
 if NO_DEVICE:
     REFUSED += [
         ("peers", "--device cuda", "there is no CUDA backend in this build"),
-        *((name, "--out .", NO_DEVICE) for name in ("decode", "host_time", "options", "streams")),
+        *(
+            (name, "--out .", NO_DEVICE)
+            for name in ("decode", "host_time", "model_step", "options", "streams")
+        ),
     ]
 
 
@@ -123,6 +131,7 @@ NAMED = {
     "ranks": " ".join(commands.RANKS_ITEMS),
     "options": "mask mask-bias ones keysP blocks dropout sink fdma lists without flex sdpa",
     "host_time": " ".join(HOST_CASES) + " fdma sdpa",
+    "model_step": " ".join(commands.MODEL_PARTS) + " fdma fdma-float32 dense sliding",
 }
 
 

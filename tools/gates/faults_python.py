@@ -149,4 +149,10 @@ PYTHON = [
     Fault("a benchmark checks the first batch entry alone", "benchmarks/",
           "in itertools.product(range(len(out)),", "in itertools.product(range(1),",
           ("pytest test_peers_cuda.py -k entry",)),
+    Fault("a benchmark's dense step leaves its token out of the cache", "benchmarks/",
+          "keys.index_copy_(2, self.last, key.transpose(1, 2))", "pass",
+          ("pytest test_model_step.py -k a_run",)),
+    Fault("a benchmark's loss is that of its first tokens", "benchmarks/",
+          "return torch.stack(losses).sum()", "return losses[0]",
+          ("pytest test_model_step.py -k pieces",)),
 ]
