@@ -502,7 +502,7 @@ def assert_all_within(found: Tensors, exact: Tensors, plain: list[Tensors]) -> N
 def orders_of(channels: int, numbers: int) -> list[torch.Tensor]:
     """Orders of channels, for plain evaluations of that many numbers. A sum in a single order may
     be accurate by chance, so small outputs use more orders."""
-    seeds = range(16 if numbers <= 64 else 4)
+    seeds = range(16 if numbers <= 512 else 4)
     return [torch.randperm(channels, generator=torch.Generator().manual_seed(s)) for s in seeds]
 
 
