@@ -355,6 +355,7 @@ def least_difference(losses: list[float]) -> float:
     return min(above - below for below, above in zip(losses, losses[1:]))
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
     """The losses above differ by far more than the comparison tolerates, so that the program cannot
     have rotated other heads than the file's, or have kept other keys in their layers."""

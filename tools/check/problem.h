@@ -34,11 +34,12 @@ enum { check_output_limit = 6 }; /* outputs of an operation */
 
 /* Inputs and options of rotations; of the tensors all but the table may be absent. */
 typedef struct check_rotary {
-    fdma_tensor rotary;    /* float32, the reference's */
-    fdma_tensor inv_freq;  /* float64 */
-    fdma_tensor positions; /* int32 */
-    fdma_tensor weight;    /* in dtype or float32 */
-    fdma_tensor dweight;   /* float32 or, made wide, float64, without data */
+    fdma_tensor rotary;        /* float32, the reference's */
+    fdma_tensor inv_freq;      /* float64 */
+    fdma_tensor positions;     /* int32 */
+    fdma_tensor row_positions; /* int32: of the rows of a table that is made */
+    fdma_tensor weight;        /* in dtype or float32 */
+    fdma_tensor dweight;       /* float32 or, made wide, float64, without data */
     double base, eps;
     int64_t first, offset, nope_heads;
     int32_t interleaved;

@@ -35,6 +35,16 @@ static void make_positions(check_problem *problem, int64_t rows, uint64_t *rando
             (int32_t)(rotary->first + (int64_t)(random_bits(random) % (uint64_t)rows));
 }
 
+/* Of half of the tables whose first row would have position 0; some are negative. */
+static void make_row_positions(check_rotary *rotary, int64_t rows, uint64_t *random) {
+    if (rotary->first != 0 || random_bits(random) % 2 == 0)
+        return;
+    rotary->row_positions = check_tensor(FDMA_INT32, 1, &rows);
+    for (int64_t n = 0; n < rows; n++)
+        ((int32_t *)rotary->row_positions.data)[n] =
+            (int32_t)(random_bits(random) % 20000000) - 10000000;
+}
+
 static void make_table(check_problem *problem, int64_t rows, int64_t dim) {
     const int64_t shape[2] = {rows, dim};
     check_rotary *const rotary = &problem->rotation;
@@ -65,6 +75,7 @@ void check_make_rotary(check_problem *problem) {
     rotary->interleaved = random_bits(&random) % 2 == 0;
     make_frequencies(problem, dim / 2, &random);
     make_positions(problem, rows, &random);
+    make_row_positions(rotary, rows, &random);
     make_table(problem, rows, dim);
     if (random_bits(&random) % 3 == 0)
         return;

@@ -1,4 +1,4 @@
-/* The inputs of rotations: table, positions, weight and options of a case. */
+/* The inputs of rotations: tables, positions, weight and options of a case. */
 #pragma once
 
 #include "check/problem.h"

@@ -69,6 +69,8 @@ static check_problem given_to(const check_problem *problem, check_operation_id i
         given.score = problem->new_score;
         given.dt_proj = given.a = given.dt_bias = (fdma_tensor){0}; // the score is given
     }
+    if (id == CHECK_ROTARY_TABLE)
+        given.rotation.positions = problem->rotation.row_positions;
     return given;
 }
 
@@ -114,7 +116,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"x", problem->q},
         {"weight", problem->rotation.weight},
         {"rotary", problem->rotation.rotary},
-        {"positions", problem->rotation.positions},
+        {"positions", given.rotation.positions},
         {"inv_freq", problem->rotation.inv_freq},
         {"cache.page_table", problem->cache.page_table},
         {"cache.k", problem->cache.k},

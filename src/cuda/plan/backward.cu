@@ -229,6 +229,14 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
+/* Thread blocks of begin_rows that share a multiprocessor at least; 0: the compiler's choice, which on
+ * 10.0 is five and spills a register. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 1000
+static constexpr int begin_blocks = 4;
+#else
+static constexpr int begin_blocks = 0;
+#endif
+
 /* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. The
  * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
  * each.
@@ -236,7 +244,7 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
  * It may run while roll_lists makes the lists. One block waits for them at its end, so a kernel
  * that waits for this one has them. */
 template <typename element>
-static __global__ void __launch_bounds__(row_threads)
+static __global__ void __launch_bounds__(row_threads, begin_blocks)
     begin_rows(const __grid_constant__ backward_plan plan,
                const __grid_constant__ selection_view selection, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {

@@ -75,7 +75,6 @@ static fdma_status run_table(const fdma_problem *problem) {
 /* ---- rows ---- */
 
 static constexpr int rotate_threads = 128; // of a thread block: few, so that many blocks fit
-static constexpr int heads_at_once = 2;    // whose loads a thread has under way
 static constexpr int element_lanes =
     32; // of rows whose pairs are not whole vectors: one element at a time
 
@@ -325,12 +324,11 @@ enum row_work {
 
 /* Thread blocks that share a multiprocessor at least, so that enough loads are under way. */
 static constexpr int blocks_at_once(int lanes, row_work work) {
-    return lanes == element_lanes ? 1 : work == rotates ? 6 : work == normalizes ? 5 : 3;
+    return lanes == element_lanes ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 3;
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs; they take heads_at_once heads
- * of a position at a time, so that several loads are under way. The heads are divided among the
- * second axis of the grid. */
+/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs; they take the heads of a
+ * position one after the other. The heads are divided among the second axis of the grid. */
 template <typename element, int lanes, row_work work>
 static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, work))
     rotate_rows(const __grid_constant__ rotate_params params) {
@@ -353,38 +351,28 @@ static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, w
         element *const to = (element *)params.to.data + (b * params.to.batch + i * params.to.row);
         const lane_factors factors =
             find_factors<whole_vectors>(params, there ? angles_of(params, b, i) : NULL, channels);
-        for (int32_t h = first_head; h < end_head; h += heads_at_once) {
-            lane_row rows[heads_at_once];
+        for (int32_t h = first_head; h < end_head; h++) {
+            lane_row y, own, weight;
+            load_row<whole_vectors>(y, from + h * params.from.head, channels, there,
+                                    params.aligned);
+            if (work == differentiates_norm)
+                load_row<whole_vectors>(own, x + h * params.x.head, channels, there,
+                                        params.aligned);
+            if (work != rotates)
+                load_weight<whole_vectors, element>(weight, params, channels);
+            if (work == normalizes) {
+                const float norm = norm_of<lanes>(params, y);
 #pragma unroll
-            for (int n = 0; n < heads_at_once; n++)
-                load_row<whole_vectors>(rows[n], from + (h + n) * params.from.head, channels,
-                                        there && h + n < end_head, params.aligned);
-#pragma unroll
-            for (int n = 0; n < heads_at_once; n++) {
-                lane_row &y = rows[n];
-                const bool exists = there && h + n < end_head;
-                if (work == normalizes) {
-                    lane_row weight;
-                    load_weight<whole_vectors, element>(weight, params, channels);
-                    const float norm = norm_of<lanes>(params, y);
-#pragma unroll
-                    for (int c = 0; c < 2 * vec_channels; c++)
-                        y[c / vec_channels][c % vec_channels] *=
-                            norm * weight[c / vec_channels][c % vec_channels];
-                }
-                if (h + n < params.rotated_heads && channels.pairs > 0)
-                    rotate_row(y, factors, params.interleaved);
-                if (work == differentiates_norm) {
-                    lane_row own, weight;
-                    load_weight<whole_vectors, element>(weight, params, channels);
-                    load_row<whole_vectors>(own, x + (h + n) * params.x.head, channels, exists,
-                                            params.aligned);
-                    differentiate_norm<lanes>(y, sums, own, weight, params, exists);
-                }
-                if (exists)
-                    store_row<whole_vectors>(to + (h + n) * params.to.head, y, channels,
-                                             params.aligned);
+                for (int n = 0; n < 2 * vec_channels; n++)
+                    y[n / vec_channels][n % vec_channels] *=
+                        norm * weight[n / vec_channels][n % vec_channels];
             }
+            if (h < params.rotated_heads && channels.pairs > 0)
+                rotate_row(y, factors, params.interleaved);
+            if (work == differentiates_norm)
+                differentiate_norm<lanes>(y, sums, own, weight, params, there);
+            if (there)
+                store_row<whole_vectors>(to + h * params.to.head, y, channels, params.aligned);
         }
     }
     if (work == differentiates_norm && params.sums != NULL)
