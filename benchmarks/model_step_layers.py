@@ -84,22 +84,18 @@ def rotate_halves(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) ->
 def rotaries_of(layout: Layout) -> list[Rotary]:
     """plain is PyTorch's operations on angles that all layers share, package is
     DynamicMaskAttention.rotate_heads(), operator is the package's operator on a table that all
-    layers share, if it has one."""
+    layers share."""
     sizes = (layout.width, layout.q_heads, layout.kv_heads)
     package = DynamicMaskAttention(*sizes, None, head_dim=layout.head_dim, device="meta")
-    found = [
+
+    def make_table(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rotary.rotary_table(positions[0].int(), layout.head_dim, base=ROPE_BASE)
+
+    return [
         Rotary("plain", functools.partial(make_angles, layout.head_dim), rotate_halves),
         Rotary("package", lambda positions, dtype: positions, package.rotate_heads),
+        Rotary("operator", make_table, rotary.rotate),
     ]
-    make_table: Any = getattr(rotary, "rotary_table", None)
-    if make_table is not None:
-
-        def make(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            table: torch.Tensor = make_table(positions[0], layout.head_dim, base=ROPE_BASE)
-            return table
-
-        found.append(Rotary("operator", make, rotary.rotate))
-    return found
 
 
 # ---- attention ----
