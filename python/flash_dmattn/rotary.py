@@ -10,13 +10,14 @@ host may not know, a call makes a table that has one row for each of them.
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from . import _arguments, _repeat, _types, ops
 from ._arguments import MaybeTensor, finish, pad_head_dim, refuse_tangents
@@ -91,18 +92,27 @@ def rotary_table(
         where = device if inv_freq is None else inv_freq.device
         positions = count_from(first, length, where)
     wide = dtype == torch.float64
+    refuse_tangents("rotary_table", inv_freq)
+    refuse_gradients("inv_freq", inv_freq)
     return ops.ROTARY_TABLE(positions, inv_freq, dim, base, factor, wide, None)
 
 
 def count_from(first: int, length: int, device: torch.device | str | None) -> torch.Tensor:
     """The positions [length] int32 from `first` on."""
-    if not torch.compiler.is_compiling():
-        if length < 0:
-            raise ValueError(f"length: is {length}, want 0 or more")
-        if not 0 <= first <= POSITIONS_MAX - length:
-            most = POSITIONS_MAX - length
-            raise ValueError(f"first: is {first}, want 0 to {most}, with {length} rows")
+    if length < 0:
+        raise ValueError(f"length: is {length}, want 0 or more")
+    if not 0 <= first <= POSITIONS_MAX - length:
+        most = POSITIONS_MAX - length
+        raise ValueError(f"first: is {first}, want 0 to {most}, with {length} rows")
     return torch.arange(first, first + length, device=device).to(torch.int32)
+
+
+def refuse_gradients(name: str, tensor: MaybeTensor) -> None:
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name}: requires gradients, want a tensor that does not, as {name}.detach(): "
+            "a rotation has gradients of x and weight"
+        )
 
 
 def rotate(
@@ -161,12 +171,13 @@ def rotate(
 
     Source: arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm.
     """
-    refuse_tangents("rotate", x, weight)
+    refuse_tangents("rotate", x, weight, table)
+    refuse_gradients("table", table)
     if type(eps) is not float and not _types.is_number(eps):
         raise _types.refusal("eps", eps, "a number")
     (x,), _, head_dim = pad_head_dim((x,))
     if head_dim is not None:
-        weight, eps = pad_norm(weight, eps, head_dim, x.shape[3])
+        weight, eps = pad_norm(weight, eps, head_dim, x)
         check_dim(table, head_dim)
     given = (x, weight, table, positions, starts)
     numbers = (eps if weight is not None else 0.0, first, offset, nope_heads)
@@ -182,15 +193,20 @@ def check_dim(table: torch.Tensor, head_dim: int) -> None:
 
 
 def pad_norm(
-    weight: MaybeTensor, eps: float, head_dim: int, padded: int
+    weight: MaybeTensor, eps: float, head_dim: int, x: torch.Tensor
 ) -> tuple[MaybeTensor, float]:
-    """The weight and eps of a norm of head_dim channels, for rows that are padded with zeros: their
-    mean square is smaller by a factor."""
-    if not isinstance(weight, torch.Tensor) or weight.shape != (head_dim,):
+    """The weight and eps of a norm of head_dim channels, for rows x that are padded with zeros:
+    their mean square is smaller by a factor."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return weight, eps  # the call refuses others
-    share = head_dim / padded
-    wide = weight.to(_arguments.wide(weight.dtype)) * share**0.5
-    return nn.functional.pad(wide, (0, padded - head_dim)), eps * share
+    if weight.shape[0] != head_dim:
+        found = f"axis 0 has {weight.shape[0]} elements, x has {head_dim}"
+        raise ValueError(f"weight: {found}; weight is [head_dim]")
+    wide = _arguments.wide(x.dtype)
+    if weight.dtype in (x.dtype, wide):
+        share = head_dim / x.shape[3]
+        weight, eps = weight.to(wide) * share**0.5, eps * share
+    return nn.functional.pad(weight, (0, x.shape[3] - head_dim)), eps
 
 
 # ---- tables that layers share ----
@@ -199,6 +215,38 @@ def pad_norm(
 # shorter ones stay, as captured graphs and work on other streams may still read them.
 tables: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 LOCK = threading.Lock()
+
+
+def renew_lock() -> None:
+    """A forked child has no thread that would release the lock."""
+    global LOCK
+    LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_lock)
+
+
+def in_new_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of `make`, called in a thread of its own, or here if Python is ending and starts
+    no threads."""
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(make())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call)
+    try:
+        thread.start()
+    except RuntimeError:
+        return make()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 def make_table(rows: int, dim: int, **kind: Any) -> torch.Tensor:
@@ -231,27 +279,22 @@ def find_table(
         known = tables.setdefault(key, [])
         if not known or known[-1].shape[0] < length:
             rows = min(max(LEAST_ROWS, 1 << (length - 1).bit_length()), POSITIONS_MAX)
-            with ThreadPoolExecutor(1) as thread:
-                known.append(thread.submit(make_table, rows, dim, **kind).result())
+            known.append(in_new_thread(lambda: make_table(rows, dim, **kind)))
         return known[-1]
 
 
 # The first rows of a shared table, as a new tensor: an operator of a graph may not return the same
 # memory twice. The copy takes less time than the cosines of a table.
 SHARED_SCHEMA = (
-    "shared_rotary_table(SymInt length, int dim, float base, bool wide, Device device) -> Tensor"
+    "shared_rotary_table(SymInt length, int dim, float base, bool wide, str device) -> Tensor"
 )
 
 
-def copy_table(
-    length: int, dim: int, base: float, wide: bool, device: torch.device
-) -> torch.Tensor:
-    return find_table(length, dim, base, wide, device)[:length].clone()
+def copy_table(length: int, dim: int, base: float, wide: bool, device: str) -> torch.Tensor:
+    return find_table(length, dim, base, wide, torch.device(device))[:length].clone()
 
 
-def fake_table(
-    length: int, dim: int, base: float, wide: bool, device: torch.device
-) -> torch.Tensor:
+def fake_table(length: int, dim: int, base: float, wide: bool, device: str) -> torch.Tensor:
     dtype = torch.float64 if wide else torch.float32
     return torch.empty((length, dim), dtype=dtype, device=device)
 
@@ -264,9 +307,13 @@ SHARED_TABLE = torch.ops.flash_dmattn.shared_rotary_table.default
 
 def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.Tensor:
     """find_table() for x; a copy of it under torch.compile and for tensors of a subclass."""
-    given = (length, dim, base, x.dtype == torch.float64, x.device)
-    is_traced = torch.compiler.is_compiling() or type(x) not in _repeat.PLAIN_TYPES
-    return SHARED_TABLE(*given) if is_traced else find_table(*given)
+    if torch.jit.is_tracing():  # length is a tensor, which an operator would take as a constant
+        positions = torch.arange(length, device=x.device).to(torch.int32)
+        return rotary_table(positions, dim, base=base, dtype=_arguments.wide(x.dtype))
+    given = (length, dim, base, x.dtype == torch.float64)
+    if torch.compiler.is_compiling() or type(x) not in _repeat.PLAIN_TYPES:
+        return SHARED_TABLE(*given, str(x.device))
+    return find_table(*given, x.device)
 
 
 # Norms that rotate() computes, and the attributes that have their eps.
@@ -276,7 +323,7 @@ norms: dict[type, str] = {nn.RMSNorm: "eps"}
 def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] | None:
     """The weight and eps of a norm that rotate() can compute; None if the norm has to be called,
     because it is of another kind, or because hooks may change what it does."""
-    if type(norm) not in norms or "forward" in vars(norm):
+    if type(norm) not in norms or "forward" in vars(norm) or _has_any_global_hook():
         return None
     hooks = (norm._forward_hooks, norm._forward_pre_hooks)
     if any(hooks) or norm._backward_hooks or norm._backward_pre_hooks:
@@ -290,7 +337,7 @@ class Rotation(NamedTuple):
     """The tables that rotate queries and keys of one call. Tables and starts as in rotate()."""
 
     table: torch.Tensor
-    nope_table: MaybeTensor = None  # for NoPE heads, a part of whose channels is rotated
+    nope_table: MaybeTensor = None  # for NoPE heads, with a part of their channels rotated
     starts: MaybeTensor = None
     by_row: bool = False  # the tables have a row for each row of every batch entry, in their order
 
@@ -300,7 +347,7 @@ class Rotation(NamedTuple):
         """x [batch, len, heads, head_dim] as rotate() returns it."""
         shape = x.shape
         if self.by_row:
-            x = x.reshape(1, -1, *shape[2:])
+            x = x.flatten(0, 1)[None]
         norm: dict[str, Any] = {"starts": self.starts, "weight": weight, "eps": eps}
         if self.nope_table is None or nope_heads == 0:
             out = rotate(x, self.table, nope_heads=nope_heads, **norm)
@@ -316,6 +363,17 @@ class Rotation(NamedTuple):
         return self.of(norm(x), nope_heads) if known is None else self.of(x, nope_heads, *known)
 
 
+def to_int32(positions: torch.Tensor) -> torch.Tensor:
+    """Refuses positions that the host sees and that int32 does not hold."""
+    is_wide = positions.dtype == torch.int64 and positions.device.type == "cpu"
+    if is_wide and not torch.compiler.is_compiling() and type(positions) in _repeat.PLAIN_TYPES:
+        low, high = (int(x) for x in positions.aminmax()) if positions.numel() > 0 else (0, 0)
+        if low < -POSITIONS_MAX or high >= POSITIONS_MAX:
+            found = low if low < -POSITIONS_MAX else high
+            raise ValueError(f"positions: has {found}, want less than 2^31 in size")
+    return positions.to(torch.int32)
+
+
 def rotation_for(
     x: torch.Tensor,
     positions: torch.Tensor | None,
@@ -327,7 +385,7 @@ def rotation_for(
     channels of NoPE heads are rotated.
 
     Positions are [batch or 1, len] integers, or None for 0, 1, ..., beginning anew at `starts`."""
-    rows = None if positions is None else positions.to(torch.int32).flatten()
+    rows = None if positions is None else to_int32(positions).flatten()
     kind: dict[str, Any] = {"base": base, "dtype": _arguments.wide(x.dtype)}
 
     def table(dim: int) -> torch.Tensor:
@@ -337,7 +395,7 @@ def rotation_for(
 
     tables = (table(x.shape[3]), table(nope_dim) if nope_dim > 0 else None)
     if positions is not None:
-        return Rotation(*tables, by_row=positions.shape[0] > 1)
+        return Rotation(*tables, by_row=positions.shape[0] != 1)
     if starts is not None:
         starts = torch.as_tensor(starts, device=x.device, dtype=torch.int32)
     return Rotation(*tables, starts)

@@ -288,7 +288,8 @@ def rotary_frequencies(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a rule that transformers does not have.
+        ValueError: a model without rotary embedding, a rule that transformers does not have, or a
+            layer_type that the model does not have.
 
     Example:
         >>> from flash_dmattn.rotary import rotary_table
@@ -303,8 +304,15 @@ def rotary_frequencies(
     Source: transformers.modeling_rope_utils.
     """
     _types.check_call(rotary_frequencies, locals())
+    if getattr(config, "rope_parameters", None) is None:
+        raise ValueError(f"config: has no rope_parameters; it is a {type(config).__name__}")
     config.standardize_rope_params()
-    rule = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    rules = config.rope_parameters
+    kinds = [name for name, one in rules.items() if isinstance(one, dict)]  # of layers
+    if layer_type not in (kinds or [None]):
+        known = " or ".join(map(repr, kinds or [None]))
+        raise ValueError(f"layer_type: is {layer_type!r}, want {known}")
+    rule = rules if layer_type is None else rules[layer_type]
     kind = rule["rope_type"]
     if kind in ROPE_INIT_FUNCTIONS:
         given = {} if layer_type is None else {"layer_type": layer_type}

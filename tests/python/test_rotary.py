@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch._dynamo.testing
 from cases import DEVICES
 from flash_dmattn import onnx, ops, rotary
 from flash_dmattn.rotary import rotary_table, rotate
+from programs import output_of, python
 
 FAR = 1 << 20
 DTYPES = {"cpu": ("float32", "float16", "bfloat16", "float64"), "cuda": ("float16", "bfloat16")}
@@ -241,6 +243,35 @@ def test_transforms() -> None:
         torch.func.jvp(lambda one: rotate(one, table), (x[0],), (x[0],))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_tables_and_frequencies_have_no_gradients(compiles: bool) -> None:
+    x, table, rates = torch.randn(1, 5, 2, 8), rotary_table(9, 8), torch.rand(4)
+
+    def by_table(table: torch.Tensor) -> torch.Tensor:
+        return rotate(x, table)
+
+    def by_rates(rates: torch.Tensor) -> torch.Tensor:
+        return rotate(x, rotary_table(5, 8, inv_freq=rates))
+
+    for name, call, given in (("table", by_table, table), ("inv_freq", by_rates, rates)):
+        call = torch.compile(call, backend="aot_eager") if compiles else call
+        call(given)
+        with pytest.raises(
+            NotImplementedError, match=f"^{name}: requires gradients, want a tensor"
+        ):
+            call(given.clone().requires_grad_())
+        with torch.no_grad():
+            call(given.clone().requires_grad_())
+
+
+def test_weights_of_heads_that_are_padded() -> None:
+    x, table = torch.randn(1, 4, 2, 6, dtype=torch.bfloat16), rotary_table(9, 6)
+    with pytest.raises(ValueError, match="^weight: axis 0 has 8 elements, x has 6; weight is"):
+        rotate(x, table, weight=torch.ones(8))
+    with pytest.raises(NotImplementedError, match="^weight: dtype is float16, supported"):
+        rotate(x, table, weight=torch.ones(6, dtype=torch.float16))
+
+
 def test_second_derivatives_are_refused() -> None:
     x = torch.randn(1, 5, 1, 8, requires_grad=True)
     out = rotate(x, rotary_table(5, 8), weight=torch.ones(8))
@@ -322,8 +353,41 @@ def test_fake_and_meta_tensors_leave_no_table(no_tables: Any) -> None:
 
 
 def test_opcheck_of_the_copy() -> None:
-    found = torch.library.opcheck(rotary.SHARED_TABLE, (9, 8, 1e4, False, torch.device("cpu")))
+    found = torch.library.opcheck(rotary.SHARED_TABLE, (9, 8, 1e4, False, "cpu"))
     assert set(found.values()) == {"SUCCESS"}
+
+
+def test_the_copy_in_code_of_cpp() -> None:
+    """Inductor's wrapper in C++ can make the operator's arguments."""
+    x = torch.randn(5, 8)
+    double = torch.compile(
+        lambda x: x * rotary.SHARED_TABLE(x.shape[0], 8, 1e4, False, "cpu"),
+        options={"cpp_wrapper": True},
+    )
+    torch.testing.assert_close(double(x), x * rotary_table(5, 8))
+
+
+ENDING = """
+import atexit, os, sys, threading
+import flash_dmattn, torch
+from flash_dmattn import rotary
+
+layer = flash_dmattn.DynamicMaskAttention(32, 4, 2, 8)
+call = lambda length: print(layer(torch.randn(1, length, 32)).shape[1], flush=True)
+with rotary.LOCK:  # as if another thread made a table
+    child = os.fork()
+    if child == 0:
+        call(9)
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+main = threading.main_thread()
+threading.Thread(target=lambda: (main.join(), call(300))).start()
+atexit.register(call, 600)
+"""
+
+
+def test_tables_in_a_forked_child_and_when_python_ends() -> None:
+    assert output_of(python("-W", "ignore", "-c", ENDING)).split() == ["9", "300", "600"]
 
 
 def test_compiled_layers_share_tables(no_tables: Any) -> None:
@@ -387,6 +451,32 @@ def test_positions_of_every_kind_agree() -> None:
     torch.testing.assert_close(packed.view_as(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_positions_that_int32_does_not_hold_are_refused() -> None:
+    layer, x = make_layer(), states()
+    for first, shown in (
+        (2**31 - 4, 2**31 + 35),
+        (2**32, 2**32 + 39),
+        (-(2**31) - 1, -(2**31) - 1),
+    ):
+        with pytest.raises(ValueError, match=f"^positions: has {shown}, want less than 2"):
+            layer(x, positions=(first + torch.arange(40))[None])
+
+
+def test_an_empty_batch_may_have_positions() -> None:
+    layer, x = make_layer(), states()[:0]
+    assert layer(x, positions=torch.zeros(0, 40, dtype=torch.long)).shape == x.shape
+
+
+@torch.no_grad()
+def test_a_traced_layer_takes_other_lengths() -> None:
+    layer, x = make_layer(qk_norm=True), states()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that shapes are compared
+        traced = torch.jit.trace(layer, (x,), check_trace=False)
+    for other in (x[:, :5], torch.cat((x, x), 1)):
+        torch.testing.assert_close(traced(other), layer(other))
+
+
 def test_padding_on_the_left_may_have_negative_positions() -> None:
     layer, x = make_layer(), states()
     key_valid = torch.ones(2, 40, dtype=torch.bool)
@@ -441,6 +531,19 @@ def test_norms_that_are_more_than_their_weight_are_called() -> None:
     with torch.no_grad():
         layer.q_norm.weight.fill_(1)
     torch.testing.assert_close(without(x), layer(x))
+
+
+def test_hooks_of_all_modules_see_norms() -> None:
+    layer, x, seen = make_layer(qk_norm=True), states(), []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *given: seen.append(type(module))
+    )
+    try:
+        found = layer(x)
+    finally:
+        hook.remove()
+    assert seen.count(torch.nn.RMSNorm) == 2
+    torch.testing.assert_close(found, layer(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -507,6 +610,18 @@ def test_scaling_rules(kind: str, length: int) -> None:
     want = torch.cat((cos[0, :, :8], sin[0, :, :8]), 1)
     # angles of transformers are rounded to float32, and so are its frequencies
     torch.testing.assert_close(table, want, rtol=1e-6, atol=2 * length * 2**-24)
+
+
+def test_models_without_the_rules_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    from flash_dmattn.transformers import rotary_frequencies
+
+    with pytest.raises(ValueError, match="^config: has no rope_parameters; it is a GPT2Config"):
+        rotary_frequencies(transformers.GPT2Config())
+    with pytest.raises(ValueError, match="^layer_type: is 'x', want None"):
+        rotary_frequencies(transformers.LlamaConfig(), layer_type="x")
+    with pytest.raises(ValueError, match="^layer_type: is None, want '[a-z_]+' or '[a-z_]+'"):
+        rotary_frequencies(transformers.Gemma3TextConfig())
 
 
 def test_an_unknown_rule_is_refused() -> None:

@@ -229,8 +229,8 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
-/* Thread blocks of begin_rows that share a multiprocessor at least; 0: the compiler's choice, which on
- * 10.0 is five and spills a register. */
+/* The least number of thread blocks of begin_rows on a multiprocessor; 0: the compiler's choice,
+ * which on 10.0 is five and spills a register. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 1000
 static constexpr int begin_blocks = 4;
 #else

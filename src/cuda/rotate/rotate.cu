@@ -119,15 +119,15 @@ __device__ static const float *angles_of(const rotate_params &params, int64_t b,
     return row >= 0 && row < params.rotary_rows ? params.rotary + row * params.rotary_stride : NULL;
 }
 
-/* The channels of a row that a lane holds: two vectors of up to eight, in pairs of which both channels
- * are here. Halves: channel a + x is in a pair with b + x. Interleaved: neighbours are. */
+/* The channels of a row that a lane holds: two vectors of up to eight, in whole pairs. Halves:
+ * channels first[0] + x and first[1] + x are a pair. Interleaved: neighbours are. */
 struct lane_channels {
     int32_t first[2], count[2];
     int32_t pairs;      // rotated ones; 0: the channels from dim on
     int32_t first_pair; // its angles
 };
 
-/* Of the lane with this number among those of a row: first the rotated channels, then the others. */
+/* Lanes are counted from the start of a row. The first ones hold rotated channels. */
 __device__ static lane_channels channels_of(const rotate_params &params, int32_t lane) {
     const int32_t rotating_lanes = (params.dim + 15) / 16, pairs = params.dim / 2;
     lane_channels channels = {};
@@ -401,7 +401,7 @@ static __global__ void __launch_bounds__(row_threads)
 
 /* ---- launches ---- */
 
-/* Lanes of a row: those that rotate, and those of the other channels. */
+/* Lanes of a row: some hold the rotated channels, the others the rest. */
 static int lanes_of(const fdma_problem *problem) {
     const int64_t dim = rotary_dim(problem);
     const int64_t lanes = divide_up(dim, 16) + divide_up(problem->head_dim - dim, 16);
