@@ -75,8 +75,8 @@ static fdma_status run_table(const fdma_problem *problem) {
 /* ---- rows ---- */
 
 static constexpr int rotate_threads = 128; // of a thread block: few, so that many blocks fit
-static constexpr int element_lanes =
-    32; // of rows whose pairs are not whole vectors: one element at a time
+/* Lanes of a row whose halves are not whole vectors: they load one element at a time. */
+static constexpr int element_lanes = 32;
 
 struct rotate_params {
     head_view from, to; // x and out; in the gradient dout and dx
