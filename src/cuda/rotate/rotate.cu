@@ -1,6 +1,6 @@
 /* fdma_rotary_table(), fdma_rotate() and its gradient, on any device from compute capability 8.0.
- * Memory bandwidth limits the rotation: a row is read once and written once, and the angles of a
- * position are read once for several heads.
+ * Memory bandwidth limits the rotation: a row is read once and written once. The threads of a warp
+ * take the heads of a token side by side, so that a warp reads and writes memory in one piece.
  *
  * Source: docs/algorithm.md, rotary embedding. */
 #include "cuda/device/grid.cuh"
@@ -86,10 +86,10 @@ struct rotate_params {
     const void *weight;                // NULL: no norm
     float *sums;                       // [blocks, head_dim]: of dweight; NULL: not wanted
     int64_t rotary_stride, rotary_rows, positions_stride;
-    int64_t first, offset;
-    int64_t tokens; // of all sequences: each has a row of every head
-    int32_t len, heads, rotated_heads, heads_of_block, head_dim, dim, start_count;
-    float eps, sign; // -1: rotates by the negative angle
+    int64_t first, offset, batch;
+    int32_t len, heads, rotated_heads, head_dim, dim, start_count;
+    int32_t heads_log; // a thread block has 2^heads_log heads of a token side by side
+    float eps, sign;   // -1: rotates by the negative angle
     bool interleaved;
     bool wide_weight; // float32
     bool aligned;     // rows of all tensors can be copied 16 bytes at a time
@@ -295,7 +295,8 @@ __device__ static void load_weight(lane_row &to, const rotate_params &params,
 template <int lanes>
 __device__ static void write_sums(const lane_row &sums, const rotate_params &params) {
     __shared__ lane_row of_threads[rotate_threads];
-    const int64_t block = blockIdx.x + (int64_t)gridDim.x * blockIdx.y;
+    const int64_t block =
+        blockIdx.x + (int64_t)gridDim.x * (blockIdx.y + (int64_t)gridDim.y * blockIdx.z);
 #pragma unroll
     for (int n = 0; n < 2 * vec_channels; n++)
         of_threads[threadIdx.x][n / vec_channels][n % vec_channels] =
@@ -315,6 +316,12 @@ __device__ static void write_sums(const lane_row &sums, const rotate_params &par
     }
 }
 
+/* Row i of head h of sequence b. */
+template <typename element>
+__device__ static element *row_at(const head_view &view, int64_t b, int64_t i, int64_t h) {
+    return (element *)view.data + b * view.batch + i * view.row + h * view.head;
+}
+
 /* What a kernel does with a row. */
 enum row_work {
     rotates,
@@ -327,37 +334,30 @@ static constexpr int blocks_at_once(int lanes, row_work work) {
     return lanes == element_lanes ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 3;
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs; they take the heads of a
- * position one after the other. The heads are divided among the second axis of the grid. */
+/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The grid: heads, positions,
+ * sequences. */
 template <typename element, int lanes, row_work work>
 static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, work))
     rotate_rows(const __grid_constant__ rotate_params params) {
     constexpr bool whole_vectors = lanes < element_lanes;
     const lane_channels channels = channels_of(params, threadIdx.x % lanes);
-    const int32_t first_head = blockIdx.y * params.heads_of_block;
-    const int32_t end_head = min(first_head + params.heads_of_block, params.heads);
-    const int64_t step = (int64_t)gridDim.x * (rotate_threads / lanes);
+    const int32_t row = threadIdx.x / lanes, heads_log = params.heads_log;
+    const int32_t h = (blockIdx.x << heads_log) + (row & ((1 << heads_log) - 1));
+    const int64_t positions = rotate_threads / lanes >> heads_log; // of a thread block
     lane_row sums = {};
-    for (int64_t first = (int64_t)blockIdx.x * (rotate_threads / lanes); first < params.tokens;
-         first += step) {
-        const int64_t token = first + threadIdx.x / lanes;
-        const bool there = token < params.tokens;
-        const int64_t b = token / params.len;
-        const int32_t i = (int32_t)(token % params.len);
-        const element *const from =
-            (const element *)params.from.data + (b * params.from.batch + i * params.from.row);
-        const element *const x =
-            (const element *)params.x.data + (b * params.x.batch + i * params.x.row);
-        element *const to = (element *)params.to.data + (b * params.to.batch + i * params.to.row);
-        const lane_factors factors =
-            find_factors<whole_vectors>(params, there ? angles_of(params, b, i) : NULL, channels);
-        for (int32_t h = first_head; h < end_head; h++) {
+    for (int64_t b = blockIdx.z; b < params.batch; b += gridDim.z)
+        for (int64_t first = blockIdx.y * positions; first < params.len;
+             first += gridDim.y * positions) {
+            const int64_t i = first + (row >> heads_log);
+            const bool there = i < params.len && h < params.heads;
             lane_row y, own, weight;
-            load_row<whole_vectors>(y, from + h * params.from.head, channels, there,
+            load_row<whole_vectors>(y, row_at<element>(params.from, b, i, h), channels, there,
                                     params.aligned);
             if (work == differentiates_norm)
-                load_row<whole_vectors>(own, x + h * params.x.head, channels, there,
+                load_row<whole_vectors>(own, row_at<element>(params.x, b, i, h), channels, there,
                                         params.aligned);
+            const lane_factors factors = find_factors<whole_vectors>(
+                params, there ? angles_of(params, b, (int32_t)i) : NULL, channels);
             if (work != rotates)
                 load_weight<whole_vectors, element>(weight, params, channels);
             if (work == normalizes) {
@@ -372,9 +372,9 @@ static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, w
             if (work == differentiates_norm)
                 differentiate_norm<lanes>(y, sums, own, weight, params, there);
             if (there)
-                store_row<whole_vectors>(to + h * params.to.head, y, channels, params.aligned);
+                store_row<whole_vectors>(row_at<element>(params.to, b, i, h), y, channels,
+                                         params.aligned);
         }
-    }
     if (work == differentiates_norm && params.sums != NULL)
         write_sums<lanes>(sums, params);
 }
@@ -409,28 +409,42 @@ static int lanes_of(const fdma_problem *problem) {
 }
 
 struct rotate_grid {
-    int64_t token_blocks, head_blocks, heads_of_block;
+    int64_t heads, positions, sequences;
+    int32_t heads_log;
+
+    int64_t blocks() const { return heads * positions * sequences; }
 };
+
+/* As many heads side by side, a power of two, as leave at most an eighth of the threads idle. */
+static int32_t heads_log_of(const fdma_problem *problem) {
+    const int64_t rows = rotate_threads / lanes_of(problem), heads = problem->q_heads;
+    int32_t log = 0;
+    for (int32_t n = 1; (int64_t)1 << n <= rows; n++)
+        if ((divide_up(heads, (int64_t)1 << n) << n) - heads <= heads / 8)
+            log = n;
+    return log;
+}
 
 /* The order of dweight's sums follows from the grid, which therefore depends on sizes alone. */
 static rotate_grid grid_of_rows(const fdma_problem *problem) {
-    const int64_t wanted = 1024;                                           // blocks fill any device
-    const int64_t most = is_present(&problem->dweight) ? 2048 : INT32_MAX; // whose sums are added
-    const int64_t heads = problem->q_heads, groups = rotate_threads / lanes_of(problem);
-    const int64_t blocks = divide_up(problem->batch * problem->q_len, groups);
+    const int64_t most_axis = 32768;
     rotate_grid grid = {};
-    if (blocks == 0 || heads == 0)
-        return grid;
-    const int64_t parts = blocks >= wanted ? 1 : wanted / blocks;
-    grid.heads_of_block = divide_up(heads, parts < heads ? parts : heads);
-    grid.head_blocks = divide_up(heads, grid.heads_of_block);
-    grid.token_blocks = blocks <= most / grid.head_blocks ? blocks : most / grid.head_blocks;
+    grid.heads_log = heads_log_of(problem);
+    const int64_t positions = rotate_threads / lanes_of(problem) >> grid.heads_log;
+    const int64_t blocks = divide_up(problem->q_len, positions);
+    grid.heads = divide_up(problem->q_heads, (int64_t)1 << grid.heads_log);
+    const int64_t most = is_present(&problem->dweight) && grid.heads > 0
+                             ? divide_up(2048, grid.heads) // whose sums are added
+                             : most_axis * most_axis;
+    grid.positions = min(min(blocks, most_axis), most);
+    if (grid.positions > 0)
+        grid.sequences = min(min(problem->batch, most_axis), divide_up(most, grid.positions));
     return grid;
 }
 
 static float *lay_out(const fdma_problem *problem, fdma_arena *arena) {
     const rotate_grid grid = grid_of_rows(problem);
-    const int64_t blocks = is_present(&problem->dweight) ? grid.token_blocks * grid.head_blocks : 0;
+    const int64_t blocks = is_present(&problem->dweight) ? grid.blocks() : 0;
     return take<float>(arena, blocks * problem->head_dim);
 }
 
@@ -450,11 +464,11 @@ static rotate_params describe(const fdma_problem *problem, float *sums) {
     params.positions_stride = problem->positions.stride[0];
     params.first = problem->rotation.first;
     params.offset = problem->rotation.offset;
-    params.tokens = problem->batch * problem->q_len;
+    params.batch = problem->batch;
     params.len = (int32_t)problem->q_len;
     params.heads = (int32_t)problem->q_heads;
     params.rotated_heads = (int32_t)(problem->q_heads - problem->rotation.nope_heads);
-    params.heads_of_block = (int32_t)grid_of_rows(problem).heads_of_block;
+    params.heads_log = grid_of_rows(problem).heads_log;
     params.head_dim = (int32_t)problem->head_dim;
     params.dim = (int32_t)rotary_dim(problem);
     params.start_count = (int32_t)problem->starts.shape[0];
@@ -483,8 +497,9 @@ static const char *refuses(const fdma_problem *problem) {
 template <typename element, int lanes>
 static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &params) {
     const rotate_grid grid = grid_of_rows(problem);
-    const launch_shape shape = {dim3((unsigned)grid.token_blocks, (unsigned)grid.head_blocks),
-                                dim3(rotate_threads)};
+    const launch_shape shape = {
+        dim3((unsigned)grid.heads, (unsigned)grid.positions, (unsigned)grid.sequences),
+        dim3(rotate_threads)};
     const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
     if (params.weight == NULL)
         return launch(name, rotate_rows<element, lanes, rotates>, shape, problem, params);
@@ -497,7 +512,7 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
     const launch_shape of_sums = {dim3((unsigned)(problem->head_dim / sum_channels)),
                                   dim3(row_threads)};
     return launch(name, add_sums, of_sums, problem, params.sums, (float *)problem->dweight.data,
-                  (int32_t)(grid.token_blocks * grid.head_blocks), (int32_t)problem->head_dim);
+                  (int32_t)grid.blocks(), (int32_t)problem->head_dim);
 }
 
 template <typename element>
@@ -517,7 +532,7 @@ static fdma_status run_type(const fdma_problem *problem, const rotate_params &pa
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const rotate_params params = describe(problem, lay_out(problem, &arena));
-    if (params.tokens == 0 || params.heads == 0)
+    if (params.batch == 0 || params.len == 0 || params.heads == 0)
         return clear("rotate_backward", problem, problem->dweight.data,
                      is_present(&problem->dweight) ? problem->head_dim * sizeof(float) : 0);
     if (problem->dtype == FDMA_FLOAT32)
