@@ -262,7 +262,7 @@ def plan(
     return call if call.fits(given) else None
 
 
-def shorten(operator: Operator, op: Any) -> None:
+def bypass_dispatcher(operator: Operator, op: Any) -> None:
     """Let calls of `op`, the operator as PyTorch has it, be direct calls.
 
     Compiled graphs and other callers in Python call `op`, which calls its attribute `_op`. It is
@@ -274,7 +274,7 @@ def shorten(operator: Operator, op: Any) -> None:
     def call(*arguments: Any, **named: Any) -> Any:
         return call_operator(operator, dispatch, arguments, named)
 
-    op._op = NATIVE.shorten(dispatch, call, operator.count, operator.key_at)
+    op._op = NATIVE.bypass(dispatch, call, operator.count, operator.key_at)
 
 
 def call_operator(

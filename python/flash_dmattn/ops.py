@@ -76,7 +76,7 @@ class Operator:
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
         op = getattr(torch.ops.flash_dmattn, name).default
-        _repeat.shorten(self, op)
+        _repeat.bypass_dispatcher(self, op)
         for device in _arguments.DEVICES:
             LIBRARY.impl(name, self.run, device.upper())
         torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)

@@ -243,7 +243,7 @@ static PyObject *repeat(PyObject *module, PyObject *args) {
 
 /* ---- operators ---- */
 
-/* The items of the tuple that a shortened operator holds. */
+/* The items of the tuple that the function of bypass() holds. */
 enum { MODULE, OPERATOR, OTHERWISE, TENSORS, KEY_AT };
 
 /* The shape of an argument; NULL without an exception if it is no plain tensor or if lengths are
@@ -291,7 +291,7 @@ static PyObject *call_operator(PyObject *self, PyObject *arguments, PyObject *ke
     return returned;
 }
 
-static PyObject *shorten(PyObject *module, PyObject *args) {
+static PyObject *bypass(PyObject *module, PyObject *args) {
     static PyMethodDef definition = {"operator", (PyCFunction)(void (*)(void))call_operator,
                                      METH_VARARGS | METH_KEYWORDS,
                                      "Repeats a call that is remembered, or makes it otherwise."};
@@ -413,8 +413,8 @@ static PyMethodDef functions[] = {
     {"repeat", repeat, METH_VARARGS,
      "repeat(head, arguments, count): the results of a call that is remembered; NotImplemented if "
      "none fits, or something is_watched()."},
-    {"shorten", shorten, METH_VARARGS,
-     "shorten(operator, otherwise, count, key_at): a function that repeats a remembered call whose "
+    {"bypass", bypass, METH_VARARGS,
+     "bypass(operator, otherwise, count, key_at): a function that repeats a remembered call whose "
      "head is (operator, arguments[0].shape, arguments[key_at].shape), or calls otherwise()."},
     {"record", record, METH_VARARGS,
      "record(ctx, call, *given): the forward() of Recorded in autograd.py."},

@@ -177,30 +177,30 @@ def test_keys() -> None:
         NATIVE.configure()
 
 
-def test_shortened_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_bypass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """They repeat calls of the shapes that they are remembered by, and have others made otherwise.
     Errors of a repeated call are raised."""
     monkeypatch.setattr(_call, "memory", _call.Memory())
     others: list[Any] = []
-    short = NATIVE.shorten("fake", lambda *args, **named: others.append((args, named)), 3, 2)
+    operator = NATIVE.bypass("fake", lambda *args, **named: others.append((args, named)), 3, 2)
     fake, one, two = Fake(count=2), torch.ones(4), torch.ones(2, 2)
     key = NATIVE.make_key(("fake", one.shape, two.shape), (one, None, two, 1), 3)
     _call.memory.direct[key] = [fake]
-    outputs = short(one, None, two, 1)
+    outputs = operator(one, None, two, 1)
     assert [x.numel() for x in outputs] == [4, 64] and fake.seen[0][0] == one.data_ptr()
     calls: list[Any] = [(one, None, one, 1), (two, None, two, 1), (one, None, two, 2)]
     calls += [(one, None, two, 1.0), ("text", None, two, 1), (one, None), ()]
     for arguments in calls:
-        assert short(*arguments) is None
-    assert short(one, None, two, option=1) is None
+        assert operator(*arguments) is None
+    assert operator(one, None, two, option=1) is None
     assert len(fake.seen) == 1
     assert [len(args) for args, _ in others] == [len(call) for call in calls] + [3]
     assert others[0][0][0] is one and others[-1][1] == {"option": 1}
     fake.status = 2
     with pytest.raises(ArithmeticError, match="status 2"):
-        short(one, None, two, 1)
+        operator(one, None, two, 1)
     with pytest.raises(TypeError):
-        NATIVE.shorten("fake")
+        NATIVE.bypass("fake")
 
 
 def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_where_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert _repeat.load_native() is None
     found = _repeat.load_native()
     assert found.INTERFACE == _repeat.INTERFACE
-    for function in (found.repeat, found.make_key, found.shorten):
+    for function in (found.repeat, found.make_key, found.bypass):
         with pytest.raises(RuntimeError, match="has to be called first"):
             function("head", (), 0)
     monkeypatch.setitem(_repeat.sys.modules, _repeat.NAME, NATIVE)
