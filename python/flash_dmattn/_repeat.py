@@ -37,7 +37,7 @@ from ._call import GUARDS, allocators, device_function, stream_function
 if TYPE_CHECKING:
     from .ops import Operator
 
-INTERFACE = 5  # version of the interface between _native and this file
+INTERFACE = 6  # version of the interface between _native and this file
 NAME, FILE = f"{__package__}._native", "_native.abi3.so"
 MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
