@@ -22,21 +22,23 @@ extern "C" {
 
 /* keys: the most keys of a segment. A partition, of ranks or of positions, is the 32 keys that the
  * lanes of a warp have at once. */
-template <int keys_> struct short_config {
-    static constexpr int threads = 512, warps = threads / warp_lanes;
+template <int keys_, int threads_> struct short_config {
+    static constexpr int threads = threads_, warps = threads / warp_lanes;
+    static constexpr int blocks = 1024 / threads; // of a multiprocessor, at least, by registers
     static constexpr int keys = keys_, items = keys / threads; // items: of a thread
     static constexpr int partitions = keys / warp_lanes;
-    static constexpr int partition_bits = keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
+    static constexpr int partition_bits = keys == 512 ? 4 : keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
     static constexpr int rank_bits = partition_bits + 5;
-    static constexpr int lane_partitions = partitions / warp_lanes;
-    static constexpr int lists = keys / list_queries; // at most
-    static constexpr int most_entries = 32768;        // 64 KB
+    static constexpr int lane_partitions = (partitions + warp_lanes - 1) / warp_lanes;
+    static constexpr int buckets = 2 * keys, most_crowd = 24; // most_crowd: keys of a bucket
+    static constexpr int lists = keys / list_queries;         // at most
+    static constexpr int most_entries = 32768;                // 64 KB
     static constexpr int entries = lists * keys < most_entries ? lists * keys : most_entries;
     static constexpr int pairs = partitions / 2; // pairs of columns of earlier_count
     static constexpr int strips = threads / pairs < 8 ? threads / pairs : 8;
     static constexpr int strip_rows = partitions / strips;
 
-    static_assert(1 << rank_bits == keys, "keys is 1024, 2048 or 4096");
+    static_assert(1 << rank_bits == keys, "keys is 512, 1024, 2048 or 4096");
     static_assert(items > 0 && threads >= digits, "a thread has a key, and maybe a digit");
     static_assert(lane_partitions <= 4, "a word has a count for each partition of a lane");
 };
@@ -44,8 +46,11 @@ template <int keys_> struct short_config {
 template <class config> struct alignas(16) short_memory {
     union {
         struct {
-            uint2 key[config::keys]; // by rank: {order, position}
-            uint32_t digit_count[config::warps][digits];
+            uint2 key[config::keys]; // by rank or by bucket: {order, position}
+            union {
+                uint32_t digit_count[config::warps][digits];
+                uint32_t bucket[config::buckets]; // first their keys, then where they start
+            };
         };
         // [c][d]: keys of rank partition c before position partition d; later those of all higher
         // rank partitions
@@ -77,6 +82,8 @@ template <class config> struct alignas(16) short_memory {
     uint32_t start[digits];
     uint32_t strip_sum[config::strips][config::pairs];
     // one for each sum over warps, which saves a barrier between two sums
+    uint32_t least[config::warps], most[config::warps], absent_scratch[config::warps],
+        bucket_scratch[config::warps];
     uint32_t digit_scratch[config::warps], position_scratch[config::warps],
         rank_scratch[config::warps], recent_scratch[config::warps];
     uint16_t evicted_count[config::lists]; // by list
@@ -139,6 +146,107 @@ __device__ static void sort_digit(short_memory<config> &shared, uint2 (&key)[con
         key[r] = shared.key[own_index<config>(r)];
 }
 
+/* The range of the orders of all keys but the sinks, and the number of absent keys. */
+struct order_range {
+    uint32_t least, most, absents;
+    uint32_t next_absent; // in this warp
+};
+
+template <class config>
+__device__ static order_range find_range(short_memory<config> &shared,
+                                         const uint2 (&key)[config::items]) {
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    order_range range = {UINT32_MAX, 0};
+    uint32_t absents = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const bool is_absent = (key[r].y & absent) != 0, is_top = key[r].x == order_sink;
+        range.least = min(range.least, is_absent ? UINT32_MAX : key[r].x);
+        range.most = max(range.most, is_absent || is_top ? 0 : key[r].x);
+        absents += __popc(__ballot_sync(all_lanes, is_absent));
+    }
+    shared.least[warp] = __reduce_min_sync(all_lanes, range.least);
+    shared.most[warp] = __reduce_max_sync(all_lanes, range.most);
+    range.next_absent = add_lower_warps(shared.absent_scratch, absents, &range.absents);
+    const bool has_warp = lane < config::warps;
+    range.least = __reduce_min_sync(all_lanes, has_warp ? shared.least[lane] : UINT32_MAX);
+    range.most = __reduce_max_sync(all_lanes, has_warp ? shared.most[lane] : 0);
+    range.most = max(range.most, range.least);
+    return range;
+}
+
+/* Replaces the number of keys of each bucket by the number in those before it, and in `first`. */
+template <class config>
+__device__ static void sum_buckets(short_memory<config> &shared, uint32_t first) {
+    constexpr int each = config::buckets / config::threads;
+    uint32_t *const own = &shared.bucket[threadIdx.x * each];
+    uint32_t count[each], sum = 0, total;
+#pragma unroll
+    for (int n = 0; n < each; n++)
+        sum += count[n] = own[n];
+    const uint32_t lower = sum_lower_lanes(sum);
+    const uint32_t of_warp = __shfl_sync(all_lanes, lower + sum, warp_lanes - 1);
+    uint32_t next = first + lower + add_lower_warps(shared.bucket_scratch, of_warp, &total);
+#pragma unroll
+    for (int n = 0; n < each; n++) {
+        own[n] = next;
+        next += count[n];
+    }
+    __syncthreads();
+}
+
+/* The number of keys[first] to keys[end - 1] that come before `key`. */
+__device__ static uint32_t count_before(const uint2 *keys, uint32_t first, uint32_t end,
+                                        const uint2 key) {
+    const ranked_key own = ranked_key_of(key.x, key.y, key_bits);
+    uint32_t count = 0;
+    for (uint32_t n = first; n < end; n++)
+        count += ranked_key_of(keys[n].x, keys[n].y, key_bits) < own;
+    return count;
+}
+
+/* sort_keys() by one pass: buckets divide the range of the orders evenly, and a key is compared
+ * with the keys of its bucket. False if a bucket has many keys. */
+template <class config>
+__device__ static bool sort_buckets(short_memory<config> &shared,
+                                    const uint2 (&key)[config::items]) {
+    uint32_t own[config::items], nth[config::items];
+    uint32_t most = 0;
+    for (int n = threadIdx.x; n < config::buckets; n += config::threads)
+        shared.bucket[n] = 0;
+    const order_range range = find_range(shared, key);
+    const int shift = max(31 - config::rank_bits - __clz(range.most - range.least), 0);
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t order = min(key[r].x, range.most) - range.least;
+        own[r] = min(order >> shift, config::buckets - 2);
+        nth[r] = (key[r].y & absent) != 0 ? 0 : atomicAdd(&shared.bucket[own[r]], 1);
+        most = max(most, nth[r]);
+    }
+    // __shfl_sync tells the compiler that all threads have the same value
+    if (__shfl_sync(all_lanes, __syncthreads_or(most >= config::most_crowd), 0))
+        return false;
+    sum_buckets(shared, range.absents);
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        if ((key[r].y & absent) == 0)
+            shared.key[shared.bucket[own[r]] + nth[r]] = key[r];
+    __syncthreads();
+    uint32_t next_absent = range.next_absent;
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const bool is_absent = (key[r].y & absent) != 0;
+        uint32_t rank = number_flag(is_absent, &next_absent);
+        if (!is_absent) {
+            rank = shared.bucket[own[r]];
+            rank += count_before(shared.key, rank, shared.bucket[own[r] + 1], key[r]);
+        }
+        shared.standing[rank] = key[r].y;
+    }
+    __syncthreads();
+    return true;
+}
+
 /* Ascending and stable. Returns positions by rank. */
 template <class config>
 __device__ static void sort_keys(short_memory<config> &shared, const select_call &call,
@@ -148,12 +256,17 @@ __device__ static void sort_keys(short_memory<config> &shared, const select_call
 #pragma unroll
     for (int r = 0; r < config::items; r++)
         key[r] = load_key<false>(call, segment, own_index<config>(r));
+    if (!sort_buckets(shared, key)) {
 #pragma unroll 1
-    for (int shift = 0; shift < key_bits; shift += digit_bits)
-        sort_digit(shared, key, shift);
+        for (int shift = 0; shift < key_bits; shift += digit_bits)
+            sort_digit(shared, key, shift);
+#pragma unroll
+        for (int r = 0; r < config::items; r++)
+            shared.standing[own_index<config>(r)] = key[r].y;
+    }
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        position[r] = key[r].y;
+        position[r] = shared.standing[own_index<config>(r)];
 }
 
 template <int bits> __device__ static uint32_t lanes_above(uint32_t value) {
@@ -190,8 +303,9 @@ __device__ static void count_row(short_memory<config> &shared, int r, uint32_t p
     uint32_t before = 0; // in the partitions of lower numbers of all lanes
 #pragma unroll
     for (int n = 0; n < config::lane_partitions; n++) {
-        shared.earlier_count[own_partition<config>(r)][n * warp_lanes + lane] =
-            (uint16_t)(before + (lower >> 8 * n & 0xff));
+        if (lane < config::partitions)
+            shared.earlier_count[own_partition<config>(r)][n * warp_lanes + lane] =
+                (uint16_t)(before + (lower >> 8 * n & 0xff));
         before += all >> 8 * n & 0xff;
     }
 }
@@ -410,11 +524,13 @@ struct list_target {
     int64_t list_tile;
     uint32_t lists, origin; // origin: the position of query 0
     uint32_t kv_len;
-    uint32_t slots; // of a list: window + recent
+    uint32_t slots;       // of a list: window + recent
+    uint32_t part, parts; // the block is one of `parts` blocks: it writes every parts-th list
 };
 
-__device__ static list_target target_of(const forward_plan &plan, uint32_t slots) {
-    const int64_t head = blockIdx.x;
+__device__ static list_target target_of(const forward_plan &plan, uint32_t slots, uint32_t segment,
+                                        uint32_t parts) {
+    const int64_t head = segment;
     return {plan.records + head * plan.kv_len,
             plan.list + head * plan.list_head,
             plan.count + head * plan.lists,
@@ -423,7 +539,9 @@ __device__ static list_target target_of(const forward_plan &plan, uint32_t slots
             (uint32_t)plan.lists,
             (uint32_t)(plan.kv_len - plan.q_len),
             (uint32_t)plan.kv_len,
-            slots};
+            slots,
+            blockIdx.x % parts,
+            parts};
 }
 
 __device__ static uint32_t list_position(const list_target &to, uint32_t t) {
@@ -458,18 +576,23 @@ __device__ static void write_keys(short_memory<config> &shared, const select_seg
     for (int r = 0; r < config::items; r++) {
         const uint32_t j = own_index<config>(r), number = shared.number[j];
         const uint32_t kept_index = number & index_mask;
+        const bool is_own = j / list_queries % to.parts == to.part;
         if (j >= to.kv_len)
             continue;
         if ((number & kept_bit) == 0) {
-            write_key(segment, j, j, -1);
-            to.records[j] = {INT32_MIN, bias[r]};
+            if (is_own)
+                write_key(segment, j, j, -1);
+            if (is_own)
+                to.records[j] = {INT32_MIN, bias[r]};
             continue;
         }
         const uint32_t expiry = shared.expiry[kept_index];
         const uint32_t slot = shared.parent[kept_index] & index_mask;
+        enter_live(shared, to, j, kept_index, expiry, slot);
+        if (!is_own)
+            continue;
         write_key(segment, j, expiry, (int32_t)slot);
         to.records[j] = {expiry == to.kv_len ? INT32_MAX : (int32_t)expiry, bias[r]};
-        enter_live(shared, to, j, kept_index, expiry, slot);
     }
     __syncthreads();
 }
@@ -539,7 +662,7 @@ __device__ static void write_live(const short_memory<config> &shared, const list
         for (uint32_t t = 0; t < end; t++) {
             const uint32_t entered = shared.live[t * to.slots + s];
             live = entered != 0 ? entered : live;
-            if (t >= first && live != 0)
+            if (t >= first && t % to.parts == to.part && live != 0)
                 write_entry(shared, to, t, s, live - 1);
         }
     }
@@ -547,8 +670,9 @@ __device__ static void write_live(const short_memory<config> &shared, const list
 
 template <class config>
 __device__ static void write_lists(short_memory<config> &shared, const list_target &to) {
-    for (uint32_t t = threadIdx.x / warp_lanes; t < to.lists; t += config::warps)
-        write_changes(shared, to, t);
+    for (uint32_t n = threadIdx.x / warp_lanes; n * to.parts + to.part < to.lists;
+         n += config::warps)
+        write_changes(shared, to, n * to.parts + to.part);
     __syncthreads();
     write_live(shared, to);
 }
@@ -568,20 +692,21 @@ __device__ static void load_bias(const number_view<const float> &view, uint32_t 
 }
 
 template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     select_short(const select_call call, const forward_plan plan,
-                 const number_view<const float> bias_view) {
+                 const number_view<const float> bias_view, const uint32_t parts) {
     short_memory<config> &shared = shared_memory<short_memory<config>>();
-    const list_target to = target_of(plan, call.window + call.recent);
+    const uint32_t own_segment = blockIdx.x / parts;
+    const list_target to = target_of(plan, call.window + call.recent, own_segment, parts);
     uint32_t position[config::items];
     float bias[config::items];
     griddepcontrol_wait(); // for the scores and the sinks
     griddepcontrol_launch_dependents();
-    const select_segment segment = segment_of(call, blockIdx.x);
+    const select_segment segment = segment_of(call, own_segment);
     sort_keys(shared, call, segment, position);
     count_earlier(shared, position);
     const kept_flags kept = index_kept(shared, call.window);
-    load_bias<config>(bias_view, blockIdx.x, call, bias);
+    load_bias<config>(bias_view, own_segment, call, bias);
     clear_live(shared, to);
     match_evictions(shared, call, position, kept.total);
     const uint32_t total = call.recent > 0 ? move_expiries(shared, call, kept) : kept.total;
@@ -590,27 +715,51 @@ static __global__ void __launch_bounds__(config::threads, 1)
     write_lists(shared, to);
 }
 
-template <int keys>
-static fdma_status run_with(const fdma_problem *problem, const select_call &call,
-                            const forward_plan &plan) {
-    using config = short_config<keys>;
-    // not early: beside the blocks of score, several blocks would share a multiprocessor
-    const launch_shape shape = {dim3((unsigned)(problem->batch * problem->kv_heads)),
-                                dim3(config::threads), sizeof(short_memory<config>), start_after};
-    return launch("select", select_short<config>, shape, problem, call, plan,
-                  numbers_of<const float>(&problem->fused.forward->bias));
+/* Blocks of a segment that all do the same, until each writes some of the lists. */
+static int64_t count_parts(const fdma_problem *problem, const forward_plan &plan) {
+    const int64_t segments = problem->batch * problem->kv_heads;
+    const int64_t fitting = fdma_cuda_device(problem->exec.device)->multiprocessors / segments;
+    return max(min(fitting, (int64_t)plan.lists), (int64_t)1);
 }
 
-/* A configuration of a block that holds a segment. */
-static const struct short_choice {
+/* A block for each multiprocessor starts early, with so much shared memory that no two blocks get
+ * the same multiprocessor beside the blocks of score that still run. More blocks start after
+ * score. */
+template <class config>
+static fdma_status run_with(const fdma_problem *problem, const select_call &call,
+                            const forward_plan &plan) {
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
+    const int64_t parts = count_parts(problem, plan);
+    const int64_t blocks = problem->batch * problem->kv_heads * parts;
+    const bool is_alone = blocks <= device->multiprocessors;
+    const size_t half = (size_t)device->shared_bytes / 2 + 1024, own = sizeof(short_memory<config>);
+    const launch_shape shape = {dim3((unsigned)blocks), dim3(config::threads),
+                                is_alone ? max(own, half) : own,
+                                is_alone ? start_early : start_after};
+    return launch("select", select_short<config>, shape, problem, call, plan,
+                  numbers_of<const float>(&problem->fused.forward->bias), (uint32_t)parts);
+}
+
+typedef fdma_status short_run(const fdma_problem *problem, const select_call &call,
+                              const forward_plan &plan);
+
+/* Configurations of a block that holds a segment. */
+struct short_choice {
     int64_t keys, entries;
     size_t shared_bytes;
-    fdma_status (*run)(const fdma_problem *problem, const select_call &call,
-                       const forward_plan &plan);
-} choices[] = {
-    {1024, short_config<1024>::entries, sizeof(short_memory<short_config<1024>>), run_with<1024>},
-    {2048, short_config<2048>::entries, sizeof(short_memory<short_config<2048>>), run_with<2048>},
-    {4096, short_config<4096>::entries, sizeof(short_memory<short_config<4096>>), run_with<4096>},
+    short_run *few, *many; // for at most as many segments as multiprocessors, and for more
+};
+
+/* few: the fastest for one block of a multiprocessor. many: small enough for several blocks. */
+template <class few, class many>
+static constexpr short_choice choice_of = {few::keys, few::entries, sizeof(short_memory<few>),
+                                           run_with<few>, run_with<many>};
+
+static const short_choice choices[] = {
+    choice_of<short_config<512, 512>, short_config<512, 256>>,
+    choice_of<short_config<1024, 512>, short_config<1024, 512>>,
+    choice_of<short_config<2048, 1024>, short_config<2048, 512>>,
+    choice_of<short_config<4096, 1024>, short_config<4096, 1024>>,
 };
 
 /* The smallest block that holds the segment; kv_len is at most most_short_keys. */
@@ -672,7 +821,10 @@ static fdma_status run_short(const fdma_problem *problem) {
     if (problem->batch == 0 || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
-    return choose(problem)->run(problem, call, space.plan);
+    const bool is_many = problem->batch * problem->kv_heads >
+                         fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const short_choice *const choice = choose(problem);
+    return (is_many ? choice->many : choice->few)(problem, call, space.plan);
 }
 
 /* ---- cuda/sm80/keep_all ---- */
@@ -696,8 +848,6 @@ static __global__ void __launch_bounds__(keep_threads)
     if (plan.records != NULL)
         plan.records[head * kv_len + j] = {INT32_MAX,
                                            bias.data == NULL ? 0 : log2_e * bias.at(b, g)[j]};
-    if (plan.list != NULL)
-        plan.list[head * plan.list_head + j] = j;
 }
 
 static const char *keep_all_refuses(const fdma_problem *problem) {
