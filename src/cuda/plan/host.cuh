@@ -11,7 +11,9 @@ static inline bool rolls_lists(const fdma_problem *problem) {
            problem->scope != FDMA_SCOPE_GLOBAL;
 }
 
-static_assert(pair_view::float32 == FDMA_FLOAT32, "the dtype of pairs is an fdma_dtype");
+static_assert(pair_view::float32 == FDMA_FLOAT32 && pair_view::float16 == FDMA_FLOAT16 &&
+                  pair_view::bfloat16 == FDMA_BFLOAT16,
+              "the dtype of pairs is an fdma_dtype");
 
 static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
     const int64_t heads = tensor->shape[1]; // 0 if it is absent
@@ -28,9 +30,6 @@ static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
 /* The reason why no plan supports this problem, or no kernel with head_dim up to most_head_dim;
  * NULL if one does. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
-
-/* fdma_cuda_refuses_plan() for kernels that support neither attn_mask nor attn_bias. */
-const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
 
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
 

@@ -13,7 +13,7 @@
  * Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2. */
 #include <type_traits>
 
-#include "cuda/forward/sm90/forward.cuh"
+#include "cuda/forward/sm90/pairs.cuh"
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
@@ -55,6 +55,7 @@ __device__ static tile_keys keys_of_tile(const row_strides &strides, const head_
 struct own_key {
     int32_t key; // no_key: nothing to read
     key_record record;
+    int32_t entry; // of the list
 };
 
 template <class config> struct producer {
@@ -67,8 +68,11 @@ template <class config> struct producer {
     pipeline_state<tile_headers> header;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
+    /* With attn_bias the entries of a block are in the order of mask_index(): a consumer's thread
+     * has four successive ones of each 16. */
     __device__ int32_t fetch_entry(const tile_list &keys, int32_t block) const {
-        return entry_at(keys, block * config::key_rows + own_column);
+        const int32_t entry = config::has_pairs ? mask_index(own_column) : own_column;
+        return entry_at(keys, block * config::key_rows + entry);
     }
 
     __device__ static int32_t key_of(const tile_list &keys, int32_t entry) {
@@ -107,7 +111,7 @@ template <class config> struct producer {
     /* Replaces a key that has expired by the tile's first position, so that it is not read. */
     __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
-            *own = {no_key, masked_record()};
+            *own = {no_key, masked_record(), own->entry};
     }
 
     /* The first position at which rows keep a key, as far as its expiry allows. */
@@ -141,6 +145,8 @@ template <class config> struct producer {
         to->kept[n] = kept_positions(plan, tile, own);
         if constexpr (config::drops)
             to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
+        if constexpr (config::has_pairs)
+            write_pair_key(plan, to, own_column, pair_key(plan, own));
         const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
@@ -148,6 +154,13 @@ template <class config> struct producer {
         fence_proxy_async(); // wgmma reads the biases
         mbarrier_arrive(&memory->mask_ready[mask.stage]);
         mask.advance();
+    }
+
+    /* The key whose attn_bias consumers read. With attn_mask it may be absent: no row keeps it by
+     * its bits. */
+    __device__ static int32_t pair_key(const forward_plan &plan, const own_key &own) {
+        const int32_t listed = max(own.entry, ~own.entry);
+        return config::has_mask && is_key(listed, plan.kv_len) ? listed : own.key;
     }
 
     __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
@@ -193,10 +206,11 @@ template <class config> struct producer {
         int32_t before = no_key, next_entry = fetch_entry(keys, 1);
         own_key own = {key_of(keys, first_entry)};
         own.record = fetch_record(keys, own.key);
+        own.entry = first_entry;
         for (int32_t block = 0; block < blocks; block++) {
             if (plan.by_position)
                 drop_expired(tile, &own);
-            const int32_t next = key_of(keys, next_entry);
+            const int32_t entry = next_entry, next = key_of(keys, entry);
             const key_record next_record = fetch_record(keys, next);
             next_entry = fetch_entry(keys, block + 2);
             load_rows(plan, k, own.key, skips && block == blocks - 1);
@@ -206,7 +220,7 @@ template <class config> struct producer {
                 load_rows(plan, v, before, false);
             write_mask(plan, tile, own);
             before = own.key;
-            own = {next, next_record};
+            own = {next, next_record, entry};
         }
         load_rows(plan, v, before, skips);
     }
@@ -356,10 +370,13 @@ template <class config> struct consumer {
 
     using block_weights = uint32_t[config::key_rows / wgmma_k][4]; // pairs, as wgmma takes them
     using bits_of_block = std::conditional_t<config::has_mask, mask_bits<config>, no_mask_bits>;
+    using pairs_of_block =
+        std::conditional_t<config::has_pairs, pair_biases<config>, no_pair_biases>;
 
     forward_memory<config> *memory;
     tile_order order;
     float softcap_scale; // multiplies products inside tanh
+    float pair_factor;   // turns attn_bias into a bias of products
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
@@ -367,6 +384,7 @@ template <class config> struct consumer {
     int32_t index;       // of the consumer
     int32_t position[2]; // of this thread's rows, relative to the tile's first
     mask_rows rows;      // with attn_mask
+    pair_rows pairs;     // with attn_bias
     row_softmax softmax;
     float out[out_registers];
     block_weights weights; // of the block whose values are multiplied next
@@ -480,12 +498,54 @@ template <class config> struct consumer {
         for (int w = 0; w < registers / 16; w++) {
             if (__all_sync(~0u, (bits.word[0][w] & bits.word[1][w]) == ~0u))
                 continue;
-            const uint32_t own[2] = {bits.word[0][w] >> threadIdx.x % 4 * 2,
-                                     bits.word[1][w] >> threadIdx.x % 4 * 2};
+            // with attn_bias, bits are in the order of mask_index()
+            const int shift = threadIdx.x % 4 * (config::has_pairs ? 4 : 2);
+            const uint32_t own[2] = {bits.word[0][w] >> shift, bits.word[1][w] >> shift};
 #pragma unroll
             for (int k = 0; k < 16; k++) {
-                const bool kept = own[k / 2 % 2] >> (k / 4 * 8 + k % 2) & 1;
+                const int bit =
+                    config::has_pairs ? k / 8 * 16 + k / 4 % 2 * 2 + k % 2 : k / 4 * 8 + k % 2;
+                const bool kept = own[k / 2 % 2] >> bit & 1;
                 products[w * 16 + k] = kept ? products[w * 16 + k] : -INFINITY;
+            }
+        }
+    }
+
+    /* Starts to load attn_bias of a key block, if there are registers for all of it. */
+    __device__ void load_pairs(const forward_plan &plan, pairs_of_block &to) {
+        if constexpr (config::loads_pairs_ahead) {
+            const block_mask<config> *const from = &memory->mask[mask.stage];
+            if (plan.pair_bias.data == NULL)
+                return;
+            wait(&memory->mask_ready[mask.stage], mask.parity);
+#pragma unroll
+            for (int i = 0; i < config::key_rows / 16; i++)
+                load_group(plan, pairs, from, i, &to.word[0][4 * i], &to.word[1][4 * i]);
+        }
+    }
+
+    /* Adds attn_bias to the products of a key block. With softcap they are exponents of 2. */
+    template <int registers>
+    __device__ void add_pairs(const forward_plan &plan, const block_mask<config> *from,
+                              const pairs_of_block &biases, float (&products)[registers]) {
+        pair_rows own;
+        if constexpr (!config::loads_pairs_ahead) {
+            const row_tile tile = memory->header[opaque(header.stage)].tile;
+            own = find_pair_rows<element>(plan, order.group, tile, first_row_of(tile));
+        }
+#pragma unroll
+        for (int i = 0; i < registers / 8; i++) {
+            const bool is_vector = reads_vectors(from, i);
+            float *const of_group = &products[8 * i];
+            if constexpr (config::loads_pairs_ahead) {
+                add_group<element>(plan.pair_bias, pair_factor, is_vector, &biases.word[0][4 * i],
+                                   &biases.word[1][4 * i], of_group);
+            } else {
+                uint32_t words[2][4];
+                load_group(plan, own, from, i, words[0], words[1]);
+                add_group<element>(plan.pair_bias, pair_factor, is_vector, words[0], words[1],
+                                   of_group);
+                __syncwarp(); // keeps the loads of the next keys behind
             }
         }
     }
@@ -494,15 +554,18 @@ template <class config> struct consumer {
     template <int registers>
     __device__ void soften(const forward_plan &plan, const block_mask<config> *from,
                            float (&products)[registers]) {
-        const float cap = plan.softcap * log2_e;
+        const float cap = plan.softcap * log2_e, unit = plan.scale * log2_e;
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
             const float4 b = *(const float4 *)&from->bias[2 * i + threadIdx.x % 4 * 4];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const float low = k < 4 ? b.x : b.z, high = k < 4 ? b.y : b.w;
-                products[i + k] =
-                    fmaf(cap, tanh_of(products[i + k] * softcap_scale), k % 2 == 0 ? low : high);
+                const float bias = k % 2 == 0 ? low : high;
+                if (config::has_pairs && plan.softcap == 0)
+                    products[i + k] = fmaf(unit, products[i + k], bias);
+                else
+                    products[i + k] = fmaf(cap, tanh_of(products[i + k] * softcap_scale), bias);
             }
         }
     }
@@ -511,13 +574,16 @@ template <class config> struct consumer {
      * out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
     __device__ bool weigh(const forward_plan &plan, bool is_first, const bits_of_block &bits,
-                          float (&products)[registers], uint32_t (&next)[registers / 8][4],
-                          float (&rescale)[2]) {
+                          const pairs_of_block &biases, float (&products)[registers],
+                          uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
         const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
             soften(plan, from, products);
-        // after the bias, because -inf + inf is NaN
+        if constexpr (config::has_pairs)
+            if (plan.pair_bias.data != NULL)
+                add_pairs(plan, from, biases, products);
+        // after the biases, because -inf + inf is NaN
         if constexpr (config::has_mask)
             apply_bits(bits, products);
         else
@@ -610,6 +676,8 @@ template <class config> struct consumer {
             find_positions(plan);
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
+        if constexpr (config::loads_pairs_ahead)
+            pairs = find_pair_rows<element>(plan, order.group, tile, first_row_of(tile));
         if constexpr (config::drops)
             write_row_codes(plan, tile);
         softmax = row_softmax();
@@ -632,6 +700,8 @@ template <class config> struct consumer {
 
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
+        pairs_of_block biases;
+        load_pairs(plan, biases);
         wait_rows();
         issue_s(plan, products, kv.stage);
         const bits_of_block bits = load_bits();
@@ -640,11 +710,11 @@ template <class config> struct consumer {
         kv.advance();
         if constexpr (config::takes_turns) {
             block_weights next;
-            weigh(plan, true, bits, products, next, rescale);
+            weigh(plan, true, bits, biases, products, next, rescale);
             drop(plan, next);
             set_weights(next);
         } else {
-            weigh(plan, true, bits, products, weights, rescale);
+            weigh(plan, true, bits, biases, products, weights, rescale);
             clear_out();
         }
     }
@@ -692,6 +762,8 @@ template <class config> struct consumer {
         kv.advance();
         const int values = kv.stage;
         const bits_of_block bits = load_bits();
+        pairs_of_block biases;
+        load_pairs(plan, biases);
         wait_rows();
         kv.advance();
         acquire_tensor_cores();
@@ -700,7 +772,7 @@ template <class config> struct consumer {
         release_tensor_cores();
         wgmma_wait_group<1>(); // for S
         release_keys(keys, is_last);
-        if (weigh(plan, false, bits, products, next, rescale)) {
+        if (weigh(plan, false, bits, biases, products, next, rescale)) {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }
@@ -843,6 +915,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         self.memory = memory;
         self.order = order;
         self.softcap_scale = softcap_scale;
+        self.pair_factor = config::has_softcap ? log2_e : bias_scale * log2_e;
         // computed again: a value from before setmaxnreg would pass through memory
         self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
         self.run(plan);
@@ -858,16 +931,23 @@ template <class config> static forward_kernel kernel_with(void) {
 
 template <typename element, int most_channels, bool mask>
 static forward_kernel kernel_for_logits(const forward_plan &plan) {
-    if (plan.softcap != 0)
-        return kernel_with<forward_config<element, most_channels, true, mask, false>>();
-    if (plan.dropout.threshold != 0)
-        return kernel_with<forward_config<element, most_channels, false, mask, true>>();
+    const bool softcap = plan.softcap != 0, drops = plan.dropout.threshold != 0;
+    const bool pairs = plan.pair_bias.data != NULL;
+    if ((softcap && drops) || (pairs && (softcap || drops)))
+        return kernel_with<forward_config<element, most_channels, true, mask, true, true>>();
+    if (pairs)
+        return kernel_with<forward_config<element, most_channels, false, mask, false, true>>();
+    if (softcap)
+        return kernel_with<forward_config<element, most_channels, true, mask, false, false>>();
+    if (drops)
+        return kernel_with<forward_config<element, most_channels, false, mask, true, false>>();
     // with longer lists a tile's first and last key block count less
     const int64_t most_listed = 640;
     if constexpr (most_channels == 64 && !mask)
         if (plan.list_tile > 0 && plan.list_tile <= most_listed)
-            return kernel_with<forward_config<element, most_channels, false, false, false, 2>>();
-    return kernel_with<forward_config<element, most_channels, false, mask, false>>();
+            return kernel_with<
+                forward_config<element, most_channels, false, false, false, false, 2>>();
+    return kernel_with<forward_config<element, most_channels, false, mask, false, false>>();
 }
 
 template <typename element, int most_channels>

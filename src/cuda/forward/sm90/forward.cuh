@@ -93,13 +93,15 @@ __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key
 }
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * softcap, mask and drops: with softcap, attn_mask and dropout. The code of softcap in the loop
- * would cost calls without it 7%. blocks: see below. */
-template <typename element_, int most_channels, bool softcap, bool mask, bool drops_,
+ * softcap, mask, drops and pairs: with softcap, attn_mask, dropout and attn_bias. The code of
+ * softcap in the loop would cost calls without it 7%. With `pairs`, a config with softcap and
+ * dropout serves calls without one of them, too, and those without attn_bias. blocks: see below. */
+template <typename element_, int most_channels, bool softcap, bool mask, bool drops_, bool pairs,
           int blocks_ = 1>
 struct forward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, has_mask = mask, drops = drops_;
+    static constexpr bool has_pairs = pairs;
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
@@ -110,21 +112,26 @@ struct forward_config {
     // or writes its results, but they have registers for 64 channels and one copy of the weights
     static constexpr int blocks = blocks_;
     static constexpr bool takes_turns = blocks == 1; // the consumers, at issuing products
-    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, and its
-    // two copies of the weights key_rows / 2
-    static constexpr int key_rows = channels > 128 || blocks == 2 ? 64 : 128;
+    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, its two
+    // copies of the weights key_rows / 2, and attn_bias key_rows / 2
+    static constexpr int key_rows = channels > 128 || has_pairs || blocks == 2 ? 64 : 128;
+    // attn_bias of a key block before its S, otherwise of 16 keys when it is added
+    static constexpr bool loads_pairs_ahead = has_pairs && channels <= 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int most_stages = channels > 128  ? 5
-                                       : channels > 64 ? 6
-                                       : blocks == 2   ? 10
-                                                       : 12;
-    // stages that fit in shared memory, where dropout's codes cost one stage
-    static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
-    static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
+    static constexpr int most_stages = blocks == 2      ? 10
+                                       : channels > 128 ? 5
+                                       : channels > 64  ? 768 / key_rows
+                                                        : 1536 / key_rows;
+    // stages that fit in shared memory, where dropout's codes and more masks cost one stage
+    static constexpr int kv_stages =
+        most_stages - ((drops || has_pairs) && channels > 64 && channels <= 128 ? 1 : 0) -
+        (drops && channels > 128 ? 1 : 0);
+    // 3 do not fit with 128 channels. The producer is at most as many key blocks ahead
+    static constexpr int mask_stages = has_pairs && channels <= 128 ? 6 : channels > 64 ? 2 : 4;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest
-    static constexpr bool is_tight = has_softcap && channels != 128;
+    static constexpr bool is_tight = has_softcap && channels != 128 && !has_pairs;
     static constexpr int producer_registers = blocks == 2 ? 48 : is_tight ? 40 : 56;
     static constexpr int consumer_registers = blocks == 2 ? 96 : is_tight ? 232 : 224;
     static constexpr int warp_keys = key_rows / warpgroup_warps; // that a producer's warp loads
@@ -158,6 +165,10 @@ template <class config> struct alignas(16) block_mask {
     uint32_t code[config::drops ? config::key_rows : 1]; // of dropout, in the same order
     // for each warp of the producer one bit per 16 keys: some row does not keep all of them
     uint8_t is_partial[warpgroup_warps];
+    // the same, with attn_bias: it cannot be read four keys at a time
+    uint8_t is_scattered[warpgroup_warps];
+    // with attn_bias, in the same order as `kept`; -1: no row keeps it
+    alignas(config::has_pairs ? 16 : 4) int32_t key[config::has_pairs ? config::key_rows : 1];
 };
 
 /* Dropout's code of a row. The bits of its pairs are the upper half of dropout_product() if its
