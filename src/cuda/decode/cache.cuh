@@ -155,10 +155,13 @@ __device__ static int32_t sequence_of(const decode_plan &plan, int32_t b) {
     return sequence < plan.sequences ? max(sequence, -1) : -1;
 }
 
+/* The number of new tokens of a stream that is not skipped. */
+__device__ static int32_t tokens_of(const decode_plan &plan, int32_t b) {
+    return plan.n_tokens != NULL ? clamp(plan.n_tokens[b], 0, plan.new_len) : plan.new_len;
+}
+
 __device__ static decode_stream stream_of(const decode_plan &plan, int32_t b) {
-    const int32_t sequence = sequence_of(plan, b);
-    const int32_t tokens =
-        plan.n_tokens != NULL ? clamp(plan.n_tokens[b], 0, plan.new_len) : plan.new_len;
+    const int32_t sequence = sequence_of(plan, b), tokens = tokens_of(plan, b);
     if (sequence < 0 || tokens == 0)
         return {};
     const int32_t committed = plan.commit != NULL ? clamp(plan.commit[b], 0, tokens) : tokens;

@@ -1,30 +1,29 @@
-/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks takes one (b,
- * g). Each block has an equal partition of the cache's rows, and the last block also has the new
- * tokens. The blocks merge their partial results through distributed shared memory. Once all of
+/* The second of the two kernels of fdma_decode() on 9.0, for a call of few heads: a cluster of 8, 4
+ * or 2 thread blocks takes one (b, g), so that about every multiprocessor has one block. Each block
+ * has an equal partition of the cache's rows, and the last block also has the new tokens. The blocks merge their partial results through distributed shared memory. Once all of
  * them have read the cache, the committed tokens are written to it. */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
 #include "cuda/mma/attention.cuh"
 
-enum { cluster_ranks = 8 };
+enum { most_ranks = 8, least_ranks = 2 }; // thread blocks of a cluster
 
 template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr bool in_pages = paged; // the rows of the cache are in pages
-    static constexpr int warps = head_dim <= 128 ? 4 : 2;
+    static constexpr int warps = head_dim <= 128 ? 8 : 6; // as many as fit in shared memory
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
     static constexpr int threads = warps * warp_lanes;
-    static constexpr int blocks = head_dim > 128 ? 1 : 4 - row_tiles; // on a multiprocessor
-    static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
+    static constexpr int entries = most_cluster_rows / least_ranks + most_new_tokens;
 };
 
 /* One thread block's partition of a call. Shared memory holds it to save registers. */
 struct cluster_partition {
-    int32_t b, g, rank;
+    int32_t b, g, rank, ranks;
     int32_t sequence;             // of the cache
     int32_t first_row, rows;      // of the cache
     int32_t token_entry, entries; // the entry of token 0, and the end
@@ -56,17 +55,18 @@ template <typename config> struct cluster_memory {
 
 template <typename config>
 __device__ static cluster_partition partition_of(const forward_plan &plan,
-                                                 const decode_plan &cached, bool aligned) {
-    const int32_t head = blockIdx.x / cluster_ranks, rank = blockIdx.x % cluster_ranks;
+                                                 const decode_plan &cached, int32_t ranks,
+                                                 bool aligned) {
+    const int32_t head = blockIdx.x / ranks, rank = blockIdx.x % ranks;
     const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
-    const int32_t size = (cached.rows + cluster_ranks * 16 - 1) / (cluster_ranks * 16) * 16;
+    const int32_t size = (cached.rows + ranks * 16 - 1) / (ranks * 16) * 16;
     const int32_t sequence = sequence_of(cached, b);
-    cluster_partition partition = {b, g, rank, max(sequence, 0)};
+    cluster_partition partition = {b, g, rank, ranks, max(sequence, 0)};
     partition.first_row = min(rank * size, cached.rows);
     partition.rows = min(size, cached.rows - partition.first_row);
     partition.token_entry = (partition.rows + 15) / 16 * 16;
     partition.entries =
-        rank == cluster_ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
+        rank == ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
     const int32_t first = config::in_pages ? 0 : partition.sequence;
     partition.k = source_of(cached.k, first, g, plan.head_dim, aligned);
     partition.v = source_of(cached.v, first, g, plan.head_dim, aligned);
@@ -178,12 +178,16 @@ __device__ static void load_tokens(cluster_memory<config> &shared, const decode_
     const cluster_partition &partition = shared.partition;
     const int64_t head = (int64_t)partition.b * cached.kv_heads + partition.g;
     const int32_t token = threadIdx.x, entry = partition.token_entry + token;
+    if (token >= cached.new_len)
+        return;
+    // all loads before the first use
+    const int32_t slot = cached.slot[head * cached.new_len + token];
+    const int32_t expiry = cached.expiry[head * cached.new_len + token];
+    const float score = cached.new_score.at(partition.b, partition.g)[token];
     if (token >= stream.tokens)
         return;
-    const int32_t slot = cached.slot[head * cached.new_len + token];
-    const float score = cached.new_score.at(partition.b, partition.g)[token];
     shared.slot[token] = slot;
-    shared.expiry[entry] = cached.expiry[head * cached.new_len + token];
+    shared.expiry[entry] = expiry;
     shared.bias[entry] = bias_of(cached.bias_form, score) * log2_e;
     if (slot >= partition.first_row && slot < partition.first_row + partition.rows)
         atomicMin(&shared.expiry[slot - partition.first_row], token);
@@ -262,30 +266,32 @@ template <typename config>
 __device__ static void merge_ranks(cluster_memory<config> &shared, const forward_plan &plan,
                                    const row_range &range, int32_t r) {
     using element = typename config::element;
-    const int lane = threadIdx.x % warp_lanes, rank = lane % cluster_ranks;
+    const int32_t ranks = shared.partition.ranks;
+    const int lane = threadIdx.x % warp_lanes, rank = lane % ranks;
     const int32_t row = range.first + r;
     const float max = ld_shared_cluster_f32(mapa(shared_address(&shared.max[0][r]), rank));
     float sum = ld_shared_cluster_f32(mapa(shared_address(&shared.sum[0][r]), rank));
     float most = max;
-    for (int other = 1; other < cluster_ranks; other *= 2)
+    for (int other = 1; other < ranks; other *= 2)
         most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
     const float weight = sum == 0 ? 0 : ex2_approx(max - most);
     sum = weight == 0 ? 0 : weight * sum;
-    for (int other = 1; other < cluster_ranks; other *= 2)
+    for (int other = 1; other < ranks; other *= 2)
         sum += __shfl_xor_sync(~0u, sum, other);
-    float weights[cluster_ranks];
+    float weights[most_ranks];
 #pragma unroll
-    for (int n = 0; n < cluster_ranks; n++)
-        weights[n] = __shfl_sync(~0u, weight, n);
+    for (int n = 0; n < most_ranks; n++)
+        weights[n] = n < ranks ? __shfl_sync(~0u, weight, n) : 0;
     const row_result result = result_of(most, sum, sink_of_row(plan, range, row));
     element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
     for (int d = lane * 4; d < plan.head_dim; d += warp_lanes * 4) {
-        float4 partials[cluster_ranks], out = {};
+        float4 partials[most_ranks], out = {};
 #pragma unroll
-        for (int n = 0; n < cluster_ranks; n++)
-            partials[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
+        for (int n = 0; n < most_ranks; n++)
+            if (n < ranks)
+                partials[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
 #pragma unroll
-        for (int n = 0; n < cluster_ranks; n++)
+        for (int n = 0; n < most_ranks; n++)
             if (weights[n] != 0) { // not 0 * x: out of an empty partition may be NaN
                 out.x += weights[n] * partials[n].x;
                 out.y += weights[n] * partials[n].y;
@@ -305,8 +311,8 @@ template <typename config>
 __device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range, int32_t rows, int32_t tokens) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    const int32_t step = cluster_ranks * config::warps;
-    for (int r = shared.partition.rank + cluster_ranks * warp; r < rows; r += step)
+    const int32_t ranks = shared.partition.ranks;
+    for (int r = shared.partition.rank + ranks * warp; r < rows; r += ranks * config::warps)
         if (row_position(plan, range, plan.kv_len, range.first + r) < tokens)
             merge_ranks(shared, plan, range, r);
         else
@@ -328,13 +334,14 @@ __device__ static void commit_token(const cluster_memory<config> &shared, const 
 }
 
 template <typename config>
-static __global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, 1)
     attend_cluster(const __grid_constant__ forward_plan plan,
-                   const __grid_constant__ decode_plan cached, const bool aligned) {
+                   const __grid_constant__ decode_plan cached, const int32_t ranks,
+                   const bool aligned) {
     cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
     const cluster_partition &partition = shared.partition;
     if (threadIdx.x == 0)
-        shared.partition = partition_of<config>(plan, cached, aligned);
+        shared.partition = partition_of<config>(plan, cached, ranks, aligned);
     __syncthreads();
     row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
     // no kernel before place_tokens() is still running, so the cache is as the last call left it
@@ -371,7 +378,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
     // every block has read the cache
     barrier_cluster_arrive();
-    for (int32_t token = partition.rank; token < stream.committed; token += cluster_ranks)
+    for (int32_t token = partition.rank; token < stream.committed; token += ranks)
         commit_token(shared, plan, cached, stream, token);
     if (partition.g == 0 && partition.rank == 0 && threadIdx.x == 0 && stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);

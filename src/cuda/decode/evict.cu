@@ -63,7 +63,9 @@ __device__ static void evict_head(const decode_plan &plan, const decode_stream &
     write_rows(plan, position, plan.bias.data != NULL ? plan.bias.at(sequence, g) : NULL, marks);
     if (thread >= stream.tokens && thread < plan.new_len)
         marks.add_token(thread, false);
-    add_tokens(shared, state, plan, stream, new_score, marks);
+    if (thread < plan.new_len)
+        shared.order[thread] = signed_order_of(new_score[thread]);
+    add_tokens(shared, state, plan, stream, marks);
     if (thread < stream.tokens)
         plan.slot[head * plan.new_len + thread] = shared.slot[thread];
 }
