@@ -1,10 +1,16 @@
 /* The second of the two kernels of fdma_decode() on 9.0, for a call of few heads: a cluster of 8, 4
  * or 2 thread blocks takes one (b, g), so that about every multiprocessor has one block. Each block
- * has an equal partition of the cache's rows, and the last block also has the new tokens. The blocks merge their partial results through distributed shared memory. Once all of
- * them have read the cache, the committed tokens are written to it. */
+ * has an equal partition of the cache's rows, and the last block also has the new tokens. A block
+ * sends each row of its partial result to the block that merges the row. Once it has read its
+ * partition, it writes the committed tokens that have a row there.
+ *
+ *   barrier          arrivals      who arrives                who waits
+ *   of the cluster   all threads   all threads, at first      all, before a row is sent
+ *   received         1, and bytes  thread 0; rows that come   all, before they merge */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
+#include "cuda/device/gather.cuh"
 #include "cuda/mma/attention.cuh"
 
 enum { most_ranks = 8, least_ranks = 2 }; // thread blocks of a cluster
@@ -13,7 +19,7 @@ template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr bool in_pages = paged; // the rows of the cache are in pages
-    static constexpr int warps = head_dim <= 128 ? 8 : 6; // as many as fit in shared memory
+    static constexpr int warps = head_dim <= 128 ? 8 : 5; // as many as fit in shared memory
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
@@ -48,6 +54,10 @@ template <typename config> struct cluster_memory {
     alignas(16) int32_t expiry[config::entries];
     alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
     float max[config::warps][config::rows], sum[config::warps][config::rows];
+    // of the rows that this block merges, one after the other: the partial results of all blocks
+    alignas(16) float part[config::rows][config::head_dim];
+    float2 part_sum[config::rows]; // row_max, row_sum
+    uint64_t received;
     int32_t position[config::rows];
     cluster_partition partition;
     int32_t slot[most_new_tokens];
@@ -241,63 +251,77 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
     cp_async_wait_group<0>();
 }
 
-/* Leaves the partial result of this block's partition in the arrays of warp 0. */
+/* The number of a tile's rows that a block merges: every ranks-th one. */
+__device__ static int32_t own_rows(const cluster_partition &partition, int32_t rows) {
+    return (rows - partition.rank + partition.ranks - 1) / partition.ranks;
+}
+
+/* With one thread: makes `received` wait for the rows that this block merges. */
 template <typename config>
-__device__ static void merge_warps(cluster_memory<config> &shared, const row_state<config> &state,
-                                   int32_t rows) {
+__device__ static void expect_rows(cluster_memory<config> &shared, int32_t rows) {
+    constexpr int32_t row_bytes = config::head_dim * (int)sizeof(float) + (int)sizeof(float2);
+    const cluster_partition &partition = shared.partition;
+    mbarrier_arrive_expect_tx(&shared.received,
+                              own_rows(partition, rows) * partition.ranks * row_bytes);
+}
+
+/* Sends the partial result of this block's partition, row by row, to the blocks that merge it. */
+template <typename config>
+__device__ static void send_rows(cluster_memory<config> &shared, const row_state<config> &state,
+                                 int32_t rows) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    const int32_t rank = shared.partition.rank, ranks = shared.partition.ranks;
     __syncthreads(); // no warp reads its stages any more
     stage_rows(shared, state, rows);
     __syncthreads();
     for (int r = warp; r < rows; r += config::warps) {
         const merged_warps<config> merged(shared, r);
-        for (int d = lane; d < config::head_dim; d += warp_lanes)
-            shared.out[0][r][d] = merged.out(shared, r, d);
-        __syncwarp();
-        if (lane == 0) {
-            shared.max[0][r] = merged.row_max;
-            shared.sum[0][r] = merged.row_sum;
-        }
+        const int32_t to = r % ranks, at = r / ranks * ranks + rank;
+        const uint32_t received = mapa(shared_address(&shared.received), to);
+        for (int d = lane * 4; d < config::head_dim; d += warp_lanes * 4)
+            st_async(mapa(shared_address(&shared.part[at][d]), to),
+                     make_float4(merged.out(shared, r, d), merged.out(shared, r, d + 1),
+                                 merged.out(shared, r, d + 2), merged.out(shared, r, d + 3)),
+                     received);
+        if (lane == 0)
+            st_async(mapa(shared_address(&shared.part_sum[at]), to),
+                     make_float2(merged.row_max, merged.row_sum), received);
     }
 }
 
-/* Merges row r of the tile from the partial results of all blocks, with one warp, and writes it. */
+/* Merges row n of this block's rows, which is row r of the tile, with one warp, and writes it. */
 template <typename config>
-__device__ static void merge_ranks(cluster_memory<config> &shared, const forward_plan &plan,
-                                   const row_range &range, int32_t r) {
+__device__ static void merge_row(const cluster_memory<config> &shared, const forward_plan &plan,
+                                 const row_range &range, int32_t n, int32_t r) {
     using element = typename config::element;
-    const int32_t ranks = shared.partition.ranks;
-    const int lane = threadIdx.x % warp_lanes, rank = lane % ranks;
-    const int32_t row = range.first + r;
-    const float max = ld_shared_cluster_f32(mapa(shared_address(&shared.max[0][r]), rank));
-    float sum = ld_shared_cluster_f32(mapa(shared_address(&shared.sum[0][r]), rank));
-    float most = max;
+    const int32_t ranks = shared.partition.ranks, row = range.first + r;
+    const int lane = threadIdx.x % warp_lanes;
+    const float(*const part)[config::head_dim] = shared.part + n * ranks;
+    const float2 own = shared.part_sum[n * ranks + lane % ranks];
+    float most = own.x;
     for (int other = 1; other < ranks; other *= 2)
         most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-    const float weight = sum == 0 ? 0 : ex2_approx(max - most);
-    sum = weight == 0 ? 0 : weight * sum;
+    const float weight = own.y == 0 ? 0 : ex2_approx(own.x - most);
+    float sum = weight == 0 ? 0 : weight * own.y;
     for (int other = 1; other < ranks; other *= 2)
         sum += __shfl_xor_sync(~0u, sum, other);
-    float weights[most_ranks];
-#pragma unroll
-    for (int n = 0; n < most_ranks; n++)
-        weights[n] = n < ranks ? __shfl_sync(~0u, weight, n) : 0;
     const row_result result = result_of(most, sum, sink_of_row(plan, range, row));
     element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
-    for (int d = lane * 4; d < plan.head_dim; d += warp_lanes * 4) {
-        float4 partials[most_ranks], out = {};
-#pragma unroll
-        for (int n = 0; n < most_ranks; n++)
-            if (n < ranks)
-                partials[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
-#pragma unroll
-        for (int n = 0; n < most_ranks; n++)
-            if (weights[n] != 0) { // not 0 * x: out of an empty partition may be NaN
-                out.x += weights[n] * partials[n].x;
-                out.y += weights[n] * partials[n].y;
-                out.z += weights[n] * partials[n].z;
-                out.w += weights[n] * partials[n].w;
-            }
+    for (int first = 0; first < plan.head_dim; first += warp_lanes * 4) {
+        const int d = first + lane * 4;
+        float4 out = {};
+        for (int rank = 0; rank < ranks; rank++) {
+            const float factor = __shfl_sync(~0u, weight, rank);
+            if (factor == 0 || d >= plan.head_dim)
+                continue; // not 0 * x: out of an empty partition may be NaN
+            const float4 x = *(const float4 *)&part[rank][d];
+            out.x += factor * x.x;
+            out.y += factor * x.y;
+            out.z += factor * x.z;
+            out.w += factor * x.w;
+        }
+        if (d >= plan.head_dim)
+            continue;
         to[d] = (element)(result.scale == 0 ? 0 : out.x * result.scale);
         to[d + 1] = (element)(result.scale == 0 ? 0 : out.y * result.scale);
         to[d + 2] = (element)(result.scale == 0 ? 0 : out.z * result.scale);
@@ -308,29 +332,34 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
 }
 
 template <typename config>
-__device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
+__device__ static void write_tile(const cluster_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range, int32_t rows, int32_t tokens) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    const int32_t ranks = shared.partition.ranks;
-    for (int r = shared.partition.rank + ranks * warp; r < rows; r += ranks * config::warps)
+    const cluster_partition &partition = shared.partition;
+    for (int n = warp; n < own_rows(partition, rows); n += config::warps) {
+        const int32_t r = partition.rank + n * partition.ranks;
         if (row_position(plan, range, plan.kv_len, range.first + r) < tokens)
-            merge_ranks(shared, plan, range, r);
+            merge_row(shared, plan, range, n, r);
         else
             write_empty_row<typename config::element>(plan, range, range.first + r,
                                                       {lane, warp_lanes});
+    }
 }
 
-/* Writes a token to its row of the cache, unless it is not committed, has no row, or a committed
- * token evicts it. */
+/* Writes the committed tokens whose rows are in this block's partition, with a warp for each,
+ * unless a committed token evicts them. */
 template <typename config>
-__device__ static void commit_token(const cluster_memory<config> &shared, const forward_plan &plan,
-                                    const decode_plan &cached, const decode_stream &stream,
-                                    int32_t token) {
+__device__ static void commit_tokens(const cluster_memory<config> &shared, const forward_plan &plan,
+                                     const decode_plan &cached, const decode_stream &stream) {
     const cluster_partition &partition = shared.partition;
-    const int32_t row = shared.slot[token];
-    if (row >= 0 && shared.expiry[partition.token_entry + token] >= stream.committed)
-        store_token(plan, cached, stream, partition.b, partition.g, token, row,
-                    {(int)threadIdx.x, config::threads});
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    for (int32_t token = warp; token < stream.committed; token += config::warps) {
+        const int32_t row = shared.slot[token];
+        if (row >= partition.first_row && row < partition.first_row + partition.rows &&
+            shared.expiry[partition.token_entry + token] >= stream.committed)
+            store_token(plan, cached, stream, partition.b, partition.g, token, row,
+                        {lane, warp_lanes});
+    }
 }
 
 template <typename config>
@@ -340,10 +369,16 @@ static __global__ void __launch_bounds__(config::threads, 1)
                    const bool aligned) {
     cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
     const cluster_partition &partition = shared.partition;
-    if (threadIdx.x == 0)
+    const int32_t total = plan.q_len * plan.group;
+    if (threadIdx.x == 0) {
         shared.partition = partition_of<config>(plan, cached, ranks, aligned);
+        mbarrier_init(&shared.received, 1);
+        fence_mbarrier_init();
+        expect_rows(shared, min(config::rows, total));
+    }
     __syncthreads();
-    row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
+    barrier_cluster_arrive();
+    row_range range = {partition.b, partition.g, 0, total};
     // no kernel before place_tokens() is still running, so the cache is as the last call left it
     begin_tile(shared, plan, cached, partition, range, aligned);
     load_rows(shared, cached);
@@ -352,35 +387,31 @@ static __global__ void __launch_bounds__(config::threads, 1)
     const decode_stream stream = cached.streams[partition.b * plan.kv_heads + partition.g];
     __syncthreads(); // positions and biases of the rows are loaded
     load_tokens(shared, cached, stream);
-    for (; range.first < range.total; range.first += config::rows) {
-        const int32_t rows = min(config::rows, range.total - range.first);
+    barrier_cluster_wait(); // every block can receive rows
+    for (uint32_t parity = 0; range.first < total; parity ^= 1) {
+        const int32_t rows = min(config::rows, total - range.first);
         row_state<config> rows_of_tile;
-        if (range.first > 0) {
-            barrier_cluster_arrive();
-            barrier_cluster_wait(); // the last tile has been merged
-            begin_tile(shared, plan, cached, partition, range, aligned);
-        }
         clear_rows(rows_of_tile);
         cp_async_wait_group<4>();
         __syncthreads(); // all of q has arrived
         if (stream.tokens > 0)
             attend_partition(shared, rows_of_tile, partition, cached, logit_params_of(plan));
         cp_async_wait_group<0>();
-        merge_warps(shared, rows_of_tile, rows);
-        barrier_cluster_arrive();
-        barrier_cluster_wait(); // all partial results are written
+        send_rows(shared, rows_of_tile, rows);
+        wait(&shared.received, parity);
         write_tile(shared, plan, range, rows, stream.tokens);
+        range.first += config::rows;
+        if (range.first >= total)
+            break;
+        if (threadIdx.x == 0)
+            expect_rows(shared, min(config::rows, total - range.first));
+        barrier_cluster_arrive();
+        barrier_cluster_wait(); // every block can receive rows again
+        begin_tile(shared, plan, cached, partition, range, aligned);
     }
     cp_async_wait_group<0>();
-    if (range.total == 0) {
-        barrier_cluster_arrive();
-        barrier_cluster_wait();
-    }
-    // every block has read the cache
-    barrier_cluster_arrive();
-    for (int32_t token = partition.rank; token < stream.committed; token += ranks)
-        commit_token(shared, plan, cached, stream, token);
+    __syncthreads(); // every warp has read the cache
+    commit_tokens(shared, plan, cached, stream);
     if (partition.g == 0 && partition.rank == 0 && threadIdx.x == 0 && stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);
-    barrier_cluster_wait(); // no block reads this one's shared memory any more
 }
