@@ -107,15 +107,15 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
                                           : run_type<form, __nv_bfloat16>(problem);
 }
 
-/* The reason why another form is faster, or NULL. Clusters are for as many heads as give each
- * multiprocessor a thread block. Measured on an H200: one block on each is the fastest up to as
- * many heads as multiprocessors, two blocks beyond. */
+/* The reason why another form is faster, or NULL. Measured on an H200. The clusters of the first
+ * two forms take only half of the multiprocessors, as those that lie together are not as many as a
+ * multiple of eight or four. */
 template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
     if (forces_kernel(problem, form_names[form]))
         return NULL;
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t most[] = {multiprocessors / 8, multiprocessors / 4, multiprocessors / 2,
+    const int64_t most[] = {multiprocessors / 16, multiprocessors / 8, multiprocessors / 2,
                             multiprocessors, INT64_MAX}; // heads of each form
     if (form != by_eight && heads <= most[form - 1])
         return "few heads, for which there is a faster kernel";

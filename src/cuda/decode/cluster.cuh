@@ -19,8 +19,10 @@ template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr bool in_pages = paged; // the rows of the cache are in pages
-    static constexpr int warps = head_dim <= 128 ? 8 : 5; // as many as fit in shared memory
     static constexpr int row_tiles = tiles;
+    // 5: as many as fit in shared memory; 9: with 2,048 rows and a block of new tokens, no warp of
+    // eight thread blocks has more than two key blocks; 8: as many as fit in registers
+    static constexpr int warps = head_dim > 128 ? 5 : row_tiles == 1 ? 9 : 8;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
     static constexpr int threads = warps * warp_lanes;
@@ -101,22 +103,17 @@ template <typename config>
 __device__ static void copy_entries(char *to, const cluster_partition &partition,
                                     const row_source &rows, const row_source &tokens, int32_t from,
                                     const head_view &cache, const row_indices &own) {
-    constexpr int copiers = row_layout<config::head_dim>::copiers;
     const bool is_new = from >= partition.token_entry;
+    if (from >= partition.entries)
+        return;
     if (config::in_pages && !is_new) {
         copy_rows_of_pages<config>(to, rows, 2 * cache.batch, own);
         return;
     }
     const row_source source = is_new ? tokens : rows;
     const int32_t first = is_new ? from - partition.token_entry : partition.first_row + from;
-    const int32_t count = (is_new ? partition.entries : partition.rows) - from;
-#pragma unroll
-    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
-        const int row = n + threadIdx.x % warp_lanes / copiers;
-        const bool there = row < count;
-        copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
-                                   there, source.aligned);
-    }
+    copy_block<config, true>(to, source, first,
+                             (is_new ? partition.entries : partition.rows) - from);
 }
 
 template <typename config>
@@ -217,10 +214,34 @@ __device__ static void clear_unkept(typename config::element *v, const int32_t *
     __syncwarp();
 }
 
+/* Q K^T of the first two key blocks of a warp, before it is known which keys are evicted. */
+template <typename config> struct first_products {
+    static constexpr bool are_early = config::row_tiles == 1; // as registers allow
+    float s[2][config::row_tiles][config::keys / 8][4];
+};
+
+template <typename config>
+__device__ static void multiply_first(first_products<config> &products,
+                                      const cluster_memory<config> &shared) {
+    const int warp = threadIdx.x / warp_lanes;
+#pragma unroll
+    for (int n = 0; n < 2 && products.are_early; n++) {
+        if ((warp + n * config::warps) * config::keys >= shared.partition.entries)
+            return;
+        cp_async_wait_group<3>(); // V, K and V follow; then V
+        if (n == 1)
+            cp_async_wait_group<1>();
+        __syncwarp(); // k has arrived
+        mma_abt<config>(products.s[n], down_first<config::head_dim>(shared.q),
+                        right_first<config::head_dim>(shared.stages[warp][n].k));
+    }
+}
+
 /* A warp's key blocks for the rows of a tile. As soon as k or v of a stage has been read, it is
  * loaded again for the block two steps later. */
 template <typename config>
 __device__ static void attend_partition(cluster_memory<config> &shared, row_state<config> &state,
+                                        const first_products<config> &products,
                                         const cluster_partition &partition,
                                         const decode_plan &cached, const logit_params &logits) {
     constexpr int step = config::warps * config::keys;
@@ -234,8 +255,13 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
         float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
-        mma_abt<config>(s, down_first<config::head_dim>(shared.q),
-                        right_first<config::head_dim>(stage.k)); // S = Q K^T
+        if (!products.are_early || from >= 2 * step)
+            mma_abt<config>(s, down_first<config::head_dim>(shared.q),
+                            right_first<config::head_dim>(stage.k)); // S = Q K^T
+        else
+#pragma unroll
+            for (int x = 0; x < config::row_tiles * config::keys / 2; x++)
+                (&s[0][0][0])[x] = n == 0 ? (&products.s[0][0][0][0])[x] : (&products.s[1][0][0][0])[x];
         find_logits<config>(s, shared.bias + from, logits);
         mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
@@ -378,27 +404,33 @@ static __global__ void __launch_bounds__(config::threads, 1)
     }
     __syncthreads();
     barrier_cluster_arrive();
-    row_range range = {partition.b, partition.g, 0, total};
-    // no kernel before place_tokens() is still running, so the cache is as the last call left it
-    begin_tile(shared, plan, cached, partition, range, aligned);
-    load_rows(shared, cached);
-    griddepcontrol_wait(); // for place_tokens()
-    griddepcontrol_launch_dependents();
-    const decode_stream stream = cached.streams[partition.b * plan.kv_heads + partition.g];
-    __syncthreads(); // positions and biases of the rows are loaded
-    load_tokens(shared, cached, stream);
-    barrier_cluster_wait(); // every block can receive rows
-    for (uint32_t parity = 0; range.first < total; parity ^= 1) {
+    decode_stream stream;
+    for (row_range range = {partition.b, partition.g, 0, total};;) {
         const int32_t rows = min(config::rows, total - range.first);
+        first_products<config> products;
         row_state<config> rows_of_tile;
-        clear_rows(rows_of_tile);
+        // no kernel before place_tokens() runs any more: the cache is as the last call left it
+        begin_tile(shared, plan, cached, partition, range, aligned);
+        if (range.first == 0)
+            load_rows(shared, cached);
         cp_async_wait_group<4>();
-        __syncthreads(); // all of q has arrived
+        __syncthreads(); // all of q has arrived, and positions and biases of the rows
+        multiply_first(products, shared);
+        if (range.first == 0) {
+            griddepcontrol_wait(); // for place_tokens()
+            griddepcontrol_launch_dependents();
+            stream = cached.streams[partition.b * plan.kv_heads + partition.g];
+            load_tokens(shared, cached, stream);
+            __syncthreads();
+        }
+        clear_rows(rows_of_tile);
         if (stream.tokens > 0)
-            attend_partition(shared, rows_of_tile, partition, cached, logit_params_of(plan));
+            attend_partition(shared, rows_of_tile, products, partition, cached,
+                             logit_params_of(plan));
         cp_async_wait_group<0>();
+        barrier_cluster_wait(); // every block can receive rows
         send_rows(shared, rows_of_tile, rows);
-        wait(&shared.received, parity);
+        wait(&shared.received, range.first / config::rows % 2);
         write_tile(shared, plan, range, rows, stream.tokens);
         range.first += config::rows;
         if (range.first >= total)
@@ -406,10 +438,8 @@ static __global__ void __launch_bounds__(config::threads, 1)
         if (threadIdx.x == 0)
             expect_rows(shared, min(config::rows, total - range.first));
         barrier_cluster_arrive();
-        barrier_cluster_wait(); // every block can receive rows again
-        begin_tile(shared, plan, cached, partition, range, aligned);
+        __syncthreads(); // no warp reads q or its partial result any more
     }
-    cp_async_wait_group<0>();
     __syncthreads(); // every warp has read the cache
     commit_tokens(shared, plan, cached, stream);
     if (partition.g == 0 && partition.rank == 0 && threadIdx.x == 0 && stream.tokens > 0)

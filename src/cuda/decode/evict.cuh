@@ -418,6 +418,7 @@ __device__ static float dot_of_token(const token_memory &shared, const decode_pl
                                      const head_view &v, const token_scores &from, float scale,
                                      int32_t b, int32_t g, int32_t token) {
     float dot = 0;
+#pragma unroll 8
     for (int32_t n = 0; n * sum_channels < from.channels; n++)
         dot += shared.sums[n][token % mma_tokens];
     dot *= scale;

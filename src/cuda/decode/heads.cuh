@@ -135,7 +135,6 @@ template <typename config>
 __device__ static void copy_block_rows(char *to, const forward_plan &plan, const head_view &rows,
                                        const head_view &tokens, const decode_plan &cached,
                                        const heads_cursor &cursor, bool aligned) {
-    constexpr int copiers = row_layout<config::head_dim>::copiers;
     const heads_item &item = cursor.item;
     if (cursor.block >= item.blocks)
         return;
@@ -151,13 +150,7 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
                   plan.head_dim, aligned);
     const int32_t first = (cursor.block - (is_new ? row_blocks(cached) : 0)) * config::keys;
     const int32_t count = (is_new ? item.tokens : cached.rows) - first;
-#pragma unroll
-    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
-        const int row = n + threadIdx.x % warp_lanes / copiers;
-        const bool there = row < count;
-        copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
-                                   there, aligned);
-    }
+    copy_block<config, config::row_tiles == 1>(to, source, first, count);
 }
 
 /* Starts copying k of the cursor's key block, and the positions and biases of its rows. Rows of
