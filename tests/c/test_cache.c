@@ -47,19 +47,19 @@ static void check_scores(const char *kernel, fdma_dtype dtype, fdma_dtype weight
     size_t bytes = 0;
     CHECK_OK(fdma_cache_bytes(&cache, &bytes));
     CHECK_OK(fdma_cache_init(&cache, test_alloc(bytes)));
-    fdma_decode_args args = {
-        .size = sizeof args,
-        .cache = cache,
-        .q = new_tensor(dtype, 1, 1, score_heads, score_dim),
-        .k = new_tensor(dtype, 1, tokens, score_heads, score_dim),
-        .v = new_tensor(dtype, 1, tokens, score_heads, score_dim),
-        .dt_proj = new_tensor(weights, score_heads, score_heads * score_dim, -1, -1),
-        .a = new_tensor(weights, score_heads, -1, -1, -1),
-        .dt_bias = new_tensor(weights, score_heads, -1, -1, -1),
-        .out = new_output(dtype, 1, 1, score_heads, score_dim),
-        .exec = {.kernel = kernel}};
-    fdma_tensor *const random[] = {&args.q, &args.k, &args.v, &args.dt_proj, &args.a,
-                                   &args.dt_bias};
+    fdma_decode_args args = {.size = sizeof args,
+                             .cache = cache,
+                             .q = new_tensor(dtype, 1, 1, score_heads, score_dim),
+                             .k = new_tensor(dtype, 1, tokens, score_heads, score_dim),
+                             .v = new_tensor(dtype, 1, tokens, score_heads, score_dim),
+                             .dt_proj =
+                                 new_tensor(weights, score_heads, score_heads * score_dim, -1, -1),
+                             .a = new_tensor(weights, score_heads, -1, -1, -1),
+                             .dt_bias = new_tensor(weights, score_heads, -1, -1, -1),
+                             .out = new_output(dtype, 1, 1, score_heads, score_dim),
+                             .exec = {.kernel = kernel}};
+    fdma_tensor *const random[] = {&args.q,       &args.k, &args.v,
+                                   &args.dt_proj, &args.a, &args.dt_bias};
     for (int n = 0; n < TEST_COUNT(random); n++)
         fill_random(*random[n], &state, 1);
     if (tokens > 2)

@@ -119,8 +119,7 @@ template <typename config, bool takes_whole>
 __device__ static void copy_block(char *to, const row_source &source, int32_t first,
                                   int32_t count) {
     using layout = row_layout<config::head_dim>;
-    if (takes_whole && source.aligned && source.vecs == layout::vecs &&
-        count >= config::keys) {
+    if (takes_whole && source.aligned && source.vecs == layout::vecs && count >= config::keys) {
         copy_whole_rows<config>(to, row_at(source, first), source.stride);
         return;
     }
@@ -174,7 +173,7 @@ struct decode_plan {
     int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for registers
+    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for shared memory
 };
 
 struct decode_task {
@@ -265,6 +264,11 @@ fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_tas
 
 /* Fills in streams, records, list and slot. */
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan);
+
+/* Shared memory for the scores and the positions of a (b, g). */
+static inline size_t staged_bytes(const decode_plan &plan) {
+    return (size_t)plan.rows * (sizeof(float) + sizeof(int32_t));
+}
 
 /* True if all rows can be copied 16 bytes at a time. */
 static inline bool is_aligned(const decode_task &task) {

@@ -38,8 +38,13 @@ static fdma_status launch_tokens(const fdma_problem *problem, const decode_task 
                 problem->dt_bias.dtype == FDMA_FLOAT32};
     else if (!is_present(&problem->score))
         FDMA_TRY(fdma_cuda_score_tokens(problem, task));
-    const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
-    return launch("decode", place_tokens<element>, {heads, dim3(token_threads), 0, start_early},
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const bool are_few = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors;
+    return launch("decode",
+                  are_few ? place_tokens<element, few_heads_warps>
+                          : place_tokens<element, many_heads_warps>,
+                  {dim3((unsigned)heads), dim3(32 * (are_few ? few_heads_warps : many_heads_warps)),
+                   staged_bytes(task.cached), start_early},
                   problem, task.cached, task.plan.v, from);
 }
 

@@ -66,9 +66,8 @@ template <typename config> struct cluster_memory {
 };
 
 template <typename config>
-__device__ static cluster_partition partition_of(const forward_plan &plan,
-                                                 const decode_plan &cached, int32_t ranks,
-                                                 bool aligned) {
+__device__ static cluster_partition
+partition_of(const forward_plan &plan, const decode_plan &cached, int32_t ranks, bool aligned) {
     const int32_t head = blockIdx.x / ranks, rank = blockIdx.x % ranks;
     const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
     const int32_t size = (cached.rows + ranks * 16 - 1) / (ranks * 16) * 16;
@@ -77,8 +76,7 @@ __device__ static cluster_partition partition_of(const forward_plan &plan,
     partition.first_row = min(rank * size, cached.rows);
     partition.rows = min(size, cached.rows - partition.first_row);
     partition.token_entry = (partition.rows + 15) / 16 * 16;
-    partition.entries =
-        rank == ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
+    partition.entries = rank == ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
     const int32_t first = config::in_pages ? 0 : partition.sequence;
     partition.k = source_of(cached.k, first, g, plan.head_dim, aligned);
     partition.v = source_of(cached.v, first, g, plan.head_dim, aligned);
@@ -261,7 +259,8 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
         else
 #pragma unroll
             for (int x = 0; x < config::row_tiles * config::keys / 2; x++)
-                (&s[0][0][0])[x] = n == 0 ? (&products.s[0][0][0][0])[x] : (&products.s[1][0][0][0])[x];
+                (&s[0][0][0])[x] =
+                    n == 0 ? (&products.s[0][0][0][0])[x] : (&products.s[1][0][0][0])[x];
         find_logits<config>(s, shared.bias + from, logits);
         mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
@@ -322,7 +321,7 @@ __device__ static void merge_row(const cluster_memory<config> &shared, const for
     using element = typename config::element;
     const int32_t ranks = shared.partition.ranks, row = range.first + r;
     const int lane = threadIdx.x % warp_lanes;
-    const float(*const part)[config::head_dim] = shared.part + n * ranks;
+    const float (*const part)[config::head_dim] = shared.part + n * ranks;
     const float2 own = shared.part_sum[n * ranks + lane % ranks];
     float most = own.x;
     for (int other = 1; other < ranks; other *= 2)

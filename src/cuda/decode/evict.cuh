@@ -26,50 +26,44 @@ __device__ static competitor row_competitor(float score, int32_t position, int32
                         : signed_ranked_key_of(signed_order_of(score), position);
 }
 
-/* The rows of a thread in registers, up to `threads` * most of a block. */
-template <int threads, int most> struct held_rows {
-    competitor keys[most];
+/* The rows of a thread in shared memory, which has `score` and `position` of all rows. A thread has
+ * at most 32 rows. */
+template <int threads> struct staged_rows {
+    float *score;
+    int32_t *position;
+    uint32_t removed; // a bit for each row of this thread
+
+    __device__ staged_rows(void *shared, int32_t rows)
+        : score((float *)shared), position((int32_t *)shared + rows), removed(0) {}
 
     /* Starts to load the rows; rank() then waits for them. */
-    __device__ void load(const float *score, const int32_t *position, int32_t rows) {
-#pragma unroll
-        for (int n = 0; n < most; n++) {
-            const int32_t row = n * threads + threadIdx.x;
-            if (n * threads < rows)
-                keys[n] = signed_ranked_key_of(row < rows ? __float_as_int(score[row]) : 0,
-                                               row < rows ? position[row] : 0);
+    __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
+#pragma unroll 4
+        for (int32_t row = threadIdx.x; row < rows; row += threads) {
+            cp_async_4(shared_address(score + row), all_scores + row);
+            cp_async_4(shared_address(position + row), all_positions + row);
         }
+        cp_async_commit_group();
     }
 
-    __device__ void rank(int32_t rows) {
-#pragma unroll
-        for (int n = 0; n < most; n++) {
-            const int32_t row = n * threads + threadIdx.x;
-            if (n * threads < rows)
-                keys[n] = row < rows ? row_competitor(__int_as_float(order_of(keys[n])),
-                                                      position_of(keys[n]), row)
-                                     : no_key;
-        }
-    }
+    __device__ void rank(int32_t) { cp_async_wait_group<0>(); }
 
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
-#pragma unroll
-        for (int n = 0; n < most; n++)
-            if (n * threads < rows)
-                visit(n * threads + threadIdx.x, keys[n]);
+        uint32_t left = removed;
+#pragma unroll 4
+        for (int32_t row = threadIdx.x; row < rows; row += threads, left >>= 1)
+            visit(row, (left & 1) != 0 ? no_key : row_competitor(score[row], position[row], row));
     }
 
-    /* Removes a row, because its key is evicted or it is no longer empty. */
-    __device__ void clear(int32_t row) {
-#pragma unroll
-        for (int n = 0; n < most; n++)
-            keys[n] = n * threads + (int32_t)threadIdx.x == row ? no_key : keys[n];
-    }
+    /* Removes a row, because its key is evicted or it is no longer empty. Its thread calls this. */
+    __device__ void clear(int32_t row) { removed |= 1u << row / threads; }
 };
 
-/* held_rows in the workspace, for any number of rows. */
+/* The same in the workspace, for any number of rows. */
 template <int threads> struct listed_rows {
     competitor *keys; // [rows]
+
+    __device__ listed_rows(competitor *workspace) : keys(workspace) {}
 
     __device__ void load(const float *score, const int32_t *position, int32_t rows) {
 #pragma unroll 8
@@ -276,7 +270,7 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     state.arrived = state.buffer = 0;
     state.is_alive = false;
     state.is_stale = true;
-    __syncthreads(); // for the caller's writes: a row may be another thread's there
+    __syncthreads();                 // for the caller's writes: a row may be another thread's there
     if (plan.pages.number != NULL) { // the same for all threads
         const int32_t end = plan.sinks > 0 ? find_sink_end(shared, state, plan) : 0;
         if (token == 0)
@@ -307,7 +301,8 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
 
 enum { most_cluster_rows = 4096 }; // of a cache
 
-static constexpr int token_warps = 8, token_threads = 32 * token_warps;
+/* For a call of few heads a thread has few rows; of many, a multiprocessor has many blocks. */
+static constexpr int few_heads_warps = 16, many_heads_warps = 8;
 static constexpr int mma_tokens = 8; // the upper half of the rows of mma, to save registers
 static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
@@ -386,35 +381,36 @@ __device__ static void multiply_operands(float (&sums)[4], token_operands &opera
     }
 }
 
-struct token_memory {
+template <int warps> struct token_memory {
     float sums[most_sums][mma_tokens];
-    float most_of_warp[token_warps];
+    float most_of_warp[warps];
     int32_t expiry[most_new_tokens];
-    evict_memory<token_threads> evict;
+    evict_memory<32 * warps> evict;
 };
 
 /* The divisor of the weights of a kv head. */
-template <typename element>
-__device__ static float find_scale(token_memory &shared, const token_scores &from, int32_t g) {
+template <typename element, int warps>
+__device__ static float find_scale(token_memory<warps> &shared, const token_scores &from,
+                                   int32_t g) {
     if (is_bfloat16<element>() || !from.wide_dt_proj)
         return 1;
     const float *const weights = (const float *)from.dt_proj + g * from.dt_row;
     float most = 0;
-    for (int32_t channel = threadIdx.x; channel < from.channels; channel += token_threads)
+    for (int32_t channel = threadIdx.x; channel < from.channels; channel += 32 * warps)
         most = fmaxf(most, fabsf(weights[channel]));
     for (int lane = 16; lane > 0; lane /= 2)
         most = fmaxf(most, __shfl_xor_sync(~0u, most, lane));
     if (threadIdx.x % 32 == 0)
         shared.most_of_warp[threadIdx.x / 32] = most;
     __syncthreads();
-    for (int warp = 0; warp < token_warps; warp++)
+    for (int warp = 0; warp < warps; warp++)
         most = fmaxf(most, shared.most_of_warp[warp]);
     return weight_scale(most);
 }
 
 /* The dot product of a token and the weights, from the products of its channels. */
-template <typename element>
-__device__ static float dot_of_token(const token_memory &shared, const decode_plan &plan,
+template <typename element, int warps>
+__device__ static float dot_of_token(const token_memory<warps> &shared, const decode_plan &plan,
                                      const head_view &v, const token_scores &from, float scale,
                                      int32_t b, int32_t g, int32_t token) {
     float dot = 0;
@@ -430,8 +426,8 @@ __device__ static float dot_of_token(const token_memory &shared, const decode_pl
 }
 
 /* Computes the scores of the new tokens, and their orders. */
-template <typename element>
-__device__ static void score_tokens(token_memory &shared, const decode_plan &plan,
+template <typename element, int warps>
+__device__ static void score_tokens(token_memory<warps> &shared, const decode_plan &plan,
                                     const head_view &v, const token_scores &from, int32_t b,
                                     int32_t g) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -441,23 +437,17 @@ __device__ static void score_tokens(token_memory &shared, const decode_plan &pla
         from.dt_bias != NULL ? load_of_head<element>(from.dt_bias, from.wide_dt_bias, g) : 0;
     for (int32_t first = 0; first < plan.new_len; first += mma_tokens) {
         if (first > 0)
-            __syncthreads(); // the last sums have been read
+            __syncthreads();                  // the last sums have been read
         const int32_t own = first + lane / 4; // the token of this lane
         const element *const row =
             own < plan.new_len ? (const element *)rows_of(v, b, 0) + own * v.row : NULL;
-        for (int32_t n = warp; n * sum_channels < from.channels; n += 2 * token_warps) {
-            token_operands operands[2]; // loaded together
-#pragma unroll
-            for (int x = 0; x < 2; x++)
-                load_operands(operands[x], row, from, g,
-                              (n + x * token_warps) * sum_channels + lane % 4 * 2);
-#pragma unroll
-            for (int x = 0; x < 2; x++) {
-                float products[4] = {};
-                multiply_operands<element>(products, operands[x], scale, from.wide_dt_proj);
-                if (lane % 4 == 0 && n + x * token_warps < most_sums)
-                    shared.sums[n + x * token_warps][lane / 4] = products[0];
-            }
+        for (int32_t n = warp; n * sum_channels < from.channels; n += warps) {
+            token_operands operands;
+            float products[4] = {};
+            load_operands(operands, row, from, g, n * sum_channels + lane % 4 * 2);
+            multiply_operands<element>(products, operands, scale, from.wide_dt_proj);
+            if (lane % 4 == 0)
+                shared.sums[n][lane / 4] = products[0];
         }
         __syncthreads();
         const int32_t token = first + threadIdx.x;
@@ -481,14 +471,15 @@ struct token_marks {
     }
 };
 
-template <typename element>
-static __global__ void __launch_bounds__(token_threads, 2)
+template <typename element, int warps>
+static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
                  const __grid_constant__ token_scores from) {
-    __shared__ token_memory shared;
+    __shared__ token_memory<warps> shared;
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
     const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
-    evict_state<held_rows<token_threads, most_cluster_rows / token_threads>> state;
+    extern __shared__ __align__(128) char bytes[];
+    evict_state<staged_rows<32 * warps>> state = {{bytes, plan.rows}};
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
