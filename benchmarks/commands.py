@@ -104,6 +104,7 @@ A pass calls each peer once for each of many caches. Together they are larger th
 cache, so that none is read from it. On a device a pass is one CUDA graph.
 Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
 /draftsN: N new tokens, which do not enter the cache; otherwise one, which does.
+/float32: dt_proj is float32; otherwise it is bfloat16.
 Peers:
   fdma   flash_dmattn.decode(), the scores of the new tokens included
   read   the sum of the numbers in the cache's key and value

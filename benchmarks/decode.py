@@ -45,10 +45,11 @@ class Case(NamedTuple):
     tokens: int  # already processed
     window: int
     drafts: int = 0
+    wide: bool = False  # dt_proj is float32
 
     def name(self) -> str:
         heads = f"h{self.q_heads}g{self.kv_heads}/d{self.head_dim}"
-        end = f"/drafts{self.drafts}" if self.drafts else ""
+        end = f"/drafts{self.drafts}" if self.drafts else "/float32" if self.wide else ""
         return f"decode/bf16/b{self.batch}/{heads}/n{self.tokens}/w{self.window}{end}"
 
 
@@ -58,7 +59,7 @@ def all_cases(device: str) -> list[Case]:
         for batch in ((1, 64) if device == "cuda" else (1,))
         for tokens, drafts in ((4096, 0), (1048576, 0), (4096, 8))
     ]
-    cases.append(Case(1, 2, 1, 64, 4096, 1024))
+    cases += [Case(1, 2, 1, 64, 4096, 1024), Case(1, 32, 8, 128, 4096, 2048, wide=True)]
     if device == "cuda":  # the batch sizes of several kernels
         cases += [Case(batch, 32, 8, 128, 4096, 2048) for batch in (4, 8, 16, 32)]
         cases.append(Case(16, 32, 8, 128, 4096, 512))
@@ -85,8 +86,9 @@ class Inputs:
         dim, kv_heads, tokens = case.head_dim, case.kv_heads, max(case.drafts, 1)
         heads = (case.q_heads, kv_heads, kv_heads)
         self.rows = [new(case.batch, tokens, count, dim) for count in heads]
+        dt_proj = new(kv_heads, kv_heads * dim) / math.sqrt(kv_heads * dim)
         self.options = {
-            "dt_proj": new(kv_heads, kv_heads * dim) / math.sqrt(kv_heads * dim),
+            "dt_proj": dt_proj.float() if case.wide else dt_proj,
             "a_coef": torch.rand(kv_heads, device=device),
             "commit": torch.full_like(
                 self.rows[0][:, 0, 0, 0], case.drafts == 0, dtype=torch.int32

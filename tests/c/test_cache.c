@@ -22,6 +22,80 @@ static void streams_by_every_kernel(const char *kernel, fdma_dtype dtype) {
     }
 }
 
+/* ---- scores ---- */
+
+enum { score_heads = 3, score_dim = 72 }; /* not a multiple of the channels of a product */
+
+/* Some weights are 0 or far larger than others, and a value is inf. */
+static void make_odd(fdma_tensor v, fdma_tensor dt_proj) {
+    store_float(v.data, v.dtype, 2 * score_dim + 7, INFINITY);
+    for (int64_t n = 0; n < count_of(dt_proj); n++) {
+        const double weight = load_double(dt_proj.data, dt_proj.dtype, n);
+        if (n % 11 < 2)
+            store_float(dt_proj.data, dt_proj.dtype, n, n % 11 == 0 ? 0 : (float)weight * 3000);
+    }
+}
+
+/* Decoding without given scores puts into the cache what fdma_score() computes. */
+static void check_scores(const char *kernel, fdma_dtype dtype, fdma_dtype weights, int64_t tokens) {
+    uint64_t state = (uint64_t)tokens;
+    fdma_cache cache = {.sequences = 1,
+                        .kv_heads = score_heads,
+                        .head_dim = score_dim,
+                        .window = 64,
+                        .dtype = dtype};
+    size_t bytes = 0;
+    CHECK_OK(fdma_cache_bytes(&cache, &bytes));
+    CHECK_OK(fdma_cache_init(&cache, test_alloc(bytes)));
+    fdma_decode_args args = {.size = sizeof args,
+                             .cache = cache,
+                             .q = new_tensor(dtype, 1, 1, score_heads, score_dim),
+                             .k = new_tensor(dtype, 1, tokens, score_heads, score_dim),
+                             .v = new_tensor(dtype, 1, tokens, score_heads, score_dim),
+                             .dt_proj =
+                                 new_tensor(weights, score_heads, score_heads * score_dim, -1, -1),
+                             .a = new_tensor(weights, score_heads, -1, -1, -1),
+                             .dt_bias = new_tensor(weights, score_heads, -1, -1, -1),
+                             .out = new_output(dtype, 1, 1, score_heads, score_dim),
+                             .exec = {.kernel = kernel}};
+    fdma_tensor *const random[] = {&args.q,       &args.k, &args.v,
+                                   &args.dt_proj, &args.a, &args.dt_bias};
+    for (int n = 0; n < TEST_COUNT(random); n++)
+        fill_random(*random[n], &state, 1);
+    if (tokens > 2)
+        make_odd(args.v, args.dt_proj);
+    if (!call_takes(operation_decode, &args))
+        return;
+    fdma_score_args score = {.size = sizeof score,
+                             .v = args.v,
+                             .dt_proj = args.dt_proj,
+                             .a = args.a,
+                             .dt_bias = args.dt_bias,
+                             .score = new_output(FDMA_FLOAT32, 1, score_heads, tokens, -1),
+                             .exec = {.kernel = is_device_kernel(kernel) ? "cuda/sm80" : kernel}};
+    CHECK_OK(run_score(&score));
+    CHECK_OK(run_decode(&args));
+    for (int64_t n = 0; n < score_heads * cache.window; n++) {
+        const int32_t position = ((const int32_t *)cache.table.position.data)[n];
+        if (position >= 0)
+            CHECK_BYTES((const float *)cache.table.score.data + n,
+                        (const float *)score.score.data + n / cache.window * tokens + position,
+                        sizeof(float));
+    }
+    CHECK_INT(((const int32_t *)cache.table.seen.data)[0], tokens);
+}
+
+static void scores_have_the_bits_of_score(const char *kernel, fdma_dtype dtype) {
+    static const int64_t tokens[] = {1, 3, 17};
+    for (int n = 0; n < 2 * TEST_COUNT(tokens); n++) {
+        const fdma_dtype weights = n % 2 == 0 ? dtype : FDMA_FLOAT32;
+        test_context("%lld tokens, weights in %s, %s, %s", (long long)tokens[n / 2],
+                     dtype_name(weights), kernel, dtype_name(dtype));
+        check_scores(kernel, dtype, weights, tokens[n / 2]);
+        test_free_all();
+    }
+}
+
 /* ---- caches ---- */
 
 static void caches_have_the_size_of_their_rows(void) {
@@ -437,6 +511,7 @@ static void large_caches_are_checked(void) {
 
 static const test_entry tests[] = {
     EACH_KERNEL("decode", streams_by_every_kernel),
+    EACH_KERNEL("decode", scores_have_the_bits_of_score),
     TEST(caches_have_the_size_of_their_rows),
     TEST(wrong_caches_are_refused),
     TEST(sequences_are_dropped),

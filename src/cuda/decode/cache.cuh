@@ -91,6 +91,47 @@ __device__ static void copy_rows_of_pages(char *to, const row_source &source, in
     }
 }
 
+/* Starts copying k or v of a warp's key block: rows that are as wide as those in shared memory,
+ * aligned to 16 bytes, and all there. This takes a third of the instructions of copy_row(). */
+template <typename config>
+__device__ static void copy_whole_rows(char *to, const char *from, int64_t stride) {
+    using layout = row_layout<config::head_dim>;
+    constexpr int step = warp_lanes / layout::copiers; // rows that a warp copies at once
+    static_assert(layout::period == 2 * step, "every second row of a lane is swizzled alike");
+    const int row = threadIdx.x % warp_lanes / layout::copiers, vec = threadIdx.x % layout::copiers;
+    const uint32_t shared = shared_address(to);
+    const uint32_t even = shared + layout::offset(row, vec);
+    const uint32_t odd = shared + layout::offset(row + step, vec);
+    from += row * stride + vec * vec_bytes;
+#pragma unroll
+    for (int n = 0; n < config::keys; n += step, from += step * stride) {
+        const uint32_t at = (n % layout::period == 0 ? even : odd) +
+                            n / layout::period * layout::period * layout::row_bytes;
+#pragma unroll
+        for (int x = 0; x < layout::vecs; x += layout::copiers)
+            cp_async_16(at + x * vec_bytes, from + x * vec_bytes, vec_bytes);
+    }
+}
+
+/* Starts copying the first `count` rows of a warp's key block, at most all, from row `first` on.
+ * takes_whole: registers allow copy_whole_rows(). */
+template <typename config, bool takes_whole>
+__device__ static void copy_block(char *to, const row_source &source, int32_t first,
+                                  int32_t count) {
+    using layout = row_layout<config::head_dim>;
+    if (takes_whole && source.aligned && source.vecs == layout::vecs && count >= config::keys) {
+        copy_whole_rows<config>(to, row_at(source, first), source.stride);
+        return;
+    }
+#pragma unroll(takes_whole ? 1 : config::keys)
+    for (int n = 0; n < config::keys; n += warp_lanes / layout::copiers) {
+        const int row = n + threadIdx.x % warp_lanes / layout::copiers;
+        const bool there = row < count;
+        copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
+                                   there, source.aligned);
+    }
+}
+
 /* ---- streams and tokens ---- */
 
 /* A stream of a call, from index, n_tokens, commit and the cache's seen. Clamped, because they may
@@ -132,7 +173,7 @@ struct decode_plan {
     int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for registers
+    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for shared memory
 };
 
 struct decode_task {
@@ -155,10 +196,13 @@ __device__ static int32_t sequence_of(const decode_plan &plan, int32_t b) {
     return sequence < plan.sequences ? max(sequence, -1) : -1;
 }
 
+/* The number of new tokens of a stream that is not skipped. */
+__device__ static int32_t tokens_of(const decode_plan &plan, int32_t b) {
+    return plan.n_tokens != NULL ? clamp(plan.n_tokens[b], 0, plan.new_len) : plan.new_len;
+}
+
 __device__ static decode_stream stream_of(const decode_plan &plan, int32_t b) {
-    const int32_t sequence = sequence_of(plan, b);
-    const int32_t tokens =
-        plan.n_tokens != NULL ? clamp(plan.n_tokens[b], 0, plan.new_len) : plan.new_len;
+    const int32_t sequence = sequence_of(plan, b), tokens = tokens_of(plan, b);
     if (sequence < 0 || tokens == 0)
         return {};
     const int32_t committed = plan.commit != NULL ? clamp(plan.commit[b], 0, tokens) : tokens;
@@ -220,6 +264,11 @@ fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_tas
 
 /* Fills in streams, records, list and slot. */
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan);
+
+/* Shared memory for the scores and the positions of a (b, g). */
+static inline size_t staged_bytes(const decode_plan &plan) {
+    return (size_t)plan.rows * (sizeof(float) + sizeof(int32_t));
+}
 
 /* True if all rows can be copied 16 bytes at a time. */
 static inline bool is_aligned(const decode_task &task) {

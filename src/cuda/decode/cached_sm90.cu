@@ -16,9 +16,11 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
 static bool scores_tokens(const fdma_problem *problem) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
-    const bool is_even = ((uintptr_t)v->data | (uintptr_t)dt_proj->data) % 4 == 0 &&
+    const uintptr_t two_weights = dt_proj->dtype == FDMA_FLOAT32 ? 8 : 4; // bytes
+    const bool is_even = (uintptr_t)v->data % 4 == 0 &&
+                         (uintptr_t)dt_proj->data % two_weights == 0 &&
                          (v->stride[0] | v->stride[1] | dt_proj->stride[0]) % 2 == 0;
-    return dt_proj->dtype == problem->dtype && is_flat && is_even &&
+    return is_flat && is_even &&
            problem->kv_heads * problem->head_dim <= (int64_t)most_sums * sum_channels;
 }
 
@@ -31,37 +33,52 @@ static fdma_status launch_tokens(const fdma_problem *problem, const decode_task 
                 problem->dt_bias.data,
                 problem->dt_proj.stride[0],
                 task.plan.kv_heads * task.plan.head_dim,
+                problem->dt_proj.dtype == FDMA_FLOAT32,
                 problem->a.dtype == FDMA_FLOAT32,
                 problem->dt_bias.dtype == FDMA_FLOAT32};
     else if (!is_present(&problem->score))
         FDMA_TRY(fdma_cuda_score_tokens(problem, task));
-    const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
-    return launch("decode", place_tokens<element>, {heads, dim3(token_threads), 0, start_early},
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const bool are_few = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors;
+    return launch("decode",
+                  are_few ? place_tokens<element, few_heads_warps>
+                          : place_tokens<element, many_heads_warps>,
+                  {dim3((unsigned)heads), dim3(32 * (are_few ? few_heads_warps : many_heads_warps)),
+                   staged_bytes(task.cached), start_early},
                   problem, task.cached, task.plan.v, from);
 }
 
-enum attend_form { by_cluster, by_one_block, by_two_blocks };
+enum attend_form { by_eight, by_four, by_two, by_one_block, by_two_blocks };
 
 static constexpr const char *form_names[] = {
-    // a cluster of thread blocks for each head
+    // a cluster of eight, four or two thread blocks for each head
     FDMA_POINT_NAME("cuda/sm90/decode/cluster/d", FDMA_HEAD_DIM),
+    FDMA_POINT_NAME("cuda/sm90/decode/cluster4/d", FDMA_HEAD_DIM),
+    FDMA_POINT_NAME("cuda/sm90/decode/cluster2/d", FDMA_HEAD_DIM),
     // one thread block on each multiprocessor, which takes one head after the other
     FDMA_POINT_NAME("cuda/sm90/decode/one_block/d", FDMA_HEAD_DIM),
     // two thread blocks on each multiprocessor
     FDMA_POINT_NAME("cuda/sm90/decode/two_blocks/d", FDMA_HEAD_DIM),
 };
 
+template <typename element, int tiles, bool in_pages>
+static fdma_status attend_by_clusters(const fdma_problem *problem, const decode_task &task,
+                                      int32_t ranks) {
+    using config = cluster_config<element, tiles, in_pages>;
+    const unsigned blocks = (unsigned)(problem->batch * problem->kv_heads * ranks);
+    return launch("decode", attend_cluster<config>,
+                  {dim3(blocks), dim3(config::threads), sizeof(cluster_memory<config>), start_early,
+                   (unsigned)ranks},
+                  problem, task.plan, task.cached, ranks, is_aligned(task));
+}
+
 template <attend_form form, typename element, int tiles, bool in_pages>
 static fdma_status attend_rows(const fdma_problem *problem, const decode_task &task) {
-    const int64_t heads = problem->batch * problem->kv_heads;
-    if constexpr (form == by_cluster) {
-        using config = cluster_config<element, tiles, in_pages>;
-        return launch("decode", attend_cluster<config>,
-                      {dim3((unsigned)heads * cluster_ranks), dim3(config::threads),
-                       sizeof(cluster_memory<config>), start_early, cluster_ranks},
-                      problem, task.plan, task.cached, is_aligned(task));
+    if constexpr (form <= by_two) {
+        return attend_by_clusters<element, tiles, in_pages>(problem, task, most_ranks >> form);
     } else {
         using config = heads_config<element, tiles, form == by_one_block, in_pages>;
+        const int64_t heads = problem->batch * problem->kv_heads;
         const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
         const int64_t blocks = min(heads, (int64_t)config::blocks * multiprocessors);
         return launch("decode", attend_heads<config>,
@@ -95,20 +112,19 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
                                           : run_type<form, __nv_bfloat16>(problem);
 }
 
-/* The reason why another form is faster, or NULL. Measured on an H200: clusters are the fastest up
- * to half as many heads as multiprocessors, one block on each up to as many, two blocks beyond. */
+/* The reason why another form is faster, or NULL. Measured on an H200. The clusters of the first
+ * two forms take only half of the multiprocessors, as those that lie together are not as many as a
+ * multiple of eight or four. */
 template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
     if (forces_kernel(problem, form_names[form]))
         return NULL;
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t least[] = {0, multiprocessors / 2, multiprocessors}; // each form is for more
-                                                                       // heads than this
-    if (heads <= least[form] && form != by_cluster)
+    const int64_t most[] = {multiprocessors / 16, multiprocessors / 8, multiprocessors / 2,
+                            multiprocessors, INT64_MAX}; // heads of each form
+    if (form != by_eight && heads <= most[form - 1])
         return "few heads, for which there is a faster kernel";
-    return form != by_two_blocks && heads > least[form + 1]
-               ? "many heads, for which there is a faster kernel"
-               : NULL;
+    return heads > most[form] ? "many heads, for which there is a faster kernel" : NULL;
 }
 
 template <attend_form form> static const char *refuses(const fdma_problem *problem) {
@@ -117,7 +133,7 @@ template <attend_form form> static const char *refuses(const fdma_problem *probl
         return reason;
     if (problem->carried_len > most_cluster_rows)
         return "more than 4096 rows of a cache";
-    if (problem->batch * problem->kv_heads > INT32_MAX / cluster_ranks)
+    if (problem->batch * problem->kv_heads > INT32_MAX / most_ranks)
         return "2^28 or more pairs of a stream and a kv head";
     const char *const device = fdma_refuses_all_but_sm90a(problem);
     return device != NULL ? device : refuses_slow<form>(problem);
@@ -133,5 +149,6 @@ static constexpr fdma_kernel kernel_of = {form_names[form],
                                           true,
                                           0};
 
-FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_cached_d, FDMA_HEAD_DIM), kernel_of<by_cluster>,
-                kernel_of<by_one_block>, kernel_of<by_two_blocks>);
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_cached_d, FDMA_HEAD_DIM), kernel_of<by_eight>,
+                kernel_of<by_four>, kernel_of<by_two>, kernel_of<by_one_block>,
+                kernel_of<by_two_blocks>);

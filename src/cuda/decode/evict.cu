@@ -5,7 +5,7 @@
 #include "cuda/plan/host.cuh"
 
 static constexpr int evict_threads = 512;
-static constexpr int most_held = 8; // rows that a thread holds in registers
+static constexpr int most_staged = 4096; // rows that fit in shared memory on any device
 
 /* Records in the workspace when each key of a (b, g) is evicted. */
 struct workspace_marks {
@@ -56,14 +56,15 @@ __device__ static void evict_head(const decode_plan &plan, const decode_stream &
                                    plan.rows,
                                    plan.new_len - plan.q_len,
                                    plan.bias_form};
-    evict_state<keys> state;
-    state.rows = rows;
+    evict_state<keys> state = {rows};
     state.rows.load(plan.score.at(sequence, g), position, plan.rows);
     state.rows.rank(plan.rows);
     write_rows(plan, position, plan.bias.data != NULL ? plan.bias.at(sequence, g) : NULL, marks);
     if (thread >= stream.tokens && thread < plan.new_len)
         marks.add_token(thread, false);
-    add_tokens(shared, state, plan, stream, new_score, marks);
+    if (thread < plan.new_len)
+        shared.order[thread] = signed_order_of(new_score[thread]);
+    add_tokens(shared, state, plan, stream, marks);
     if (thread < stream.tokens)
         plan.slot[head * plan.new_len + thread] = shared.slot[thread];
 }
@@ -78,11 +79,12 @@ static __global__ void __launch_bounds__(evict_threads)
         plan.streams[blockIdx.x] = stream;
     if (stream.tokens == 0)
         return;
+    extern __shared__ __align__(128) char bytes[];
     if (plan.row_keys == NULL)
-        evict_head(plan, stream, b, g, held_rows<evict_threads, most_held>());
+        evict_head(plan, stream, b, g, staged_rows<evict_threads>(bytes, plan.rows));
     else
         evict_head(plan, stream, b, g,
-                   listed_rows<evict_threads>{plan.row_keys + (int64_t)blockIdx.x * plan.rows});
+                   listed_rows<evict_threads>(plan.row_keys + (int64_t)blockIdx.x * plan.rows));
 }
 
 const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim) {
@@ -139,7 +141,7 @@ decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
     if (form == marks_keys) {
         plan.records = take<key_record>(arena, heads * plan.keys);
         plan.list = take<int32_t>(arena, heads * plan.keys);
-        if (plan.rows > evict_threads * most_held)
+        if (plan.rows > most_staged)
             plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     } else {
         plan.expiry = take<int32_t>(arena, heads * new_len);
@@ -160,6 +162,8 @@ fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_tas
 
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan) {
     const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
-    return launch("decode", evict_keys, {heads, dim3(evict_threads), 0, start_early}, problem,
-                  plan);
+    return launch(
+        "decode", evict_keys,
+        {heads, dim3(evict_threads), plan.row_keys == NULL ? staged_bytes(plan) : 0, start_early},
+        problem, plan);
 }

@@ -26,50 +26,44 @@ __device__ static competitor row_competitor(float score, int32_t position, int32
                         : signed_ranked_key_of(signed_order_of(score), position);
 }
 
-/* The rows of a thread in registers, up to `threads` * most of a block. */
-template <int threads, int most> struct held_rows {
-    competitor keys[most];
+/* The rows of a thread in shared memory, which has `score` and `position` of all rows. A thread has
+ * at most 32 rows. */
+template <int threads> struct staged_rows {
+    float *score;
+    int32_t *position;
+    uint32_t removed; // a bit for each row of this thread
+
+    __device__ staged_rows(void *shared, int32_t rows)
+        : score((float *)shared), position((int32_t *)shared + rows), removed(0) {}
 
     /* Starts to load the rows; rank() then waits for them. */
-    __device__ void load(const float *score, const int32_t *position, int32_t rows) {
-#pragma unroll
-        for (int n = 0; n < most; n++) {
-            const int32_t row = n * threads + threadIdx.x;
-            if (n * threads < rows)
-                keys[n] = signed_ranked_key_of(row < rows ? __float_as_int(score[row]) : 0,
-                                               row < rows ? position[row] : 0);
+    __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
+#pragma unroll 4
+        for (int32_t row = threadIdx.x; row < rows; row += threads) {
+            cp_async_4(shared_address(score + row), all_scores + row);
+            cp_async_4(shared_address(position + row), all_positions + row);
         }
+        cp_async_commit_group();
     }
 
-    __device__ void rank(int32_t rows) {
-#pragma unroll
-        for (int n = 0; n < most; n++) {
-            const int32_t row = n * threads + threadIdx.x;
-            if (n * threads < rows)
-                keys[n] = row < rows ? row_competitor(__int_as_float(order_of(keys[n])),
-                                                      position_of(keys[n]), row)
-                                     : no_key;
-        }
-    }
+    __device__ void rank(int32_t) { cp_async_wait_group<0>(); }
 
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
-#pragma unroll
-        for (int n = 0; n < most; n++)
-            if (n * threads < rows)
-                visit(n * threads + threadIdx.x, keys[n]);
+        uint32_t left = removed;
+#pragma unroll 4
+        for (int32_t row = threadIdx.x; row < rows; row += threads, left >>= 1)
+            visit(row, (left & 1) != 0 ? no_key : row_competitor(score[row], position[row], row));
     }
 
-    /* Removes a row, because its key is evicted or it is no longer empty. */
-    __device__ void clear(int32_t row) {
-#pragma unroll
-        for (int n = 0; n < most; n++)
-            keys[n] = n * threads + (int32_t)threadIdx.x == row ? no_key : keys[n];
-    }
+    /* Removes a row, because its key is evicted or it is no longer empty. Its thread calls this. */
+    __device__ void clear(int32_t row) { removed |= 1u << row / threads; }
 };
 
-/* held_rows in the workspace, for any number of rows. */
+/* The same in the workspace, for any number of rows. */
 template <int threads> struct listed_rows {
     competitor *keys; // [rows]
+
+    __device__ listed_rows(competitor *workspace) : keys(workspace) {}
 
     __device__ void load(const float *score, const int32_t *position, int32_t rows) {
 #pragma unroll 8
@@ -262,13 +256,13 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
         add_own_token(shared, state, plan);
 }
 
-/* Gives every token of a stream its row. The rows of the cache are loaded. For each key, the thread
- * that has it calls `marks`: evict_row(row, token), evict_token(token, by) and add_token(token,
- * is_kept). */
+/* Gives every token of a stream its row. The rows of the cache are loaded, and the caller has
+ * written the orders of the tokens. For each key, the thread that has it calls `marks`:
+ * evict_row(row, token), evict_token(token, by) and add_token(token, is_kept). */
 template <int threads, typename keys, typename mark>
 __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<keys> &state,
                                   const decode_plan &plan, const decode_stream &stream,
-                                  const float *new_score, const mark &marks) {
+                                  const mark &marks) {
     static_assert(threads >= most_new_tokens, "every token has a thread");
     const int32_t token = threadIdx.x;
     state.stream = stream;
@@ -276,9 +270,7 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     state.arrived = state.buffer = 0;
     state.is_alive = false;
     state.is_stale = true;
-    if (token < plan.new_len)
-        shared.order[token] = signed_order_of(new_score[token]);
-    __syncthreads(); // also for the caller's writes: a row may be another thread's there
+    __syncthreads();                 // for the caller's writes: a row may be another thread's there
     if (plan.pages.number != NULL) { // the same for all threads
         const int32_t end = plan.sinks > 0 ? find_sink_end(shared, state, plan) : 0;
         if (token == 0)
@@ -304,89 +296,167 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
 /* ---- place_tokens() ---- */
 
 /* The first of the two kernels of fdma_decode() on 9.0: a thread block computes the scores of the
- * new tokens of one (b, g), and decides which rows they take. It adds in the order of
- * score/score.cu, so the bits are the same. */
+ * new tokens of one (b, g), and decides which rows they take. It multiplies and adds in the order
+ * of score/score.cu, with the same limbs, so the bits are the same. */
 
 enum { most_cluster_rows = 4096 }; // of a cache
 
-static constexpr int token_warps = 8, token_threads = 32 * token_warps;
-static constexpr int mma_tokens = 16, mma_channels = 16;
+/* For a call of few heads a thread has few rows; of many, a multiprocessor has many blocks. */
+static constexpr int few_heads_warps = 16, many_heads_warps = 8;
+static constexpr int mma_tokens = 8; // the upper half of the rows of mma, to save registers
+static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
 static constexpr int most_sums = 128;   // of a dot product
 
-/* The inputs of the scores. The channels of all heads are adjacent in a row of v. dt_proj has v's
- * type, and two channels of either can be loaded at once. */
+/* The inputs of the scores. The channels of all heads are adjacent in a row of v, and two channels
+ * of v or of dt_proj can be loaded at once. */
 struct token_scores {
     const void *dt_proj, *a, *dt_bias; // dt_proj NULL: the scores are given
     int64_t dt_row;
     int32_t channels;
-    bool wide_a, wide_dt_bias; // are float32; otherwise of v's type
+    bool wide_dt_proj, wide_a, wide_dt_bias; // are float32; otherwise of v's type
 };
 
-/* The products of sum_channels channels from `channel` on, for the tokens from `first` on. They are
- * column 0 of the result. */
+/* A lane's operands of the products of sum_channels channels, for mma_tokens tokens: a pair of
+ * channels in each register, or in each float2. The weights are column 0 of the right operand. */
+struct token_operands {
+    static constexpr int pairs = sum_channels / 8;
+    uint32_t tokens[pairs];
+    float2 weights[pairs];
+};
+
+/* Starts to load the operands of a lane, whose first channel is `channel`. `token` points to the
+ * row of the lane's token, or is NULL. */
 template <typename element>
-__device__ static void multiply_channels(float (&sums)[4], const char *tokens, int64_t stride,
-                                         int32_t count, const char *weights, int32_t channel,
-                                         int32_t channels) {
-    constexpr int steps = sum_channels / mma_channels;
-    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-    uint32_t left[steps][4], right[steps][2];
+__device__ static void load_operands(token_operands &to, const element *token,
+                                     const token_scores &from, int32_t g, int32_t channel) {
+    const bool has_weights = threadIdx.x % 32 < 4;
+    const int64_t at = g * from.dt_row + channel;
+    const int32_t left = from.channels - channel;
 #pragma unroll
-    for (int step = 0; step < steps; step++)
+    for (int n = 0; n < token_operands::pairs; n++)
+        to.tokens[n] =
+            token != NULL && n * 8 < left ? *(const uint32_t *)(token + channel + n * 8) : 0;
+    if (from.wide_dt_proj) {
+        const float *const weights = (const float *)from.dt_proj + at;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int32_t c = channel + step * mma_channels + half * 8 + column;
-            const bool there = c < channels;
-            right[step][half] = there && row == 0 ? *(const uint32_t *)(weights + 2 * c) : 0;
+        for (int n = 0; n < token_operands::pairs; n++)
+            to.weights[n] = has_weights && n * 8 < left ? *(const float2 *)(weights + n * 8)
+                                                        : make_float2(0, 0);
+    } else {
+        const element *const weights = (const element *)from.dt_proj + at;
 #pragma unroll
-            for (int down = 0; down < 2; down++) {
-                const int32_t token = row + down * 8;
-                left[step][half * 2 + down] =
-                    there && token < count ? *(const uint32_t *)(tokens + 2 * (token * stride + c))
-                                           : 0;
-            }
+        for (int n = 0; n < token_operands::pairs; n++) {
+            alignas(4) element pair[2];
+            *(uint32_t *)pair =
+                has_weights && n * 8 < left ? *(const uint32_t *)(weights + n * 8) : 0;
+            to.weights[n] = make_float2(to_float(pair[0]), to_float(pair[1]));
         }
-#pragma unroll
-    for (int step = 0; step < steps; step++)
-        mma_m16n8k16<element>(sums, left[step], right[step][0], right[step][1]);
+    }
 }
 
-struct token_memory {
+/* Adds the products, with all limbs of the weights. */
+template <typename element>
+__device__ static void multiply_operands(float (&sums)[4], token_operands &operands, float scale,
+                                         bool is_wide) {
+    constexpr int pairs = token_operands::pairs;
+#pragma unroll
+    for (int n = 0; n < pairs; n++)
+        operands.weights[n] =
+            make_float2(operands.weights[n].x / scale, operands.weights[n].y / scale);
+#pragma unroll 1
+    for (int limb = 0; limb < (is_wide ? weight_limbs : 1); limb++) {
+        uint32_t weights[pairs];
+#pragma unroll
+        for (int n = 0; n < pairs; n++) {
+            const float low = take_limb<element>(operands.weights[n].x);
+            const float high = take_limb<element>(operands.weights[n].y);
+            weights[n] = element_type<element>::pack(low, high);
+        }
+#pragma unroll
+        for (int n = 0; n < pairs; n += 2) {
+            const uint32_t tokens[] = {operands.tokens[n], 0, operands.tokens[n + 1], 0};
+            mma_m16n8k16<element>(sums, tokens, weights[n], weights[n + 1]);
+        }
+    }
+}
+
+template <int warps> struct token_memory {
     float sums[most_sums][mma_tokens];
+    float most_of_warp[warps];
     int32_t expiry[most_new_tokens];
-    evict_memory<token_threads> evict;
+    evict_memory<32 * warps> evict;
 };
 
-template <typename element>
-__device__ static void score_tokens(token_memory &shared, const head_view &v,
-                                    const token_scores &from, float *score, int32_t new_len,
-                                    int32_t b, int32_t g) {
+/* The divisor of the weights of a kv head. */
+template <typename element, int warps>
+__device__ static float find_scale(token_memory<warps> &shared, const token_scores &from,
+                                   int32_t g) {
+    if (is_bfloat16<element>() || !from.wide_dt_proj)
+        return 1;
+    const float *const weights = (const float *)from.dt_proj + g * from.dt_row;
+    float most = 0;
+    for (int32_t channel = threadIdx.x; channel < from.channels; channel += 32 * warps)
+        most = fmaxf(most, fabsf(weights[channel]));
+    for (int lane = 16; lane > 0; lane /= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0)
+        shared.most_of_warp[threadIdx.x / 32] = most;
+    __syncthreads();
+    for (int warp = 0; warp < warps; warp++)
+        most = fmaxf(most, shared.most_of_warp[warp]);
+    return weight_scale(most);
+}
+
+/* The dot product of a token and the weights, from the products of its channels. */
+template <typename element, int warps>
+__device__ static float dot_of_token(const token_memory<warps> &shared, const decode_plan &plan,
+                                     const head_view &v, const token_scores &from, float scale,
+                                     int32_t b, int32_t g, int32_t token) {
+    float dot = 0;
+#pragma unroll 8
+    for (int32_t n = 0; n * sum_channels < from.channels; n++)
+        dot += shared.sums[n][token % mma_tokens];
+    dot *= scale;
+    if (!isnan(dot) || !from.wide_dt_proj)
+        return dot;
+    const int32_t head_dim = from.channels / plan.kv_heads;
+    return dot_sequentially((const element *)v.data + b * v.batch + token * v.row, head_dim,
+                            plan.kv_heads, head_dim, (const float *)from.dt_proj + g * from.dt_row);
+}
+
+/* Computes the scores of the new tokens, and their orders. */
+template <typename element, int warps>
+__device__ static void score_tokens(token_memory<warps> &shared, const decode_plan &plan,
+                                    const head_view &v, const token_scores &from, int32_t b,
+                                    int32_t g) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const char *const weights = (const char *)from.dt_proj + 2 * g * from.dt_row;
+    const float scale = find_scale<element>(shared, from, g);
     const float a = load_of_head<element>(from.a, from.wide_a, g);
     const float dt_bias =
         from.dt_bias != NULL ? load_of_head<element>(from.dt_bias, from.wide_dt_bias, g) : 0;
-    const int32_t count = (from.channels + sum_channels - 1) / sum_channels;
-    for (int32_t first = 0; first < new_len; first += mma_tokens) {
-        for (int32_t n = warp; n < count; n += token_warps) {
+    for (int32_t first = 0; first < plan.new_len; first += mma_tokens) {
+        if (first > 0)
+            __syncthreads();                  // the last sums have been read
+        const int32_t own = first + lane / 4; // the token of this lane
+        const element *const row =
+            own < plan.new_len ? (const element *)rows_of(v, b, 0) + own * v.row : NULL;
+        for (int32_t n = warp; n * sum_channels < from.channels; n += warps) {
+            token_operands operands;
             float products[4] = {};
-            multiply_channels<element>(products, rows_of(v, b, 0) + 2 * first * v.row, v.row,
-                                       new_len - first, weights, n * sum_channels, from.channels);
-            if (lane % 4 == 0) {
+            load_operands(operands, row, from, g, n * sum_channels + lane % 4 * 2);
+            multiply_operands<element>(products, operands, scale, from.wide_dt_proj);
+            if (lane % 4 == 0)
                 shared.sums[n][lane / 4] = products[0];
-                shared.sums[n][lane / 4 + 8] = products[2];
-            }
         }
         __syncthreads();
         const int32_t token = first + threadIdx.x;
-        if (threadIdx.x < mma_tokens && token < new_len) {
-            float dot = 0;
-            for (int32_t n = 0; n < count; n++)
-                dot += shared.sums[n][threadIdx.x];
-            score[token] = a * softplus(dot + dt_bias);
+        if (threadIdx.x < mma_tokens && token < plan.new_len) {
+            const float dot = dot_of_token<element>(shared, plan, v, from, scale, b, g, token);
+            const float score = a * softplus(dot + dt_bias);
+            plan.new_score.at(b, g)[token] = score;
+            shared.evict.order[token] = signed_order_of(score);
         }
-        __syncthreads();
     }
 }
 
@@ -401,30 +471,34 @@ struct token_marks {
     }
 };
 
-template <typename element>
-static __global__ void __launch_bounds__(token_threads)
+template <typename element, int warps>
+static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
                  const __grid_constant__ token_scores from) {
-    __shared__ token_memory shared;
+    __shared__ token_memory<warps> shared;
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
-    evict_state<held_rows<token_threads, most_cluster_rows / token_threads>> state;
+    const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
+    extern __shared__ __align__(128) char bytes[];
+    evict_state<staged_rows<32 * warps>> state = {{bytes, plan.rows}};
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
-    float *const score = plan.new_score.at(b, g);
+    if (stream.tokens > 0) {
+        state.rows.load(plan.score.at(stream.sequence, g), plan.position.at(stream.sequence, g),
+                        plan.rows);
+        if (from.dt_proj != NULL)
+            score_tokens<element>(shared, plan, v, from, b, g);
+        else if (token < plan.new_len)
+            shared.evict.order[token] = signed_order_of(plan.new_score.at(b, g)[token]);
+        state.rows.rank(plan.rows);
+        add_tokens(shared.evict, state, plan, stream, token_marks{shared.expiry});
+    } else if (from.dt_proj != NULL && token < plan.new_len) {
+        plan.new_score.at(b, g)[token] = 0;
+    }
     if (threadIdx.x == 0)
         plan.streams[blockIdx.x] = stream;
-    if (stream.tokens == 0)
-        return;
-    state.rows.load(plan.score.at(stream.sequence, g), plan.position.at(stream.sequence, g),
-                    plan.rows);
-    if (from.dt_proj != NULL)
-        score_tokens<element>(shared, v, from, score, plan.new_len, b, g);
-    state.rows.rank(plan.rows);
-    add_tokens(shared.evict, state, plan, stream, score, token_marks{shared.expiry});
-    const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
-    if (token < stream.tokens) {
-        plan.slot[at] = shared.evict.slot[token];
-        plan.expiry[at] = shared.expiry[token];
+    if (token < plan.new_len) {
+        plan.slot[at] = token < stream.tokens ? shared.evict.slot[token] : -1;
+        plan.expiry[at] = token < stream.tokens ? shared.expiry[token] : -1;
     }
 }

@@ -76,11 +76,10 @@ __device__ static heads_item item_of(const forward_plan &plan, const decode_plan
     heads_item item = {row_range_of(plan, head, first), head};
     if (head >= plan.batch * plan.kv_heads)
         return item;
-    const decode_stream stream = cached.streams[head];
-    item.sequence = stream.sequence;
-    item.tokens = stream.tokens;
-    if (stream.tokens > 0 && item.range.total > 0)
-        item.blocks = row_blocks(cached) + (stream.tokens + head_keys - 1) / head_keys;
+    item.sequence = sequence_of(cached, item.range.b);
+    item.tokens = item.sequence >= 0 ? tokens_of(cached, item.range.b) : 0;
+    if (item.tokens > 0 && item.range.total > 0)
+        item.blocks = row_blocks(cached) + (item.tokens + head_keys - 1) / head_keys;
     return item;
 }
 
@@ -136,7 +135,6 @@ template <typename config>
 __device__ static void copy_block_rows(char *to, const forward_plan &plan, const head_view &rows,
                                        const head_view &tokens, const decode_plan &cached,
                                        const heads_cursor &cursor, bool aligned) {
-    constexpr int copiers = row_layout<config::head_dim>::copiers;
     const heads_item &item = cursor.item;
     if (cursor.block >= item.blocks)
         return;
@@ -152,13 +150,7 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
                   plan.head_dim, aligned);
     const int32_t first = (cursor.block - (is_new ? row_blocks(cached) : 0)) * config::keys;
     const int32_t count = (is_new ? item.tokens : cached.rows) - first;
-#pragma unroll
-    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
-        const int row = n + threadIdx.x % warp_lanes / copiers;
-        const bool there = row < count;
-        copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
-                                   there, aligned);
-    }
+    copy_block<config, config::row_tiles == 1>(to, source, first, count);
 }
 
 /* Starts copying k of the cursor's key block, and the positions and biases of its rows. Rows of
@@ -414,18 +406,20 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     const int warp = threadIdx.x / warp_lanes;
     for (int token = threadIdx.x; token < most_new_tokens; token += config::threads)
         shared.token[token] = token;
-    griddepcontrol_wait(); // for place_tokens()
-    griddepcontrol_launch_dependents();
     heads_cursor cursor = {item_of(plan, cached, blockIdx.x, 0), warp};
     if (threadIdx.x == 0)
         shared.items[0] = cursor.item;
-    load_item(shared, shared.tokens[0], plan, cached, cursor.item, aligned);
     skip_items<config>(plan, cached, cursor);
+    // no kernel before place_tokens() is still running, so the cache is as the last call left it
     for (int n = 0; n < 2; n++) {
         load_keys(shared.stages[warp][n], plan, cached, cursor, aligned);
         load_values(shared.stages[warp][n], plan, cached, cursor, aligned);
         go_on<config>(plan, cached, cursor);
     }
+    griddepcontrol_wait(); // for place_tokens()
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    load_item(shared, shared.tokens[0], plan, cached, shared.items[0], aligned);
     for (int turn = 0, stage = 0;; turn ^= 1) {
         const heads_item &item = shared.items[turn], &next = shared.items[turn ^ 1];
         row_state<config> state;

@@ -302,19 +302,21 @@ __device__ static uint32_t ld_shared_cluster(uint32_t address) {
     return value;
 }
 
-__device__ static float ld_shared_cluster_f32(uint32_t address) {
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
+/* Stores to the shared memory of a block of the cluster without waiting. The bytes count for the
+ * mbarrier_arrive_expect_tx() of `barrier`, an mbarrier of the same block; both are addresses of
+ * mapa(). */
+__device__ static void st_async(uint32_t address, float2 value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+                 "[%3];" ::"r"(address),
+                 "f"(value.x), "f"(value.y), "r"(barrier)
+                 : "memory");
 }
 
-__device__ static float4 ld_shared_cluster_v4(uint32_t address) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address)
+__device__ static void st_async(uint32_t address, float4 value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, "
+                 "%4}, [%5];" ::"r"(address),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
                  : "memory");
-    return value;
 }
 
 __device__ static void barrier_cluster_arrive(void) {

@@ -19,9 +19,7 @@ __device__ static float load_weight(const score_params &params, int g, int chann
                                : to_float(((const T *)params.dt_proj)[at]);
 }
 
-/* Thread block g finds the power of two that divides the weights of kv head g, so that the largest
- * is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of float32,
- * needs no scale. */
+/* Thread block g finds the divisor of the weights of kv head g. */
 template <typename T>
 static __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
@@ -38,15 +36,7 @@ static __global__ void __launch_bounds__(arrange_threads) find_scales(const scor
         return;
     for (int warp = 0; warp < arrange_threads / 32; warp++)
         most = fmaxf(most, most_of_warp[warp]);
-    const bool is_scaled = most > 0 && most < INFINITY;
-    params.scales[g] = is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
-}
-
-/* A limb of x. Each limb takes the upper bits of the remainder after the limbs before it. */
-template <typename T> __device__ static T limb_of(float x, int limb) {
-    for (int before = 0; before < limb; before++)
-        x -= to_float(from_float_toward_zero<T>(x));
-    return from_float_toward_zero<T>(x);
+    params.scales[g] = weight_scale(most);
 }
 
 /* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
@@ -60,10 +50,13 @@ static __global__ void __launch_bounds__(arrange_threads)
     if (channel >= params.channels)
         return;
     const float scale = params.scales != NULL ? params.scales[g] : 1;
+    float remainders[vec_channels];
+    for (int i = 0; i < vec_channels; i++)
+        remainders[i] = load_weight<T>(params, g, channel + i) / scale;
     for (int limb = 0; limb < params.limbs; limb++) {
         alignas(16) T elements[vec_channels];
         for (int i = 0; i < vec_channels; i++)
-            elements[i] = limb_of<T>(load_weight<T>(params, g, channel + i) / scale, limb);
+            elements[i] = from_float<T>(take_limb<T>(remainders[i]));
         T *const to = (T *)params.weights + limb * params.weight_limb + g * params.weight_row;
         *(uint4 *)(to + channel) = *(const uint4 *)elements;
     }
@@ -280,20 +273,6 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
             sums[n][i] += new_sums[n][i];
 }
 
-/* Computes a dot product again, channel by channel: with limbs, inf * weight is NaN if a limb of
- * the weight is 0. */
-template <typename T>
-__device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
-                                                      int64_t j, int g) {
-    const T *const row = (const T *)params.v.data + b * params.v.batch + j * params.v.row;
-    float sum = 0;
-    for (int other = 0; other < params.kv_heads; other++)
-        for (int d = 0; d < params.head_dim; d++)
-            sum += to_float(row[other * params.v.head + d]) *
-                   load_weight<T>(params, g, other * params.head_dim + d);
-    return sum;
-}
-
 /* The inputs of the epilogue of a tile, loaded ahead: a and dt_bias of heads lane and 32 + lane of
  * a block, and `valid` of keys lane / 4 and 8 + lane / 4 of the tile. */
 template <typename config> struct epilogue_inputs {
@@ -329,7 +308,9 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
         return;
     float dot = params.scales != NULL ? sum * params.scales[g] : sum;
     if (isnan(dot) && params.limbs > 1 && valid)
-        dot = dot_sequentially<T>(params, b, j, g);
+        dot = dot_sequentially((const T *)params.v.data + b * params.v.batch + j * params.v.row,
+                               params.v.head, params.kv_heads, params.head_dim,
+                               (const float *)params.dt_proj + g * params.dt_row);
     const float dt = dot + dt_bias;
     const float z = params.a == NULL ? dt : valid ? a * softplus(dt) : -INFINITY;
     if (params.score.data != NULL)
@@ -490,7 +471,7 @@ score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
     params.wide_dt_bias = problem->dt_bias.dtype == FDMA_FLOAT32;
     params.is_aligned = is_aligned(params.v);
-    params.limbs = params.wide_dt_proj ? 3 : 1;
+    params.limbs = params.wide_dt_proj ? weight_limbs : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;
     params.weight_limb = (int64_t)params.kv_heads * params.channels;

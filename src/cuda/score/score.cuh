@@ -37,6 +37,36 @@ template <typename T> __device__ static float load_of_head(const void *from, boo
     return is_wide ? ((const float *)from)[g] : to_float(((const T *)from)[g]);
 }
 
+/* A float32 weight is a sum of limbs. A limb has the upper bits of the remainder after the limbs
+ * before it, which it is taken from. */
+static constexpr int weight_limbs = 3;
+
+template <typename T> __device__ static float take_limb(float &remainder) {
+    const float limb = to_float(from_float_toward_zero<T>(remainder));
+    remainder -= limb;
+    return limb;
+}
+
+/* The power of two that divides the weights of a kv head in float16, so that the largest, `most`,
+ * is near 2^14 and few limbs are subnormal. bfloat16, with the exponents of float32, needs none. */
+__device__ static float weight_scale(float most) {
+    const bool is_scaled = most > 0 && most < INFINITY;
+    return is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
+}
+
+/* The dot product of a row of v and the float32 weights of a kv head, channel by channel: with
+ * limbs, inf * weight is NaN if a limb of the weight is 0. `head`: the distance of two heads in the
+ * row. */
+template <typename T>
+__device__ static __noinline__ float dot_sequentially(const T *row, int64_t head, int32_t kv_heads,
+                                                      int32_t head_dim, const float *weights) {
+    float sum = 0;
+    for (int32_t other = 0; other < kv_heads; other++)
+        for (int32_t d = 0; d < head_dim; d++)
+            sum += to_float(row[other * head + d]) * weights[other * head_dim + d];
+    return sum;
+}
+
 __device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }

@@ -281,12 +281,18 @@ static inline uint32_t ld_shared_cluster(uint32_t address) {
     return __atomic_load_n((const uint32_t *)at_shared(address), __ATOMIC_ACQUIRE);
 }
 
-static inline float ld_shared_cluster_f32(uint32_t address) {
-    return *(const float *)at_shared(address);
-}
-
-static inline float4 ld_shared_cluster_v4(uint32_t address) {
-    return *(const float4 *)at_shared(address);
+/* Several blocks may store at once. */
+template <typename T> static inline void st_async(uint32_t address, T value, uint32_t barrier) {
+    if (address % sizeof value != 0)
+        emulated_fail("st.async of its size");
+    *(T *)at_shared(address) = value;
+    uint64_t *const shared = (uint64_t *)at_shared(barrier);
+    uint64_t old = __atomic_load_n(shared, __ATOMIC_ACQUIRE), changed;
+    do {
+        changed = old;
+        mbarrier_complete_tx(&changed, sizeof value);
+    } while (!__atomic_compare_exchange_n(shared, &old, changed, false, __ATOMIC_ACQ_REL,
+                                          __ATOMIC_ACQUIRE));
 }
 
 static inline void barrier_cluster_arrive() { emulated_cluster_arrive(); }
