@@ -132,8 +132,10 @@ def attend(layer: Attention, restricted: Any, *rows: torch.Tensor) -> torch.Tens
     query, key, value = rows[:3]
     count = layer.nope_heads * query.shape[2] // layer.kv_heads
     nope = (query[:, :, -count:], *(x[:, :, -layer.nope_heads :] for x in (key, value)))
-    out = Attention.attend(layer, *rows)
     found = restricted(*(x.contiguous() for x in nope))
+    if layer.nope_heads == layer.kv_heads:
+        return found
+    out = Attention.attend(layer, *rows)
     return torch.cat((out[:, :, :-count], found), 2)
 
 

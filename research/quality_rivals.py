@@ -94,10 +94,18 @@ def attend_to_scored(
 
 
 def attend_and_evict(
-    rule: str, keys: int, recent: int, block: int, query: Rows, key: Rows, value: Rows
+    rule: str,
+    keys: int,
+    recent: int,
+    block: int,
+    query: Rows,
+    key: Rows,
+    value: Rows,
+    log_beta: torch.Tensor | None = None,
 ) -> Rows:
     """Attention of queries in blocks to a cache that is cut to `keys` rows after each block: the
-    `recent` newest ones and those of most attention from all queries, or from the last one."""
+    `recent` newest ones and those of most attention from all queries, or from the last one. With
+    log_beta [batch, kv_heads, len] it is the largest beta^age instead of the attention."""
     batch, length, kv_heads, dim = key.shape
     queries = query.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
     arriving = [x.float().transpose(1, 2) for x in (key, value)]
@@ -115,7 +123,9 @@ def attend_and_evict(
             is_later = positions[:, :, None, None] > own[:, None]
             weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
             pieces.append(weights @ rows[1].unsqueeze(2))
-        if rule == "heavy hitters":
+        if log_beta is not None:
+            received = log_beta.gather(2, positions) * (own[-1] - positions)
+        elif rule == "heavy hitters":
             received = nn.functional.pad(received, (0, len(own))) + weights.sum((2, 3))
         else:
             received = weights[:, :, :, -1].sum(2)
