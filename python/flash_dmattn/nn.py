@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
 HEAD_DIM_MAX = 256  # of the kernels
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+class States(NamedTuple):
+    """The arguments of a layer's attend(), without their gradients."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_valid: torch.Tensor | None
+    starts: torch.Tensor | Sequence[int] | None
 
 
 class DynamicMaskAttention(nn.Module):
@@ -69,6 +79,8 @@ class DynamicMaskAttention(nn.Module):
         nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
             the angles of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.
+        targets_only: whether scores learn from score_target_loss() alone: A stays as it is, and the
+            bias passes no gradient on to dt_proj.
         head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -135,6 +147,7 @@ class DynamicMaskAttention(nn.Module):
         nope_heads: int = 0,
         nope_rotary_dim: int = 0,
         initial_a: float = 0.0,
+        targets_only: bool = False,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -180,6 +193,8 @@ class DynamicMaskAttention(nn.Module):
             nn.RMSNorm(dim, eps=norm_eps, **kind) if qk_norm else nn.Identity() for _ in range(2)
         )
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
+        self.targets_only, self.keeps_states = targets_only, False
+        self.states: States | None = None
         self._add_scores(dt_bias, sink_logit, kind)
 
     def _set_kinds(
@@ -201,6 +216,9 @@ class DynamicMaskAttention(nn.Module):
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
             self._reset_a()
+            if self.targets_only:
+                self.A.requires_grad_(False)
+                self.dt_proj.requires_grad_(self.sliding_heads < self.kv_heads)
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
@@ -408,6 +426,11 @@ class DynamicMaskAttention(nn.Module):
         )
         return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
+    def _bias_weights(self) -> list[torch.Tensor | None]:
+        """The same as attention gets them, for the bias."""
+        weights = self._score_weights()
+        return [x.detach() if self.targets_only and x is not None else x for x in weights]
+
     def new_cache(self, batch: int, *, layers: int = 1, static: bool = False) -> DynamicMaskCache:
         """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers with
         the same ones; LayerCaches is for layers that differ. static as in DynamicMaskCache.
@@ -457,6 +480,9 @@ class DynamicMaskAttention(nn.Module):
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]."""
+        if self.keeps_states:
+            q, k, v = (x.detach() for x in _arguments.autocast("query", (query, key, value)))
+            self.states = States(q, k, v, key_valid, starts)
         if self.ranks is not None:
             return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
         require(lengths is None, "lengths: is given, want None without a process_group")
@@ -471,7 +497,7 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        *weights, dt_bias = self._score_weights()
+        *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
@@ -500,7 +526,7 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             require(starts is None, "starts: is given, want None if window is None")
             return self.ranks.attend_to_all(rows, options)
-        *weights, dt_bias = self._score_weights()
+        *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "starts": starts, "dt_bias": dt_bias}
         return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})
 

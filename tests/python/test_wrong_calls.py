@@ -272,6 +272,21 @@ def layers() -> dict[str, Call]:
     }
 
 
+def plans() -> dict[str, Call]:
+    sizes = {"hidden": HIDDEN, "layers": 1, "heads": 4, "kv_heads": 2}
+    plan = flash_dmattn.HybridPlan(**sizes, keys=4)
+    model = torch.nn.Sequential(flash_dmattn.DynamicMaskAttention(**plan.arguments(0)))
+    trained = {"model": model, "rate": 1e-3, "weight_decay": 0.1, "score_rate": 1.0}
+    return {
+        "HybridPlan": Call(flash_dmattn.HybridPlan, {**sizes, "selecting": [0], "keys": 4}),
+        "HybridPlan.arguments": Call(plan.arguments, {"layer": 0}),
+        "HybridPlan.caches": Call(plan.caches, {"model": model, "batch": 1}),
+        "HybridPlan.parameter_groups": Call(plan.parameter_groups, trained),
+        "HybridPlan.targets": Call(plan.targets, {"model": model, "step": 0}),
+        "HybridPlan.set_keys": Call(plan.set_keys, {"model": model, "keys": 4}),
+    }
+
+
 def ranks() -> dict[str, Call]:
     """Functions that need a process group; it has one rank."""
     given = {**rows(), **weights(), "key_valid": keys()["key_valid"], "sink_logit": randn(4)}
@@ -348,7 +363,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-MAKERS = (scoring, attending, rotations, records, caches, layers)
+MAKERS = (scoring, attending, rotations, records, caches, layers, plans)
 CALLS: dict[str, Call] = {name: call for make in MAKERS for name, call in make().items()}
 CALLS.update(ranks())
 
@@ -410,6 +425,7 @@ def test_every_callable_is_called() -> None:
     found = {name.split(" with ")[0].split(" of ")[0] for name in CALLS}
     functions = {*flash_dmattn.__all__, *distributed.__all__, *rotary.__all__, "flash_dma.fwd"}
     classes = ("DynamicMaskAttention", "DynamicMaskCache", "LayerCaches", "MultiheadAttention")
+    classes = (*classes, "HybridPlan")
     methods = set().union(*(public_methods(getattr(flash_dmattn, name)) for name in classes))
     assert found == functions | methods
 
