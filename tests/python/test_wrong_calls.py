@@ -3,6 +3,7 @@ refused with the name of the argument and what is wanted."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -388,14 +389,22 @@ def fault_of(name: str, argument: str, value: object, may_pass: bool) -> str | N
     return None if may_pass else "is not refused"
 
 
-@pytest.mark.parametrize("name", [*CALLS, "DogeCache"])
-def test_wrong_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "DogeCache":
-        transformers = pytest.importorskip("transformers")
-        from flash_dmattn.transformers import DogeCache
+def of_transformers(name: str) -> Call:
+    transformers = pytest.importorskip("transformers")
+    ours = importlib.import_module("flash_dmattn.transformers")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 1}
+    sizes = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    if name == "convert":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        return Call(ours.convert, {"model": model, "selecting": [0], "keys": 4})
+    config = transformers.DogeConfig if name == "DogeCache" else ours.HybridConfig
+    return Call(getattr(ours, name), {"config": config(**sizes)})
 
-        given = {"config": transformers.DogeConfig(num_hidden_layers=1)}
-        monkeypatch.setitem(CALLS, name, Call(DogeCache, given))
+
+@pytest.mark.parametrize("name", [*CALLS, "DogeCache", "HybridCache", "convert"])
+def test_wrong_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in CALLS:
+        monkeypatch.setitem(CALLS, name, of_transformers(name))
     call = CALLS[name]
     call.function(**call.given)
     faults = {}
