@@ -183,8 +183,8 @@ class HybridKeys(KeptKeys):
 
 
 class HybridCache(Cache):
-    """A cache for a hybrid: the rows of each layer are as many as the keys that a query keeps in it,
-    whatever the length. Layers that keep all keys have all rows.
+    """A cache for a hybrid: each layer has as many rows as a query keeps keys there, whatever the
+    length. Layers that keep all keys have all rows.
 
         model.generate(tokens, past_key_values=HybridCache(model.config))
 
@@ -233,7 +233,7 @@ class HybridCache(Cache):
         )
 
     def of_layer(self, layer: HybridAttention) -> Any:
-        """The keys of a layer, whose rules have to be those of the cache."""
+        """The keys of a layer that has the same rules as the cache."""
         rules = (layer.window, layer.recent)
         number = layer.layer_idx
         known = self.rules[number] if number < len(self.rules) else None
@@ -313,9 +313,10 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
 class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
     """A hybrid as a causal language model of transformers.
 
-    In training the loss of a call with labels=... contains the target loss of the scores, which has
-    a gradient for their weights alone, in every target_every-th call. So Trainer and other loops
-    train the scores. The weights of scores stay float32 in a model that is loaded in another dtype.
+    In training the loss of every target_every-th call with labels=... has the gradient of the
+    scores' target loss, too, for their weights alone, so that Trainer and other loops train them.
+    Its number is the model's own loss. The weights of scores stay float32 in a model that is loaded
+    in another dtype.
 
     Args:
         config: a HybridConfig.
@@ -356,7 +357,8 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
         with self.config.plan.targets(self.model, self.calls) as targets:
             out = super().forward(*given, **named, return_dict=True)
         self.calls += 1
-        out.loss = out.loss + targets.loss()
+        of_scores = targets.loss()
+        out.loss = out.loss + (of_scores - of_scores.detach())  # its gradient, and not its number
         is_record = self.config.return_dict if is_record is None else is_record
         return out if is_record else out.to_tuple()
 
