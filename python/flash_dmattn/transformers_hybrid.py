@@ -298,7 +298,7 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @functools.wraps(llama.LlamaModel.forward)
+    @functools.wraps(llama.LlamaModel.forward, assigned=())
     def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """As in transformers; a cache is made if use_cache says so and no gradients are recorded,
         which a cache would cut off."""
@@ -344,8 +344,9 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @functools.wraps(llama.LlamaForCausalLM.forward)
+    @functools.wraps(llama.LlamaForCausalLM.forward, assigned=())
     def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """As in transformers."""
         is_taught = named.get("labels") is not None and self.config.target_every > 0
         if is_taught and self.training and torch.is_grad_enabled():
             return self._forward_with_targets(given, named)
