@@ -51,9 +51,22 @@ class DynamicMaskAttention(nn.Module):
 
     A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
-    including the first `sinks` keys of the sequence, and learns which keys to keep longer. Language
-    models with such layers train worse than with a sliding window. Let most layers slide and a few
-    NoPE heads select, taught by score_target_loss(): see docs/training.md.
+    including the first `sinks` keys of the sequence, and learns which keys to keep longer.
+
+    The settings below are for the layers of a language model, where docs/quality.md measured them;
+    HybridPlan makes the arguments of a model of the first three:
+
+    - sliding_heads=kv_heads, recent=0: a sliding window. Use it in most layers, with a small
+      window: models of such layers had a lower loss than dense attention after the same text.
+    - nope_heads=kv_heads, targets_only=True, initial_a=0.005, in one of the last layers: keys from
+      all of the sequence are recalled from a cache of fixed size, as far as they fit into it. With
+      half of the keys the newest, as recent=None has it, the loss is lower than with few newest
+      ones, which recall more of what is marked.
+    - window=None in that layer: the lowest loss and the best recall, with a cache that grows.
+    - the defaults, in all layers: a higher loss than with a sliding window, and no recall beyond
+      it. Scores that learn through the bias recall about half of what targets teach them.
+    - recent=0 with scores in all heads and layers, as Doge has it: by far the highest loss, where
+      the window is much shorter than the sequence.
 
     Args:
         hidden: width of the hidden states.
