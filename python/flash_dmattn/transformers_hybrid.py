@@ -300,13 +300,14 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
 
     @functools.wraps(llama.LlamaModel.forward, assigned=())
     def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
-        """As in transformers; a cache is made if use_cache says so and no gradients are recorded,
-        which a cache would cut off."""
+        """As in transformers; without gradients, which a cache would cut off, a cache is made unless
+        use_cache is False."""
         if named.get("cache") is None and named.get("past_key_values") is None:
-            use = named.get("use_cache")
-            use = self.config.use_cache if use is None else use
-            named["use_cache"] = use = bool(use) and not torch.is_grad_enabled()
-            named[CACHE] = HybridCache(self.config) if use else None
+            use, records = named.get("use_cache"), torch.is_grad_enabled()
+            if use and records:
+                raise ValueError("use_cache: is True, want a call within torch.no_grad() with it")
+            use = self.config.use_cache and not records if use is None else use
+            named["use_cache"], named[CACHE] = use, HybridCache(self.config) if use else None
         return super().forward(*given, **named)
 
 

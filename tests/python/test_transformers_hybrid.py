@@ -184,6 +184,10 @@ def test_bad_caches() -> None:
         ours.HybridCache(llama.config)
     with pytest.raises(ValueError, match="cache_implementation: is 'quantized', want 'static'"):
         model.generate(tokens, cache_implementation="quantized", max_new_tokens=2)
+    with torch.enable_grad(), pytest.raises(
+        ValueError, match="use_cache: is True, want a call within"
+    ):
+        model(tokens, use_cache=True)
 
 
 # ---- padding and packing ----
