@@ -300,8 +300,8 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
 
     @functools.wraps(llama.LlamaModel.forward, assigned=())
     def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
-        """As in transformers; without gradients, which a cache would cut off, a cache is made unless
-        use_cache is False."""
+        """As in transformers, but a cache is made only where no gradients are recorded: it would
+        cut them off."""
         if named.get("cache") is None and named.get("past_key_values") is None:
             use, records = named.get("use_cache"), torch.is_grad_enabled()
             if use and records:
