@@ -112,7 +112,7 @@ class Reader(train_text.Model):
     say what came before them, so that one layer can look up what follows a character."""
 
     def __init__(self, layers: int, width: int) -> None:
-        super().__init__(layers, width, None)
+        super().__init__(width, train_text.select_alike(layers, width, None))
         self.before = nn.Embedding(train_text.BYTES, width)
         nn.init.normal_(self.before.weight, std=0.02)
         heads = width // HEAD_DIM

@@ -94,7 +94,7 @@ from flash_dmattn.distributed import split_lengths
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from train_text import Model, Progress, narrow
+from train_text import Model, Progress, narrow, select_alike
 
 MIB = 2**20
 
@@ -215,7 +215,8 @@ def train(
 def run(options: argparse.Namespace, ranks: Ranks) -> None:
     torch.manual_seed(options.seed)
     sizes = (options.layers, options.width, options.window)
-    model = LongModel(*sizes, process_group=dist.group.WORLD).to(ranks.device)
+    attentions = select_alike(*sizes, process_group=dist.group.WORLD)
+    model = LongModel(options.width, attentions).to(ranks.device)
     count = sum(parameter.numel() for parameter in model.parameters())
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
     model = DistributedDataParallel(model, device_ids=devices)

@@ -34,14 +34,15 @@ if __name__ == "__main__":
 import matplotlib
 from matplotlib import pyplot
 
-COLOURS = {"selected": "#0072B2", "dense": "#CC79A7"}  # Okabe and Ito's
+COLOURS = {"selected": "#0072B2", "hybrid": "#009E73", "dense": "#CC79A7"}  # Okabe and Ito's
 AXES = (("training steps", 0, 1.0), ("minutes of training", 1, 60.0))  # index and unit of x
 
 
 def label_of(name: str, run: dict[str, Any]) -> str:
     if name == "dense":
-        return f"dense, all {run['length']} bytes"
-    return f"selected, {run['window']} of {run['length']} bytes"
+        return f"dense: all {run['length']} bytes"
+    last = f"all {run['length']}" if name == "hybrid" else run["keys"]
+    return f"{name}: {run['sliding']} bytes, in the last layer {last}"
 
 
 def draw_runs(axes: pyplot.Axes, runs: dict[str, Any], index: int, unit: float) -> None:

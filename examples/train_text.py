@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Train a small byte-level language model with DynamicMaskAttention, on Python's documentation.
+"""Train a small byte-level language model by the recipe of HybridPlan, on Python's documentation.
 
-Four layers of width 256 read 1024 bytes, and every query keeps 128 of them; --dense trains the same
-model with plain attention over all bytes. The text comes with Python itself, so that nothing is
-downloaded; the last tenth of it is held out. Run it with the package installed, or with
+Four layers of width 256 read 1024 bytes. In three of them a query keeps the newest 64 bytes, and in
+the last one 256, half of them the newest and half by score. --form hybrid trains the same model
+with all bytes in its last layer, and --form dense one with all bytes in all layers, which
+differ in nothing else. The text comes with Python itself, so that nothing is downloaded; the last
+tenth of it is held out. Run it with the package installed, or with
 FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment:
 
     python examples/train_text.py --minutes 3 --json curves.json
-    python examples/train_text.py --minutes 3 --json curves.json --dense --picture curves.svg
+    python examples/train_text.py --minutes 3 --json curves.json --form hybrid --picture curves.svg
 
 It shows a progress bar on a terminal if tqdm is installed, and else a line every ten seconds;
 --picture needs matplotlib: `pip install tqdm matplotlib`. Losses are in bits per byte. --json adds
-this run's curves to those in the file, so that --picture shows both. Ctrl-C ends the training with
+this run's curves to those in the file, so that --picture shows all. Ctrl-C ends the training with
 what there is. Exit status: 0 done; 2 bad usage; 130 ended by Ctrl-C.
 """
 
@@ -19,19 +21,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import program
 
 HEAD_DIM = 64
+FORMS = ("selected", "hybrid", "dense")
 
 
 def parse() -> argparse.Namespace:
@@ -40,7 +43,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, help="a file to train on (default: Python's documentation)"
     )
-    parser.add_argument("--dense", action="store_true", help="plain attention over all bytes")
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="selected",
+        help="hybrid: the last layer keeps all bytes; dense: all layers do (default selected)",
+    )
     parser.add_argument(
         "--minutes", type=float, help="training time (default 3, unless --steps is given)"
     )
@@ -50,10 +58,10 @@ def parse() -> argparse.Namespace:
         "--length", type=int, default=1024, help="bytes that the model reads at once"
     )
     parser.add_argument(
-        "--window",
-        type=int,
-        default=128,
-        help="bytes that each query keeps, half of them the newest",
+        "--keys", type=int, default=256, help="bytes that a query keeps in the last layer"
+    )
+    parser.add_argument(
+        "--sliding", type=int, default=64, help="bytes that it keeps in the others, the newest"
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
@@ -68,7 +76,7 @@ def parse() -> argparse.Namespace:
         parser.error("--picture needs matplotlib: pip install matplotlib")
     if options.text and not options.text.is_file():
         parser.error(f"--text: {options.text} is not a file")
-    for name in ("batch", "length", "layers"):
+    for name in ("batch", "length", "layers", "keys", "sliding"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: is {getattr(options, name)}, want 1 or more")
     if options.width < HEAD_DIM or options.width % HEAD_DIM:
@@ -85,7 +93,7 @@ if __name__ == "__main__":
     program.begin(parse)
 
 import torch
-from flash_dmattn import DynamicMaskAttention
+from flash_dmattn import DynamicMaskAttention, HybridPlan
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -124,25 +132,37 @@ class Block(nn.Module):
         return x + self.contract(torch.nn.functional.gelu(self.expand(self.norm(x))))
 
 
+def sizes_of(width: int) -> dict[str, int]:
+    heads = width // HEAD_DIM
+    return {"hidden": width, "heads": heads, "kv_heads": max(1, heads // GROUP)}
+
+
+def select_alike(
+    layers: int, width: int, window: int | None, process_group: ProcessGroup | None = None
+) -> Iterator[DynamicMaskAttention]:
+    """Layers in which a query keeps `window` bytes, half of them the newest; None: all."""
+    recent = 0 if window is None else window // 2
+    best = None if window is None else window - recent
+    options: dict[str, Any] = {"window": best, "recent": recent, "process_group": process_group}
+    return (DynamicMaskAttention(**sizes_of(width), **options) for _ in range(layers))
+
+
+def layers_of(form: str, plan: HybridPlan) -> Iterator[DynamicMaskAttention]:
+    """The layers of a plan, or of a model that differs from it in the keys of some layers alone."""
+    given = [plan.arguments(number) for number in range(plan.layers)]
+    if form != "selected":
+        for one in given if form == "dense" else given[-1:]:
+            one.update(window=None, recent=0, sliding_heads=0)
+    return (DynamicMaskAttention(**one) for one in given)
+
+
 class Model(nn.Module):
     """From bytes [batch, len] to the logits of each next byte [batch, len, 256]."""
 
-    def __init__(
-        self,
-        layers: int,
-        width: int,
-        window: int | None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, width: int, attentions: Iterator[DynamicMaskAttention]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        heads = width // HEAD_DIM
-        recent = 0 if window is None else window // 2  # the newest bytes; scores choose the others
-        best = None if window is None else window - recent
-        sizes = (width, heads, max(1, heads // GROUP), best)
-        options = {"recent": recent, "process_group": process_group}
-        layer = functools.partial(DynamicMaskAttention, *sizes, **options)
-        self.blocks = nn.Sequential(*(Block(width, layer()) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, attention) for attention in attentions))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
@@ -249,10 +269,19 @@ class Curves:
         return {"train": rounded(self.train), "held_out": rounded(self.held_out)}
 
 
-def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
+def groups_of(model: Model, plan: HybridPlan | None) -> list[dict[str, Any]]:
+    """The groups of parameters for the optimizer; those whose gradients are clipped come first."""
+    if plan is not None:
+        return plan.parameter_groups(model, PEAK_RATE)
+    by_decay = ([x for x in model.parameters() if (x.dim() > 1) == wide] for wide in (True, False))
+    return [{"params": own, "weight_decay": x} for own, x in zip(by_decay, (0.1, 0.0))]
+
+
+def train(model: Model, text: Text, options: argparse.Namespace, plan: HybridPlan | None) -> Curves:
     """Train until the steps or the minutes are over, or until Ctrl-C. The time of evaluations does
-    not count."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    not count. `plan` is for a model whose scores learn."""
+    optimizer = torch.optim.AdamW(groups_of(model, plan), betas=(0.9, 0.95))
+    clipped = [weight for group in optimizer.param_groups[:2] for weight in group["params"]]
     generator = torch.Generator().manual_seed(options.seed)
     spread = torch.linspace(0, len(text.held_out) - options.length - 1, HELD_OUT_ROWS).long()
     unseen = cut(text.held_out, spread, options.length)
@@ -271,10 +300,16 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
         starts = torch.randint(
             len(text.train) - options.length, (options.batch,), generator=generator
         )
-        loss = loss_of(model, cut(text.train, starts, options.length), options.device)
+        pieces = cut(text.train, starts, options.length)
+        if plan is None:
+            total = loss = loss_of(model, pieces, options.device)
+        else:
+            with plan.targets(model, progress.taken) as targets:
+                loss = loss_of(model, pieces, options.device)
+            total = loss + targets.loss()
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        total.backward()
+        nn.utils.clip_grad_norm_(clipped, 1.0)
         optimizer.step()
         seen_loss = loss.item()
         progress.taken += 1
@@ -313,12 +348,13 @@ def main() -> None:
     if len(text.held_out) < options.length + 1:
         print(f"{text.name}: too short for pieces of {options.length} bytes", file=sys.stderr)
         sys.exit(2)
-    window = None if options.dense else options.window
-    model = Model(options.layers, options.width, window).to(options.device)
+    sizes = {**sizes_of(options.width), "layers": options.layers, "target_start": WARM_UP}
+    plan = HybridPlan(**sizes, keys=options.keys, sliding=options.sliding)
+    model = Model(options.width, layers_of(options.form, plan)).to(options.device)
     size = sum(parameter.numel() for parameter in model.parameters())
-    form = "dense" if options.dense else f"window {window}"
+    form = options.form
     print(f"{text.name}: {len(text.train)} bytes; {size} parameters; {form}; {options.device}")
-    curves = train(model, text, options)
+    curves = train(model, text, options, plan if form == "selected" else None)
     if curves.held_out:
         report(curves, text, options)
     if not curves.is_whole:
@@ -333,9 +369,9 @@ def report(curves: Curves, text: Text, options: argparse.Namespace) -> None:
     )
     if not options.json:
         return
-    window = None if options.dense else options.window
-    run = {"window": window, "length": options.length, "text": text.name, **curves.as_json()}
-    runs = add_run(options.json, "dense" if options.dense else "selected", run)
+    settings = {"keys": options.keys, "sliding": options.sliding, "length": options.length}
+    run = {**settings, "text": text.name, **curves.as_json()}
+    runs = add_run(options.json, options.form, run)
     if options.picture:
         import train_picture  # needs matplotlib
 

@@ -129,7 +129,9 @@ def methods_of(thing: type) -> Iterator[tuple[str, Any]]:
     """The public methods and properties of a class of this package that have a docstring."""
     fields = {*getattr(thing, "_fields", ()), *getattr(thing, "__dataclass_fields__", ())}
     for name, member in list(vars(thing).items()):
-        if not name.startswith("_") and name not in fields and getattr(member, "__doc__", None):
+        is_function = callable(member) and not isinstance(member, type)
+        is_method = is_function or isinstance(member, property)
+        if not name.startswith("_") and name not in fields and is_method and member.__doc__:
             yield name, member
 
 

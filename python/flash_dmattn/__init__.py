@@ -18,6 +18,7 @@ from .flash_dmattn_interface import (
 from .flash_dmattn_triton import triton_dmattn_func
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
+from .hybrid import HybridPlan
 from .layer_caches import LayerCaches
 from .lists import mask_lists
 from .mha import MultiheadAttention
@@ -40,6 +41,7 @@ __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskCache",
     "DynamicMaskOptions",
+    "HybridPlan",
     "KeyCache",
     "LayerCaches",
     "MultiheadAttention",

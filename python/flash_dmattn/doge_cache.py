@@ -66,11 +66,15 @@ class KeptKeys(CacheLayerMixin):
     Args:
         window: of the layer, its keep_window_size.
         static: as in DogeCache.
+        recent: of the layer.
     """
 
-    def __init__(self, window: int, static: bool) -> None:
+    owner = "DogeCache"
+    users = f"the model is Doge with attn_implementation={NAME!r}"
+
+    def __init__(self, window: int, static: bool, recent: int = 0) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.recent = window, recent
         self.is_compileable, self.is_croppable = static, not static
         self.kept: Any = None  # a DynamicMaskCache, once it is initialised
         self.record_past = False
@@ -84,7 +88,8 @@ class KeptKeys(CacheLayerMixin):
         self.is_initialized = True
 
     def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
-        rules: dict[str, Any] = {"window": self.window, "recent": 0, "static": self.is_compileable}
+        rules: dict[str, Any] = {"window": self.window, "recent": self.recent}
+        rules["static"] = self.is_compileable
         return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
 
     # ---- attention ----
@@ -161,8 +166,8 @@ class KeptKeys(CacheLayerMixin):
         """The same with scores that kernels do not compute, 64 tokens at a time."""
         if key_valid is not None:
             raise NotImplementedError(
-                "attention_mask: has padding, want none in a prompt for a DogeCache while dt_proj "
-                "has an adapter or a hook, or is tensor-parallel"
+                f"attention_mask: has padding, want none in a prompt for a {self.owner} while "
+                "dt_proj has an adapter or a hook, or is tensor-parallel"
             )
         found: list[Any] = []
         for query, key, value in zip(*(x.split(TOKENS_MAX, 1) for x in rows)):
@@ -228,9 +233,9 @@ class KeptKeys(CacheLayerMixin):
         removable = drafts - self._settled
         if -tokens_to_remove > removable:
             raise ValueError(
-                f"tokens_to_remove: is {tokens_to_remove}, want 0 to {-removable}: a DogeCache can "
-                "remove the tokens that came after activate_past_recording() and the last crop(), "
-                "64 at most, none up to the last padding, and none if it is static"
+                f"tokens_to_remove: is {tokens_to_remove}, want 0 to {-removable}: a {self.owner} "
+                "can remove the tokens that came after activate_past_recording() and the last "
+                "crop(), 64 at most, none up to the last padding, and none if it is static"
             )
         self._settled = drafts + tokens_to_remove
         if tokens_to_remove < 0:
@@ -245,10 +250,7 @@ class KeptKeys(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> Any:
-        raise ValueError(
-            "cache: is a DogeCache, want another one unless the model is Doge with "
-            f"attn_implementation={NAME!r}"
-        )
+        raise ValueError(f"cache: is a {self.owner}, want another one unless {self.users}")
 
     def get_seq_length(self) -> Any:
         """The number of tokens; a static cache has it as a tensor, which compiled code can count
@@ -265,7 +267,7 @@ class KeptKeys(CacheLayerMixin):
         return -1
 
     def offload(self) -> None:
-        raise NotImplementedError("offload: a DogeCache stays on its device")
+        raise NotImplementedError(f"offload: a {self.owner} stays on its device")
 
     def reset(self) -> None:
         self._drafts, self._settled = None, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,16 @@ HEAD_DIM_MAX = 256  # of the kernels
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
+class States(NamedTuple):
+    """The arguments of a layer's attend(), without their gradients."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_valid: torch.Tensor | None
+    starts: torch.Tensor | Sequence[int] | None
+
+
 class DynamicMaskAttention(nn.Module):
     """Attention in which every query attends to its `window` best keys, with projections.
 
@@ -41,9 +51,22 @@ class DynamicMaskAttention(nn.Module):
 
     A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
-    including the first `sinks` keys of the sequence, and learns which keys to keep longer. Language
-    models with such layers train worse than with a sliding window. Let most layers slide and a few
-    NoPE heads select, taught by score_target_loss(): see docs/training.md.
+    including the first `sinks` keys of the sequence, and learns which keys to keep longer.
+
+    The settings below are for the layers of a language model, where docs/quality.md measured them;
+    HybridPlan makes the arguments of a model of the first three:
+
+    - sliding_heads=kv_heads, recent=0: a sliding window. Use it in most layers, with a small
+      window: models of such layers had a lower loss than dense attention after the same text.
+    - nope_heads=kv_heads, targets_only=True, initial_a=0.005, in one of the last layers: keys from
+      all of the sequence are recalled from a cache of fixed size, as far as they fit into it. With
+      half of the keys the newest, as recent=None has it, the loss is lower than with few newest
+      ones, which recall more of what is marked.
+    - window=None in that layer: the lowest loss and the best recall, with a cache that grows.
+    - the defaults, in all layers: a higher loss than with a sliding window, and no recall beyond
+      it. Scores that learn through the bias recall about half of what targets teach them.
+    - recent=0 with scores in all heads and layers, as Doge has it: by far the highest loss, where
+      the window is much shorter than the sequence.
 
     Args:
         hidden: width of the hidden states.
@@ -69,6 +92,8 @@ class DynamicMaskAttention(nn.Module):
         nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
             the angles of a head with so many channels: an even number, 0 without such heads.
         initial_a: A before training, except in sliding heads.
+        targets_only: whether scores learn from score_target_loss() alone: A stays as it is, and the
+            bias passes no gradient on to dt_proj.
         head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -135,6 +160,7 @@ class DynamicMaskAttention(nn.Module):
         nope_heads: int = 0,
         nope_rotary_dim: int = 0,
         initial_a: float = 0.0,
+        targets_only: bool = False,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -180,6 +206,8 @@ class DynamicMaskAttention(nn.Module):
             nn.RMSNorm(dim, eps=norm_eps, **kind) if qk_norm else nn.Identity() for _ in range(2)
         )
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
+        self.targets_only, self.keeps_states = targets_only, False
+        self.states: States | None = None
         self._add_scores(dt_bias, sink_logit, kind)
 
     def _set_kinds(
@@ -201,6 +229,9 @@ class DynamicMaskAttention(nn.Module):
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
             self._reset_a()
+            if self.targets_only:
+                self.A.requires_grad_(False)
+                self.dt_proj.requires_grad_(self.sliding_heads < self.kv_heads)
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
@@ -408,6 +439,11 @@ class DynamicMaskAttention(nn.Module):
         )
         return self.dt_proj.weight, self.a_coef, self.dt_proj.bias
 
+    def _bias_weights(self) -> list[torch.Tensor | None]:
+        """The same as attention gets them, for the bias."""
+        weights = self._score_weights()
+        return [x.detach() if self.targets_only and x is not None else x for x in weights]
+
     def new_cache(self, batch: int, *, layers: int = 1, static: bool = False) -> DynamicMaskCache:
         """An empty cache of this layer's sizes, rules, dtype and device, for `layers` layers with
         the same ones; LayerCaches is for layers that differ. static as in DynamicMaskCache.
@@ -457,6 +493,9 @@ class DynamicMaskAttention(nn.Module):
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]."""
+        if self.keeps_states:
+            q, k, v = (x.detach() for x in _arguments.autocast("query", (query, key, value)))
+            self.states = States(q, k, v, key_valid, starts)
         if self.ranks is not None:
             return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
         require(lengths is None, "lengths: is given, want None without a process_group")
@@ -471,7 +510,7 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        *weights, dt_bias = self._score_weights()
+        *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
@@ -500,7 +539,7 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             require(starts is None, "starts: is given, want None if window is None")
             return self.ranks.attend_to_all(rows, options)
-        *weights, dt_bias = self._score_weights()
+        *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "starts": starts, "dt_bias": dt_bias}
         return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})
 

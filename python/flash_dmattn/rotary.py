@@ -401,6 +401,14 @@ def rotation_for(
     return Rotation(*tables, starts)
 
 
+def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+    """The rotation by the cosines and sines [batch or 1, len, dim] of a model's rotary embedding,
+    which has the numbers of each pair of channels twice."""
+    halves = [one[..., : one.shape[2] // 2] for one in (cos, sin)]
+    table = torch.cat(halves, 2).flatten(0, 1)
+    return Rotation(table.to(_arguments.wide(cos.dtype)), by_row=cos.shape[0] > 1)
+
+
 def rotate_heads(
     x: torch.Tensor,
     positions: torch.Tensor,

@@ -30,8 +30,16 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.doge import modeling_doge
 
-from . import _arguments, _types, functional, fused, rotary
+from . import _types, functional, fused, rotary
 from .doge_cache import NAME, DogeCache, KeptKeys, has_plain_weights, scores_of
+from .transformers_hybrid import (
+    ByteTokenizer,
+    HybridCache,
+    HybridConfig,
+    HybridForCausalLM,
+    convert,
+    register_hybrid,
+)
 from .transformers_masks import (
     best_in_window,
     find_starts,
@@ -42,7 +50,16 @@ from .transformers_masks import (
     read_padding,
 )
 
-__all__ = ["DogeCache", "register", "rotary_frequencies"]
+__all__ = [
+    "ByteTokenizer",
+    "DogeCache",
+    "HybridCache",
+    "HybridConfig",
+    "HybridForCausalLM",
+    "convert",
+    "register",
+    "rotary_frequencies",
+]
 
 OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: first supported, first unsupported
 
@@ -175,14 +192,6 @@ def attend(
     return out[..., :size], None
 
 
-def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> rotary.Rotation:
-    """The rotation by the cosines and sines [batch or 1, len, dim] of a model's rotary embedding,
-    which has the numbers of each pair of channels twice."""
-    halves = [one[..., : one.shape[2] // 2] for one in (cos, sin)]
-    table = torch.cat(halves, 2).flatten(0, 1)
-    return rotary.Rotation(table.to(_arguments.wide(cos.dtype)), by_row=cos.shape[0] > 1)
-
-
 class DogeAttention(StockDogeAttention):
     """The attention of Doge if attn_implementation is "dynamic_mask"."""
 
@@ -204,7 +213,7 @@ class DogeAttention(StockDogeAttention):
         is_masked = attention_mask is not None
         attention_mask = read_padding(attention_mask)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        rotation = rotation_of(*position_embeddings)
+        rotation = rotary.rotation_of(*position_embeddings)
         query = rotation.normalized(self.q_proj(hidden_states).view(shape), self.q_norm)
         key = rotation.normalized(self.k_proj(hidden_states).view(shape), self.k_norm)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
@@ -348,7 +357,7 @@ def check_model(
 
 
 def register() -> None:
-    """Make attn_implementation="dynamic_mask" known to transformers.
+    """Make attn_implementation="dynamic_mask" and hybrids known to transformers.
 
     Models that are made from then on with it run their attention here. modeling_doge.DogeAttention
     is replaced by a class with the same parameters, which runs transformers' own attention under
@@ -380,3 +389,4 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
     modeling_doge.DogeAttention = DogeAttention  # type: ignore[misc]
     PreTrainedModel.get_correct_attn_implementation = check_model  # type: ignore[method-assign]
+    register_hybrid()

@@ -27,7 +27,7 @@ import sys
 from typing import Any, Callable, NamedTuple
 
 import torch
-from transformers import DogeConfig, masking_utils
+from transformers import masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -49,6 +49,9 @@ BOTH = code_of("and_masks", causal_mask_function)
 WINDOW = code_of("sliding_window_overlay", 1)
 PACKED = code_of("packed_sequence_mask_function", None)
 OWN_POSITIONS = code_of("remap_positions_for_packed_sequence", None, None)
+
+# Types of models whose layers have rules of their own: their masks are padding alone.
+RULED = ("doge", "dynamic_mask_hybrid")
 
 
 class Rules(NamedTuple):
@@ -226,7 +229,7 @@ def make_mask(
     given = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if looks_at_masks(type(config)):
         return eager_mask(**given)
-    if isinstance(config, DogeConfig):  # its layers have rules of their own
+    if getattr(config, "model_type", None) in RULED:
         row = padding_of(**layout)
         if row is None:  # with a mask of ones transformers does not look for packed sequences
             return None if attention_mask is None else attention_mask.new_empty(0).int()

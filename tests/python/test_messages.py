@@ -88,6 +88,7 @@ rotate = functools.partial(wrong, rotary.rotate)
 rotary_table = rotary.rotary_table
 layer = flash_dmattn.DynamicMaskAttention
 multihead = flash_dmattn.MultiheadAttention
+plan = functools.partial(flash_dmattn.HybridPlan, hidden=48, layers=3, heads=6, kv_heads=2)
 new_cache, layer_caches = flash_dmattn.DynamicMaskCache, flash_dmattn.LayerCaches
 TOKENS = {"query": (1, 3, 4, 16), "key": (1, 3, 2, 16), "value": (1, 3, 2, 16)}
 WEIGHTS = {"dt_proj": (2, 32), "a_coef": (2,)}

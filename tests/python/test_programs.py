@@ -181,7 +181,7 @@ def test_training_keeps_its_curves(tmp_path: Path) -> None:
     """Progress is printed at every step. Ctrl-C reports and writes the results so far."""
     path, text = tmp_path / "curves.json", tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
-    sizes = "--steps 100000 --length 64 --window 16 --layers 1 --width 64 --batch 1 --device cpu"
+    sizes = "--steps 100000 --length 64 --keys 16 --layers 1 --width 64 --batch 1 --device cpu"
     program = [sys.executable, ROOT / "examples" / "train_text.py", *sizes.split()]
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "FDMA_PROGRESS_SECONDS": "0"}
     with subprocess.Popen(

@@ -24,6 +24,7 @@ import adapt_layers
 import recall_text
 import train_long
 import train_text
+from flash_dmattn import HybridPlan, score_targets
 
 FOLDER = ROOT / "examples"
 TEXT = FOLDER / "data" / "text.txt"
@@ -91,20 +92,21 @@ def test_bad_usage(
 
 # ---- train_text.py ----
 
-SMALL = ["--length", "96", "--window", "16", "--width", "64", "--layers", "2", "--batch", "2"]
+SMALL = ["--length", "96", "--keys", "32", "--sliding", "16", "--width", "64"]
+SMALL = [*SMALL, "--layers", "2", "--batch", "2"]
 
 
-def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both curves are in one file and one picture. Held-out losses fall below the loss of
+def test_all_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All curves are in one file and one picture. Held-out losses fall below the loss of
     guessing."""
     files = ["--json", "curves.json", "--picture", "curves.svg", "--device", "cpu"]
-    for form in ([], ["--dense"]):
-        assert run(train_text, "--steps", "3", *SMALL, *files, *form) == 0
+    for form in train_text.FORMS:
+        assert run(train_text, "--steps", "3", *SMALL, *files, "--form", form) == 0
         captured = capsys.readouterr()
         assert "3 steps" in captured.out
     runs = json.loads((tmp_path / "curves.json").read_text())
-    assert list(runs) == ["selected", "dense"]
-    assert (runs["selected"]["window"], runs["dense"]["window"]) == (16, None)
+    assert list(runs) == ["selected", "hybrid", "dense"]
+    assert {(one["keys"], one["sliding"]) for one in runs.values()} == {(32, 16)}
     for made in runs.values():
         assert [step for step, _, _ in made["train"]] == [1, 2, 3]
         (first, _, before), (last, _, after) = made["held_out"]
@@ -113,6 +115,37 @@ def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert after < before - 0.02
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.json", "curves.svg"]
+
+
+def test_what_the_forms_keep() -> None:
+    """Keys of the layers; only the last one has no rotary embedding, in all forms."""
+    plan = HybridPlan(**train_text.sizes_of(64), layers=3, keys=32, sliding=16)
+    for form, kept in (
+        ("selected", [(16, 0), (16, 0), (16, 16)]),
+        ("hybrid", [(16, 0), (16, 0), (None, 0)]),
+        ("dense", 3 * [(None, 0)]),
+    ):
+        layers = [*train_text.layers_of(form, plan)]
+        assert [(layer.window, layer.recent) for layer in layers] == kept
+        assert [layer.nope_heads for layer in layers] == [0, 0, 1]
+
+
+def test_scores_learn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets begin after the warm-up."""
+    seen = []
+    monkeypatch.setattr(train_text, "WARM_UP", 4)
+    monkeypatch.setattr(score_targets, "log_targets", watch(score_targets.log_targets, seen))
+    for form in train_text.FORMS:
+        assert run(train_text, "--steps", "6", *SMALL, "--device", "cpu", "--form", form) == 0
+    assert seen == [96]  # one step of one form
+
+
+def watch(function: Callable[..., torch.Tensor], lengths: list[int]) -> Callable[..., torch.Tensor]:
+    def call(query: torch.Tensor, *rest: object) -> torch.Tensor:
+        lengths.append(len(query))
+        return function(query, *rest)
+
+    return call
 
 
 @pytest.fixture
@@ -195,7 +228,7 @@ def train_plainly(rounding: float, seed: int) -> torch.Tensor:
     """Losses and gradient norms [STEPS, 2] of whole sequences, without a process group. Each
     parameter is first changed by a random fraction of itself, at most `rounding`."""
     torch.manual_seed(SEED)
-    model = train_text.Model(LAYERS, CHANNELS, WINDOW)
+    model = train_text.Model(CHANNELS, train_text.select_alike(LAYERS, CHANNELS, WINDOW))
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one in model.parameters():

@@ -3,6 +3,7 @@ refused with the name of the argument and what is wanted."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -272,6 +273,21 @@ def layers() -> dict[str, Call]:
     }
 
 
+def plans() -> dict[str, Call]:
+    sizes = {"hidden": HIDDEN, "layers": 1, "heads": 4, "kv_heads": 2}
+    plan = flash_dmattn.HybridPlan(**sizes, keys=4)
+    model = torch.nn.Sequential(flash_dmattn.DynamicMaskAttention(**plan.arguments(0)))
+    trained = {"model": model, "rate": 1e-3, "weight_decay": 0.1, "score_rate": 1.0}
+    return {
+        "HybridPlan": Call(flash_dmattn.HybridPlan, {**sizes, "selecting": [0], "keys": 4}),
+        "HybridPlan.arguments": Call(plan.arguments, {"layer": 0}),
+        "HybridPlan.caches": Call(plan.caches, {"model": model, "batch": 1}),
+        "HybridPlan.parameter_groups": Call(plan.parameter_groups, trained),
+        "HybridPlan.targets": Call(plan.targets, {"model": model, "step": 0}),
+        "HybridPlan.set_keys": Call(plan.set_keys, {"model": model, "keys": 4}),
+    }
+
+
 def ranks() -> dict[str, Call]:
     """Functions that need a process group; it has one rank."""
     given = {**rows(), **weights(), "key_valid": keys()["key_valid"], "sink_logit": randn(4)}
@@ -348,7 +364,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-MAKERS = (scoring, attending, rotations, records, caches, layers)
+MAKERS = (scoring, attending, rotations, records, caches, layers, plans)
 CALLS: dict[str, Call] = {name: call for make in MAKERS for name, call in make().items()}
 CALLS.update(ranks())
 
@@ -373,14 +389,22 @@ def fault_of(name: str, argument: str, value: object, may_pass: bool) -> str | N
     return None if may_pass else "is not refused"
 
 
-@pytest.mark.parametrize("name", [*CALLS, "DogeCache"])
-def test_wrong_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "DogeCache":
-        transformers = pytest.importorskip("transformers")
-        from flash_dmattn.transformers import DogeCache
+def of_transformers(name: str) -> Call:
+    transformers = pytest.importorskip("transformers")
+    ours = importlib.import_module("flash_dmattn.transformers")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 1}
+    sizes = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    if name == "convert":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        return Call(ours.convert, {"model": model, "selecting": [0], "keys": 4})
+    config = transformers.DogeConfig if name == "DogeCache" else ours.HybridConfig
+    return Call(getattr(ours, name), {"config": config(**sizes)})
 
-        given = {"config": transformers.DogeConfig(num_hidden_layers=1)}
-        monkeypatch.setitem(CALLS, name, Call(DogeCache, given))
+
+@pytest.mark.parametrize("name", [*CALLS, "DogeCache", "HybridCache", "convert"])
+def test_wrong_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in CALLS:
+        monkeypatch.setitem(CALLS, name, of_transformers(name))
     call = CALLS[name]
     call.function(**call.given)
     faults = {}
@@ -410,6 +434,7 @@ def test_every_callable_is_called() -> None:
     found = {name.split(" with ")[0].split(" of ")[0] for name in CALLS}
     functions = {*flash_dmattn.__all__, *distributed.__all__, *rotary.__all__, "flash_dma.fwd"}
     classes = ("DynamicMaskAttention", "DynamicMaskCache", "LayerCaches", "MultiheadAttention")
+    classes = (*classes, "HybridPlan")
     methods = set().union(*(public_methods(getattr(flash_dmattn, name)) for name in classes))
     assert found == functions | methods
 

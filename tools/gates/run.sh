@@ -290,7 +290,8 @@ last_bits() {
         env $(echo "$setting" | tr , ' ') OMP_WAIT_POLICY=passive \
             TORCHINDUCTOR_CACHE_DIR="$logs/inductor_$(echo "$setting" | cksum | cut -d ' ' -f 1)" \
             "$python" -m pytest -q \
-            $(printf 'tests/python/test_%s.py ' doge transformers lm serve) -k "$words" || fails=1
+            $(printf 'tests/python/test_%s.py ' doge transformers transformers_hybrid lm serve) \
+            -k "$words" || fails=1
     done
     [ "$fails" = 0 ]
 }
