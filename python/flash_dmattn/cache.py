@@ -242,7 +242,7 @@ class DynamicMaskCache:
         return finish(out, head_dim)
 
     def _rules(self) -> tuple[int | bool, ...]:
-        """What ops.DECODE takes between the tensors and the options of a call."""
+        """The arguments of ops.DECODE between the tensors and the options of a call."""
         return (*streams.rules_of(self.keys), self.batch_invariant)
 
     def _count(self, layer: int, length: int) -> None:

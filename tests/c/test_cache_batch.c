@@ -117,7 +117,7 @@ static void streams_are_the_same_in_any_batch(const char *kernel, fdma_dtype dty
     }
 }
 
-/* Without a kernel's name, of which each is for batches of some sizes. */
+/* Without the name of a kernel, as each is for batches of some sizes. */
 static void batch_invariance_needs_no_kernel(void) {
     invariant = 1;
     streams_are_the_same_in_any_batch(test_backend.run != NULL ? "cuda" : "cpu", backend_dtype());
