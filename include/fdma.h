@@ -749,7 +749,8 @@ typedef struct fdma_decode_args {
     fdma_tensor lse;          /* output, optional [batch, q_heads, q_len] float32 */
     double scale, softcap;    /* as in fdma_forward_args */
     fdma_bias_form bias_form; /* the same in every call on a cache */
-    int32_t reserved;
+    int32_t batch_invariant;  /* nonzero: a stream has the same bits in a batch of any size; only
+                                 on devices of compute capability 9.0 this may take time */
     fdma_exec exec;
     fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
 } fdma_decode_args;

@@ -72,6 +72,7 @@ class DynamicMaskCache:
         device: of the cache; None for torch's default device.
         static: no number on the host changes as tokens enter, so that a function compiled with
             torch.compile(mode="reduce-overhead") is one CUDA graph for all of them.
+        batch_invariant: as in decode().
 
     Attributes:
         keys: a KeyCache of layers * batch sequences. Sequence b of a layer has the number
@@ -108,6 +109,7 @@ class DynamicMaskCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         static: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if not torch.compiler.is_compiling():
             _types.check_call(DynamicMaskCache, locals())
@@ -121,6 +123,7 @@ class DynamicMaskCache:
         rules = _arguments.check_rules(window, window if recent is None else recent, sinks)
         _arguments.choose("bias_form", bias_form)
         self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
+        self.batch_invariant = batch_invariant
         dtype = torch.get_default_dtype() if dtype is None else dtype
         _arguments.check_float("dtype", dtype)
         sequences, rows = layers * batch, rules[0] + rules[1]
@@ -228,9 +231,7 @@ class DynamicMaskCache:
         if not follows_drafts and not is_prefill:
             where = self._sequences(layer, index, -1)
             rows = (query, key, value, *learned, None, where, count, None, sink_logit)
-            out, _ = ops.DECODE(
-                *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
-            )
+            out, _ = ops.DECODE(*rows, *streams.tensors_of(self.keys), *self._rules(), *options)
             self._count(layer, length)
             return finish(out, head_dim)
         tokens = Tokens(query, key, value, learned, index, key_valid, count, sink_logit, options)
@@ -239,6 +240,10 @@ class DynamicMaskCache:
         out = self._prefill(layer, tokens)
         self._count(layer, length)
         return finish(out, head_dim)
+
+    def _rules(self) -> tuple[int | bool, ...]:
+        """The arguments of ops.DECODE between the tensors and the options of a call."""
+        return (*streams.rules_of(self.keys), self.batch_invariant)
 
     def _count(self, layer: int, length: int) -> None:
         """Count tokens that have entered sequences of the layer, whichever these are."""
@@ -319,9 +324,7 @@ class DynamicMaskCache:
         where = self._indices[layer]
         counts = (drafts.n_tokens, commit, tokens.sink_logit)
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, *counts)
-        out, _ = ops.DECODE(
-            *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *tokens.options
-        )
+        out, _ = ops.DECODE(*rows, *streams.tensors_of(self.keys), *self._rules(), *tokens.options)
         if not draft:
             self._count(layer, length)
         self._drafts[layer] = drafts if draft else None

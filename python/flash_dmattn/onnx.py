@@ -204,7 +204,7 @@ def run_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
         out = streams.prefill(cache, where, cache, tokens)
     else:
         rest = (None, None, None, None, given["sink_logit"], *streams.tensors_of(cache), *rules)
-        out, _ = ops.DECODE.op(query, key, value, *weights, *rest, *options)
+        out, _ = ops.DECODE.op(query, key, value, *weights, *rest, False, *options)
     return (out, *after)
 
 

@@ -417,8 +417,8 @@ DECODE = Operator(
     "Tensor? sink_logit, "
     "Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, Tensor(d!) cache_score, "
     "Tensor(e!) cache_position, Tensor(f!) cache_seen, Tensor? cache_page_table, SymInt window, "
-    "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, float softcap, str? backend) "
-    "-> (Tensor out, Tensor lse)",
+    "SymInt recent, SymInt sinks, bool batch_invariant, str bias_form, float softmax_scale, "
+    "float softcap, str? backend) -> (Tensor out, Tensor lse)",
     "decode",
 )
 # The keys of a stream's next piece; without carried keys, of its first piece.

@@ -109,6 +109,7 @@ def decode(
     bias_form: str = "exp",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    batch_invariant: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +138,8 @@ def decode(
         sink_logit: optional [q_heads] float32, as in attention().
         bias_form: as in score(): the same in every call on a cache.
         softmax_scale, softcap: as in attention().
+        batch_invariant: a stream has the same bits in a batch of any size. They are the same
+            anyhow but on GPUs of compute capability 9.0, where this may take more time.
         backend: as in score().
         return_lse: also return lse.
 
@@ -164,6 +167,7 @@ def decode(
         raise _types.refusal("cache", cache, "a KeyCache")
     _types.check_tensor("key", key)
     _types.check_flag("return_lse", return_lse)
+    _types.check_flag("batch_invariant", batch_invariant)
     if score is None:
         for name, weight in (("dt_proj", dt_proj), ("a_coef", a_coef)):
             if weight is None:
@@ -189,6 +193,7 @@ def decode(
         sink_logit,
         *tensors_of(cache),
         *rules_of(cache),
+        batch_invariant,
         bias_form,
         kernel_scale(softmax_scale, head_dim),
         softcap,

@@ -173,6 +173,7 @@ static fdma_status take_decode(const any_args *args, fdma_problem *problem) {
     const fdma_cache *const cache = &call->cache;
     FDMA_TRY(take_bias_form(call->bias_form, problem));
     problem->cache = *cache;
+    problem->batch_invariant = call->batch_invariant != 0;
     FDMA_TRY(
         take_rules(cache->window, cache->recent, cache->sinks, FDMA_SCOPE_CAUSAL, true, problem));
     return take_logit_options(call->scale, call->softcap, true, problem);
@@ -300,7 +301,7 @@ static const operation_entry operations[] = {
     OPERATION(score_backward, 0, 0, false, take_score_backward),
     OPERATION(merge, 0, 0, false, take_nothing),
     OPERATION(merge_backward, 0, 0, false, take_nothing),
-    OPERATION(decode, OF(decode, reserved), 0, false, take_decode),
+    OPERATION(decode, 0, 0, false, take_decode),
     OPERATION(cache_store, OF(cache_store, reserved), OF(cache_store, selection), true,
               take_cache_store),
     OPERATION(cache_copy, OF(cache_copy, reserved), 0, false, take_cache_copy),

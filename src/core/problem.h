@@ -108,6 +108,7 @@ typedef struct fdma_problem {
     bool causal;
     bool selected;
     bool deterministic;
+    bool batch_invariant;   /* decode: bits do not depend on the batch */
     bool accumulate;        /* gradients are added to what their tensors hold */
     bool add_dsinks;        /* dsink_logit is added to its tensor's content: with `accumulate`, and
                              in each of the problems that a call is cut into */

@@ -34,6 +34,8 @@ typedef struct batch_call {
     fdma_tensor index, q, k, v, score, commit, out, lse;
 } batch_call;
 
+static int invariant; /* batch_invariant of the calls */
+
 static fdma_decode_args args_of(const fdma_cache *cache, const batch_call *x, const char *kernel) {
     return (fdma_decode_args){.size = sizeof(fdma_decode_args),
                               .cache = *cache,
@@ -45,6 +47,7 @@ static fdma_decode_args args_of(const fdma_cache *cache, const batch_call *x, co
                               .commit = x->commit,
                               .out = x->out,
                               .lse = x->lse,
+                              .batch_invariant = invariant,
                               .exec = {.kernel = kernel}};
 }
 
@@ -112,6 +115,13 @@ static void streams_are_the_same_in_any_batch(const char *kernel, fdma_dtype dty
         }
         test_free_all();
     }
+}
+
+/* Without the name of a kernel, as each is for batches of some sizes. */
+static void batch_invariance_needs_no_kernel(void) {
+    invariant = 1;
+    streams_are_the_same_in_any_batch(test_backend.run != NULL ? "cuda" : "cpu", backend_dtype());
+    invariant = 0;
 }
 
 /* ---- pages ---- */
@@ -229,6 +239,7 @@ static void workspaces_serve_fewer_tokens(const char *kernel, fdma_dtype dtype) 
 }
 
 static const test_entry tests[] = {EACH_KERNEL("decode", streams_are_the_same_in_any_batch),
+                                   TEST(batch_invariance_needs_no_kernel),
                                    TEST(streams_are_the_same_in_pages),
                                    EACH_KERNEL("decode", workspaces_serve_fewer_tokens)};
 

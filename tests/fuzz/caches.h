@@ -52,7 +52,7 @@ static void make_decode(call *to) {
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
-    args->reserved = make_reserved(&to->in);
+    args->batch_invariant = make_reserved(&to->in);
     args->cache = make_cache(to);
     args->index = maybe_numbers(to, -1, args->cache.sequences - 1);
     args->q = make_queries(to, false);

@@ -381,6 +381,22 @@ def test_decode() -> None:
     assert cache.keys.seen.tolist() == [7, 7, 8]
 
 
+def test_batch_invariant() -> None:
+    """On the CPU bits never depend on the batch, so this changes none."""
+    rows, weights = make_tokens(20)
+    options = dict(zip(("dt_proj", "a_coef", "dt_bias"), weights))
+    plain, invariant = make_cache(), make_cache(batch_invariant=True)
+    out = attend(plain, rows, weights)
+    assert torch.equal(attend(invariant, rows, weights), out)
+    out = flash_dmattn.decode(*rows, plain.keys, commit=0, **options)
+    again = flash_dmattn.decode(*rows, plain.keys, commit=0, batch_invariant=True, **options)
+    assert torch.equal(again, out)
+    with pytest.raises(TypeError, match="^batch_invariant: is .*, want a bool"):
+        make_cache(batch_invariant=torch.ones(2))
+    with pytest.raises(TypeError, match="^batch_invariant: is .*, want a bool"):
+        flash_dmattn.decode(*rows, plain.keys, commit=0, batch_invariant=torch.ones(2), **options)
+
+
 def test_no_gradient() -> None:
     """The call itself works in grad mode."""
     rows, weights = make_tokens(70)

@@ -266,6 +266,18 @@ def test_no_call_waits() -> None:
 
 
 @on_device
+def test_batch_invariant() -> None:
+    """Batches of one stream and of 100, for which different kernels are the fastest."""
+    rows, weights = make_exact(90)
+    cache = new_cache(batch=100, batch_invariant=True)
+    other = new_cache(batch=1, batch_invariant=True)
+    for t in range(90):
+        many = tuple(one.repeat(34, 1, 1, 1)[:100] for one in cut(rows, t, 1))
+        alone = attend(other, tuple(one[:1] for one in many), weights)
+        assert torch.equal(alone, attend(cache, many, weights)[:1])
+
+
+@on_device
 def test_what_no_kernel_of_the_device_supports() -> None:
     rows, weights = make_exact(3, torch.float32)
     with pytest.raises(NotImplementedError, match="float32"):

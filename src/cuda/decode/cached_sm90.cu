@@ -118,8 +118,10 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
 template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
     if (forces_kernel(problem, form_names[form]))
         return NULL;
-    const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    // of all forms, cluster2 loses least to the fastest one over all sizes of a batch
+    const int64_t heads =
+        problem->batch_invariant ? multiprocessors / 2 : problem->batch * problem->kv_heads;
     const int64_t most[] = {multiprocessors / 16, multiprocessors / 8, multiprocessors / 2,
                             multiprocessors, INT64_MAX}; // heads of each form
     if (form != by_eight && heads <= most[form - 1])
