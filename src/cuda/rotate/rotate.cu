@@ -75,7 +75,7 @@ static fdma_status run_table(const fdma_problem *problem) {
 /* ---- rows ---- */
 
 static constexpr int rotate_threads = 128; // of a thread block: few, so that many blocks fit
-/* Lanes of a row whose halves are not whole vectors: they load one element at a time. */
+/* Lanes of a row whose halves are not whole vectors. */
 static constexpr int element_lanes = 32;
 
 struct rotate_params {
@@ -92,7 +92,6 @@ struct rotate_params {
     float eps, sign;   // -1: rotates by the negative angle
     bool interleaved;
     bool wide_weight; // float32
-    bool aligned;     // rows of all tensors can be copied 16 bytes at a time
 };
 
 /* The position of the first row of row i's packed sequence; i itself after the last one. */
@@ -151,36 +150,104 @@ __device__ static lane_channels channels_of(const rotate_params &params, int32_t
     return channels;
 }
 
-/* A lane's channels of a row. */
+/* A lane's channels of a row, as they are in memory and as numbers. */
+template <typename element> struct memory_row {
+    alignas(16) element channel[2][vec_channels];
+};
 using lane_row = float[2][vec_channels];
+
+/* Copies one vector of 16 bytes after the other. */
+template <typename element>
+__device__ static void copy_vec(element (&to)[vec_channels], const element *from) {
+#pragma unroll
+    for (int n = 0; n < (int)(sizeof to / sizeof(uint4)); n++)
+        ((uint4 *)to)[n] = ((const uint4 *)from)[n];
+}
+
+/* Loads a lane's channels of a row. There is no branch around the loads of vectors, and numbers are
+ * made of them by widen() alone, so that all loads of a thread are under way together: a lane
+ * without channels loads the first ones. */
+template <bool vectors, typename element>
+__device__ static memory_row<element> load_row(const element *row, const lane_channels &channels) {
+    memory_row<element> found;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+        if constexpr (vectors) {
+            copy_vec(found.channel[n], row + (channels.count[n] > 0 ? channels.first[n] : 0));
+        } else {
+#pragma unroll
+            for (int x = 0; x < vec_channels; x++)
+                found.channel[n][x] = row[x < channels.count[n] ? channels.first[n] + x : 0];
+        }
+    return found;
+}
+
+template <typename element>
+__device__ static void widen(lane_row &to, const memory_row<element> &from) {
+#pragma unroll
+    for (int n = 0; n < 2 * vec_channels; n++)
+        to[n / vec_channels][n % vec_channels] =
+            to_float(from.channel[n / vec_channels][n % vec_channels]);
+}
+
+/* As widen(), with zeros in place of channels that the lane does not have. */
+template <typename element>
+__device__ static void widen_own(lane_row &to, const memory_row<element> &from,
+                                 const lane_channels &channels) {
+    widen(to, from);
+#pragma unroll
+    for (int n = 0; n < 2 * vec_channels; n++)
+        if (n % vec_channels >= channels.count[n / vec_channels])
+            to[n / vec_channels][n % vec_channels] = 0;
+}
+
+template <bool vectors, typename element>
+__device__ static void store_row(element *row, const lane_row &from,
+                                 const lane_channels &channels) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        element *const to = row + channels.first[n];
+        if constexpr (vectors) {
+            if (channels.count[n] > 0)
+                store_vec(to, from[n], true);
+        } else {
+#pragma unroll
+            for (int x = 0; x < vec_channels; x++)
+                if (x < channels.count[n])
+                    to[x] = from_float<element>(from[n][x]);
+        }
+    }
+}
 
 /* The cosines and sines of a lane's pairs. */
 struct lane_factors {
-    float c[vec_channels], s[vec_channels];
+    alignas(16) float c[vec_channels], s[vec_channels];
 };
 
-template <bool whole_vectors>
+template <bool vectors>
 __device__ static lane_factors find_factors(const rotate_params &params, const float *angles,
                                             const lane_channels &channels) {
     lane_factors factors = {};
     if (channels.pairs == 0)
         return factors;
-    if (whole_vectors && angles != NULL) {
-        load_vec(factors.c, angles + channels.first_pair, params.aligned);
-        load_vec(factors.s, angles + params.dim / 2 + channels.first_pair, params.aligned);
+    if (angles == NULL) {
+#pragma unroll
+        for (int x = 0; x < vec_channels; x++)
+            factors.c[x] = factors.s[x] = NAN;
+        return factors;
+    }
+    const float *const c = angles + channels.first_pair, *const s = c + params.dim / 2;
+    if constexpr (vectors) {
+        copy_vec(factors.c, c);
+        copy_vec(factors.s, s);
     } else {
 #pragma unroll
         for (int x = 0; x < vec_channels; x++)
-            if (angles == NULL) {
-                factors.c[x] = factors.s[x] = NAN;
-            } else if (x < channels.pairs) {
-                factors.c[x] = angles[channels.first_pair + x];
-                factors.s[x] = angles[params.dim / 2 + channels.first_pair + x];
+            if (x < channels.pairs) {
+                factors.c[x] = c[x];
+                factors.s[x] = s[x];
             }
     }
-#pragma unroll
-    for (int x = 0; x < vec_channels; x++)
-        factors.s[x] *= params.sign;
     return factors;
 }
 
@@ -190,12 +257,17 @@ __device__ static void rotate_pair(float &low, float &high, float c, float s) {
     high = fmaf(before, s, high * c);
 }
 
-__device__ static void rotate_row(lane_row &y, const lane_factors &factors, bool interleaved) {
+__device__ static void rotate_row(lane_row &y, lane_factors &factors, const rotate_params &params) {
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
-        if (interleaved)
+        factors.s[x] *= params.sign;
+    if (params.interleaved)
+#pragma unroll
+        for (int x = 0; x < vec_channels; x++)
             rotate_pair(y[x / 4][x % 4 * 2], y[x / 4][x % 4 * 2 + 1], factors.c[x], factors.s[x]);
-        else
+    else
+#pragma unroll
+        for (int x = 0; x < vec_channels; x++)
             rotate_pair(y[0][x], y[1][x], factors.c[x], factors.s[x]);
 }
 
@@ -242,53 +314,13 @@ __device__ static void differentiate_norm(lane_row &u, lane_row &sums, lane_row 
     }
 }
 
-/* Loads a lane's channels of a row, and zeros in place of those that do not exist. */
-template <bool whole_vectors, typename element>
-__device__ static void load_row(lane_row &to, const element *row, const lane_channels &channels,
-                                bool there, bool aligned) {
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        const element *const from = row + channels.first[n];
-#pragma unroll
-        for (int x = 0; x < vec_channels; x++)
-            to[n][x] = 0;
-        if constexpr (whole_vectors) {
-            if (there && channels.count[n] > 0)
-                load_vec(to[n], from, aligned);
-        } else {
-#pragma unroll
-            for (int x = 0; x < vec_channels; x++)
-                if (there && x < channels.count[n])
-                    to[n][x] = to_float(from[x]);
-        }
-    }
-}
-
-template <bool whole_vectors, typename element>
-__device__ static void store_row(element *row, const lane_row &from, const lane_channels &channels,
-                                 bool aligned) {
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        element *const to = row + channels.first[n];
-        if constexpr (whole_vectors) {
-            if (channels.count[n] > 0)
-                store_vec(to, from[n], aligned);
-        } else {
-#pragma unroll
-            for (int x = 0; x < vec_channels; x++)
-                if (x < channels.count[n])
-                    to[x] = from_float<element>(from[n][x]);
-        }
-    }
-}
-
-template <bool whole_vectors, typename element>
+template <bool vectors, typename element>
 __device__ static void load_weight(lane_row &to, const rotate_params &params,
                                    const lane_channels &channels) {
     if (params.wide_weight)
-        load_row<whole_vectors>(to, (const float *)params.weight, channels, true, params.aligned);
+        widen(to, load_row<vectors>((const float *)params.weight, channels));
     else
-        load_row<whole_vectors>(to, (const element *)params.weight, channels, true, params.aligned);
+        widen(to, load_row<vectors>((const element *)params.weight, channels));
 }
 
 /* Adds the sums of the rows of a thread block in their order. */
@@ -330,36 +362,41 @@ enum row_work {
 };
 
 /* Thread blocks that share a multiprocessor at least, so that enough loads are under way. */
-static constexpr int blocks_at_once(int lanes, row_work work) {
-    return lanes == element_lanes ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 3;
+static constexpr int blocks_at_once(bool vectors, row_work work) {
+    return !vectors ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 4;
 }
 
 /* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The grid: heads, positions,
- * sequences. */
-template <typename element, int lanes, row_work work>
-static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, work))
+ * sequences. Threads past the last head or position load that one's row. vectors: rows are in whole
+ * vectors and aligned. */
+template <typename element, int lanes, bool vectors, row_work work>
+static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors, work))
     rotate_rows(const __grid_constant__ rotate_params params) {
-    constexpr bool whole_vectors = lanes < element_lanes;
     const lane_channels channels = channels_of(params, threadIdx.x % lanes);
     const int32_t row = threadIdx.x / lanes, heads_log = params.heads_log;
-    const int32_t h = (blockIdx.x << heads_log) + (row & ((1 << heads_log) - 1));
+    const int32_t own_h = (blockIdx.x << heads_log) + (row & ((1 << heads_log) - 1));
+    const int32_t h = min(own_h, params.heads - 1);
     const int64_t positions = rotate_threads / lanes >> heads_log; // of a thread block
     lane_row sums = {};
     for (int64_t b = blockIdx.z; b < params.batch; b += gridDim.z)
         for (int64_t first = blockIdx.y * positions; first < params.len;
              first += gridDim.y * positions) {
-            const int64_t i = first + (row >> heads_log);
-            const bool there = i < params.len && h < params.heads;
-            lane_row y, own, weight;
-            load_row<whole_vectors>(y, row_at<element>(params.from, b, i, h), channels, there,
-                                    params.aligned);
+            const int64_t own_i = first + (row >> heads_log);
+            const int64_t i = min(own_i, (int64_t)params.len - 1);
+            const bool there = own_h == h && own_i == i;
+            memory_row<element> found, found_x;
+            found = load_row<vectors>(row_at<element>(params.from, b, i, h), channels);
             if (work == differentiates_norm)
-                load_row<whole_vectors>(own, row_at<element>(params.x, b, i, h), channels, there,
-                                        params.aligned);
-            const lane_factors factors = find_factors<whole_vectors>(
-                params, there ? angles_of(params, b, (int32_t)i) : NULL, channels);
+                found_x = load_row<vectors>(row_at<element>(params.x, b, i, h), channels);
+            lane_factors factors =
+                find_factors<vectors>(params, angles_of(params, b, (int32_t)i), channels);
+            lane_row y, x, weight;
             if (work != rotates)
-                load_weight<whole_vectors, element>(weight, params, channels);
+                load_weight<vectors, element>(weight, params, channels);
+            if (work == rotates)
+                widen(y, found);
+            else
+                widen_own(y, found, channels);
             if (work == normalizes) {
                 const float norm = norm_of<lanes>(params, y);
 #pragma unroll
@@ -368,12 +405,13 @@ static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(lanes, w
                         norm * weight[n / vec_channels][n % vec_channels];
             }
             if (h < params.rotated_heads && channels.pairs > 0)
-                rotate_row(y, factors, params.interleaved);
-            if (work == differentiates_norm)
-                differentiate_norm<lanes>(y, sums, own, weight, params, there);
+                rotate_row(y, factors, params);
+            if (work == differentiates_norm) {
+                widen_own(x, found_x, channels);
+                differentiate_norm<lanes>(y, sums, x, weight, params, there);
+            }
             if (there)
-                store_row<whole_vectors>(row_at<element>(params.to, b, i, h), y, channels,
-                                         params.aligned);
+                store_row<vectors>(row_at<element>(params.to, b, i, h), y, channels);
         }
     if (work == differentiates_norm && params.sums != NULL)
         write_sums<lanes>(sums, params);
@@ -476,11 +514,14 @@ static rotate_params describe(const fdma_problem *problem, float *sums) {
     params.sign = backward ? -1.0f : 1.0f;
     params.interleaved = problem->rotation.interleaved;
     params.wide_weight = problem->weight.dtype == FDMA_FLOAT32;
-    params.aligned = is_aligned(params.from) && is_aligned(params.to) &&
-                     is_aligned(params.rotary, params.rotary_stride) &&
-                     is_aligned(params.weight, 0) &&
-                     (params.weight == NULL || is_aligned(params.x));
     return params;
+}
+
+/* True if rows of all tensors can be copied 16 bytes at a time. */
+static bool is_aligned(const rotate_params &params) {
+    return is_aligned(params.from) && is_aligned(params.to) &&
+           is_aligned(params.rotary, params.rotary_stride) && is_aligned(params.weight, 0) &&
+           (params.weight == NULL || is_aligned(params.x));
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -494,7 +535,7 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-template <typename element, int lanes>
+template <typename element, int lanes, bool vectors>
 static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &params) {
     const rotate_grid grid = grid_of_rows(problem);
     const launch_shape shape = {
@@ -502,11 +543,12 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
         dim3(rotate_threads)};
     const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
     if (params.weight == NULL)
-        return launch(name, rotate_rows<element, lanes, rotates>, shape, problem, params);
+        return launch(name, rotate_rows<element, lanes, vectors, rotates>, shape, problem, params);
     if (problem->operation == operation_rotate)
-        return launch(name, rotate_rows<element, lanes, normalizes>, shape, problem, params);
-    FDMA_TRY(
-        launch(name, rotate_rows<element, lanes, differentiates_norm>, shape, problem, params));
+        return launch(name, rotate_rows<element, lanes, vectors, normalizes>, shape, problem,
+                      params);
+    FDMA_TRY(launch(name, rotate_rows<element, lanes, vectors, differentiates_norm>, shape, problem,
+                    params));
     if (params.sums == NULL)
         return FDMA_OK;
     const launch_shape of_sums = {dim3((unsigned)(problem->head_dim / sum_channels)),
@@ -515,17 +557,23 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
                   (int32_t)grid.blocks(), (int32_t)problem->head_dim);
 }
 
+template <typename element, int lanes>
+static fdma_status run_aligned(const fdma_problem *problem, const rotate_params &params) {
+    return is_aligned(params) ? run_lanes<element, lanes, true>(problem, params)
+                              : run_lanes<element, lanes, false>(problem, params);
+}
+
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const rotate_params &params) {
     switch (lanes_of(problem)) {
     case 4:
-        return run_lanes<element, 4>(problem, params);
+        return run_aligned<element, 4>(problem, params);
     case 8:
-        return run_lanes<element, 8>(problem, params);
+        return run_aligned<element, 8>(problem, params);
     case 16:
-        return run_lanes<element, 16>(problem, params);
+        return run_aligned<element, 16>(problem, params);
     default:
-        return run_lanes<element, 32>(problem, params);
+        return run_lanes<element, element_lanes, false>(problem, params);
     }
 }
 
