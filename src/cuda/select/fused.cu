@@ -22,13 +22,13 @@ extern "C" {
 
 /* keys: the most keys of a segment. A partition, of ranks or of positions, is the 32 keys that the
  * lanes of a warp have at once. */
-template <int keys_> struct short_config {
-    static constexpr int threads = 512, warps = threads / warp_lanes;
+template <int keys_, int threads_> struct short_config {
+    static constexpr int threads = threads_, warps = threads / warp_lanes;
     static constexpr int keys = keys_, items = keys / threads; // items: of a thread
     static constexpr int partitions = keys / warp_lanes;
-    static constexpr int partition_bits = keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
+    static constexpr int partition_bits = keys == 512 ? 4 : keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
     static constexpr int rank_bits = partition_bits + 5;
-    static constexpr int lane_partitions = partitions / warp_lanes;
+    static constexpr int lane_partitions = (partitions + warp_lanes - 1) / warp_lanes;
     static constexpr int lists = keys / list_queries; // at most
     static constexpr int most_entries = 32768;        // 64 KB
     static constexpr int entries = lists * keys < most_entries ? lists * keys : most_entries;
@@ -36,7 +36,7 @@ template <int keys_> struct short_config {
     static constexpr int strips = threads / pairs < 8 ? threads / pairs : 8;
     static constexpr int strip_rows = partitions / strips;
 
-    static_assert(1 << rank_bits == keys, "keys is 1024, 2048 or 4096");
+    static_assert(1 << rank_bits == keys, "keys is 512, 1024, 2048 or 4096");
     static_assert(items > 0 && threads >= digits, "a thread has a key, and maybe a digit");
     static_assert(lane_partitions <= 4, "a word has a count for each partition of a lane");
 };
@@ -190,8 +190,9 @@ __device__ static void count_row(short_memory<config> &shared, int r, uint32_t p
     uint32_t before = 0; // in the partitions of lower numbers of all lanes
 #pragma unroll
     for (int n = 0; n < config::lane_partitions; n++) {
-        shared.earlier_count[own_partition<config>(r)][n * warp_lanes + lane] =
-            (uint16_t)(before + (lower >> 8 * n & 0xff));
+        if (lane < config::partitions)
+            shared.earlier_count[own_partition<config>(r)][n * warp_lanes + lane] =
+                (uint16_t)(before + (lower >> 8 * n & 0xff));
         before += all >> 8 * n & 0xff;
     }
 }
@@ -590,27 +591,40 @@ static __global__ void __launch_bounds__(config::threads, 1)
     write_lists(shared, to);
 }
 
-template <int keys>
+/* A block for each multiprocessor starts early, with so much shared memory that no two blocks get
+ * the same multiprocessor beside the blocks of score that still run. More blocks start after
+ * score. */
+template <class config>
 static fdma_status run_with(const fdma_problem *problem, const select_call &call,
                             const forward_plan &plan) {
-    using config = short_config<keys>;
-    // not early: beside the blocks of score, several blocks would share a multiprocessor
-    const launch_shape shape = {dim3((unsigned)(problem->batch * problem->kv_heads)),
-                                dim3(config::threads), sizeof(short_memory<config>), start_after};
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
+    const int64_t segments = problem->batch * problem->kv_heads;
+    const bool is_alone = segments <= device->multiprocessors;
+    const size_t half = (size_t)device->shared_bytes / 2 + 1024, own = sizeof(short_memory<config>);
+    const launch_shape shape = {dim3((unsigned)segments), dim3(config::threads),
+                                is_alone ? max(own, half) : own,
+                                is_alone ? start_early : start_after};
     return launch("select", select_short<config>, shape, problem, call, plan,
                   numbers_of<const float>(&problem->fused.forward->bias));
 }
 
 /* A configuration of a block that holds a segment. */
-static const struct short_choice {
+struct short_choice {
     int64_t keys, entries;
     size_t shared_bytes;
     fdma_status (*run)(const fdma_problem *problem, const select_call &call,
                        const forward_plan &plan);
-} choices[] = {
-    {1024, short_config<1024>::entries, sizeof(short_memory<short_config<1024>>), run_with<1024>},
-    {2048, short_config<2048>::entries, sizeof(short_memory<short_config<2048>>), run_with<2048>},
-    {4096, short_config<4096>::entries, sizeof(short_memory<short_config<4096>>), run_with<4096>},
+};
+
+template <class config>
+static constexpr short_choice choice_of = {config::keys, config::entries,
+                                           sizeof(short_memory<config>), run_with<config>};
+
+static const short_choice choices[] = {
+    choice_of<short_config<512, 512>>,
+    choice_of<short_config<1024, 1024>>,
+    choice_of<short_config<2048, 1024>>,
+    choice_of<short_config<4096, 1024>>,
 };
 
 /* The smallest block that holds the segment; kv_len is at most most_short_keys. */

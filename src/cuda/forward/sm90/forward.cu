@@ -373,13 +373,19 @@ template <class config> struct consumer {
     }
 
     /* Named barriers 1 and 2 pass the tensor cores from consumer to consumer. */
-    __device__ void acquire_tensor_cores(void) { bar_sync(1 + index, 2 * warpgroup_threads); }
+    __device__ void acquire_tensor_cores(void) {
+        if (config::takes_turns)
+            bar_sync(1 + index, 2 * warpgroup_threads);
+    }
 
-    __device__ void release_tensor_cores(void) { bar_arrive(2 - index, 2 * warpgroup_threads); }
+    __device__ void release_tensor_cores(void) {
+        if (config::takes_turns)
+            bar_arrive(2 - index, 2 * warpgroup_threads);
+    }
 
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
-     * bias is added as 16 more channels. With attn_mask it is added even if there is none, because
-     * the compiler would serialise the products if that depended on the plan. */
+     * bias is added as 16 more channels. With attn_mask, and without turns, it is added even if there
+     * is none, because the compiler would serialise the products if that depended on the plan. */
     template <int registers>
     __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
         const uint32_t q = shared_address(memory->q) + index * config::warpgroup_rows * line_bytes;
@@ -387,9 +393,10 @@ template <class config> struct consumer {
         wait(&memory->mask_ready[mask.stage], mask.parity);
         wgmma_fence();
         issue_abt<element, config::channels, config::rows, config::key_rows>(
-            products, config::channels > 128 ? opaque(q) : q, // opaque: no registers to keep it in
+            products, config::channels > 128 || !config::takes_turns ? opaque(q) : q, // opaque: no registers to keep it in
             shared_address(memory->kv[keys]));
-        if (!config::has_softcap && (config::has_mask || plan.records != NULL))
+        if (!config::has_softcap &&
+            (config::has_mask || !config::takes_turns || plan.records != NULL))
             multiply<__nv_bfloat16>(
                 products, ones,
                 octets_at(shared_address(memory->mask[mask.stage].octet), sizeof(bias_octet)));
@@ -414,10 +421,13 @@ template <class config> struct consumer {
     /* Sets logits to -inf where a row does not keep a key, in the groups of 16 keys that some row
      * does not keep entirely. */
     template <int registers>
-    __device__ void apply_mask(const block_mask<config> *from, float (&products)[registers]) {
+    __device__ void apply_mask(const forward_plan &plan, const block_mask<config> *from,
+                               float (&products)[registers]) {
         const uint32_t partial = *(const uint32_t *)from->is_partial;
         if (partial == 0)
             return;
+        if constexpr (!config::takes_turns)
+            find_positions(plan); // rather than keep them in registers
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
             const int keys = 2 * i, warp = keys / config::warp_keys;
@@ -504,7 +514,7 @@ template <class config> struct consumer {
         if constexpr (config::has_mask)
             apply_bits(bits, products);
         else
-            apply_mask(from, products);
+            apply_mask(plan, from, products);
         if constexpr (!config::drops)
             release_mask();
         if (!is_first && softmax.weigh<element, true>(products, unit, next))
@@ -579,17 +589,28 @@ template <class config> struct consumer {
         __syncwarp();
     }
 
-    __device__ void start_tile(const forward_plan &plan) {
-        const row_tile tile = memory->header[header.stage].tile;
+    __device__ void find_positions(const forward_plan &plan) {
+        const row_tile &tile = memory->header[header.stage].tile;
 #pragma unroll
         for (int i = 0; i < 2; i++)
             position[i] =
                 position_in_tile(plan, tile, order.group.divide(first_row_of(tile) + 8 * i));
+    }
+
+    __device__ void start_tile(const forward_plan &plan) {
+        const row_tile tile = memory->header[header.stage].tile;
+        if constexpr (config::takes_turns)
+            find_positions(plan);
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
         if constexpr (config::drops)
             write_row_codes(plan, tile);
         softmax = row_softmax();
+        if (config::takes_turns)
+            clear_out();
+    }
+
+    __device__ void clear_out(void) {
 #pragma unroll
         for (int i = 0; i < out_registers; i++)
             out[i] = 0;
@@ -611,9 +632,46 @@ template <class config> struct consumer {
         wgmma_wait_group<0>();
         release_keys(kv.stage, is_last);
         kv.advance();
+        if constexpr (!config::takes_turns) {
+            weigh(plan, true, bits, products, weights, rescale);
+            clear_out();
+            return;
+        }
         weigh(plan, true, bits, products, next, rescale);
         drop(plan, next);
         set_weights(next);
+    }
+
+    /* attend_next() where another thread block uses the tensor cores during the softmax. Weights
+     * take the registers of S, so S is multiplied again if row_max must be raised. */
+    __device__ void attend_alone(const forward_plan &plan, bool is_last) {
+        float products[product_registers], rescale[2];
+        const block_mask<config> *const from = &memory->mask[mask.stage];
+        const float unit = plan.scale * log2_e;
+        const int keys = kv.stage;
+        kv.advance();
+        const int values = kv.stage;
+        wait_rows();
+        kv.advance();
+        issue_out(values);
+        wgmma_wait_group<0>();
+        release(&memory->kv_free[values]);
+        issue_s(plan, products, keys);
+        wgmma_wait_group<0>();
+        apply_mask(plan, from, products);
+        if (!softmax.weigh<element, true>(products, unit, weights)) {
+            issue_s(plan, products, keys);
+            wgmma_wait_group<0>();
+            apply_mask(plan, from, products);
+#pragma unroll
+            for (int i = 0; i < product_registers; i++)
+                products[i] = __fmul_rn(products[i], unit); // rounded: see most_row_max
+            softmax.raise(products, rescale);
+            softmax.weigh<element, false>(products, 1, weights);
+            rescale_out(rescale);
+        }
+        release_mask();
+        release_keys(keys, is_last);
     }
 
     /* S of a key block together with O += P V of the previous block, then its weights. The softmax
@@ -656,7 +714,7 @@ template <class config> struct consumer {
     __device__ void finish_tile(const forward_plan &plan) const;
 
     __device__ void run(const forward_plan &plan) {
-        if (index == 1)
+        if (config::takes_turns && index == 1)
             bar_arrive(1, 2 * warpgroup_threads); // gives the tensor cores to consumer 0 first
         for (;;) {
             wait(&memory->q_ready, q.parity);
@@ -669,8 +727,11 @@ template <class config> struct consumer {
             start_tile(plan);
             attend_first(plan, entries <= config::key_rows);
             for (int32_t block = 1; block < blocks.whole; block++)
-                attend_next(plan, block == blocks.whole - 1 && !blocks.has_short);
-            if (blocks.has_short) {
+                if constexpr (config::takes_turns)
+                    attend_next(plan, block == blocks.whole - 1 && !blocks.has_short);
+                else
+                    attend_alone(plan, block == blocks.whole - 1);
+            if (config::takes_turns && blocks.has_short) {
                 attend_next<config::short_keys>(plan, true);
                 attend_last<config::short_keys>();
             } else {
@@ -747,7 +808,7 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 }
 
 template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_strides strides,
            const tile_order order, const float softcap_scale, const float bias_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -783,7 +844,8 @@ static __global__ void __launch_bounds__(config::threads, 1)
 template <class config> static forward_kernel kernel_with(void) {
     using memory = forward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
-    return {attend<config>, config::rows, config::row_bytes, config::threads, sizeof(memory)};
+    return {attend<config>,  config::rows,   config::row_bytes,
+            config::threads, config::blocks, sizeof(memory)};
 }
 
 template <typename element, int most_channels, bool mask>
@@ -792,6 +854,9 @@ static forward_kernel kernel_for_logits(const forward_plan &plan) {
         return kernel_with<forward_config<element, most_channels, true, mask, false>>();
     if (plan.dropout.threshold != 0)
         return kernel_with<forward_config<element, most_channels, false, mask, true>>();
+    if constexpr (most_channels == 64 && !mask)
+        if (plan.records != NULL)
+            return kernel_with<forward_config<element, most_channels, false, false, false, 2>>();
     return kernel_with<forward_config<element, most_channels, false, mask, false>>();
 }
 

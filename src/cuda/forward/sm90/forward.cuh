@@ -95,7 +95,8 @@ __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
  * softcap, mask and drops: with softcap, attn_mask and dropout. The code of softcap in the loop
  * would cost calls without it 7%. */
-template <typename element_, int most_channels, bool softcap, bool mask, bool drops_>
+template <typename element_, int most_channels, bool softcap, bool mask, bool drops_,
+          int blocks_ = 1>
 struct forward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, has_mask = mask, drops = drops_;
@@ -105,11 +106,15 @@ struct forward_config {
     static constexpr int consumers = 2;                     // warpgroups
     static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
+    // thread blocks of a multiprocessor. Of two, one computes while the other waits for its queries
+    // or writes its results, but they have registers for 64 channels and one copy of the weights
+    static constexpr int blocks = blocks_;
+    static constexpr bool takes_turns = blocks == 1; // the consumers, at issuing products
     // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, and its
     // two copies of the weights key_rows / 2
-    static constexpr int key_rows = channels > 128 ? 64 : 128;
+    static constexpr int key_rows = channels > 128 || blocks == 2 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
+    static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : blocks == 2 ? 10 : 12;
     // stages that fit in shared memory, where dropout's codes cost one stage
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
     static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
@@ -117,8 +122,8 @@ struct forward_config {
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest
     static constexpr bool is_tight = has_softcap && channels != 128;
-    static constexpr int producer_registers = is_tight ? 40 : 56;
-    static constexpr int consumer_registers = is_tight ? 232 : 224;
+    static constexpr int producer_registers = blocks == 2 ? 48 : is_tight ? 40 : 56;
+    static constexpr int consumer_registers = blocks == 2 ? 96 : is_tight ? 232 : 224;
     static constexpr int warp_keys = key_rows / warpgroup_warps; // that a producer's warp loads
 };
 
@@ -245,7 +250,8 @@ template <class config> struct forward_memory {
     uint64_t kv_ready[config::kv_stages], kv_free[config::kv_stages];
     uint64_t mask_ready[config::mask_stages], mask_free[config::mask_stages];
     alignas(1024) uint8_t kv[config::kv_stages][config::key_rows * config::row_bytes];
-    static constexpr int most_bytes = 227 * 1024; // limit for a block's shared memory on 9.0
+    // limits for the shared memory of a block, and of a multiprocessor, on 9.0
+    static constexpr int most_bytes = config::blocks == 1 ? 227 * 1024 : 113 * 1024;
 };
 
 template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
@@ -319,6 +325,7 @@ struct forward_kernel {
     void (*attend)(forward_plan plan, key_strides strides, tile_order order, float softcap_scale,
                    float bias_scale);
     int32_t rows, row_bytes, threads;
+    int32_t blocks; // of a multiprocessor
     size_t shared_bytes;
 };
 

@@ -97,7 +97,8 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan *plan)
         fdma_cuda_sm90_kernel<FDMA_HEAD_DIM>(*plan, problem->dtype == FDMA_FLOAT16);
     const tile_order order = order_of(plan, kernel);
     const int64_t tiles = (int64_t)order.tiles * order.heads;
-    const int64_t blocks = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const int64_t blocks =
+        (int64_t)kernel.blocks * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const launch_shape shape = {dim3((unsigned)min(tiles, blocks)), dim3(kernel.threads),
                                 kernel.shared_bytes, start_early};
     const float softcap_scale = plan->softcap == 0 ? 0 : scale_over_cap(plan->scale, plan->softcap);
