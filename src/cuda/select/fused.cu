@@ -29,6 +29,7 @@ template <int keys_, int threads_> struct short_config {
     static constexpr int partition_bits = keys == 512 ? 4 : keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
     static constexpr int rank_bits = partition_bits + 5;
     static constexpr int lane_partitions = (partitions + warp_lanes - 1) / warp_lanes;
+    static constexpr int buckets = 2 * keys, most_crowd = 24; // most_crowd: keys of a bucket
     static constexpr int lists = keys / list_queries; // at most
     static constexpr int most_entries = 32768;        // 64 KB
     static constexpr int entries = lists * keys < most_entries ? lists * keys : most_entries;
@@ -44,8 +45,11 @@ template <int keys_, int threads_> struct short_config {
 template <class config> struct alignas(16) short_memory {
     union {
         struct {
-            uint2 key[config::keys]; // by rank: {order, position}
-            uint32_t digit_count[config::warps][digits];
+            uint2 key[config::keys]; // by rank or by bucket: {order, position}
+            union {
+                uint32_t digit_count[config::warps][digits];
+                uint32_t bucket[config::buckets]; // first their keys, then where they start
+            };
         };
         // [c][d]: keys of rank partition c before position partition d; later those of all higher
         // rank partitions
@@ -77,6 +81,8 @@ template <class config> struct alignas(16) short_memory {
     uint32_t start[digits];
     uint32_t strip_sum[config::strips][config::pairs];
     // one for each sum over warps, which saves a barrier between two sums
+    uint32_t least[config::warps], most[config::warps], absent_scratch[config::warps],
+        bucket_scratch[config::warps];
     uint32_t digit_scratch[config::warps], position_scratch[config::warps],
         rank_scratch[config::warps], recent_scratch[config::warps];
     uint16_t evicted_count[config::lists]; // by list
@@ -139,6 +145,107 @@ __device__ static void sort_digit(short_memory<config> &shared, uint2 (&key)[con
         key[r] = shared.key[own_index<config>(r)];
 }
 
+/* The range of the orders of all keys but the sinks, and the number of absent keys. */
+struct order_range {
+    uint32_t least, most, absents;
+    uint32_t next_absent; // in this warp
+};
+
+template <class config>
+__device__ static order_range find_range(short_memory<config> &shared,
+                                         const uint2 (&key)[config::items]) {
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    order_range range = {UINT32_MAX, 0};
+    uint32_t absents = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const bool is_absent = (key[r].y & absent) != 0, is_top = key[r].x == order_sink;
+        range.least = min(range.least, is_absent ? UINT32_MAX : key[r].x);
+        range.most = max(range.most, is_absent || is_top ? 0 : key[r].x);
+        absents += __popc(__ballot_sync(all_lanes, is_absent));
+    }
+    shared.least[warp] = __reduce_min_sync(all_lanes, range.least);
+    shared.most[warp] = __reduce_max_sync(all_lanes, range.most);
+    range.next_absent = add_lower_warps(shared.absent_scratch, absents, &range.absents);
+    const bool has_warp = lane < config::warps;
+    range.least = __reduce_min_sync(all_lanes, has_warp ? shared.least[lane] : UINT32_MAX);
+    range.most = __reduce_max_sync(all_lanes, has_warp ? shared.most[lane] : 0);
+    range.most = max(range.most, range.least);
+    return range;
+}
+
+/* Replaces the number of keys of each bucket by the number in those before it, and in `first`. */
+template <class config>
+__device__ static void sum_buckets(short_memory<config> &shared, uint32_t first) {
+    constexpr int each = config::buckets / config::threads;
+    uint32_t *const own = &shared.bucket[threadIdx.x * each];
+    uint32_t count[each], sum = 0, total;
+#pragma unroll
+    for (int n = 0; n < each; n++)
+        sum += count[n] = own[n];
+    const uint32_t lower = sum_lower_lanes(sum);
+    const uint32_t of_warp = __shfl_sync(all_lanes, lower + sum, warp_lanes - 1);
+    uint32_t next = first + lower + add_lower_warps(shared.bucket_scratch, of_warp, &total);
+#pragma unroll
+    for (int n = 0; n < each; n++) {
+        own[n] = next;
+        next += count[n];
+    }
+    __syncthreads();
+}
+
+/* The number of keys[first] to keys[end - 1] that come before `key`. */
+__device__ static uint32_t count_before(const uint2 *keys, uint32_t first,
+                                                     uint32_t end, const uint2 key) {
+    const ranked_key own = ranked_key_of(key.x, key.y, key_bits);
+    uint32_t count = 0;
+    for (uint32_t n = first; n < end; n++)
+        count += ranked_key_of(keys[n].x, keys[n].y, key_bits) < own;
+    return count;
+}
+
+/* sort_keys() by one pass: buckets divide the range of the orders evenly, and a key is compared
+ * with the keys of its bucket. False if a bucket has many keys. */
+template <class config>
+__device__ static bool sort_buckets(short_memory<config> &shared,
+                                    const uint2 (&key)[config::items]) {
+    uint32_t own[config::items], nth[config::items];
+    uint32_t most = 0;
+    for (int n = threadIdx.x; n < config::buckets; n += config::threads)
+        shared.bucket[n] = 0;
+    const order_range range = find_range(shared, key);
+    const int shift = max(31 - config::rank_bits - __clz(range.most - range.least), 0);
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t order = min(key[r].x, range.most) - range.least;
+        own[r] = min(order >> shift, config::buckets - 2);
+        nth[r] = (key[r].y & absent) != 0 ? 0 : atomicAdd(&shared.bucket[own[r]], 1);
+        most = max(most, nth[r]);
+    }
+    // __shfl_sync tells the compiler that all threads have the same value
+    if (__shfl_sync(all_lanes, __syncthreads_or(most >= config::most_crowd), 0))
+        return false;
+    sum_buckets(shared, range.absents);
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        if ((key[r].y & absent) == 0)
+            shared.key[shared.bucket[own[r]] + nth[r]] = key[r];
+    __syncthreads();
+    uint32_t next_absent = range.next_absent;
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const bool is_absent = (key[r].y & absent) != 0;
+        uint32_t rank = number_flag(is_absent, &next_absent);
+        if (!is_absent) {
+            rank = shared.bucket[own[r]];
+            rank += count_before(shared.key, rank, shared.bucket[own[r] + 1], key[r]);
+        }
+        shared.standing[rank] = key[r].y;
+    }
+    __syncthreads();
+    return true;
+}
+
 /* Ascending and stable. Returns positions by rank. */
 template <class config>
 __device__ static void sort_keys(short_memory<config> &shared, const select_call &call,
@@ -148,12 +255,17 @@ __device__ static void sort_keys(short_memory<config> &shared, const select_call
 #pragma unroll
     for (int r = 0; r < config::items; r++)
         key[r] = load_key<false>(call, segment, own_index<config>(r));
+    if (!sort_buckets(shared, key)) {
 #pragma unroll 1
-    for (int shift = 0; shift < key_bits; shift += digit_bits)
-        sort_digit(shared, key, shift);
+        for (int shift = 0; shift < key_bits; shift += digit_bits)
+            sort_digit(shared, key, shift);
+#pragma unroll
+        for (int r = 0; r < config::items; r++)
+            shared.standing[own_index<config>(r)] = key[r].y;
+    }
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        position[r] = key[r].y;
+        position[r] = shared.standing[own_index<config>(r)];
 }
 
 template <int bits> __device__ static uint32_t lanes_above(uint32_t value) {
