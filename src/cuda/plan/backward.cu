@@ -515,7 +515,9 @@ void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma
 static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan,
                                      launch_start start) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
-    const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)block_rows);
+    // with slot_per_key the slot pass writes the gradients of all keys
+    const int64_t key_blocks =
+        plan->slot_per_key && plan->rows > 0 ? 0 : divide_up(problem->kv_len, (int64_t)block_rows);
     const int64_t row_blocks = divide_up((int64_t)plan->rows, (int64_t)block_rows);
     const int64_t blocks = key_blocks + problem->group * row_blocks;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
