@@ -303,6 +303,8 @@ static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
     const int32_t tile = blockIdx.x, head = tile / pass.tiles;
+    griddepcontrol_wait(); // for the slot pass
+    griddepcontrol_launch_dependents();
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
         const float4 *const sums = (const float4 *)dq_sum_of<config>(
