@@ -239,6 +239,9 @@ static constexpr float most_row_max = 1 << 24;
  * NaN. */
 __device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
+/* Who raises row_max together: nobody, the threads of a warp, or those of a consumer. */
+enum raising { none_raises, warp_raises, consumer_raises };
+
 /* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
  * 2^(logit - row_max). Logits are unit * products. Both are in the order of accumulators: [8
  * columns][row][2 columns]. NaN never becomes a maximum; it shows in the sum. */
@@ -266,12 +269,12 @@ struct row_softmax {
         }
     }
 
-    /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. If `checked`: returns
-     * false and adds nothing if the warp must raise row_max first. This needs no maximum of the
-     * logits, because a row_max that is too low shows in the sum of the weights. */
-    template <typename element, bool checked, int registers>
+    /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. Returns false and adds
+     * nothing if row_max must be raised first. This needs no maximum of the logits, because a
+     * row_max that is too low shows in the sum of the weights. barrier: of consumer_raises. */
+    template <typename element, raising together, int registers>
     __device__ bool weigh(const float (&products)[registers], float unit,
-                          uint32_t (&weights)[registers / 8][4]) {
+                          uint32_t (&weights)[registers / 8][4], uint32_t barrier = 0) {
         const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
         float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
 #pragma unroll
@@ -290,7 +293,9 @@ struct row_softmax {
         const bool is_low =
             fmaxf(sum[0], sum[1]) > most_sum ||
             !(fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) < most_row_max); // true for -inf too
-        if (checked && __any_sync(~0u, is_low))
+        if (together == warp_raises && __any_sync(~0u, is_low))
+            return false;
+        if (together == consumer_raises && bar_red_or(barrier, warpgroup_threads, is_low))
             return false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
@@ -517,13 +522,13 @@ template <class config> struct consumer {
             apply_mask(plan, from, products);
         if constexpr (!config::drops)
             release_mask();
-        if (!is_first && softmax.weigh<element, true>(products, unit, next))
+        if (!is_first && softmax.weigh<element, warp_raises>(products, unit, next))
             return false;
 #pragma unroll
         for (int i = 0; i < registers; i++)
             products[i] = __fmul_rn(products[i], unit); // rounded: see most_row_max
         softmax.raise(products, rescale);
-        softmax.weigh<element, false>(products, 1, next);
+        softmax.weigh<element, none_raises>(products, 1, next);
         return true;
     }
 
@@ -659,7 +664,7 @@ template <class config> struct consumer {
         issue_s(plan, products, keys);
         wgmma_wait_group<0>();
         apply_mask(plan, from, products);
-        if (!softmax.weigh<element, true>(products, unit, weights)) {
+        if (!softmax.weigh<element, consumer_raises>(products, unit, weights, 1 + index)) {
             issue_s(plan, products, keys);
             wgmma_wait_group<0>();
             apply_mask(plan, from, products);
@@ -667,7 +672,7 @@ template <class config> struct consumer {
             for (int i = 0; i < product_registers; i++)
                 products[i] = __fmul_rn(products[i], unit); // rounded: see most_row_max
             softmax.raise(products, rescale);
-            softmax.weigh<element, false>(products, 1, weights);
+            softmax.weigh<element, none_raises>(products, 1, weights);
             rescale_out(rescale);
         }
         release_mask();
