@@ -24,6 +24,7 @@ extern "C" {
  * lanes of a warp have at once. */
 template <int keys_, int threads_> struct short_config {
     static constexpr int threads = threads_, warps = threads / warp_lanes;
+    static constexpr int blocks = 1024 / threads; // of a multiprocessor, at least, by registers
     static constexpr int keys = keys_, items = keys / threads; // items: of a thread
     static constexpr int partitions = keys / warp_lanes;
     static constexpr int partition_bits = keys == 512 ? 4 : keys == 1024 ? 5 : keys == 2048 ? 6 : 7;
@@ -524,10 +525,12 @@ struct list_target {
     uint32_t lists, origin; // origin: the position of query 0
     uint32_t kv_len;
     uint32_t slots; // of a list: window + recent
+    uint32_t part, parts; // of the block among those of a segment: it writes every parts-th list
 };
 
-__device__ static list_target target_of(const forward_plan &plan, uint32_t slots) {
-    const int64_t head = blockIdx.x;
+__device__ static list_target target_of(const forward_plan &plan, uint32_t slots, uint32_t segment,
+                                         uint32_t parts) {
+    const int64_t head = segment;
     return {plan.records + head * plan.kv_len,
             plan.list + head * plan.list_head,
             plan.count + head * plan.lists,
@@ -536,7 +539,9 @@ __device__ static list_target target_of(const forward_plan &plan, uint32_t slots
             (uint32_t)plan.lists,
             (uint32_t)(plan.kv_len - plan.q_len),
             (uint32_t)plan.kv_len,
-            slots};
+            slots,
+            blockIdx.x % parts,
+            parts};
 }
 
 __device__ static uint32_t list_position(const list_target &to, uint32_t t) {
@@ -571,18 +576,23 @@ __device__ static void write_keys(short_memory<config> &shared, const select_seg
     for (int r = 0; r < config::items; r++) {
         const uint32_t j = own_index<config>(r), number = shared.number[j];
         const uint32_t kept_index = number & index_mask;
+        const bool is_own = j / list_queries % to.parts == to.part;
         if (j >= to.kv_len)
             continue;
         if ((number & kept_bit) == 0) {
-            write_key(segment, j, j, -1);
-            to.records[j] = {INT32_MIN, bias[r]};
+            if (is_own)
+                write_key(segment, j, j, -1);
+            if (is_own)
+                to.records[j] = {INT32_MIN, bias[r]};
             continue;
         }
         const uint32_t expiry = shared.expiry[kept_index];
         const uint32_t slot = shared.parent[kept_index] & index_mask;
+        enter_live(shared, to, j, kept_index, expiry, slot);
+        if (!is_own)
+            continue;
         write_key(segment, j, expiry, (int32_t)slot);
         to.records[j] = {expiry == to.kv_len ? INT32_MAX : (int32_t)expiry, bias[r]};
-        enter_live(shared, to, j, kept_index, expiry, slot);
     }
     __syncthreads();
 }
@@ -652,7 +662,7 @@ __device__ static void write_live(const short_memory<config> &shared, const list
         for (uint32_t t = 0; t < end; t++) {
             const uint32_t entered = shared.live[t * to.slots + s];
             live = entered != 0 ? entered : live;
-            if (t >= first && live != 0)
+            if (t >= first && t % to.parts == to.part && live != 0)
                 write_entry(shared, to, t, s, live - 1);
         }
     }
@@ -660,8 +670,9 @@ __device__ static void write_live(const short_memory<config> &shared, const list
 
 template <class config>
 __device__ static void write_lists(short_memory<config> &shared, const list_target &to) {
-    for (uint32_t t = threadIdx.x / warp_lanes; t < to.lists; t += config::warps)
-        write_changes(shared, to, t);
+    for (uint32_t n = threadIdx.x / warp_lanes; n * to.parts + to.part < to.lists;
+         n += config::warps)
+        write_changes(shared, to, n * to.parts + to.part);
     __syncthreads();
     write_live(shared, to);
 }
@@ -681,26 +692,34 @@ __device__ static void load_bias(const number_view<const float> &view, uint32_t 
 }
 
 template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     select_short(const select_call call, const forward_plan plan,
-                 const number_view<const float> bias_view) {
+                 const number_view<const float> bias_view, const uint32_t parts) {
     short_memory<config> &shared = shared_memory<short_memory<config>>();
-    const list_target to = target_of(plan, call.window + call.recent);
+    const uint32_t own_segment = blockIdx.x / parts;
+    const list_target to = target_of(plan, call.window + call.recent, own_segment, parts);
     uint32_t position[config::items];
     float bias[config::items];
     griddepcontrol_wait(); // for the scores and the sinks
     griddepcontrol_launch_dependents();
-    const select_segment segment = segment_of(call, blockIdx.x);
+    const select_segment segment = segment_of(call, own_segment);
     sort_keys(shared, call, segment, position);
     count_earlier(shared, position);
     const kept_flags kept = index_kept(shared, call.window);
-    load_bias<config>(bias_view, blockIdx.x, call, bias);
+    load_bias<config>(bias_view, own_segment, call, bias);
     clear_live(shared, to);
     match_evictions(shared, call, position, kept.total);
     const uint32_t total = call.recent > 0 ? move_expiries(shared, call, kept) : kept.total;
     follow_slots(shared, total);
     write_keys(shared, segment, to, bias);
     write_lists(shared, to);
+}
+
+/* Blocks of a segment that all do the same, until each writes some of the lists. */
+static int64_t count_parts(const fdma_problem *problem, const forward_plan &plan) {
+    const int64_t segments = problem->batch * problem->kv_heads;
+    const int64_t fitting = fdma_cuda_device(problem->exec.device)->multiprocessors / segments;
+    return max(min(fitting, (int64_t)plan.lists), (int64_t)1);
 }
 
 /* A block for each multiprocessor starts early, with so much shared memory that no two blocks get
@@ -710,33 +729,37 @@ template <class config>
 static fdma_status run_with(const fdma_problem *problem, const select_call &call,
                             const forward_plan &plan) {
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    const int64_t segments = problem->batch * problem->kv_heads;
-    const bool is_alone = segments <= device->multiprocessors;
+    const int64_t parts = count_parts(problem, plan);
+    const int64_t blocks = problem->batch * problem->kv_heads * parts;
+    const bool is_alone = blocks <= device->multiprocessors;
     const size_t half = (size_t)device->shared_bytes / 2 + 1024, own = sizeof(short_memory<config>);
-    const launch_shape shape = {dim3((unsigned)segments), dim3(config::threads),
+    const launch_shape shape = {dim3((unsigned)blocks), dim3(config::threads),
                                 is_alone ? max(own, half) : own,
                                 is_alone ? start_early : start_after};
     return launch("select", select_short<config>, shape, problem, call, plan,
-                  numbers_of<const float>(&problem->fused.forward->bias));
+                  numbers_of<const float>(&problem->fused.forward->bias), (uint32_t)parts);
 }
 
-/* A configuration of a block that holds a segment. */
+typedef fdma_status short_run(const fdma_problem *problem, const select_call &call,
+                              const forward_plan &plan);
+
+/* Configurations of a block that holds a segment. */
 struct short_choice {
     int64_t keys, entries;
     size_t shared_bytes;
-    fdma_status (*run)(const fdma_problem *problem, const select_call &call,
-                       const forward_plan &plan);
+    short_run *few, *many; // for at most as many segments as multiprocessors, and for more
 };
 
-template <class config>
-static constexpr short_choice choice_of = {config::keys, config::entries,
-                                           sizeof(short_memory<config>), run_with<config>};
+/* few: the fastest for one block of a multiprocessor. many: small enough for several blocks. */
+template <class few, class many>
+static constexpr short_choice choice_of = {few::keys, few::entries, sizeof(short_memory<few>),
+                                           run_with<few>, run_with<many>};
 
 static const short_choice choices[] = {
-    choice_of<short_config<512, 512>>,
-    choice_of<short_config<1024, 1024>>,
-    choice_of<short_config<2048, 1024>>,
-    choice_of<short_config<4096, 1024>>,
+    choice_of<short_config<512, 512>, short_config<512, 256>>,
+    choice_of<short_config<1024, 512>, short_config<1024, 512>>,
+    choice_of<short_config<2048, 1024>, short_config<2048, 512>>,
+    choice_of<short_config<4096, 1024>, short_config<4096, 1024>>,
 };
 
 /* The smallest block that holds the segment; kv_len is at most most_short_keys. */
@@ -798,7 +821,10 @@ static fdma_status run_short(const fdma_problem *problem) {
     if (problem->batch == 0 || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
-    return choose(problem)->run(problem, call, space.plan);
+    const bool is_many = problem->batch * problem->kv_heads >
+                         fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const short_choice *const choice = choose(problem);
+    return (is_many ? choice->many : choice->few)(problem, call, space.plan);
 }
 
 /* ---- cuda/sm80/keep_all ---- */
