@@ -535,8 +535,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
     // roll_lists, or with slot_per_key write_records, starts later kernels only after it has waited
     // for the work before this call
-    const bool lists =
-        has_rows && (plan->is_rolling || plan->slot_per_key) && problem->kv_len > 0;
+    const bool lists = has_rows && (plan->is_rolling || plan->slot_per_key) && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));

@@ -31,8 +31,8 @@ template <int keys_, int threads_> struct short_config {
     static constexpr int rank_bits = partition_bits + 5;
     static constexpr int lane_partitions = (partitions + warp_lanes - 1) / warp_lanes;
     static constexpr int buckets = 2 * keys, most_crowd = 24; // most_crowd: keys of a bucket
-    static constexpr int lists = keys / list_queries; // at most
-    static constexpr int most_entries = 32768;        // 64 KB
+    static constexpr int lists = keys / list_queries;         // at most
+    static constexpr int most_entries = 32768;                // 64 KB
     static constexpr int entries = lists * keys < most_entries ? lists * keys : most_entries;
     static constexpr int pairs = partitions / 2; // pairs of columns of earlier_count
     static constexpr int strips = threads / pairs < 8 ? threads / pairs : 8;
@@ -196,8 +196,8 @@ __device__ static void sum_buckets(short_memory<config> &shared, uint32_t first)
 }
 
 /* The number of keys[first] to keys[end - 1] that come before `key`. */
-__device__ static uint32_t count_before(const uint2 *keys, uint32_t first,
-                                                     uint32_t end, const uint2 key) {
+__device__ static uint32_t count_before(const uint2 *keys, uint32_t first, uint32_t end,
+                                        const uint2 key) {
     const ranked_key own = ranked_key_of(key.x, key.y, key_bits);
     uint32_t count = 0;
     for (uint32_t n = first; n < end; n++)
@@ -524,12 +524,12 @@ struct list_target {
     int64_t list_tile;
     uint32_t lists, origin; // origin: the position of query 0
     uint32_t kv_len;
-    uint32_t slots; // of a list: window + recent
-    uint32_t part, parts; // of the block among those of a segment: it writes every parts-th list
+    uint32_t slots;       // of a list: window + recent
+    uint32_t part, parts; // the block is one of `parts` blocks: it writes every parts-th list
 };
 
 __device__ static list_target target_of(const forward_plan &plan, uint32_t slots, uint32_t segment,
-                                         uint32_t parts) {
+                                        uint32_t parts) {
     const int64_t head = segment;
     return {plan.records + head * plan.kv_len,
             plan.list + head * plan.list_head,

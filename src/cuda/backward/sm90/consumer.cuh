@@ -738,8 +738,7 @@ template <class config> struct backward_consumer {
         }
         if (config::is_slot && plan.slot_per_key)
             clear_unkept<config>(plan, memory->work, generation > 0 ? memory->slots[0] : NULL,
-                                 index * warpgroup_warps +
-                                     threadIdx.x % warpgroup_threads / 32);
+                                 index * warpgroup_warps + threadIdx.x % warpgroup_threads / 32);
         if (!config::stages_dq || threadIdx.x % 32 != 0)
             return;
         if (pass.dq_semaphore == NULL) {

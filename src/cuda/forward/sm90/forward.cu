@@ -239,7 +239,7 @@ static constexpr float most_row_max = 1 << 24;
  * NaN. */
 __device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
-/* Who raises row_max together: nobody, the threads of a warp, or those of a consumer. */
+/* Who raises row_max together: nobody, the threads of a warp, or all of a consumer. */
 enum raising { none_raises, warp_raises, consumer_raises };
 
 /* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
@@ -389,17 +389,19 @@ template <class config> struct consumer {
     }
 
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
-     * bias is added as 16 more channels. With attn_mask, and without turns, it is added even if there
-     * is none, because the compiler would serialise the products if that depended on the plan. */
+     * bias is added as 16 more channels. With attn_mask, and without turns, it is added even if
+     * there is none, because the compiler would serialise the products if that depended on the
+     * plan. */
     template <int registers>
     __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
+        // opaque: no registers to keep it in
+        const bool keeps_q = config::channels <= 128 && config::takes_turns;
         const uint32_t q = shared_address(memory->q) + index * config::warpgroup_rows * line_bytes;
         const uint32_t ones[4] = {ones_of_bias(), ones_of_bias(), 0, 0};
         wait(&memory->mask_ready[mask.stage], mask.parity);
         wgmma_fence();
         issue_abt<element, config::channels, config::rows, config::key_rows>(
-            products, config::channels > 128 || !config::takes_turns ? opaque(q) : q, // opaque: no registers to keep it in
-            shared_address(memory->kv[keys]));
+            products, keeps_q ? q : opaque(q), shared_address(memory->kv[keys]));
         if (!config::has_softcap &&
             (config::has_mask || !config::takes_turns || plan.records != NULL))
             multiply<__nv_bfloat16>(
@@ -432,7 +434,7 @@ template <class config> struct consumer {
         if (partial == 0)
             return;
         if constexpr (!config::takes_turns)
-            find_positions(plan); // rather than keep them in registers
+            find_positions(plan); // there are no registers to keep them in
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
             const int keys = 2 * i, warp = keys / config::warp_keys;
@@ -630,25 +632,26 @@ template <class config> struct consumer {
 
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
-        block_weights next;
         wait_rows();
         issue_s(plan, products, kv.stage);
         const bits_of_block bits = load_bits();
         wgmma_wait_group<0>();
         release_keys(kv.stage, is_last);
         kv.advance();
-        if constexpr (!config::takes_turns) {
+        if constexpr (config::takes_turns) {
+            block_weights next;
+            weigh(plan, true, bits, products, next, rescale);
+            drop(plan, next);
+            set_weights(next);
+        } else {
             weigh(plan, true, bits, products, weights, rescale);
             clear_out();
-            return;
         }
-        weigh(plan, true, bits, products, next, rescale);
-        drop(plan, next);
-        set_weights(next);
     }
 
     /* attend_next() where another thread block uses the tensor cores during the softmax. Weights
-     * take the registers of S, so S is multiplied again if row_max must be raised. */
+     * take the registers of S, which is multiplied again if row_max must be raised. All warps of
+     * the consumer take part in that. */
     __device__ void attend_alone(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
         const block_mask<config> *const from = &memory->mask[mask.stage];

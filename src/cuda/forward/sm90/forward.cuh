@@ -94,7 +94,7 @@ __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
  * softcap, mask and drops: with softcap, attn_mask and dropout. The code of softcap in the loop
- * would cost calls without it 7%. */
+ * would cost calls without it 7%. blocks: see below. */
 template <typename element_, int most_channels, bool softcap, bool mask, bool drops_,
           int blocks_ = 1>
 struct forward_config {
@@ -114,7 +114,10 @@ struct forward_config {
     // two copies of the weights key_rows / 2
     static constexpr int key_rows = channels > 128 || blocks == 2 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : blocks == 2 ? 10 : 12;
+    static constexpr int most_stages = channels > 128  ? 5
+                                       : channels > 64 ? 6
+                                       : blocks == 2   ? 10
+                                                       : 12;
     // stages that fit in shared memory, where dropout's codes cost one stage
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
     static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
@@ -237,7 +240,9 @@ template <class config> __device__ static block_count count_blocks(int32_t entri
  * 2             256       consumer 0: when it has issued S and O    consumer 1: before    key
  *                                                                   it issues S and O     block
  *
- * The first key block of a tile needs neither, because there is no O before it.
+ * The first key block of a tile needs neither, because there is no O before it. With two thread
+ * blocks of a multiprocessor consumers take no turns. There, at the barriers 1 and 2, the 128
+ * threads of consumer 0 and of consumer 1 find out whether one of their rows must raise row_max.
  *
  * mask comes before kv because compute-sanitizer takes the matrix of biases to be 4 KB long, and
  * would find it past the end of shared memory. */
