@@ -862,8 +862,10 @@ static forward_kernel kernel_for_logits(const forward_plan &plan) {
         return kernel_with<forward_config<element, most_channels, true, mask, false>>();
     if (plan.dropout.threshold != 0)
         return kernel_with<forward_config<element, most_channels, false, mask, true>>();
+    // with longer lists a tile's first and last key block count less
+    const int64_t most_listed = 640;
     if constexpr (most_channels == 64 && !mask)
-        if (plan.records != NULL)
+        if (plan.list_tile > 0 && plan.list_tile <= most_listed)
             return kernel_with<forward_config<element, most_channels, false, false, false, 2>>();
     return kernel_with<forward_config<element, most_channels, false, mask, false>>();
 }
