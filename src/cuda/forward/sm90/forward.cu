@@ -55,6 +55,7 @@ __device__ static tile_keys keys_of_tile(const row_strides &strides, const head_
 struct own_key {
     int32_t key; // no_key: nothing to read
     key_record record;
+    int32_t entry; // of the list
 };
 
 template <class config> struct producer {
@@ -67,8 +68,11 @@ template <class config> struct producer {
     pipeline_state<tile_headers> header;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
+    /* With attn_bias the entries of a block are in the order of mask_index(): a consumer's thread
+     * has four successive ones of each 16. */
     __device__ int32_t fetch_entry(const tile_list &keys, int32_t block) const {
-        return entry_at(keys, block * config::key_rows + own_column);
+        const int32_t entry = config::has_pairs ? mask_index(own_column) : own_column;
+        return entry_at(keys, block * config::key_rows + entry);
     }
 
     __device__ static int32_t key_of(const tile_list &keys, int32_t entry) {
@@ -107,7 +111,7 @@ template <class config> struct producer {
     /* Replaces a key that has expired by the tile's first position, so that it is not read. */
     __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
-            *own = {no_key, masked_record()};
+            *own = {no_key, masked_record(), own->entry};
     }
 
     /* The first position at which rows keep a key, as far as its expiry allows. */
@@ -141,6 +145,8 @@ template <class config> struct producer {
         to->kept[n] = kept_positions(plan, tile, own);
         if constexpr (config::drops)
             to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
+        if constexpr (config::has_pairs)
+            write_keys(plan, to, own);
         const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
@@ -148,6 +154,24 @@ template <class config> struct producer {
         fence_proxy_async(); // wgmma reads the biases
         mbarrier_arrive(&memory->mask_ready[mask.stage]);
         mask.advance();
+    }
+
+    /* Writes a key for attn_bias, and whether each four of 16 keys are neighbours whose biases can
+     * be read as one vector. With attn_mask an absent key counts as well: no row keeps it by its
+     * bits. */
+    __device__ void write_keys(const forward_plan &plan, block_mask<config> *to,
+                               const own_key &own) {
+        const int32_t listed = max(own.entry, ~own.entry);
+        const int32_t key = config::has_mask && is_key(listed, plan.kv_len) ? listed : own.key;
+        const int32_t n = mask_index(own_column), lane = threadIdx.x % 32;
+        const int32_t first = __shfl_sync(~0u, key, lane / 16 * 16 + lane % 8 / 2 * 2);
+        const pair_view &bias = plan.pair_bias;
+        const bool is_vector = bias.key == 1 && (uintptr_t)bias.data % 16 == 0 &&
+                               (first | bias.query | bias.head | bias.batch) % 4 == 0;
+        const uint32_t scattered = __ballot_sync(~0u, !is_vector || key != first + n % 4);
+        to->key[n] = key;
+        if (lane == 0)
+            to->is_scattered[warp] = (scattered & 0xffff) != 0 | (scattered >> 16 != 0) << 1;
     }
 
     __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
@@ -193,10 +217,11 @@ template <class config> struct producer {
         int32_t before = no_key, next_entry = fetch_entry(keys, 1);
         own_key own = {key_of(keys, first_entry)};
         own.record = fetch_record(keys, own.key);
+        own.entry = first_entry;
         for (int32_t block = 0; block < blocks; block++) {
             if (plan.by_position)
                 drop_expired(tile, &own);
-            const int32_t next = key_of(keys, next_entry);
+            const int32_t entry = next_entry, next = key_of(keys, entry);
             const key_record next_record = fetch_record(keys, next);
             next_entry = fetch_entry(keys, block + 2);
             load_rows(plan, k, own.key, skips && block == blocks - 1);
@@ -206,7 +231,7 @@ template <class config> struct producer {
                 load_rows(plan, v, before, false);
             write_mask(plan, tile, own);
             before = own.key;
-            own = {next, next_record};
+            own = {next, next_record, entry};
         }
         load_rows(plan, v, before, skips);
     }
@@ -344,6 +369,25 @@ struct mask_rows {
     int32_t step;          // distance from 128 entries to the next 128, in words
 };
 
+/* attn_bias of a key block for a thread's two rows, of each 16 keys four: as they are in memory if
+ * they are neighbours, otherwise one in each word. */
+template <class config> struct pair_biases {
+    uint32_t word[2][config::loads_pairs_ahead ? config::key_rows / 4 : 1];
+};
+
+struct no_pair_biases {};
+
+/* attn_bias of a thread's two rows. */
+struct pair_rows {
+    const char *row[2];
+};
+
+/* The bit of 16 keys in is_partial or is_scattered. */
+template <class config> __device__ static bool is_marked_in(const uint8_t *bits, int group) {
+    const int keys = 16 * group, warp = keys / config::warp_keys;
+    return *(const uint32_t *)bits >> (warp * 8 + keys % config::warp_keys / 16) & 1;
+}
+
 template <class config> struct consumer {
     using element = typename config::element;
     static constexpr int product_registers = config::key_rows / 2;
@@ -351,6 +395,8 @@ template <class config> struct consumer {
 
     using block_weights = uint32_t[config::key_rows / wgmma_k][4]; // pairs, as wgmma takes them
     using bits_of_block = std::conditional_t<config::has_mask, mask_bits<config>, no_mask_bits>;
+    using pairs_of_block =
+        std::conditional_t<config::has_pairs, pair_biases<config>, no_pair_biases>;
 
     forward_memory<config> *memory;
     tile_order order;
@@ -362,6 +408,7 @@ template <class config> struct consumer {
     int32_t index;       // of the consumer
     int32_t position[2]; // of this thread's rows, relative to the tile's first
     mask_rows rows;      // with attn_mask
+    pair_rows pairs;     // with attn_bias
     row_softmax softmax;
     float out[out_registers];
     block_weights weights; // of the block whose values are multiplied next
@@ -463,12 +510,102 @@ template <class config> struct consumer {
         for (int w = 0; w < registers / 16; w++) {
             if (__all_sync(~0u, (bits.word[0][w] & bits.word[1][w]) == ~0u))
                 continue;
-            const uint32_t own[2] = {bits.word[0][w] >> threadIdx.x % 4 * 2,
-                                     bits.word[1][w] >> threadIdx.x % 4 * 2};
+            // with attn_bias, bits are in the order of mask_index()
+            const int shift = threadIdx.x % 4 * (config::has_pairs ? 4 : 2);
+            const uint32_t own[2] = {bits.word[0][w] >> shift, bits.word[1][w] >> shift};
 #pragma unroll
             for (int k = 0; k < 16; k++) {
-                const bool kept = own[k / 2 % 2] >> (k / 4 * 8 + k % 2) & 1;
+                const int bit =
+                    config::has_pairs ? k / 8 * 16 + k / 4 % 2 * 2 + k % 2 : k / 4 * 8 + k % 2;
+                const bool kept = own[k / 2 % 2] >> bit & 1;
                 products[w * 16 + k] = kept ? products[w * 16 + k] : -INFINITY;
+            }
+        }
+    }
+
+    /* Starts to load attn_bias of this lane's four of 16 keys from a row: as one vector, two words
+     * of 16-bit elements or four, or one by one. Absent keys get 0. */
+    template <typename number>
+    __device__ static void load_four(const number *row, const int4 &keys, int64_t stride,
+                                     bool is_vector, uint32_t *four) {
+        if (is_vector && sizeof(number) == sizeof(uint16_t)) {
+            const uint2 all = *(const uint2 *)(row + keys.x);
+            four[0] = all.x, four[1] = all.y;
+        } else if (is_vector) {
+            const uint4 all = *(const uint4 *)(row + keys.x);
+            four[0] = all.x, four[1] = all.y, four[2] = all.z, four[3] = all.w;
+        } else {
+            four[0] = keys.x < 0 ? 0 : row[keys.x * stride];
+            four[1] = keys.y < 0 ? 0 : row[keys.y * stride];
+            four[2] = keys.z < 0 ? 0 : row[keys.z * stride];
+            four[3] = keys.w < 0 ? 0 : row[keys.w * stride];
+        }
+    }
+
+    /* Starts to load attn_bias of 16 keys of a block. */
+    __device__ static void load_group(const forward_plan &plan, const pair_rows &rows,
+                                      const block_mask<config> *from, int group, uint32_t *first,
+                                      uint32_t *second) {
+        const pair_view &bias = plan.pair_bias;
+        const int4 keys = *(const int4 *)&from->key[16 * group + threadIdx.x % 4 * 4];
+        const bool vector = !is_marked_in<config>(from->is_scattered, group);
+        if (bias.dtype == pair_view::float32) {
+            load_four((const uint32_t *)rows.row[0], keys, bias.key, vector, first);
+            load_four((const uint32_t *)rows.row[1], keys, bias.key, vector, second);
+        } else {
+            load_four((const uint16_t *)rows.row[0], keys, bias.key, vector, first);
+            load_four((const uint16_t *)rows.row[1], keys, bias.key, vector, second);
+        }
+    }
+
+    /* Starts to load attn_bias of a key block, if there are registers for all of it. */
+    __device__ void load_pairs(const forward_plan &plan, pairs_of_block &to) {
+        if constexpr (config::loads_pairs_ahead) {
+            const block_mask<config> *const from = &memory->mask[mask.stage];
+            if (plan.pair_bias.data == NULL)
+                return;
+            wait(&memory->mask_ready[mask.stage], mask.parity);
+#pragma unroll
+            for (int i = 0; i < config::key_rows / 16; i++)
+                load_group(plan, pairs, from, i, &to.word[0][4 * i], &to.word[1][4 * i]);
+        }
+    }
+
+    /* Turns products of 16 keys into logits, as exponents of 2, by attn_bias. words: from
+     * load_group(). */
+    __device__ static void add_group(const forward_plan &plan, bool is_vector,
+                                     const uint32_t *first, const uint32_t *second,
+                                     float *products) {
+        const float unit = config::has_softcap ? 1 : plan.scale * log2_e; // of the products
+        const bool is_float32 = plan.pair_bias.dtype == pair_view::float32;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const int n = k / 4 * 2 + k % 2; // of the four keys
+            const uint32_t *const words = k / 2 % 2 == 0 ? first : second;
+            const uint32_t bits = is_vector ? words[n / 2] >> n % 2 * 16 : words[n];
+            const float bias =
+                is_float32 ? __uint_as_float(words[n]) : to_float(*(const element *)&bits);
+            products[k] = fmaf(products[k], unit, log2_e * bias);
+        }
+    }
+
+    template <int registers>
+    __device__ void add_pairs(const forward_plan &plan, const block_mask<config> *from,
+                              const pairs_of_block &biases, float (&products)[registers]) {
+        pair_rows own;
+        if constexpr (!config::loads_pairs_ahead)
+            own = find_pairs(plan, memory->header[opaque(header.stage)].tile);
+#pragma unroll
+        for (int i = 0; i < registers / 8; i++) {
+            const bool is_vector = !is_marked_in<config>(from->is_scattered, i);
+            if constexpr (config::loads_pairs_ahead) {
+                add_group(plan, is_vector, &biases.word[0][4 * i], &biases.word[1][4 * i],
+                          &products[8 * i]);
+            } else {
+                uint32_t words[2][4];
+                load_group(plan, own, from, i, words[0], words[1]);
+                add_group(plan, is_vector, words[0], words[1], &products[8 * i]);
+                __syncwarp(); // keeps the loads of the next keys behind
             }
         }
     }
@@ -477,15 +614,18 @@ template <class config> struct consumer {
     template <int registers>
     __device__ void soften(const forward_plan &plan, const block_mask<config> *from,
                            float (&products)[registers]) {
-        const float cap = plan.softcap * log2_e;
+        const float cap = plan.softcap * log2_e, unit = plan.scale * log2_e;
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
             const float4 b = *(const float4 *)&from->bias[2 * i + threadIdx.x % 4 * 4];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const float low = k < 4 ? b.x : b.z, high = k < 4 ? b.y : b.w;
-                products[i + k] =
-                    fmaf(cap, tanh_of(products[i + k] * softcap_scale), k % 2 == 0 ? low : high);
+                const float bias = k % 2 == 0 ? low : high;
+                if (config::has_pairs && plan.softcap == 0)
+                    products[i + k] = fmaf(unit, products[i + k], bias);
+                else
+                    products[i + k] = fmaf(cap, tanh_of(products[i + k] * softcap_scale), bias);
             }
         }
     }
@@ -494,13 +634,17 @@ template <class config> struct consumer {
      * out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
     __device__ bool weigh(const forward_plan &plan, bool is_first, const bits_of_block &bits,
-                          float (&products)[registers], uint32_t (&next)[registers / 8][4],
-                          float (&rescale)[2]) {
+                          const pairs_of_block &biases, float (&products)[registers],
+                          uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
-        const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
+        const float unit =
+            config::has_softcap || config::has_pairs ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
             soften(plan, from, products);
-        // after the bias, because -inf + inf is NaN
+        if constexpr (config::has_pairs)
+            if (plan.pair_bias.data != NULL)
+                add_pairs(plan, from, biases, products);
+        // after the biases, because -inf + inf is NaN
         if constexpr (config::has_mask)
             apply_bits(bits, products);
         else
@@ -570,6 +714,21 @@ template <class config> struct consumer {
         return {own[0], (int32_t)(own[1] - own[0]), plan.kept.mask_heads * list_queries * 4};
     }
 
+    /* Rows past the last one have attn_bias of the last one. */
+    __device__ pair_rows find_pairs(const forward_plan &plan, const row_tile &tile) const {
+        const pair_view &bias = plan.pair_bias;
+        const int64_t size = bias.dtype == pair_view::float32 ? sizeof(float) : sizeof(element);
+        pair_rows pairs;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int32_t row = min(first_row_of(tile) + 8 * i, tile.end_row - 1);
+            const int32_t query = order.group.divide(row);
+            const int32_t h = tile.g * plan.group + order.group.remainder(row);
+            pairs.row[i] = (const char *)bias.data + size * bias.offset(tile.b, h, query, 0);
+        }
+        return pairs;
+    }
+
     /* A quad needs the codes of its two rows: each of its first two lanes writes one. */
     __device__ void write_row_codes(const forward_plan &plan, const row_tile &tile) {
         const int32_t row = own_row() + threadIdx.x % 4 * 8;
@@ -587,6 +746,8 @@ template <class config> struct consumer {
                 position_in_tile(plan, tile, order.group.divide(first_row_of(tile) + 8 * i));
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
+        if constexpr (config::loads_pairs_ahead)
+            pairs = find_pairs(plan, tile);
         if constexpr (config::drops)
             write_row_codes(plan, tile);
         softmax = row_softmax();
@@ -605,13 +766,15 @@ template <class config> struct consumer {
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float products[product_registers], rescale[2];
         block_weights next;
+        pairs_of_block biases;
+        load_pairs(plan, biases);
         wait_rows();
         issue_s(plan, products, kv.stage);
         const bits_of_block bits = load_bits();
         wgmma_wait_group<0>();
         release_keys(kv.stage, is_last);
         kv.advance();
-        weigh(plan, true, bits, products, next, rescale);
+        weigh(plan, true, bits, biases, products, next, rescale);
         drop(plan, next);
         set_weights(next);
     }
@@ -626,6 +789,8 @@ template <class config> struct consumer {
         kv.advance();
         const int values = kv.stage;
         const bits_of_block bits = load_bits();
+        pairs_of_block biases;
+        load_pairs(plan, biases);
         wait_rows();
         kv.advance();
         acquire_tensor_cores();
@@ -634,7 +799,7 @@ template <class config> struct consumer {
         release_tensor_cores();
         wgmma_wait_group<1>(); // for S
         release_keys(keys, is_last);
-        if (weigh(plan, false, bits, products, next, rescale)) {
+        if (weigh(plan, false, bits, biases, products, next, rescale)) {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }
@@ -788,11 +953,17 @@ template <class config> static forward_kernel kernel_with(void) {
 
 template <typename element, int most_channels, bool mask>
 static forward_kernel kernel_for_logits(const forward_plan &plan) {
-    if (plan.softcap != 0)
-        return kernel_with<forward_config<element, most_channels, true, mask, false>>();
-    if (plan.dropout.threshold != 0)
-        return kernel_with<forward_config<element, most_channels, false, mask, true>>();
-    return kernel_with<forward_config<element, most_channels, false, mask, false>>();
+    const bool softcap = plan.softcap != 0, drops = plan.dropout.threshold != 0;
+    const bool pairs = plan.pair_bias.data != NULL;
+    if ((softcap && drops) || (pairs && (softcap || drops)))
+        return kernel_with<forward_config<element, most_channels, true, mask, true, true>>();
+    if (pairs)
+        return kernel_with<forward_config<element, most_channels, false, mask, false, true>>();
+    if (softcap)
+        return kernel_with<forward_config<element, most_channels, true, mask, false, false>>();
+    if (drops)
+        return kernel_with<forward_config<element, most_channels, false, mask, true, false>>();
+    return kernel_with<forward_config<element, most_channels, false, mask, false, false>>();
 }
 
 template <typename element, int most_channels>

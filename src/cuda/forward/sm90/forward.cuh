@@ -93,30 +93,35 @@ __device__ static uint32_t far_index_of(const row_strides &strides, uint32_t key
 }
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * softcap, mask and drops: with softcap, attn_mask and dropout. The code of softcap in the loop
- * would cost calls without it 7%. */
-template <typename element_, int most_channels, bool softcap, bool mask, bool drops_>
+ * softcap, mask, drops and pairs: with softcap, attn_mask, dropout and attn_bias. The code of
+ * softcap in the loop would cost calls without it 7%. With `pairs`, a config with softcap and
+ * dropout serves calls without one of them, too, and those without attn_bias. */
+template <typename element_, int most_channels, bool softcap, bool mask, bool drops_, bool pairs>
 struct forward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, has_mask = mask, drops = drops_;
+    static constexpr bool has_pairs = pairs;
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = 2;                     // warpgroups
     static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
-    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, and its
-    // two copies of the weights key_rows / 2
-    static constexpr int key_rows = channels > 128 ? 64 : 128;
+    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers, its two
+    // copies of the weights key_rows / 2, and attn_bias key_rows / 2
+    static constexpr int key_rows = channels > 128 || has_pairs ? 64 : 128;
+    // attn_bias of a key block before its S, otherwise of 16 keys when it is added
+    static constexpr bool loads_pairs_ahead = has_pairs && channels <= 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
+    static constexpr int most_stages =
+        channels > 128 ? 5 : channels > 64 ? 768 / key_rows : 1536 / key_rows;
     // stages that fit in shared memory, where dropout's codes cost one stage
     static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
     static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest
-    static constexpr bool is_tight = has_softcap && channels != 128;
+    static constexpr bool is_tight = has_softcap && channels != 128 && !has_pairs;
     static constexpr int producer_registers = is_tight ? 40 : 56;
     static constexpr int consumer_registers = is_tight ? 232 : 224;
     static constexpr int warp_keys = key_rows / warpgroup_warps; // that a producer's warp loads
@@ -150,6 +155,10 @@ template <class config> struct alignas(16) block_mask {
     uint32_t code[config::drops ? config::key_rows : 1]; // of dropout, in the same order
     // for each warp of the producer one bit per 16 keys: some row does not keep all of them
     uint8_t is_partial[warpgroup_warps];
+    // the same, with attn_bias: it cannot be read four keys at a time
+    uint8_t is_scattered[warpgroup_warps];
+    // with attn_bias, in the same order as `kept`; -1: no row keeps it
+    alignas(config::has_pairs ? 16 : 4) int32_t key[config::has_pairs ? config::key_rows : 1];
 };
 
 /* Dropout's code of a row. The bits of its pairs are the upper half of dropout_product() if its

@@ -124,10 +124,6 @@ static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (is_present(&problem->attn_bias))
-        return "attn_bias, which cuda/sm80 takes";
-    if (problem->dropout.threshold != 0 && problem->softcap != 0)
-        return "dropout with softcap, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
