@@ -36,11 +36,11 @@ static fdma_status attend_splits(const fdma_problem *problem, const forward_plan
                   problem, plan, splits, tiles, is_aligned(plan));
 }
 
-template <typename element>
+template <typename element, bool pairs>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
                           const split_plan &splits) {
-    using one_tile = decode_config<element, 1>;
-    using more_tiles = decode_config<element, most_row_tiles>;
+    using one_tile = decode_config<element, 1, false, pairs>;
+    using more_tiles = decode_config<element, most_row_tiles, false, pairs>;
     const int32_t rows = plan.q_len * plan.group;
     FDMA_TRY(rows <= one_tile::rows ? attend_splits<one_tile>(problem, plan, splits)
                                     : attend_splits<more_tiles>(problem, plan, splits));
@@ -48,13 +48,23 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
         return FDMA_OK;
     const launch_shape merge = {dim3(plan.batch * plan.kv_heads * rows), dim3(merge_threads), 0,
                                 start_early};
-    return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);
+    return launch("forward", merge_splits<decode_config<element, 1>>, merge, problem, plan, splits);
+}
+
+template <typename element>
+static fdma_status attend_elements(const fdma_problem *problem, const forward_plan &plan,
+                                   const split_plan &splits) {
+    return plan.mask.data != NULL || plan.pair_bias.data != NULL
+               ? attend<element, true>(problem, plan, splits)
+               : attend<element, false>(problem, plan, splits);
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (problem->only_mask_lists || is_present(&problem->mask_lists))
+        return "mask_lists";
     if (problem->dropout.threshold != 0)
         return "dropout";
     if (problem->q_len > most_queries)
@@ -72,7 +82,10 @@ struct split_task {
 
 static split_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     split_task task;
-    task.plan = fdma_cuda_plan_forward(problem, arena);
+    fdma_problem unmasked = *problem; // the mask is read for each pair, and has no lists
+    unmasked.attn_mask = fdma_tensor{};
+    task.plan = fdma_cuda_plan_forward(&unmasked, arena);
+    task.plan.mask = pairs_of(&problem->attn_mask, problem->q_heads);
     task.splits = plan_splits(&task.plan, arena);
     return task;
 }
@@ -81,8 +94,9 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const split_task task = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &task.plan));
-    return problem->dtype == FDMA_FLOAT16 ? attend<float16>(problem, task.plan, task.splits)
-                                          : attend<__nv_bfloat16>(problem, task.plan, task.splits);
+    return problem->dtype == FDMA_FLOAT16
+               ? attend_elements<float16>(problem, task.plan, task.splits)
+               : attend_elements<__nv_bfloat16>(problem, task.plan, task.splits);
 }
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_decode_d, FDMA_HEAD_DIM),

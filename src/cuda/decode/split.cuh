@@ -3,6 +3,8 @@
  * pipeline of its own. */
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/decode/cache.cuh"
 #include "cuda/mma/attention.cuh"
 
@@ -21,8 +23,9 @@ struct split_plan {
     float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
 };
 
-template <typename type, int tiles, bool paged = false> struct decode_config {
+template <typename type, int tiles, bool paged = false, bool pairs = false> struct decode_config {
     using element = type;
+    static constexpr bool has_pairs = pairs; // attn_mask or attn_bias
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr bool in_pages = paged;               // the rows of a cache are in pages
     static constexpr int warps = head_dim <= 128 ? 4 : 2; // as many as fit in 99 KB of shared
@@ -50,6 +53,15 @@ struct split_pages {
     int64_t k_bytes, v_bytes; // distance between pages
 };
 
+/* attn_mask and attn_bias, and the offsets of a tile's rows in them, in elements. */
+template <int rows> struct tile_pairs {
+    pair_view mask, bias;
+    int64_t mask_row[rows], bias_row[rows];
+    int32_t rows_there; // of the tile; the others are past the end
+};
+
+struct no_pairs {};
+
 template <typename config> struct decode_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     union {
@@ -60,6 +72,7 @@ template <typename config> struct decode_memory {
     int32_t position[config::rows];
     tile_inputs inputs;
     split_pages pages; // of a config in_pages
+    std::conditional_t<config::has_pairs, tile_pairs<config::rows>, no_pairs> pairs;
 };
 
 /* A lane's key of its warp's key block: a list entry and, with pages, the indices of its row. */
@@ -138,10 +151,70 @@ __device__ static void load_values(decode_stage<config> &stage, const decode_mem
     cp_async_commit_group();
 }
 
+/* ---- attn_mask and attn_bias, which are read for each pair ---- */
+
+template <int rows>
+__device__ static void write_tile_pairs(tile_pairs<rows> &to, const forward_plan &plan,
+                                        const row_range &range) {
+    for (int r = threadIdx.x; r < rows; r += blockDim.x) {
+        const pair_row row = pair_row_of(plan, range, range.first + r);
+        to.mask_row[r] = plan.mask.offset(row.b, row.h, row.i, 0);
+        to.bias_row[r] = plan.pair_bias.offset(row.b, row.h, row.i, 0);
+    }
+    if (threadIdx.x == 0) {
+        to.mask = plan.mask;
+        to.bias = plan.pair_bias;
+        to.rows_there = min(rows, range.total - range.first);
+    }
+}
+
+/* True if attn_mask lets some row of the tile keep a key. Rows that share an entry of the mask are
+ * neighbours. */
+template <int rows>
+__device__ static bool some_row_keeps(const tile_pairs<rows> &pairs, int32_t key) {
+    bool some = false;
+    for (int r = 0; r < pairs.rows_there && !some; r++)
+        if (r == 0 || pairs.mask_row[r] != pairs.mask_row[r - 1])
+            some = is_unmasked(pairs.mask, pairs.mask_row[r] + key * pairs.mask.key);
+    return some;
+}
+
+/* Adds attn_bias to the logits of a warp's key block, and sets them to -inf where attn_mask or the
+ * list leaves out the key. */
 template <typename config>
-__device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
+__device__ static void add_pairs(float (&s)[config::row_tiles][config::keys / 8][4],
+                                 const tile_pairs<config::rows> &pairs, const int32_t *entries) {
+    constexpr int rows = 2 * config::row_tiles;
+    const pair_view &mask = pairs.mask, &bias = pairs.bias;
     const int lane = threadIdx.x % warp_lanes;
-    return lane < config::keys ? entry_at(keys, from + lane) : -1;
+#pragma unroll
+    for (int r = 0; r < rows; r++) {
+        const int row = lane / 4 * rows + r;
+        if (row >= pairs.rows_there)
+            continue;
+#pragma unroll
+        for (int x = 0; x < config::keys / 4; x++) {
+            const int32_t key = entries[x / 2 * 8 + lane % 4 * 2 + x % 2];
+            float &logit = s[r / 2][x / 2][r % 2 * 2 + x % 2];
+            if (key < 0 || !is_unmasked(mask, pairs.mask_row[row] + key * mask.key))
+                logit = -INFINITY;
+            else if (bias.data != NULL)
+                logit += log2_e * bias_at<typename config::element>(
+                                      bias, pairs.bias_row[row] + key * bias.key);
+        }
+    }
+}
+
+/* A lane's entry of a warp's key block; -1: none, or none that a row keeps by attn_mask. */
+template <typename config>
+__device__ static int32_t lane_entry(const decode_memory<config> &shared, int32_t from) {
+    const int lane = threadIdx.x % warp_lanes;
+    const tile_list &keys = shared.inputs.keys;
+    const int32_t entry = lane < config::keys ? entry_at(keys, from + lane) : -1;
+    if constexpr (config::has_pairs)
+        if (!is_key(entry, keys.kv_len) || !some_row_keeps(shared.pairs, entry))
+            return -1;
+    return entry;
 }
 
 /* One key block of a warp. As soon as k or v of the stage has been read, it is loaded again for the
@@ -156,6 +229,8 @@ __device__ static void attend_block(decode_memory<config> &shared, decode_stage<
     mma_abt<config>(s, down_first<config::head_dim>(shared.q),
                     right_first<config::head_dim>(stage.k)); // S = Q K^T
     find_logits<config>(s, stage.records.bias, shared.inputs.logits);
+    if constexpr (config::has_pairs)
+        add_pairs<config>(s, shared.pairs, stage.key);
     mask_logits<config>(s, stage.records.expiry,
                         first_positions(stage.records, stage.key, shared.inputs.keys),
                         shared.position, by_position);
@@ -175,18 +250,17 @@ __device__ static void attend_blocks(decode_memory<config> &shared, row_state<co
                                      int32_t from, bool by_position) {
     constexpr int step = config::warps * config::keys;
     decode_stage<config> *const stages = shared.stages[threadIdx.x / warp_lanes];
-    const tile_list &keys = shared.inputs.keys;
     for (int n = 0; n < 2; n++) {
-        const lane_key own = find_key(shared, lane_entry<config>(keys, from + n * step));
+        const lane_key own = find_key(shared, lane_entry(shared, from + n * step));
         load_keys(stages[n], shared, own);
         load_values(stages[n], shared, own);
     }
-    int32_t later = lane_entry<config>(keys, from + 2 * step);
+    int32_t later = lane_entry(shared, from + 2 * step);
     cp_async_wait_group<4>();
     __syncthreads(); // all of q has arrived
-    for (int stage = 0; from < keys.entries; stage ^= 1, from += step) {
+    for (int stage = 0; from < shared.inputs.keys.entries; stage ^= 1, from += step) {
         const int32_t entry = later;
-        later = lane_entry<config>(keys, from + 3 * step);
+        later = lane_entry(shared, from + 3 * step);
         attend_block(shared, stages[stage], state, entry, by_position);
     }
     cp_async_wait_group<0>();
@@ -263,6 +337,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         shared.inputs.keys.entries = min(shared.inputs.keys.entries, from + splits.keys);
     }
     write_positions<config::rows>(shared.position, plan, range, key_count(plan, range.b));
+    if constexpr (config::has_pairs)
+        write_tile_pairs(shared.pairs, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     attend_keys(shared, from, plan.by_position);
     if (splits.count == 1)

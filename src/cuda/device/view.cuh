@@ -68,9 +68,14 @@ struct pair_view {
     }
 };
 
+/* True if the element of attn_mask at an offset lets its query attend to its key. */
+__device__ static bool is_unmasked(const pair_view &mask, int64_t offset) {
+    return mask.data == NULL || ((const uint8_t *)mask.data)[offset] != 0;
+}
+
 __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,
                                    int64_t j) {
-    return mask.data == NULL || ((const uint8_t *)mask.data)[mask.offset(b, h, i, j)] != 0;
+    return is_unmasked(mask, mask.offset(b, h, i, j));
 }
 
 /* The attn_bias at an offset. `element` is q's. */

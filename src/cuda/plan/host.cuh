@@ -29,9 +29,6 @@ static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
  * NULL if one does. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
 
-/* fdma_cuda_refuses_plan() for kernels that support neither attn_mask nor attn_bias. */
-const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
-
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
 
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only

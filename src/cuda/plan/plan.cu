@@ -94,12 +94,6 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     return problem->head_dim > most_head_dim ? "a larger head_dim than its own" : NULL;
 }
 
-const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim) {
-    if (is_present(&problem->attn_mask) || is_present(&problem->attn_bias))
-        return "attn_mask and attn_bias, which cuda/sm80 takes";
-    return fdma_cuda_refuses_plan(problem, most_head_dim);
-}
-
 /* A list has room for every key, because the host does not know how many keys the mask keeps. */
 static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const mask = &problem->attn_mask;
