@@ -86,6 +86,7 @@ INT32_INPUTS = (
     *("cache_page_table", "positions", "row_positions"),
 )
 BOOL_INPUTS = ("key_valid", "attn_mask")
+NUMERIC_MASKS = (torch.float16, torch.bfloat16)  # that CUDA kernels read, true above 0
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if the inputs are float64
 FLOAT32_RESULTS = (
@@ -340,7 +341,8 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         NotImplementedError: the C library does not take it.
     """
     dtype, shown = name_of_dtype(tensor.dtype), SHOWN.get(name, name)
-    if name in BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
+    numbers = tensor.dtype in NUMERIC_MASKS and name == "attn_mask" and tensor.is_cuda
+    if name in BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8) and not numbers:
         hint = name == "attn_mask" and tensor.dtype.is_floating_point
         use = "; a mask that is added to logits is an attn_bias" if hint else ""
         raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8{use}")
@@ -693,14 +695,15 @@ def as_bool_mask(
     mask: torch.Tensor | None, name: str = "attn_mask", added: str = "attn_bias"
 ) -> torch.Tensor | None:
     """A mask of floating-point numbers as bool, true where they are above 0. Other masks stay as
-    they are. Expanded axes get length 1, so that the new tensor has no more elements than the mask
-    has in memory. On the CPU a mask with a number below 0 is refused, and the message names `added`
-    as the argument for it; on a device the host does not wait for the numbers."""
+    they are, and those whose numbers CUDA kernels read fast. Expanded axes get length 1, so that
+    the new tensor has no more elements than the mask has in memory. On the CPU a mask with a number
+    below 0 is refused, and the message names `added` as the argument for it; on a device the host
+    does not wait for the numbers."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor):
         _types.check_tensor(name, mask)
-    if not mask.dtype.is_floating_point:
+    if not mask.dtype.is_floating_point or _is_read_by_vectors(mask):
         return mask
     for axis, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[axis] > 1:
@@ -711,6 +714,14 @@ def as_bool_mask(
             "booleans"
         )
     return mask > 0
+
+
+def _is_read_by_vectors(mask: torch.Tensor) -> bool:
+    """True if CUDA kernels read the mask's numbers 16 bytes at a time."""
+    if not mask.is_cuda or mask.dtype not in NUMERIC_MASKS or mask.dim() != 4:
+        return False
+    starts = (mask.storage_offset(), *mask.stride()[:3])
+    return mask.stride(3) == 1 and all(start % 8 == 0 for start in starts)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

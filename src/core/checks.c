@@ -357,6 +357,8 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
         return takes_int32;
     case dtypes_uint8:
         return takes_uint8;
+    case dtypes_mask:
+        return takes_uint8 | takes_float16 | takes_bfloat16;
     case dtypes_int64:
         return takes_int64;
     case dtypes_as_dt_proj:

@@ -264,14 +264,22 @@ static inline int64_t offset_of_pair(const fdma_problem *problem, const fdma_ten
            j * tensor->stride[3];
 }
 
+/* True if an element of attn_mask is set: a byte that is not 0, or a number above 0. */
+static inline bool is_set(const fdma_tensor *mask, int64_t offset) {
+    const unsigned infinity = mask->dtype == FDMA_FLOAT16 ? 0x7c00 : 0x7f80;
+    if (mask->dtype == FDMA_UINT8)
+        return ((const uint8_t *)mask->data)[offset] != 0;
+    const unsigned bits = ((const uint16_t *)mask->data)[offset];
+    return bits != 0 && bits <= infinity; // neither negative nor NaN
+}
+
 /* True if query i of head h attends to key j, by is_kept() and by the mask. */
 static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h, int64_t i,
                               int64_t j) {
     const fdma_tensor *const mask = &problem->attn_mask;
     if (!is_kept(problem, b, h / problem->group, j, query_position(problem, i)))
         return false;
-    return !is_present(mask) ||
-           ((const uint8_t *)mask->data)[offset_of_pair(problem, mask, b, h, i, j)] != 0;
+    return !is_present(mask) || is_set(mask, offset_of_pair(problem, mask, b, h, i, j));
 }
 
 static inline bool is_empty_row(const fdma_problem *problem, int64_t b, int64_t h, int64_t i) {

@@ -37,7 +37,7 @@
 
 /* The tensors with an element for each pair of a query and a key. */
 #define PAIRS(operation)                                                                           \
-    ARG(operation, attn_mask, "BHIJ", uint8, optional),                                            \
+    ARG(operation, attn_mask, "BHIJ", mask, optional),                                             \
         ARG(operation, attn_bias, "BHIJ", weight, optional)
 
 /* The tensors of a cache, whose rows have the letter `r`. */

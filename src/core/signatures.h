@@ -31,6 +31,7 @@ typedef enum tensor_dtypes {
     dtypes_wide,   /* float32, or float64 for the reference */
     dtypes_int32,
     dtypes_uint8,
+    dtypes_mask, /* uint8, float16 or bfloat16 */
     dtypes_int64,
     dtypes_as_dt_proj,
     dtypes_as_a,

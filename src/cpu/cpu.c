@@ -222,6 +222,8 @@ static void name_cpu(char *text, size_t size) { snprintf(text, size, "CPU"); }
 const char *fdma_missing_scalar(void) { return NULL; }
 
 const char *fdma_refuses_wide(const fdma_problem *problem) {
+    if (is_present(&problem->attn_mask) && problem->attn_mask.dtype != FDMA_UINT8)
+        return "attn_mask of numbers; supported: uint8";
     const tensor_table table = fdma_tensors[problem->operation];
     for (size_t t = 0; t < table.count; t++) {
         const fdma_tensor *const tensor = tensor_at(problem, table.entries[t].member);

@@ -271,6 +271,7 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
     case dtypes_int32:
         return FDMA_INT32;
     case dtypes_uint8:
+    case dtypes_mask:
         return FDMA_UINT8;
     case dtypes_int64:
         return FDMA_INT64;

@@ -182,6 +182,14 @@ static inline bool biases_are_taken(const problem *x, const char *kernel) {
     return call_takes(operation_forward, &args);
 }
 
+/* biases_are_taken() by the kernel of backward. */
+static inline bool bias_gradients_are_taken(const problem *x, const char *kernel) {
+    const gradient_problem p = gradient_of(x, 1);
+    fdma_backward_args args = gradient_args(&p, kernel);
+    args.attn_bias = new_pair_bias(x, x->dtype, 0, 1);
+    return call_takes(operation_backward, &args);
+}
+
 /* The tensors of `given` that the kernel takes. */
 static inline pairs pairs_taken(const problem *x, const char *kernel, pairs given) {
     if (!biases_are_taken(x, kernel))

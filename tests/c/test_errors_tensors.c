@@ -5,8 +5,8 @@
 /* ---- the list of tensors ---- */
 
 /* The entry of each tensor in fdma.h: > output, ? optional; its axes; and its dtype: s the dtype of
- * q, k and v; w that dtype or float32; f float32; i int32; u uint8; d the dtype of dt_proj; a the
- * dtype of a; b the dtype of dt_bias. */
+ * q, k and v; w that dtype or float32; f float32; i int32; u uint8; m that, float16 or bfloat16;
+ * d the dtype of dt_proj; a the dtype of a; b the dtype of dt_bias. */
 /* The tensors of a table, of the carried keys or of their gradients, of a cache. */
 #define TABLE(role, name, r, dtype)                                                                \
     " " role name ".score?:bg" r ":" dtype " " role name ".position?:bg" r ":i " role name         \
@@ -14,7 +14,7 @@
 #define CARRIED(role, d)                                                                           \
     " " role d "k_carried?:brgd:s " role d "v_carried?:brgd:s " role d "bias_carried?:bgr:f"
 
-#define PAIRS " attn_mask?:BHIJ:u attn_bias?:BHIJ:w"
+#define PAIRS " attn_mask?:BHIJ:m attn_bias?:BHIJ:w"
 
 #define CACHE(r)                                                                                   \
     " >cache.k:p" r "gd:s >cache.v:p" r "gd:s >cache.bias:pg" r ":f >cache.table.score:pg" r       \
@@ -81,7 +81,7 @@ static void list_is_as_documented(void) {
         [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f',
         [dtypes_int32] = 'i', [dtypes_uint8] = 'u',      [dtypes_as_dt_proj] = 'd',
         [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b', [dtypes_as_attn_bias] = 'p',
-        [dtypes_int64] = 'l',
+        [dtypes_int64] = 'l', [dtypes_mask] = 'm',
     };
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
@@ -193,6 +193,8 @@ static bool may_have(const tensor_entry *entry, fdma_dtype own, fdma_dtype dtype
         return dtype == own || (is_float && settles(entry, 'd'));
     case dtypes_weight:
         return dtype == call_dtype(right.call.operation) || dtype == FDMA_FLOAT32;
+    case dtypes_mask:
+        return dtype == FDMA_UINT8 || dtype == FDMA_FLOAT16 || dtype == FDMA_BFLOAT16;
     case dtypes_wide:
         return dtype == FDMA_FLOAT32 || dtype == FDMA_FLOAT64;
     case dtypes_as_attn_bias:

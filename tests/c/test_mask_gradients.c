@@ -4,10 +4,16 @@
  * and sequences that share it. */
 #include "masks.h"
 
-/* A mask and a bias if the kernel takes them: the kernels of forward and backward of one name take
- * the same. */
+/* The tensors of `given` that the kernel of backward takes. */
+static pairs gradient_pairs(const problem *x, const char *kernel, pairs given) {
+    if (!bias_gradients_are_taken(x, kernel))
+        given.bias = (fdma_tensor){0};
+    return given;
+}
+
+/* A mask and a bias if the kernel takes them. */
 static pairs random_pairs(const problem *x, const char *kernel, int mask_axes, int bias_axes) {
-    return pairs_taken(
+    return gradient_pairs(
         x, kernel,
         (pairs){new_mask(x, mask_axes, 24, 6), new_pair_bias(x, x->dtype, bias_axes, 7)});
 }
@@ -55,7 +61,7 @@ static void check_against_reference(const problem *x, pairs both) {
     const kernel_list kernels = kernels_for("backward", x->dtype);
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const char *const name = kernels.name[kernel];
-        const pairs given = pairs_taken(x, name, both);
+        const pairs given = gradient_pairs(x, name, both);
         masked_reference *const r = &references[given.bias.rank > 0];
         test_context("%s %s, q_len %d", name, dtype_name(x->dtype), (int)x->q_len);
         if (!masks_are_taken(x, name))
@@ -105,7 +111,7 @@ static void may_have_low_logits(void) {
 
 /* Compares with a mask of the pairs that a selection keeps, and with a bias for each key. */
 static void are_those_of_a_selection(problem *x, const char *kernel) {
-    if (!biases_are_taken(x, kernel))
+    if (!bias_gradients_are_taken(x, kernel))
         return;
     const gradient_problem p = gradient_of(x, 1);
     const gradients want = gradient_run(&p, kernel, 1);
@@ -322,7 +328,7 @@ static void are_rounded_once(const char *kernel, fdma_dtype dtype) {
         if (!is_short(dtype) || is_left_out(n, (int)dtype))
             continue;
         const problem x = new_problem(&short_sizes[n], dtype, (uint64_t)n + 1);
-        if (!biases_are_taken(&x, kernel))
+        if (!bias_gradients_are_taken(&x, kernel))
             continue;
         for (int axes = 0; n == 0 && axes <= (all_axes | per_kv_head); axes += step)
             check_axes_of(&x, kernel, axes % 4 != 1, axes);
@@ -335,7 +341,7 @@ static void are_rounded_once(const char *kernel, fdma_dtype dtype) {
  * large. */
 static void may_have_any_size(const char *kernel, fdma_dtype dtype) {
     const problem x = new_problem(&short_sizes[4], dtype, 9);
-    if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+    if (!is_short(dtype) || !bias_gradients_are_taken(&x, kernel))
         return;
     const pairs given = {new_mask(&x, axis_i | axis_j, 60, 6),
                          new_pair_bias(&x, x.dtype, axis_h | axis_i | axis_j, 7)};
@@ -352,7 +358,7 @@ static void may_have_any_size(const char *kernel, fdma_dtype dtype) {
 /* Runs where a device may not add in any order. */
 static void are_made_deterministically(const char *kernel, fdma_dtype dtype) {
     const problem x = new_problem(&short_sizes[2], dtype, 5);
-    if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+    if (!is_short(dtype) || !bias_gradients_are_taken(&x, kernel))
         return;
     const pairs given = {new_mask(&x, all_axes, 20, 6), new_pair_bias(&x, x.dtype, all_axes, 7)};
     gradient_problem p = gradient_masked(&x, given);
@@ -365,7 +371,7 @@ static void are_made_deterministically(const char *kernel, fdma_dtype dtype) {
 static void are_rounded_once_over_pieces(const char *kernel, fdma_dtype dtype) {
     for (int n = 0; n < 4; n++) {
         const problem x = pieces_problem(n % 2 == 0, dtype);
-        if (!is_short(dtype) || !biases_are_taken(&x, kernel))
+        if (!is_short(dtype) || !bias_gradients_are_taken(&x, kernel))
             return;
         const pairs given = {new_mask(&x, axis_h | axis_i | axis_j, 40, 6),
                              new_pair_bias(&x, x.dtype, n < 2 ? axis_h : all_axes, 7)};

@@ -107,6 +107,37 @@ static void may_have_any_strides(problem *x, const char *kernel) {
                        attend_masked(x, kernel, given, 1));
 }
 
+static const problem number_sizes[] = {SIZES(2, 70, 304, 4, 2, 64, -1, 1),
+                                       SIZES(1, 3, 203, 4, 1, 32, -1, 0)};
+
+/* A mask of bytes as numbers: above 0 where it is set, the least one and infinity among them, and
+ * elsewhere 0, -0, below 0 or NaN. */
+static fdma_tensor numbers_of(const problem *x, fdma_tensor mask, int axes, fdma_dtype dtype) {
+    const fdma_tensor numbers = new_pairs(x, dtype, axes);
+    const int infinity = dtype == FDMA_FLOAT16 ? 0x7c00 : 0x7f80;
+    const int set[] = {1, 0x3c00, infinity - 1, infinity};
+    const int clear[] = {0, 0x8000, 0x8001, 0xbc00, infinity + 1, 0xffff};
+    for (int64_t n = 0; n < count_of(mask); n++)
+        ((uint16_t *)numbers.data)[n] = (uint16_t)(((uint8_t *)mask.data)[n] != 0
+                                                       ? set[n % TEST_COUNT(set)]
+                                                       : clear[n % TEST_COUNT(clear)]);
+    return numbers;
+}
+
+static void may_be_numbers(problem *x, const char *kernel) {
+    const int axes[] = {all_axes, axis_i | axis_j, axis_h | axis_i};
+    for (int n = 0; n < TEST_COUNT(axes); n++)
+        for (int dtype = FDMA_FLOAT16; dtype <= FDMA_BFLOAT16; dtype++) {
+            const pairs bytes = {.mask = new_mask(x, axes[n], 30, 3)};
+            const pairs given = {.mask = numbers_of(x, bytes.mask, axes[n], (fdma_dtype)dtype)};
+            if (!masks_are_taken(x, kernel) ||
+                !(is_device_kernel(kernel) || strncmp(kernel, "reference", 9) == 0))
+                return;
+            check_same_results(attend_masked(x, kernel, given, 2),
+                               attend_masked(x, kernel, bytes, 1));
+        }
+}
+
 /* ---- pairs that are not kept are not read ---- */
 
 static void poison_keys(problem *x, fdma_tensor mask) {
@@ -302,6 +333,7 @@ static const test_entry tests[] = {
     EACH_SIZE(are_what_other_arguments_are, mask_sizes),
     EACH_SIZE(may_be_broadcast, axes_sizes),
     EACH_PROBLEM(may_have_any_strides, axes_sizes[0], 5),
+    EACH_SIZE(may_be_numbers, number_sizes),
     EACH_SIZE(read_nothing_that_is_not_kept, mask_sizes),
     EACH_PROBLEM(nan_of_a_kept_pair_is_seen, mask_sizes[0], 2),
     EACH_SIZE(may_leave_rows_empty, mask_sizes),

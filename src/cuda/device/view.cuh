@@ -60,17 +60,28 @@ struct pair_view {
     void *data;
     int64_t batch, head, query, key;
     int32_t sharing;                      // query heads that share an entry of the axis of heads
-    int32_t dtype;                        // an fdma_dtype
-    static constexpr int32_t float32 = 1; // FDMA_FLOAT32; kernels do not see fdma.h
+    int32_t dtype;                        // an fdma_dtype; kernels do not see fdma.h
+    static constexpr int32_t float32 = 1; // FDMA_FLOAT32
+    static constexpr int32_t float16 = 2, bfloat16 = 3;
 
     __device__ int64_t offset(int64_t b, int32_t h, int64_t i, int64_t j) const {
         return b * batch + h / sharing * head + i * query + j * key;
     }
 };
 
-/* True if the element of attn_mask at an offset lets its query attend to its key. */
+/* Infinity in the 16-bit type of a mask. Numbers above 0 are the bits from 1 up to it. */
+__device__ static uint32_t infinity_of(const pair_view &mask) {
+    return mask.dtype == pair_view::float16 ? 0x7c00 : 0x7f80;
+}
+
+/* True if the element of attn_mask at an offset lets its query attend to its key: a byte that is
+ * not 0, or a number above 0. */
 __device__ static bool is_unmasked(const pair_view &mask, int64_t offset) {
-    return mask.data == NULL || ((const uint8_t *)mask.data)[offset] != 0;
+    if (mask.data == NULL)
+        return true;
+    if (mask.dtype != pair_view::float16 && mask.dtype != pair_view::bfloat16)
+        return ((const uint8_t *)mask.data)[offset] != 0;
+    return ((const uint16_t *)mask.data)[offset] - 1u < infinity_of(mask);
 }
 
 __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,

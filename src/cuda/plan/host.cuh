@@ -11,7 +11,9 @@ static inline bool rolls_lists(const fdma_problem *problem) {
            problem->scope != FDMA_SCOPE_GLOBAL;
 }
 
-static_assert(pair_view::float32 == FDMA_FLOAT32, "the dtype of pairs is an fdma_dtype");
+static_assert(pair_view::float32 == FDMA_FLOAT32 && pair_view::float16 == FDMA_FLOAT16 &&
+                  pair_view::bfloat16 == FDMA_BFLOAT16,
+              "the dtype of pairs is an fdma_dtype");
 
 static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
     const int64_t heads = tensor->shape[1]; // 0 if it is absent

@@ -20,9 +20,9 @@ static constexpr int list_threads = 1024;
 
 /* How find_queries() reads neighbouring entries of a row of the mask. */
 enum mask_reading {
-    by_vectors, // 16 as one vector
+    by_vectors, // 16 as one vector, or 16 numbers as two
     by_words,   // four as one word, where rows do not begin at multiples of 16 bytes
-    by_entries, // one by one, where they are not neighbours
+    by_entries, // one by one, where they are not neighbours, and numbers also there
 };
 
 /* The work of a thread block: list t of a set. */
@@ -49,12 +49,12 @@ struct mask_entries {
     uint32_t word[own_keys / 4];
 };
 
-__device__ static mask_entries load_one_by_one(const forward_plan &plan, const uint8_t *row,
-                                               int32_t j) {
+__device__ static mask_entries load_one_by_one(const forward_plan &plan, int64_t row, int32_t j) {
     mask_entries entries = {};
 #pragma unroll 1 // few registers: this replaces one load
     for (int n = 0; n < own_keys && j + n < plan.kv_len; n++) {
-        const uint32_t entry = (uint32_t)(row[(j + n) * plan.mask.key] != 0) << n % 4 * 8;
+        const bool is_set = is_unmasked(plan.mask, row + (j + n) * plan.mask.key);
+        const uint32_t entry = (uint32_t)is_set << n % 4 * 8;
 #pragma unroll
         for (int w = 0; w < own_keys / 4; w++)
             entries.word[w] |= n / 4 == w ? entry : 0;
@@ -62,13 +62,32 @@ __device__ static mask_entries load_one_by_one(const forward_plan &plan, const u
     return entries;
 }
 
-/* Entries j to j + 15 of a row. Entries past the end are 0. */
-template <mask_reading reading>
-__device__ static mask_entries load_entries(const forward_plan &plan, const uint8_t *row,
-                                            int32_t j) {
+/* Sets the highest bit of each half that is a number above 0, and clears the other bits.
+ * infinities: infinity_of() in both halves. No sum carries into the other half. */
+__device__ static uint32_t halves_above_zero(uint32_t pair, uint32_t infinities) {
+    const uint32_t low = 0x7fff7fff, size = pair & low;
+    return (size + low) & ~(size + (low - infinities)) & ~pair & ~low;
+}
+
+/* Four entries from as many numbers. */
+__device__ static uint32_t entries_of_numbers(uint32_t first, uint32_t second, uint32_t infinities) {
+    return prmt(halves_above_zero(first, infinities), halves_above_zero(second, infinities), 0x7531);
+}
+
+/* Entries j to j + 15 of the row that begins at offset `from`. Entries past the end are 0. */
+template <mask_reading reading, typename element>
+__device__ static mask_entries load_entries(const forward_plan &plan, int64_t from, int32_t j) {
+    const element *const row = (const element *)plan.mask.data + from;
     if (reading == by_vectors && j + own_keys <= plan.kv_len) {
         const uint4 four = *(const uint4 *)(row + j);
-        return {four.x, four.y, four.z, four.w};
+        if (sizeof(element) == sizeof(uint8_t))
+            return {four.x, four.y, four.z, four.w};
+        const uint4 next = ((const uint4 *)(row + j))[1];
+        const uint32_t infinities = infinity_of(plan.mask) * 0x10001;
+        return {entries_of_numbers(four.x, four.y, infinities),
+                entries_of_numbers(four.z, four.w, infinities),
+                entries_of_numbers(next.x, next.y, infinities),
+                entries_of_numbers(next.z, next.w, infinities)};
     }
     // five aligned words contain any 16 bytes
     if (reading == by_words && j + own_keys + 4 <= plan.kv_len) {
@@ -80,7 +99,7 @@ __device__ static mask_entries load_entries(const forward_plan &plan, const uint
             entries.word[n] = (uint32_t)(((uint64_t)words[n + 1] << 32 | words[n]) >> shift);
         return entries;
     }
-    return load_one_by_one(plan, row, j);
+    return load_one_by_one(plan, from, j);
 }
 
 /* Sets the top bit of each byte that is not 0. */
@@ -91,9 +110,9 @@ __device__ static uint32_t nonzero_bytes(uint32_t word) {
 
 /* Reads the rows of 32 queries, from query i on, at keys j to j + 15. Bit r of words[n] is set if
  * query i + r keeps key j + n. The bits of queries past the last one are undefined. */
-template <mask_reading reading>
-__device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, int32_t i,
-                                 int32_t j, uint32_t (&words)[own_keys]) {
+template <mask_reading reading, typename element>
+__device__ static void read_mask(const forward_plan &plan, int64_t rows, int32_t i, int32_t j,
+                                 uint32_t (&words)[own_keys]) {
 #pragma unroll
     for (int n = 0; n < own_keys; n++)
         words[n] = 0;
@@ -104,7 +123,7 @@ __device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, 
 #pragma unroll
         for (int r = 0; r < queries_together; r++) {
             const int64_t row = min(i + from + r, plan.q_len - 1);
-            entries[r] = load_entries<reading>(plan, rows + row * plan.mask.query, j);
+            entries[r] = load_entries<reading, element>(plan, rows + row * plan.mask.query, j);
         }
 #pragma unroll
         for (int r = 0; r < queries_together; r++)
@@ -157,7 +176,7 @@ __device__ static uint4 *bits_at(const kept_lists &kept, int64_t list, int m, in
 }
 
 /* Finds the queries that keep each key of a block, by the mask of every head. */
-template <mask_reading reading>
+template <mask_reading reading, typename element>
 static __global__ void __launch_bounds__(mask_threads, 4)
     find_queries(const __grid_constant__ forward_plan plan, const int32_t blocks) {
     __shared__ block_words block;
@@ -170,10 +189,9 @@ static __global__ void __launch_bounds__(mask_threads, 4)
         return;
     for (int m = 0; m < plan.kept.mask_heads; m++) {
         const int32_t h = work.g * plan.group + m * (plan.group / plan.kept.mask_heads);
-        const uint8_t *const rows =
-            (const uint8_t *)plan.mask.data + plan.mask.offset(work.b, h, 0, 0);
+        const int64_t rows = plan.mask.offset(work.b, h, 0, 0);
         uint32_t words[own_keys];
-        read_mask<reading>(plan, rows, i, j, words);
+        read_mask<reading, element>(plan, rows, i, j, words);
 #pragma unroll
         for (int n = 0; n < own_keys; n++)
             block.of_key(lane * own_keys + n)[warp] = words[n];
@@ -300,11 +318,11 @@ static __global__ void __launch_bounds__(list_threads, 1)
         write_bits(plan, work, m, entries);
 }
 
-template <mask_reading reading>
+template <mask_reading reading, typename element = uint8_t>
 static fdma_status find_queries_by(const fdma_problem *problem, const forward_plan *plan,
                                    int64_t sets) {
     const int64_t blocks = divide_up(plan->kv_len, (int64_t)block_keys);
-    return launch("forward", find_queries<reading>,
+    return launch("forward", find_queries<reading, element>,
                   {grid_of(plan->kept.lists * blocks, sets), dim3(mask_threads)}, problem, *plan,
                   (int32_t)blocks);
 }
@@ -319,11 +337,19 @@ fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_
     if (plan->kept.lists == 0 || sets == 0)
         return FDMA_OK;
     if (plan->kv_len > 0) {
-        const bool is_aligned_to_vectors = (uintptr_t)mask.data % own_keys == 0 &&
-                                           (mask.batch | mask.head | mask.query) % own_keys == 0;
-        FDMA_TRY(mask.key != 1           ? find_queries_by<by_entries>(problem, plan, sets)
-                 : is_aligned_to_vectors ? find_queries_by<by_vectors>(problem, plan, sets)
-                                         : find_queries_by<by_words>(problem, plan, sets));
+        const bool has_numbers = problem->attn_mask.dtype != FDMA_UINT8;
+        const int64_t of_vector = has_numbers ? vec_bytes / 2 : vec_bytes;
+        const bool is_aligned_to_vectors = (uintptr_t)mask.data % vec_bytes == 0 &&
+                                           (mask.batch | mask.head | mask.query) % of_vector == 0;
+        const bool is_read_by_vectors = mask.key == 1 && is_aligned_to_vectors;
+        if (has_numbers)
+            FDMA_TRY(is_read_by_vectors
+                         ? (find_queries_by<by_vectors, uint16_t>(problem, plan, sets))
+                         : (find_queries_by<by_entries, uint16_t>(problem, plan, sets)));
+        else
+            FDMA_TRY(is_read_by_vectors ? find_queries_by<by_vectors>(problem, plan, sets)
+                     : mask.key == 1    ? find_queries_by<by_words>(problem, plan, sets)
+                                        : find_queries_by<by_entries>(problem, plan, sets));
     }
     return launch("forward", list_kept_keys, {grid_of(plan->kept.lists, sets), dim3(list_threads)},
                   problem, *plan, least_filled);
