@@ -51,6 +51,15 @@ template <> struct element_type<__nv_bfloat16> {
     }
 };
 
+/* The two elements of a register. */
+template <typename element> __device__ static float2 unpack(uint32_t pair);
+template <> __device__ inline float2 unpack<__half>(uint32_t pair) {
+    return __half22float2(*(const __half2 *)&pair);
+}
+template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t pair) {
+    return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
+}
+
 static constexpr int vec_channels = 8;
 static constexpr int vec_bytes = 16;
 

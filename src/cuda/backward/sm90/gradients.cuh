@@ -6,14 +6,6 @@
 #include "cuda/backward/sm90/backward.cuh"
 #include "cuda/device/softmax.cuh"
 
-template <typename element> __device__ static float2 unpack(uint32_t pair);
-template <> __device__ inline float2 unpack<__half>(uint32_t pair) {
-    return __half22float2(*(const __half2 *)&pair);
-}
-template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t pair) {
-    return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
-}
-
 template <typename element> __device__ static uint32_t add_pairs(uint32_t x, uint32_t y) {
     const float2 a = unpack<element>(x), b = unpack<element>(y);
     return element_type<element>::pack(a.x + b.x, a.y + b.y);

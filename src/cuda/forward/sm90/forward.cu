@@ -401,6 +401,7 @@ template <class config> struct consumer {
     forward_memory<config> *memory;
     tile_order order;
     float softcap_scale; // multiplies products inside tanh
+    float pair_factor;   // turns attn_bias into a bias of products
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
@@ -526,19 +527,22 @@ template <class config> struct consumer {
     /* Starts to load attn_bias of this lane's four of 16 keys from a row: as one vector, two words
      * of 16-bit elements or four, or one by one. Absent keys get 0. */
     template <typename number>
-    __device__ static void load_four(const number *row, const int4 &keys, int64_t stride,
+    __device__ static void load_four(const char *row, const int4 &keys, int64_t stride,
                                      bool is_vector, uint32_t *four) {
+        const int32_t each[4] = {keys.x, keys.y, keys.z, keys.w};
         if (is_vector && sizeof(number) == sizeof(uint16_t)) {
-            const uint2 all = *(const uint2 *)(row + keys.x);
+            const uint2 all = *(const uint2 *)(row + keys.x * sizeof(number));
             four[0] = all.x, four[1] = all.y;
         } else if (is_vector) {
-            const uint4 all = *(const uint4 *)(row + keys.x);
+            const uint4 all = *(const uint4 *)(row + keys.x * sizeof(number));
             four[0] = all.x, four[1] = all.y, four[2] = all.z, four[3] = all.w;
         } else {
-            four[0] = keys.x < 0 ? 0 : row[keys.x * stride];
-            four[1] = keys.y < 0 ? 0 : row[keys.y * stride];
-            four[2] = keys.z < 0 ? 0 : row[keys.z * stride];
-            four[3] = keys.w < 0 ? 0 : row[keys.w * stride];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const uint64_t at = mad_wide_u32((uint32_t)each[n],
+                                                 (uint32_t)(stride * sizeof(number)), (uint64_t)row);
+                four[n] = each[n] < 0 ? 0 : *(const number *)at;
+            }
         }
     }
 
@@ -550,11 +554,11 @@ template <class config> struct consumer {
         const int4 keys = *(const int4 *)&from->key[16 * group + threadIdx.x % 4 * 4];
         const bool vector = !is_marked_in<config>(from->is_scattered, group);
         if (bias.dtype == pair_view::float32) {
-            load_four((const uint32_t *)rows.row[0], keys, bias.key, vector, first);
-            load_four((const uint32_t *)rows.row[1], keys, bias.key, vector, second);
+            load_four<uint32_t>(rows.row[0], keys, bias.key, vector, first);
+            load_four<uint32_t>(rows.row[1], keys, bias.key, vector, second);
         } else {
-            load_four((const uint16_t *)rows.row[0], keys, bias.key, vector, first);
-            load_four((const uint16_t *)rows.row[1], keys, bias.key, vector, second);
+            load_four<uint16_t>(rows.row[0], keys, bias.key, vector, first);
+            load_four<uint16_t>(rows.row[1], keys, bias.key, vector, second);
         }
     }
 
@@ -571,24 +575,29 @@ template <class config> struct consumer {
         }
     }
 
-    /* Turns products of 16 keys into logits, as exponents of 2, by attn_bias. words: from
-     * load_group(). */
-    __device__ static void add_group(const forward_plan &plan, bool is_vector,
-                                     const uint32_t *first, const uint32_t *second,
-                                     float *products) {
-        const float unit = config::has_softcap ? 1 : plan.scale * log2_e; // of the products
-        const bool is_float32 = plan.pair_bias.dtype == pair_view::float32;
+    /* Adds attn_bias to the products of 16 keys. words: from load_group(). */
+    __device__ void add_group(const forward_plan &plan, bool is_vector, const uint32_t *first,
+                              const uint32_t *second, float *products) const {
+        const uint32_t *const words[2] = {first, second};
+        if (plan.pair_bias.dtype == pair_view::float32) {
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int n = k / 4 * 2 + k % 2; // of the four keys
-            const uint32_t *const words = k / 2 % 2 == 0 ? first : second;
-            const uint32_t bits = is_vector ? words[n / 2] >> n % 2 * 16 : words[n];
-            const float bias =
-                is_float32 ? __uint_as_float(words[n]) : to_float(*(const element *)&bits);
-            products[k] = fmaf(products[k], unit, log2_e * bias);
+            for (int k = 0; k < 8; k++)
+                products[k] = fmaf(__uint_as_float(words[k / 2 % 2][k / 4 * 2 + k % 2]),
+                                   pair_factor, products[k]);
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+            const uint32_t *const four = words[k / 2 % 2];
+            const uint32_t pair =
+                is_vector ? four[k / 4] : prmt(four[k / 4 * 2], four[k / 4 * 2 + 1], 0x5410);
+            const float2 bias = unpack<element>(pair);
+            products[k] = fmaf(bias.x, pair_factor, products[k]);
+            products[k + 1] = fmaf(bias.y, pair_factor, products[k + 1]);
         }
     }
 
+    /* Adds attn_bias to the products of a key block. With softcap they are exponents of 2. */
     template <int registers>
     __device__ void add_pairs(const forward_plan &plan, const block_mask<config> *from,
                               const pairs_of_block &biases, float (&products)[registers]) {
@@ -637,8 +646,7 @@ template <class config> struct consumer {
                           const pairs_of_block &biases, float (&products)[registers],
                           uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
-        const float unit =
-            config::has_softcap || config::has_pairs ? 1 : plan.scale * log2_e;
+        const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
             soften(plan, from, products);
         if constexpr (config::has_pairs)
@@ -939,6 +947,7 @@ static __global__ void __launch_bounds__(config::threads, 1)
         self.memory = memory;
         self.order = order;
         self.softcap_scale = softcap_scale;
+        self.pair_factor = config::has_softcap ? log2_e : bias_scale * log2_e;
         // computed again: a value from before setmaxnreg would pass through memory
         self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
         self.run(plan);

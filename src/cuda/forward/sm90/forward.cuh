@@ -115,9 +115,12 @@ struct forward_config {
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
     static constexpr int most_stages =
         channels > 128 ? 5 : channels > 64 ? 768 / key_rows : 1536 / key_rows;
-    // stages that fit in shared memory, where dropout's codes cost one stage
-    static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
-    static constexpr int mask_stages = channels > 64 ? 2 : 4; // 3 do not fit with 128 channels
+    // stages that fit in shared memory, where dropout's codes and more masks cost one stage
+    static constexpr int kv_stages =
+        most_stages - ((drops || has_pairs) && channels > 64 && channels <= 128 ? 1 : 0) -
+        (drops && channels > 128 ? 1 : 0);
+    // 3 do not fit with 128 channels. The producer is at most as many key blocks ahead
+    static constexpr int mask_stages = has_pairs && channels <= 128 ? 6 : channels > 64 ? 2 : 4;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
     // which costs 10%; with softcap the consumers need the rest

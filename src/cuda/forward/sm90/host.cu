@@ -107,12 +107,13 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan *plan)
                   softcap_scale, 1 / (plan->scale * log2_e));
 }
 
-/* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
+/* A gather multiplies the index of a row by its stride in bytes, both as uint32_t; so does a load
+ * of attn_bias. */
 static bool is_within_reach(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
-           q_last / vec_channels < (int64_t)no_row &&
+           problem->attn_bias.stride[3] <= INT32_MAX / 2 && q_last / vec_channels < (int64_t)no_row &&
            (!is_present(&problem->k_carried) ||
             (are_within_reach(&problem->k_carried, &problem->k) &&
              are_within_reach(&problem->v_carried, &problem->v)));
@@ -131,7 +132,7 @@ static const char *refuses(const fdma_problem *problem) {
         !is_aligned(view_of(&problem->k_carried)) || !is_aligned(view_of(&problem->v_carried)))
         return "rows that do not begin at multiples of 16 bytes";
     if (!is_within_reach(problem))
-        return "rows more than 2^31 elements apart";
+        return "rows more than 2^31 elements apart, or keys of attn_bias more than 2^30";
     if (problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";
     // also with few keys: if the alignment of tensors makes another kernel take the call, that
