@@ -118,9 +118,9 @@ static fdma_tensor numbers_of(const problem *x, fdma_tensor mask, int axes, fdma
     const int set[] = {1, 0x3c00, infinity - 1, infinity};
     const int clear[] = {0, 0x8000, 0x8001, 0xbc00, infinity + 1, 0xffff};
     for (int64_t n = 0; n < count_of(mask); n++)
-        ((uint16_t *)numbers.data)[n] = (uint16_t)(((uint8_t *)mask.data)[n] != 0
-                                                       ? set[n % TEST_COUNT(set)]
-                                                       : clear[n % TEST_COUNT(clear)]);
+        ((uint16_t *)numbers.data)[n] =
+            (uint16_t)(((uint8_t *)mask.data)[n] != 0 ? set[n % TEST_COUNT(set)]
+                                                      : clear[n % TEST_COUNT(clear)]);
     return numbers;
 }
 

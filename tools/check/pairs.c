@@ -58,7 +58,8 @@ static const struct {
     {"mask/bias-keys", {false, true, 0, OVER_KEYS, KEPT_NONE}},
     {"mask/bias-selected", {false, true, 0, OVER_KV_HEADS | OVER_PAIRS, KEPT_NONE}},
     {"mask/one-query", {true, true, OVER_Q_HEADS | OVER_PAIRS, OVER_PAIRS, KEPT_FEW}},
-    {"mask/few-queries", {true, true, OVER_KV_HEADS | OVER_PAIRS, OVER_Q_HEADS | OVER_KEYS, KEPT_MOST}},
+    {"mask/few-queries",
+     {true, true, OVER_KV_HEADS | OVER_PAIRS, OVER_Q_HEADS | OVER_KEYS, KEPT_MOST}},
     {"mask/full", {true, true, OVER_PAIRS, OVER_PAIRS, KEPT_MOST}},
 };
 

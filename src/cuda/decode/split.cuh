@@ -199,8 +199,8 @@ __device__ static void add_pairs(float (&s)[config::row_tiles][config::keys / 8]
             if (key < 0 || !is_unmasked(mask, pairs.mask_row[row] + key * mask.key))
                 logit = -INFINITY;
             else if (bias.data != NULL)
-                logit += log2_e * bias_at<typename config::element>(
-                                      bias, pairs.bias_row[row] + key * bias.key);
+                logit += log2_e * bias_at<typename config::element>(bias, pairs.bias_row[row] +
+                                                                              key * bias.key);
         }
     }
 }

@@ -70,8 +70,10 @@ __device__ static uint32_t halves_above_zero(uint32_t pair, uint32_t infinities)
 }
 
 /* Four entries from as many numbers. */
-__device__ static uint32_t entries_of_numbers(uint32_t first, uint32_t second, uint32_t infinities) {
-    return prmt(halves_above_zero(first, infinities), halves_above_zero(second, infinities), 0x7531);
+__device__ static uint32_t entries_of_numbers(uint32_t first, uint32_t second,
+                                              uint32_t infinities) {
+    return prmt(halves_above_zero(first, infinities), halves_above_zero(second, infinities),
+                0x7531);
 }
 
 /* Entries j to j + 15 of the row that begins at offset `from`. Entries past the end are 0. */
@@ -261,9 +263,8 @@ __device__ static int32_t write_list(const forward_plan &plan, const kept_work &
     for (int64_t from = 0; from < work.keys; from += 32 * list_threads) {
         const int64_t first = from + 32 * threadIdx.x;
         const uint32_t kept = first < work.keys ? listed[first / 32] : 0;
-        uint32_t lanes = fills ? low_bits((uint32_t)min(max(work.keys - first, (int64_t)0),
-                                                        (int64_t)32))
-                               : kept;
+        uint32_t lanes =
+            fills ? low_bits((uint32_t)min(max(work.keys - first, (int64_t)0), (int64_t)32)) : kept;
         int32_t found;
         int32_t n = entries + sum_before(__popc(lanes), warp_sums, &found);
         for (; lanes != 0; lanes &= lanes - 1) {

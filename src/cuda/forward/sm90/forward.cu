@@ -13,7 +13,7 @@
  * Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2. */
 #include <type_traits>
 
-#include "cuda/forward/sm90/forward.cuh"
+#include "cuda/forward/sm90/pairs.cuh"
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
@@ -146,7 +146,7 @@ template <class config> struct producer {
         if constexpr (config::drops)
             to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
         if constexpr (config::has_pairs)
-            write_keys(plan, to, own);
+            write_pair_key(plan, to, own_column, pair_key(plan, own));
         const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
@@ -156,22 +156,11 @@ template <class config> struct producer {
         mask.advance();
     }
 
-    /* Writes a key for attn_bias, and whether each four of 16 keys are neighbours whose biases can
-     * be read as one vector. With attn_mask an absent key counts as well: no row keeps it by its
-     * bits. */
-    __device__ void write_keys(const forward_plan &plan, block_mask<config> *to,
-                               const own_key &own) {
+    /* The key whose attn_bias consumers read. With attn_mask it may be absent: no row keeps it by
+     * its bits. */
+    __device__ static int32_t pair_key(const forward_plan &plan, const own_key &own) {
         const int32_t listed = max(own.entry, ~own.entry);
-        const int32_t key = config::has_mask && is_key(listed, plan.kv_len) ? listed : own.key;
-        const int32_t n = mask_index(own_column), lane = threadIdx.x % 32;
-        const int32_t first = __shfl_sync(~0u, key, lane / 16 * 16 + lane % 8 / 2 * 2);
-        const pair_view &bias = plan.pair_bias;
-        const bool is_vector = bias.key == 1 && (uintptr_t)bias.data % 16 == 0 &&
-                               (first | bias.query | bias.head | bias.batch) % 4 == 0;
-        const uint32_t scattered = __ballot_sync(~0u, !is_vector || key != first + n % 4);
-        to->key[n] = key;
-        if (lane == 0)
-            to->is_scattered[warp] = (scattered & 0xffff) != 0 | (scattered >> 16 != 0) << 1;
+        return config::has_mask && is_key(listed, plan.kv_len) ? listed : own.key;
     }
 
     __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
@@ -369,25 +358,6 @@ struct mask_rows {
     int32_t step;          // distance from 128 entries to the next 128, in words
 };
 
-/* attn_bias of a key block for a thread's two rows, of each 16 keys four: as they are in memory if
- * they are neighbours, otherwise one in each word. */
-template <class config> struct pair_biases {
-    uint32_t word[2][config::loads_pairs_ahead ? config::key_rows / 4 : 1];
-};
-
-struct no_pair_biases {};
-
-/* attn_bias of a thread's two rows. */
-struct pair_rows {
-    const char *row[2];
-};
-
-/* The bit of 16 keys in is_partial or is_scattered. */
-template <class config> __device__ static bool is_marked_in(const uint8_t *bits, int group) {
-    const int keys = 16 * group, warp = keys / config::warp_keys;
-    return *(const uint32_t *)bits >> (warp * 8 + keys % config::warp_keys / 16) & 1;
-}
-
 template <class config> struct consumer {
     using element = typename config::element;
     static constexpr int product_registers = config::key_rows / 2;
@@ -524,44 +494,6 @@ template <class config> struct consumer {
         }
     }
 
-    /* Starts to load attn_bias of this lane's four of 16 keys from a row: as one vector, two words
-     * of 16-bit elements or four, or one by one. Absent keys get 0. */
-    template <typename number>
-    __device__ static void load_four(const char *row, const int4 &keys, int64_t stride,
-                                     bool is_vector, uint32_t *four) {
-        const int32_t each[4] = {keys.x, keys.y, keys.z, keys.w};
-        if (is_vector && sizeof(number) == sizeof(uint16_t)) {
-            const uint2 all = *(const uint2 *)(row + keys.x * sizeof(number));
-            four[0] = all.x, four[1] = all.y;
-        } else if (is_vector) {
-            const uint4 all = *(const uint4 *)(row + keys.x * sizeof(number));
-            four[0] = all.x, four[1] = all.y, four[2] = all.z, four[3] = all.w;
-        } else {
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const uint64_t at = mad_wide_u32((uint32_t)each[n],
-                                                 (uint32_t)(stride * sizeof(number)), (uint64_t)row);
-                four[n] = each[n] < 0 ? 0 : *(const number *)at;
-            }
-        }
-    }
-
-    /* Starts to load attn_bias of 16 keys of a block. */
-    __device__ static void load_group(const forward_plan &plan, const pair_rows &rows,
-                                      const block_mask<config> *from, int group, uint32_t *first,
-                                      uint32_t *second) {
-        const pair_view &bias = plan.pair_bias;
-        const int4 keys = *(const int4 *)&from->key[16 * group + threadIdx.x % 4 * 4];
-        const bool vector = !is_marked_in<config>(from->is_scattered, group);
-        if (bias.dtype == pair_view::float32) {
-            load_four<uint32_t>(rows.row[0], keys, bias.key, vector, first);
-            load_four<uint32_t>(rows.row[1], keys, bias.key, vector, second);
-        } else {
-            load_four<uint16_t>(rows.row[0], keys, bias.key, vector, first);
-            load_four<uint16_t>(rows.row[1], keys, bias.key, vector, second);
-        }
-    }
-
     /* Starts to load attn_bias of a key block, if there are registers for all of it. */
     __device__ void load_pairs(const forward_plan &plan, pairs_of_block &to) {
         if constexpr (config::loads_pairs_ahead) {
@@ -575,45 +507,27 @@ template <class config> struct consumer {
         }
     }
 
-    /* Adds attn_bias to the products of 16 keys. words: from load_group(). */
-    __device__ void add_group(const forward_plan &plan, bool is_vector, const uint32_t *first,
-                              const uint32_t *second, float *products) const {
-        const uint32_t *const words[2] = {first, second};
-        if (plan.pair_bias.dtype == pair_view::float32) {
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                products[k] = fmaf(__uint_as_float(words[k / 2 % 2][k / 4 * 2 + k % 2]),
-                                   pair_factor, products[k]);
-            return;
-        }
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-            const uint32_t *const four = words[k / 2 % 2];
-            const uint32_t pair =
-                is_vector ? four[k / 4] : prmt(four[k / 4 * 2], four[k / 4 * 2 + 1], 0x5410);
-            const float2 bias = unpack<element>(pair);
-            products[k] = fmaf(bias.x, pair_factor, products[k]);
-            products[k + 1] = fmaf(bias.y, pair_factor, products[k + 1]);
-        }
-    }
-
     /* Adds attn_bias to the products of a key block. With softcap they are exponents of 2. */
     template <int registers>
     __device__ void add_pairs(const forward_plan &plan, const block_mask<config> *from,
                               const pairs_of_block &biases, float (&products)[registers]) {
         pair_rows own;
-        if constexpr (!config::loads_pairs_ahead)
-            own = find_pairs(plan, memory->header[opaque(header.stage)].tile);
+        if constexpr (!config::loads_pairs_ahead) {
+            const row_tile tile = memory->header[opaque(header.stage)].tile;
+            own = find_pair_rows<element>(plan, order.group, tile, first_row_of(tile));
+        }
 #pragma unroll
         for (int i = 0; i < registers / 8; i++) {
-            const bool is_vector = !is_marked_in<config>(from->is_scattered, i);
+            const bool is_vector = reads_vectors(from, i);
+            float *const of_group = &products[8 * i];
             if constexpr (config::loads_pairs_ahead) {
-                add_group(plan, is_vector, &biases.word[0][4 * i], &biases.word[1][4 * i],
-                          &products[8 * i]);
+                add_group<element>(plan.pair_bias, pair_factor, is_vector, &biases.word[0][4 * i],
+                                   &biases.word[1][4 * i], of_group);
             } else {
                 uint32_t words[2][4];
                 load_group(plan, own, from, i, words[0], words[1]);
-                add_group(plan, is_vector, words[0], words[1], &products[8 * i]);
+                add_group<element>(plan.pair_bias, pair_factor, is_vector, words[0], words[1],
+                                   of_group);
                 __syncwarp(); // keeps the loads of the next keys behind
             }
         }
@@ -722,21 +636,6 @@ template <class config> struct consumer {
         return {own[0], (int32_t)(own[1] - own[0]), plan.kept.mask_heads * list_queries * 4};
     }
 
-    /* Rows past the last one have attn_bias of the last one. */
-    __device__ pair_rows find_pairs(const forward_plan &plan, const row_tile &tile) const {
-        const pair_view &bias = plan.pair_bias;
-        const int64_t size = bias.dtype == pair_view::float32 ? sizeof(float) : sizeof(element);
-        pair_rows pairs;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int32_t row = min(first_row_of(tile) + 8 * i, tile.end_row - 1);
-            const int32_t query = order.group.divide(row);
-            const int32_t h = tile.g * plan.group + order.group.remainder(row);
-            pairs.row[i] = (const char *)bias.data + size * bias.offset(tile.b, h, query, 0);
-        }
-        return pairs;
-    }
-
     /* A quad needs the codes of its two rows: each of its first two lanes writes one. */
     __device__ void write_row_codes(const forward_plan &plan, const row_tile &tile) {
         const int32_t row = own_row() + threadIdx.x % 4 * 8;
@@ -755,7 +654,7 @@ template <class config> struct consumer {
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
         if constexpr (config::loads_pairs_ahead)
-            pairs = find_pairs(plan, tile);
+            pairs = find_pair_rows<element>(plan, order.group, tile, first_row_of(tile));
         if constexpr (config::drops)
             write_row_codes(plan, tile);
         softmax = row_softmax();

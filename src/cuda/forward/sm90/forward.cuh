@@ -113,8 +113,9 @@ struct forward_config {
     // attn_bias of a key block before its S, otherwise of 16 keys when it is added
     static constexpr bool loads_pairs_ahead = has_pairs && channels <= 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int most_stages =
-        channels > 128 ? 5 : channels > 64 ? 768 / key_rows : 1536 / key_rows;
+    static constexpr int most_stages = channels > 128  ? 5
+                                       : channels > 64 ? 768 / key_rows
+                                                       : 1536 / key_rows;
     // stages that fit in shared memory, where dropout's codes and more masks cost one stage
     static constexpr int kv_stages =
         most_stages - ((drops || has_pairs) && channels > 64 && channels <= 128 ? 1 : 0) -

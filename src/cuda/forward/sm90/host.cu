@@ -113,7 +113,8 @@ static bool is_within_reach(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
-           problem->attn_bias.stride[3] <= INT32_MAX / 2 && q_last / vec_channels < (int64_t)no_row &&
+           problem->attn_bias.stride[3] <= INT32_MAX / 2 &&
+           q_last / vec_channels < (int64_t)no_row &&
            (!is_present(&problem->k_carried) ||
             (are_within_reach(&problem->k_carried, &problem->k) &&
              are_within_reach(&problem->v_carried, &problem->v)));
