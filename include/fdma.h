@@ -118,7 +118,9 @@
  *     args.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
  *
  * Masks. attn_mask [batch, q_heads, q_len, kv_len] uint8 is 0 where a query does not attend to a
- * key, and attn_bias, of the same axes, is added to the logits. Each axis of either may have length
+ * key, and attn_bias, of the same axes, is added to the logits. A mask may also have float16 or
+ * bfloat16 numbers: a query attends to the keys whose number is above 0. Devices read these as
+ * they are; on the CPU the reference alone takes numbers. Each axis of mask and bias may have length
  * 1 instead: it is broadcast, and nothing is expanded. The axis of heads may also have kv_heads
  * entries, which the query heads of a kv head share. They combine with everything else: a query
  * attends to the keys that attn_mask and all other rules let it keep. With packed sequences they
@@ -457,7 +459,8 @@ typedef struct fdma_forward_args {
     uint64_t seed, offset;  /* which ones do is a function of these; see "Dropout", above */
     fdma_tensor rng_state;  /* optional [2] int64: seed and offset in memory, in place of these */
     fdma_tensor attn_mask;  /* optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or
-                               1] uint8: 0 where the query does not attend to the key */
+                               1] uint8: 0 where the query does not attend to the key; or of 16-bit
+                               numbers: above 0 where it does, see "Masks", above */
     fdma_tensor attn_bias;  /* optional, axes as of attn_mask, q's dtype or float32: added to s */
     fdma_tensor mask_lists; /* optional [bytes] uint8: fdma_mask_lists()'s, for this attn_mask */
 } fdma_forward_args;
@@ -472,8 +475,9 @@ typedef struct fdma_forward_args {
  *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
  *                          with dropout, 0 or 1 / (1 - dropout)
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + (window + recent) * q_len / 128)), with attn_mask, but no mask_lists, 5/32
- *             q_len * kv_len bytes for each head of it; for a few queries also some rows of out
+ *             (kv_len + (window + recent) * q_len / 128)), with attn_mask, more than 16 queries and
+ *             no mask_lists 5/32 q_len * kv_len bytes for each head of it; for a few queries also
+ *             some rows of out
  *  Edge       a softcap below 1e-30 counts as 1e-30, which makes all capped products 0 in float32;
  *             a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that

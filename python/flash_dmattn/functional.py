@@ -279,7 +279,8 @@ def attention(
         sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
             the sum of each row of a head, which has no value. lse counts it.
         attn_mask: optional bool or uint8, false where a query does not attend to a key:
-            [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast.
+            [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast. On a CUDA
+            device also of 16-bit numbers, true where they are above 0.
         attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
             logits of kept keys and not read elsewhere.
         mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.

@@ -196,3 +196,10 @@ static inline pairs pairs_taken(const problem *x, const char *kernel, pairs give
         given.bias = (fdma_tensor){0};
     return given;
 }
+
+/* The tensors of `given` that the kernel of backward takes. */
+static inline pairs gradient_pairs(const problem *x, const char *kernel, pairs given) {
+    if (!bias_gradients_are_taken(x, kernel))
+        given.bias = (fdma_tensor){0};
+    return given;
+}

@@ -4,13 +4,6 @@
  * and sequences that share it. */
 #include "masks.h"
 
-/* The tensors of `given` that the kernel of backward takes. */
-static pairs gradient_pairs(const problem *x, const char *kernel, pairs given) {
-    if (!bias_gradients_are_taken(x, kernel))
-        given.bias = (fdma_tensor){0};
-    return given;
-}
-
 /* A mask and a bias if the kernel takes them. */
 static pairs random_pairs(const problem *x, const char *kernel, int mask_axes, int bias_axes) {
     return gradient_pairs(

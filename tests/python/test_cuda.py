@@ -277,3 +277,19 @@ def test_gradients_of_broadcast_biases_are_the_same_from_run_to_run(heads: int) 
     for one, other in ((found[0], found[1]), (found[0], found[2])):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
     assert found[0][3].shape == attn_bias.shape and found[0][3].abs().max() > 0
+
+
+@on_device
+@pytest.mark.parametrize("q_len", [300, 3])
+@pytest.mark.parametrize("kv_len", [304, 301])  # whole vectors of 16 bytes, and not
+def test_masks_of_numbers_keep_what_those_of_booleans_do(q_len: int, kv_len: int) -> None:
+    query = torch.randn(1, q_len, 4, 64, device="cuda").bfloat16()
+    key, value = torch.randn(2, 1, kv_len, 2, 64, device="cuda").bfloat16()
+    attn_mask = torch.rand(1, 2, q_len, kv_len, device="cuda") < 0.3
+    attn_bias = torch.randn(1, 1, q_len, kv_len, device="cuda").bfloat16()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        one, other = (
+            flash_dmattn.flash_dmattn_func(query, key, value, mask, attn_bias)
+            for mask in (attn_mask, torch.where(attn_mask, 1.0, -1.0).to(dtype))
+        )
+        assert torch.equal(one, other)
