@@ -120,8 +120,8 @@
  * Masks. attn_mask [batch, q_heads, q_len, kv_len] uint8 is 0 where a query does not attend to a
  * key, and attn_bias, of the same axes, is added to the logits. A mask may also have float16 or
  * bfloat16 numbers: a query attends to the keys whose number is above 0. Devices read these as
- * they are; on the CPU the reference alone takes numbers. Each axis of mask and bias may have length
- * 1 instead: it is broadcast, and nothing is expanded. The axis of heads may also have kv_heads
+ * they are; on the CPU the reference alone takes numbers. Each axis of either may have length 1
+ * instead: it is broadcast, and nothing is expanded. The axis of heads may also have kv_heads
  * entries, which the query heads of a kv head share. They combine with everything else: a query
  * attends to the keys that attn_mask and all other rules let it keep. With packed sequences they
  * are indexed by positions in the packed tensors; with carried keys there are none. A number of

@@ -145,8 +145,8 @@ def flash_dmattn_func(
         attn_mask: optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1]: bool or
             uint8, false where a query does not attend to a key; or floating-point numbers, 1.0
             where it does and 0.0 where it does not. Such numbers count as true where they are above
-            0. They are converted, one byte for each of them; on a CUDA device those of 16 bits are
-            read as they are, if kv_len and the other strides are multiples of 8. Give numbers to be
+            0. They are converted, one byte for each of them; a CUDA device reads numbers of 16 bits
+            as they are, if kv_len and the other strides are multiples of 8. Give numbers to be
             added to logits as attn_bias. On the CPU a mask with a number below 0 is refused; on a
             CUDA device, where nothing is read back, it counts as 0.0.
         attn_bias: optional, with axes as attn_mask, of q's dtype or float32: added to the logits of

@@ -19,8 +19,8 @@ struct pair_rows {
     const char *row[2];
 };
 
-/* attn_bias of a thread's rows `own_row` and own_row + 8 of a kv head. Rows past the last one have
- * that of the last one. */
+/* attn_bias of a thread's rows `own_row` and own_row + 8 of a kv head. Past the last row it is the
+ * last row's. */
 template <typename element>
 __device__ static pair_rows find_pair_rows(const forward_plan &plan, const divisor &group,
                                            const row_tile &tile, int32_t own_row) {
