@@ -4,10 +4,7 @@
  *   find_queries()     reads the mask once, and writes for each key a bit for each query, and a bit
  *                      that is set if any query keeps the key
  *   list_kept_keys()   lists the keys that some query keeps, and turns their bits, in place, into
- *                      bits of the queries, or moves them to the entries of the list
- *
- * In forward with attn_bias a list of many of the keys also has the others, as absent: the biases
- * of neighbouring keys are read faster. */
+ *                      bits of the queries, or moves them to the entries of the list */
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/host.cuh"
 
@@ -241,37 +238,20 @@ __device__ static int32_t sum_before(int32_t count, int32_t *warp_sums, int32_t 
     return before;
 }
 
-/* The number of keys that some query keeps. */
-__device__ static int32_t count_listed(const uint32_t *listed, const kept_work &work,
-                                       int32_t *warp_sums) {
-    int32_t count = 0, all;
-    for (int64_t first = 32 * threadIdx.x; first < work.keys; first += 32 * list_threads)
-        count += __popc(listed[first / 32]);
-    sum_before(count, warp_sums, &all);
-    return all;
-}
-
 /* Writes the list and returns its number of entries. Each thread reads the bits of 32 keys at a
- * time. least_filled: see fdma_cuda_list_kept_keys(). */
+ * time. */
 __device__ static int32_t write_list(const forward_plan &plan, const kept_work &work,
-                                     float least_filled, int32_t *warp_sums) {
+                                     int32_t *warp_sums) {
     const uint32_t *const listed = plan.kept.listed + work.list * (plan.kept.size / 32);
     int32_t *const list = plan.kept.list + work.list * plan.kept.size;
-    const bool fills = least_filled < 1 && (float)count_listed(listed, work, warp_sums) >=
-                                               least_filled * (float)work.keys;
     int32_t entries = 0;
     for (int64_t from = 0; from < work.keys; from += 32 * list_threads) {
         const int64_t first = from + 32 * threadIdx.x;
-        const uint32_t kept = first < work.keys ? listed[first / 32] : 0;
-        uint32_t lanes =
-            fills ? low_bits((uint32_t)min(max(work.keys - first, (int64_t)0), (int64_t)32)) : kept;
+        uint32_t lanes = first < work.keys ? listed[first / 32] : 0;
         int32_t found;
         int32_t n = entries + sum_before(__popc(lanes), warp_sums, &found);
-        for (; lanes != 0; lanes &= lanes - 1) {
-            const int lane = __ffs((int)lanes) - 1;
-            const int32_t key = (int32_t)first + lane;
-            list[n++] = (kept >> lane & 1) != 0 ? key : ~key;
-        }
+        for (; lanes != 0; lanes &= lanes - 1)
+            list[n++] = (int32_t)first + __ffs((int)lanes) - 1;
         entries += found;
     }
     return entries;
@@ -291,9 +271,9 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
 #pragma unroll
         for (int x = 0; x < list_queries / 32; x++) {
             const int32_t n = first + x * 32 + lane;
-            const int32_t key = n < entries ? max(list[n], ~list[n]) : 0; // of an absent one, too
-            const uint32_t *const bits = (const uint32_t *)bits_at(plan.kept, work.list, m, key);
-            words[x] = n < entries ? bits[warp % mask_warps] : 0;
+            words[x] = n < entries ? ((const uint32_t *)bits_at(plan.kept, work.list, m,
+                                                                list[n]))[warp % mask_warps]
+                                   : 0;
         }
         __syncthreads();
 #pragma unroll
@@ -306,12 +286,12 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
 }
 
 static __global__ void __launch_bounds__(list_threads, 1)
-    list_kept_keys(const __grid_constant__ forward_plan plan, const float least_filled) {
+    list_kept_keys(const __grid_constant__ forward_plan plan) {
     __shared__ int32_t warp_sums[list_threads / 32];
     if (head_of_block() >= (int64_t)plan.kept.batches * plan.kept.heads)
         return;
     const kept_work work = work_of(plan, (int32_t)blockIdx.x);
-    const int32_t entries = write_list(plan, work, least_filled, warp_sums);
+    const int32_t entries = write_list(plan, work, warp_sums);
     if (threadIdx.x == 0)
         plan.kept.count[work.list] = entries;
     __syncthreads();
@@ -328,11 +308,7 @@ static fdma_status find_queries_by(const fdma_problem *problem, const forward_pl
                   (int32_t)blocks);
 }
 
-/* least_filled: the least share of the keys that a list which is filled up has. */
 fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan) {
-    const bool fills = plan->pair_bias.data != NULL && !problem->only_mask_lists &&
-                       problem->operation == operation_forward;
-    const float least_filled = fills ? 0.4f : 1;
     const pair_view &mask = plan->mask;
     const int64_t sets = (int64_t)plan->kept.batches * plan->kept.heads;
     if (plan->kept.lists == 0 || sets == 0)
@@ -353,5 +329,5 @@ fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_
                                         : find_queries_by<by_entries>(problem, plan, sets));
     }
     return launch("forward", list_kept_keys, {grid_of(plan->kept.lists, sets), dim3(list_threads)},
-                  problem, *plan, least_filled);
+                  problem, *plan);
 }

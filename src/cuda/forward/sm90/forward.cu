@@ -55,7 +55,6 @@ __device__ static tile_keys keys_of_tile(const row_strides &strides, const head_
 struct own_key {
     int32_t key; // no_key: nothing to read
     key_record record;
-    int32_t entry; // of the list
 };
 
 template <class config> struct producer {
@@ -111,7 +110,7 @@ template <class config> struct producer {
     /* Replaces a key that has expired by the tile's first position, so that it is not read. */
     __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
-            *own = {no_key, masked_record(), own->entry};
+            *own = {no_key, masked_record()};
     }
 
     /* The first position at which rows keep a key, as far as its expiry allows. */
@@ -146,7 +145,7 @@ template <class config> struct producer {
         if constexpr (config::drops)
             to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
         if constexpr (config::has_pairs)
-            write_pair_key(plan, to, own_column, pair_key(plan, own));
+            write_pair_key(plan, to, own_column, own.key);
         const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
@@ -154,13 +153,6 @@ template <class config> struct producer {
         fence_proxy_async(); // wgmma reads the biases
         mbarrier_arrive(&memory->mask_ready[mask.stage]);
         mask.advance();
-    }
-
-    /* The key whose attn_bias consumers read. With attn_mask it may be absent: no row keeps it by
-     * its bits. */
-    __device__ static int32_t pair_key(const forward_plan &plan, const own_key &own) {
-        const int32_t listed = max(own.entry, ~own.entry);
-        return config::has_mask && is_key(listed, plan.kv_len) ? listed : own.key;
     }
 
     __device__ void load_queries(const forward_plan &plan, const tile_header &of) {
@@ -206,11 +198,10 @@ template <class config> struct producer {
         int32_t before = no_key, next_entry = fetch_entry(keys, 1);
         own_key own = {key_of(keys, first_entry)};
         own.record = fetch_record(keys, own.key);
-        own.entry = first_entry;
         for (int32_t block = 0; block < blocks; block++) {
             if (plan.by_position)
                 drop_expired(tile, &own);
-            const int32_t entry = next_entry, next = key_of(keys, entry);
+            const int32_t next = key_of(keys, next_entry);
             const key_record next_record = fetch_record(keys, next);
             next_entry = fetch_entry(keys, block + 2);
             load_rows(plan, k, own.key, skips && block == blocks - 1);
@@ -220,7 +211,7 @@ template <class config> struct producer {
                 load_rows(plan, v, before, false);
             write_mask(plan, tile, own);
             before = own.key;
-            own = {next, next_record, entry};
+            own = {next, next_record};
         }
         load_rows(plan, v, before, skips);
     }
