@@ -1,5 +1,6 @@
 /* Common definitions for sm90's forward kernel (forward.cu) and its launch (host.cu): the
- * configuration, shared memory with its barriers, and the order of the row tiles. */
+ * configuration, shared memory with its barriers, the order of the row tiles, and what a consumer's
+ * thread does with its two rows: softmax, dropout and attn_bias. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
@@ -348,3 +349,236 @@ struct forward_kernel {
 /* Built for the head_dims of the build matrix, of which most_channels is one. */
 template <int most_channels>
 forward_kernel fdma_cuda_sm90_kernel(const forward_plan &plan, bool is_float16);
+
+/* ---- the softmax of a thread's two rows ---- */
+
+/* The most that a thread's weights of a row may sum to in one key block before row_max is raised:
+ * large enough that sums are almost never rescaled, and small enough for every weight to fit
+ * float16. */
+static constexpr float most_sum = 32768;
+
+/* From here on float32 has no fractions, and the rounding error of a product may exceed the
+ * exponents of weights. The product must then be rounded before row_max is subtracted, so that the
+ * two errors cancel; a fused multiply-add would not round it. */
+static constexpr float most_row_max = 1 << 24;
+
+/* The base that is subtracted from the logits of a row. It is not -inf, because -inf - -inf is
+ * NaN. */
+__device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
+
+/* Who raises row_max together: nobody, the threads of a warp, or all of a consumer. */
+enum raising { none_raises, warp_raises, consumer_raises };
+
+/* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
+ * 2^(logit - row_max). Logits are unit * products. Both are in the order of accumulators: [8
+ * columns][row][2 columns]. NaN never becomes a maximum; it shows in the sum. */
+struct row_softmax {
+    float row_max[2] = {-INFINITY, -INFINITY};
+    float row_sum[2] = {0, 0};
+
+    /* Raises row_max to the maximum of the logits, if that is greater. rescale: the factor for all
+     * earlier weights. */
+    template <int registers>
+    __device__ void raise(const float (&logits)[registers], float (&rescale)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            float most[4]; // four independent maxima, to cut the latency to a quarter
+#pragma unroll
+            for (int i = 0; i < registers / 2; i++) {
+                const float logit = logits[i / 2 * 4 + 2 * row + i % 2];
+                most[i % 4] = i < 4 ? logit : fmaxf(most[i % 4], logit);
+            }
+            const float maximum = quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+            const bool exceeds = maximum > row_max[row];
+            rescale[row] = exceeds ? ex2_approx(row_max[row] - maximum) : 1;
+            row_max[row] = exceeds ? maximum : row_max[row];
+            row_sum[row] *= rescale[row];
+        }
+    }
+
+    /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. Returns false and adds
+     * nothing if row_max must be raised first. This needs no maximum of the logits, because a
+     * row_max that is too low shows in the sum of the weights. barrier: of consumer_raises. */
+    template <typename element, raising together, int registers>
+    __device__ bool weigh(const float (&products)[registers], float unit,
+                          uint32_t (&weights)[registers / 8][4], uint32_t barrier = 0) {
+        const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
+        float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
+#pragma unroll
+        for (int i = 0; i < registers; i += 8) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int row = k % 2;
+                const float low = ex2_approx(fmaf(products[i + 2 * k], unit, -base[row]));
+                const float high = ex2_approx(fmaf(products[i + 2 * k + 1], unit, -base[row]));
+                partial[row][0] += low;
+                partial[row][1] += high;
+                weights[i / 8][k] = element_type<element>::pack(low, high);
+            }
+        }
+        const float sum[2] = {partial[0][0] + partial[0][1], partial[1][0] + partial[1][1]};
+        const bool is_low =
+            fmaxf(sum[0], sum[1]) > most_sum ||
+            !(fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) < most_row_max); // true for -inf too
+        if (together == warp_raises && __any_sync(~0u, is_low))
+            return false;
+        if (together == consumer_raises && bar_red_or(barrier, warpgroup_threads, is_low))
+            return false;
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+        return true;
+    }
+};
+
+/* Dropout's code of a row of a tile; arbitrary past the last row. */
+__device__ static drop_code drop_code_of(const forward_plan &plan, const row_tile &tile,
+                                         int32_t row) {
+    const int32_t position = query_position(plan, tile.b, row / plan.group);
+    const int32_t head = tile.g * plan.group + row % plan.group;
+    return {row_code_of(plan, tile.b, head, position), position % 2 != 0 ? 0 : 1u << 16};
+}
+
+/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: codes of the
+ * keys of a block, in the order of mask_index(). threshold: as in dropout_params. */
+template <int steps>
+__device__ static void drop_pairs(const drop_code (&rows)[2], const uint32_t *keys,
+                                  uint32_t threshold, uint32_t (&weights)[steps][4]) {
+    const uint32_t limit = threshold << 16;
+#pragma unroll
+    for (int i = 0; i < steps; i++) {
+        const uint4 four = ((const uint4 *)keys)[i * 4 + threadIdx.x % 4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const drop_code &row = rows[k % 2];
+            const uint32_t low = dropout_product(row.code, k < 2 ? four.x : four.z);
+            const uint32_t high = dropout_product(row.code, k < 2 ? four.y : four.w);
+            if ((low ^ low * row.fold) < limit)
+                weights[i][k] &= 0xffff0000;
+            if ((high ^ high * row.fold) < limit)
+                weights[i][k] &= 0xffff;
+        }
+    }
+}
+
+/* ---- attn_bias ----
+ *
+ * The producer puts the keys of a block into the order of mask_index(), in which a consumer's
+ * thread has four successive ones of each 16, and says where these are neighbours in memory. The
+ * thread reads the biases of its two rows itself, and adds them to its products. */
+
+/* attn_bias of a key block for a thread's two rows, of each 16 keys four: as they are in memory if
+ * they are neighbours, otherwise one in each word. */
+template <class config> struct pair_biases {
+    uint32_t word[2][config::loads_pairs_ahead ? config::key_rows / 4 : 1];
+};
+
+struct no_pair_biases {};
+
+/* attn_bias of a thread's two rows. */
+struct pair_rows {
+    const char *row[2];
+};
+
+/* attn_bias of a thread's rows `own_row` and own_row + 8 of a kv head. Past the last row it is the
+ * last row's. */
+template <typename element>
+__device__ static pair_rows find_pair_rows(const forward_plan &plan, const divisor &group,
+                                           const row_tile &tile, int32_t own_row) {
+    const pair_view &bias = plan.pair_bias;
+    const int64_t size = bias.dtype == pair_view::float32 ? sizeof(float) : sizeof(element);
+    pair_rows pairs;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int32_t row = min(own_row + 8 * i, tile.end_row - 1), query = group.divide(row);
+        const int32_t h = tile.g * plan.group + group.remainder(row);
+        pairs.row[i] = (const char *)bias.data + size * bias.offset(tile.b, h, query, 0);
+    }
+    return pairs;
+}
+
+/* Writes the key of a producer's lane, and whether each four of 16 keys are neighbours whose biases
+ * can be read as one vector. */
+template <class config>
+__device__ static void write_pair_key(const forward_plan &plan, block_mask<config> *to,
+                                      int32_t column, int32_t key) {
+    const int32_t n = mask_index(column), lane = threadIdx.x % 32;
+    const int32_t first = __shfl_sync(~0u, key, lane / 16 * 16 + lane % 8 / 2 * 2);
+    const pair_view &bias = plan.pair_bias;
+    const bool is_vector = bias.key == 1 && (uintptr_t)bias.data % 16 == 0 &&
+                           (first | bias.query | bias.head | bias.batch) % 4 == 0;
+    const uint32_t scattered = __ballot_sync(~0u, !is_vector || key != first + n % 4);
+    to->key[n] = key;
+    if (lane == 0)
+        to->is_scattered[column / config::warp_keys] =
+            (scattered & 0xffff) != 0 | (scattered >> 16 != 0) << 1;
+}
+
+/* True if each four of 16 keys of a block are neighbours. */
+template <class config>
+__device__ static bool reads_vectors(const block_mask<config> *from, int group) {
+    const int keys = 16 * group, warp = keys / config::warp_keys;
+    const uint32_t bits = *(const uint32_t *)from->is_scattered;
+    return (bits >> (warp * 8 + keys % config::warp_keys / 16) & 1) == 0;
+}
+
+/* Starts to load attn_bias of this lane's four of 16 keys from a row: as one vector, two words of
+ * 16-bit elements or four, or one by one. Absent keys get 0. */
+template <typename number>
+__device__ static void load_four(const char *row, const int4 &keys, int64_t stride, bool is_vector,
+                                 uint32_t *four) {
+    const int32_t each[4] = {keys.x, keys.y, keys.z, keys.w};
+    if (is_vector && sizeof(number) == sizeof(uint16_t)) {
+        const uint2 all = *(const uint2 *)(row + keys.x * sizeof(number));
+        four[0] = all.x, four[1] = all.y;
+    } else if (is_vector) {
+        const uint4 all = *(const uint4 *)(row + keys.x * sizeof(number));
+        four[0] = all.x, four[1] = all.y, four[2] = all.z, four[3] = all.w;
+    } else {
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const uint64_t at =
+                mad_wide_u32((uint32_t)each[n], (uint32_t)(stride * sizeof(number)), (uint64_t)row);
+            four[n] = each[n] < 0 ? 0 : *(const number *)at;
+        }
+    }
+}
+
+/* Starts to load attn_bias of 16 keys of a block for both rows. */
+template <class config>
+__device__ static void load_group(const forward_plan &plan, const pair_rows &rows,
+                                  const block_mask<config> *from, int group, uint32_t *first,
+                                  uint32_t *second) {
+    const pair_view &bias = plan.pair_bias;
+    const int4 keys = *(const int4 *)&from->key[16 * group + threadIdx.x % 4 * 4];
+    const bool is_vector = reads_vectors(from, group);
+    if (bias.dtype == pair_view::float32) {
+        load_four<uint32_t>(rows.row[0], keys, bias.key, is_vector, first);
+        load_four<uint32_t>(rows.row[1], keys, bias.key, is_vector, second);
+    } else {
+        load_four<uint16_t>(rows.row[0], keys, bias.key, is_vector, first);
+        load_four<uint16_t>(rows.row[1], keys, bias.key, is_vector, second);
+    }
+}
+
+/* Adds attn_bias, times a factor, to the products of 16 keys. first, second: from load_group(). */
+template <typename element>
+__device__ static void add_group(const pair_view &bias, float factor, bool is_vector,
+                                 const uint32_t *first, const uint32_t *second, float *products) {
+    const uint32_t *const words[2] = {first, second};
+    if (bias.dtype == pair_view::float32) {
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            products[k] =
+                fmaf(__uint_as_float(words[k / 2 % 2][k / 4 * 2 + k % 2]), factor, products[k]);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const uint32_t *const four = words[k / 2 % 2];
+        const uint32_t pair =
+            is_vector ? four[k / 4] : prmt(four[k / 4 * 2], four[k / 4 * 2 + 1], 0x5410);
+        const float2 both = unpack<element>(pair);
+        products[k] = fmaf(both.x, factor, products[k]);
+        products[k + 1] = fmaf(both.y, factor, products[k + 1]);
+    }
+}
