@@ -392,6 +392,7 @@ def draw_model_step(machine: Row, rows: list[Row], out: Path) -> None:
         }
         drawn = {line: points for line, points in lines.items() if points}
         doubling(axes, draw_lines(axes, drawn), ",", rotation=45, ha="right")
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
         axes.set_title(f"{part}, a step")
         axes.set_xlabel(f"{size}, tokens")
