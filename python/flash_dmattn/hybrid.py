@@ -120,13 +120,13 @@ class HybridPlan:
             raise ValueError(f"layer: is {layer}, want 0 to {self.layers - 1}")
         sizes = ("hidden", "heads", "kv_heads", "head_dim", "rope_base")
         given: dict[str, Any] = {name: getattr(self, name) for name in sizes}
-        given.update(qk_norm=True, window=self.sliding, recent=0)
+        given.update({"qk_norm": True, "window": self.sliding, "recent": 0})
         if layer in self._selecting:
             window = self.keys - self._recent
-            given.update(window=window, recent=self._recent, nope_heads=self.kv_heads)
-            given.update(initial_a=INITIAL_A, targets_only=True)
+            given.update({"window": window, "recent": self._recent, "nope_heads": self.kv_heads})
+            given.update({"initial_a": INITIAL_A, "targets_only": True})
         elif self.sliding is not None:
-            given.update(sliding_heads=self.kv_heads, targets_only=True)
+            given.update({"sliding_heads": self.kv_heads, "targets_only": True})
         return given
 
     def caches(self, model: nn.Module, batch: int, *, static: bool = False) -> LayerCaches:

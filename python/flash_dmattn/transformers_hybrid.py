@@ -119,7 +119,7 @@ class HybridAttention(DynamicMaskAttention):
         given = {**config.plan.arguments(layer_idx), "qk_norm": config.qk_norm}
         if not config.selecting_nope:
             given["nope_heads"] = 0
-        given.update(norm_eps=config.rms_norm_eps, dropout=config.attention_dropout)
+        given.update({"norm_eps": config.rms_norm_eps, "dropout": config.attention_dropout})
         super().__init__(**given, bias=config.attention_bias)
         self.layer_idx, self.scaling = layer_idx, self.head_dim**-0.5
         self.first_a = 0.0 if self.sliding_heads > 0 else self.initial_a
@@ -499,14 +499,16 @@ def convert(
     given = {name: copy.deepcopy(getattr(old, name)) for name in sorted(names)}
     is_qwen2 = old.model_type == "qwen2"
     given.update(
-        sliding_keys=sliding,
-        selecting_layers=None if selecting is None else list(selecting),
-        selecting_keys=keys,
-        selecting_recent=recent,
-        selecting_nope=nope,
-        qk_norm=old.model_type == "qwen3",
-        attention_bias=is_qwen2 or old.attention_bias,
-        output_bias=False if is_qwen2 else None,
+        {
+            "sliding_keys": sliding,
+            "selecting_layers": None if selecting is None else list(selecting),
+            "selecting_keys": keys,
+            "selecting_recent": recent,
+            "selecting_nope": nope,
+            "qk_norm": old.model_type == "qwen3",
+            "attention_bias": is_qwen2 or old.attention_bias,
+            "output_bias": False if is_qwen2 else None,
+        }
     )
     return take_weights(HybridConfig(**given), model)
 

@@ -54,7 +54,7 @@ def make_values() -> dict[str, Any]:
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
-    given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0)
+    given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0, batch_invariant=False)
     attended = ops.ATTENTION.op(query, key, value, score, *8 * [None], expiry, slot, *OPTIONS)
     return {
         "query": query,
