@@ -69,7 +69,7 @@ __device__ static void evict_head(const decode_plan &plan, const decode_stream &
         plan.slot[head * plan.new_len + thread] = shared.slot[thread];
 }
 
-static __global__ void __launch_bounds__(evict_threads)
+static __global__ void __launch_bounds__(evict_threads, 1)
     evict_keys(const __grid_constant__ decode_plan plan) {
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
     griddepcontrol_wait(); // for the scores
