@@ -241,8 +241,8 @@ static constexpr int begin_blocks = 0;
  * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
  * each.
  *
- * It may run while roll_lists makes the lists, or write_records the records. One block waits for
- * them at its end, so a kernel that waits for this one has them. */
+ * It may run while roll_lists makes the lists. One block waits for them at its end, so a kernel
+ * that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads, begin_blocks)
     begin_rows(const __grid_constant__ backward_plan plan,
@@ -251,7 +251,6 @@ static __global__ void __launch_bounds__(row_threads, begin_blocks)
     const int64_t head = head_of_block();
     const int32_t n = (int32_t)blockIdx.x - key_blocks;
     const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
-    griddepcontrol_launch_dependents();
     if (head >= heads)
         return;
     for (const cleared_range &range : plan.cleared)
@@ -516,9 +515,7 @@ void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma
 static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan,
                                      launch_start start) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
-    // with slot_per_key the slot pass writes the gradients of all keys
-    const int64_t key_blocks =
-        plan->slot_per_key && plan->rows > 0 ? 0 : divide_up(problem->kv_len, (int64_t)block_rows);
+    const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)block_rows);
     const int64_t row_blocks = divide_up((int64_t)plan->rows, (int64_t)block_rows);
     const int64_t blocks = key_blocks + problem->group * row_blocks;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
@@ -533,13 +530,12 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // roll_lists, or with slot_per_key write_records, starts later kernels only after it has waited
-    // for the work before this call
-    const bool lists = has_rows && (plan->is_rolling || plan->slot_per_key) && problem->kv_len > 0;
+    // roll_lists starts later kernels only after it has waited for the work before this call
+    const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
-    FDMA_TRY(launch_begin_rows(problem, plan, lists ? start_early : start_after));
+    FDMA_TRY(launch_begin_rows(problem, plan, rolls ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,
                         {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));

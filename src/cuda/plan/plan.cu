@@ -210,8 +210,6 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
     // a list of one query has no other entry for misfits; see plan/lists.cu
     plan.list_head = is_rolling ? size * plan.lists + 4 : size;
     plan.list = take<int32_t>(arena, heads * plan.list_head);
-    if (problem->fused.plan_is_made && !is_rolling) // by keep_all
-        plan.list = NULL;
     if (is_listed(problem) && !is_rolling && is_present(&problem->starts))
         plan.entries_before = take<int32_t>(arena, heads * (problem->kv_len + 1));
     else if (is_listed(problem))

@@ -848,6 +848,8 @@ static __global__ void __launch_bounds__(keep_threads)
     if (plan.records != NULL)
         plan.records[head * kv_len + j] = {INT32_MAX,
                                            bias.data == NULL ? 0 : log2_e * bias.at(b, g)[j]};
+    if (plan.list != NULL)
+        plan.list[head * plan.list_head + j] = j;
 }
 
 static const char *keep_all_refuses(const fdma_problem *problem) {

@@ -20,7 +20,6 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
     griddepcontrol_wait(); // for lists, row statistics and zeros, or for the slot pass
-    griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         init_barriers(memory);
         memory->work = find_work<config>(plan, pass);
@@ -272,8 +271,8 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     }
     if (plan.key_sums != NULL || !plan.is_rolling)
         FDMA_TRY(launch("backward", write_dq<config>,
-                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads), 0, start_early},
-                        problem, plan, pass));
+                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
+                        pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 

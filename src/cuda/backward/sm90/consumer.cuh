@@ -736,9 +736,6 @@ template <class config> struct backward_consumer {
             else
                 step = run_generation(plan, pass, step);
         }
-        if (config::is_slot && plan.slot_per_key)
-            clear_unkept<config>(plan, memory->work, generation > 0 ? memory->slots[0] : NULL,
-                                 index * warpgroup_warps + threadIdx.x % warpgroup_threads / 32);
         if (!config::stages_dq || threadIdx.x % 32 != 0)
             return;
         if (pass.dq_semaphore == NULL) {

@@ -128,30 +128,6 @@ __device__ static void add_to_key_sums(const backward_plan &plan, const backward
         atomicAdd(dbias_of_key(plan, work.b, work.g, row.key), dbias);
 }
 
-/* With slot_per_key: clears the gradients of the keys of a slot block that no query keeps. slots:
- * its records; NULL: no query keeps any of its keys. A warp takes every config::consumers *
- * warpgroup_warps-th slot from slot `warp` on. */
-template <class config>
-__device__ static void clear_unkept(const backward_plan &plan, const backward_work &work,
-                                    const slot_record *slots, int32_t warp) {
-    using element = typename config::element;
-    const int32_t lane = threadIdx.x % 32;
-    for (int32_t n = warp; n < config::slots; n += config::consumers * warpgroup_warps) {
-        const int32_t key = work.first_slot + n;
-        if (key >= plan.forward.kv_len || (slots != NULL && slots[n].key >= 0))
-            continue;
-        const number_view<float> &view =
-            key < plan.forward.carried_len ? plan.dbias_carried : plan.dbias;
-        if (view.data != NULL && lane == 0 && !adds_dbias(plan, key))
-            *dbias_of_key(plan, work.b, work.g, key) = 0;
-        const int32_t d = lane * vec_channels;
-        if (plan.accumulate || d >= plan.forward.head_dim)
-            continue;
-        *(uint4 *)(dk_of_key<element>(plan, work.b, work.g, key) + d) = make_uint4(0, 0, 0, 0);
-        *(uint4 *)(dv_of_key<element>(plan, work.b, work.g, key) + d) = make_uint4(0, 0, 0, 0);
-    }
-}
-
 /* Writes dq of tile `head_tile` of 64 queries of (b, h), for the 32 channels from c on. The sums
  * are laid out as accumulators. By a warpgroup. */
 template <class config>
@@ -295,8 +271,6 @@ static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
     const int32_t tile = blockIdx.x, head = tile / pass.tiles;
-    griddepcontrol_wait(); // for the slot pass
-    griddepcontrol_launch_dependents();
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
         const float4 *const sums = (const float4 *)dq_sum_of<config>(
