@@ -251,9 +251,11 @@ class StepTargets:
             layer.keeps_states, layer.states = True, None
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         for layer in self.layers:
             layer.keeps_states = False
+            if kind is not None:  # the step has failed, and loss() will not take them
+                layer.states = None
 
     def loss(self) -> torch.Tensor:
         """The mean of the layers' score_target_loss(), which has a gradient for the selecting

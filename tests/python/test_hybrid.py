@@ -256,6 +256,19 @@ def test_a_model_that_did_not_run() -> None:
         targets.loss()
 
 
+def test_a_failed_step_keeps_no_tensors() -> None:
+    model, x = Model(), make_input()
+    plan = HybridPlan(**SIZES, sliding=8, keys=12)
+    with pytest.raises(ArithmeticError):
+        with plan.targets(model, 0) as targets:
+            model(x)
+            raise ArithmeticError
+    layers = [one for one in model.modules() if isinstance(one, DynamicMaskAttention)]
+    assert all(layer.states is None and not layer.keeps_states for layer in layers)
+    with pytest.raises(ValueError, match="targets: the model has not run"):
+        targets.loss()
+
+
 @pytest.mark.parametrize("method", ["caches", "parameter_groups", "targets", "set_keys"])
 def test_other_models(method: str) -> None:
     given = {"caches": (1,), "parameter_groups": (1e-3,), "targets": (0,)}.get(method, ())

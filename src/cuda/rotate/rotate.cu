@@ -366,9 +366,9 @@ static constexpr int blocks_at_once(bool vectors, row_work work) {
     return !vectors ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 4;
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The grid: heads, positions,
- * sequences. Threads past the last head or position load that one's row. vectors: rows are in whole
- * vectors and aligned. */
+/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The axes of the grid are those
+ * of rotate_grid. Threads past the last head or token load the last one's row. vectors: rows are in
+ * whole vectors and aligned. */
 template <typename element, int lanes, bool vectors, row_work work>
 static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors, work))
     rotate_rows(const __grid_constant__ rotate_params params) {
@@ -376,11 +376,11 @@ static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors,
     const int32_t row = threadIdx.x / lanes, heads_log = params.heads_log;
     const int32_t own_h = (blockIdx.x << heads_log) + (row & ((1 << heads_log) - 1));
     const int32_t h = min(own_h, params.heads - 1);
-    const int64_t positions = rotate_threads / lanes >> heads_log; // of a thread block
+    const int64_t block_tokens = rotate_threads / lanes >> heads_log;
     lane_row sums = {};
     for (int64_t b = blockIdx.z; b < params.batch; b += gridDim.z)
-        for (int64_t first = blockIdx.y * positions; first < params.len;
-             first += gridDim.y * positions) {
+        for (int64_t first = blockIdx.y * block_tokens; first < params.len;
+             first += gridDim.y * block_tokens) {
             const int64_t own_i = first + (row >> heads_log);
             const int64_t i = min(own_i, (int64_t)params.len - 1);
             const bool there = own_h == h && own_i == i;
@@ -447,13 +447,14 @@ static int lanes_of(const fdma_problem *problem) {
 }
 
 struct rotate_grid {
-    int64_t heads, positions, sequences;
-    int32_t heads_log;
+    int64_t head_blocks, token_blocks, sequences;
+    int32_t heads_log; // a thread block has 2^heads_log heads
 
-    int64_t blocks() const { return heads * positions * sequences; }
+    int64_t blocks() const { return head_blocks * token_blocks * sequences; }
 };
 
-/* As many heads side by side, a power of two, as leave at most an eighth of the threads idle. */
+/* As many heads side by side, a power of two, as leave no more threads idle than an eighth of the
+ * heads would take. */
 static int32_t heads_log_of(const fdma_problem *problem) {
     const int64_t rows = rotate_threads / lanes_of(problem), heads = problem->q_heads;
     int32_t log = 0;
@@ -468,15 +469,15 @@ static rotate_grid grid_of_rows(const fdma_problem *problem) {
     const int64_t most_axis = 32768;
     rotate_grid grid = {};
     grid.heads_log = heads_log_of(problem);
-    const int64_t positions = rotate_threads / lanes_of(problem) >> grid.heads_log;
-    const int64_t blocks = divide_up(problem->q_len, positions);
-    grid.heads = divide_up(problem->q_heads, (int64_t)1 << grid.heads_log);
-    const int64_t most = is_present(&problem->dweight) && grid.heads > 0
-                             ? divide_up(2048, grid.heads) // whose sums are added
+    grid.head_blocks = divide_up(problem->q_heads, (int64_t)1 << grid.heads_log);
+    const int64_t block_tokens = rotate_threads / lanes_of(problem) >> grid.heads_log;
+    const int64_t blocks = divide_up(problem->q_len, block_tokens);
+    const int64_t most = is_present(&problem->dweight) && grid.head_blocks > 0
+                             ? divide_up(2048, grid.head_blocks) // whose sums are added
                              : most_axis * most_axis;
-    grid.positions = min(min(blocks, most_axis), most);
-    if (grid.positions > 0)
-        grid.sequences = min(min(problem->batch, most_axis), divide_up(most, grid.positions));
+    grid.token_blocks = min(min(blocks, most_axis), most);
+    if (grid.token_blocks > 0)
+        grid.sequences = min(min(problem->batch, most_axis), divide_up(most, grid.token_blocks));
     return grid;
 }
 
@@ -539,7 +540,7 @@ template <typename element, int lanes, bool vectors>
 static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &params) {
     const rotate_grid grid = grid_of_rows(problem);
     const launch_shape shape = {
-        dim3((unsigned)grid.heads, (unsigned)grid.positions, (unsigned)grid.sequences),
+        dim3((unsigned)grid.head_blocks, (unsigned)grid.token_blocks, (unsigned)grid.sequences),
         dim3(rotate_threads)};
     const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
     if (params.weight == NULL)
