@@ -366,8 +366,8 @@ static constexpr int blocks_at_once(bool vectors, row_work work) {
     return !vectors ? 1 : work == rotates ? 8 : work == normalizes ? 6 : 4;
 }
 
-/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The axes of the grid are those
- * of rotate_grid. Threads past the last head or token load the last one's row. vectors: rows are in
+/* Rotates all rows. `lanes` lanes hold a row, each some of its pairs. The grid has the axes of
+ * rotate_grid. Threads past the last head or token load the last one's row. vectors: rows are in
  * whole vectors and aligned. */
 template <typename element, int lanes, bool vectors, row_work work>
 static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors, work))
