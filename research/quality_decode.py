@@ -27,7 +27,7 @@ import torch
 from benchmarking import Rounds, Row, alternate, choose_device, find_machine, time_pass, write_whole
 from decode import make_pass
 from flash_dmattn import DynamicMaskAttention, HybridPlan, LayerCaches
-from model_step_decode import Case, CachedWay, attend_cached, fastest_ways
+from model_step_decode import CachedWay, Case, attend_cached, fastest_ways
 from model_step_layers import SDPA_BACKENDS, Layout
 from model_step_peers import Reasons, release
 from quality_model import BYTES, HEAD_DIM, NORM_EPS, SIZES, relu

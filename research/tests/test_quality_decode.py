@@ -1,4 +1,4 @@
-"""quality_decode.py: models with either kind of last layer compute the same, if no key is dropped."""
+"""quality_decode.py: models with either last layer compute the same, if no key is dropped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import quality_decode
 import torch
 from model_step_decode import CachedWay
 from quality_cases import call
 from torch.nn.attention import SDPBackend
-
-import quality_decode
 
 CONTEXT = 300
 WAY = CachedWay("plain", SDPBackend.MATH, "")
