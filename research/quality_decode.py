@@ -7,7 +7,7 @@ The models have the shapes of docs/quality.md (8 layers, width 512, 8 query head
 head_dim 64, bytes) and random bfloat16 weights. Their first seven layers keep the 256 newest keys,
 by the same code. The last one selects --keys keys, half of them the newest, or keeps all keys in
 tensors of the context's length, which PyTorch's fastest back end attends to. A step takes a byte of
-each sequence to the likeliest next one. On a CUDA device it is one CUDA graph, with --compile of the
+each sequence to the likeliest next one. On a CUDA device it is one CUDA graph, with --compile of a
 compiled model.
 
 Each row has the tokens a second of a batch and the bytes of its cache and, for one sequence, the
