@@ -157,6 +157,8 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles);
+    fdma_cuda_plan_pairs(problem, short_axes_of(problem).any ? pairs_added : pairs_stored, arena,
+                         &task.plan);
     task.pass.slot_blocks = task.plan.slots / config::slots;
     const int64_t blocks = (int64_t)task.pass.slot_blocks * task.plan.partitions;
     // with semaphores a block waits for others, which must not start after it
@@ -231,8 +233,9 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
 }
 
 template <class config>
-using diagonal_config = backward_config<typename config::element, config::channels,
-                                        config::has_softcap, config::drops, diagonal_pass>;
+using diagonal_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, config::drops,
+                    config::has_pairs, diagonal_pass>;
 
 /* If there are few lists, several thread blocks share a list. */
 template <class config>
@@ -248,8 +251,9 @@ static fdma_status run_listed_pass(const fdma_problem *problem, backward_task ta
 }
 
 template <class config>
-using listed_config = backward_config<typename config::element, config::channels,
-                                      config::has_softcap, config::drops, listed_pass>;
+using listed_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, config::drops,
+                    config::has_pairs, listed_pass>;
 
 template <class config>
 static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
@@ -276,14 +280,23 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     return fdma_cuda_end_backward(problem, &plan);
 }
 
+template <typename element, bool softcap, bool drops, bool pairs>
+using slot_config = backward_config<element, FDMA_HEAD_DIM, softcap, drops, pairs, slot_pass>;
+
+/* The configuration with softcap, dropout and attn_bias also takes softcap with one of them. */
 template <typename element>
 static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) {
-    constexpr int d = FDMA_HEAD_DIM;
-    if (problem->softcap != 0)
-        return run_with<backward_config<element, d, true, false, slot_pass>>(problem, slot_per_key);
-    if (problem->dropout.threshold != 0)
-        return run_with<backward_config<element, d, false, true, slot_pass>>(problem, slot_per_key);
-    return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
+    const bool softcap = problem->softcap != 0, drops = problem->dropout.threshold != 0;
+    const bool pairs = is_present(&problem->attn_bias);
+    if (softcap && (drops || pairs))
+        return run_with<slot_config<element, true, true, true>>(problem, slot_per_key);
+    if (softcap)
+        return run_with<slot_config<element, true, false, false>>(problem, slot_per_key);
+    if (pairs)
+        return drops ? run_with<slot_config<element, false, true, true>>(problem, slot_per_key)
+                     : run_with<slot_config<element, false, false, true>>(problem, slot_per_key);
+    return drops ? run_with<slot_config<element, false, true, false>>(problem, slot_per_key)
+                 : run_with<slot_config<element, false, false, false>>(problem, slot_per_key);
 }
 
 /* Which objects have slots: every key or, with a selection whose lists roll, an entry of a list. */
@@ -302,7 +315,7 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
 /* All configurations use the same workspace, and by_key needs less than by_list. But by_key asks
  * for as much, because by_list or cuda/sm80 may run a call with the workspace that by_key asked
  * for: a workspace query knows no addresses, and its result serves shorter calls too. */
-using any_config = backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>;
+using any_config = slot_config<__half, false, false, false>;
 
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
     return lay_out<any_config>(problem, arena, false);
@@ -355,12 +368,8 @@ template <backward_form form> static const char *refuses(const fdma_problem *pro
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (is_present(&problem->attn_bias))
-        return "attn_bias, which cuda/sm80 takes";
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
-    if (problem->dropout.threshold != 0 && problem->softcap != 0)
-        return "dropout with softcap, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
