@@ -85,6 +85,10 @@ __device__ static void cp_reduce_async_bulk_add(float *global, uint32_t shared, 
         : "memory");
 }
 
+__device__ static void cp_async_bulk_prefetch(const void *global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 __device__ static void cp_async_bulk_commit_group(void) {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

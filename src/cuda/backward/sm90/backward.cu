@@ -8,6 +8,8 @@
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
 
+#include <stdlib.h>
+
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
 
@@ -189,6 +191,15 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
                   problem, task.plan, task.pass, softcap_scale);
 }
 
+/* True if slot n has key n, and the biases of a slot block are neighbours and aligned. */
+static bool prefetches_pairs(const backward_plan &plan) {
+    const pair_view &bias = plan.forward.pair_bias;
+    const int64_t vec = vec_bytes / (bias.dtype == pair_view::float32 ? 4 : 2);
+    return bias.data != NULL && bias.key == 1 && (uintptr_t)bias.data % vec_bytes == 0 &&
+           (bias.batch | bias.head | bias.query) % vec == 0 &&
+           (plan.forward.list == NULL || plan.slot_per_key);
+}
+
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
@@ -200,6 +211,10 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
         task.pass.visits = is_packed ? ascending : descending;
     else // in order, all slot blocks begin with the last query block, which all of them see
         task.pass.visits = is_packed || !is_ordered ? by_head : descending;
+    if (is_present(&problem->attn_bias) && getenv("FDMA_V") != NULL)
+        task.pass.visits = is_packed ? ascending : descending;
+    task.pass.prefetches_pairs =
+        getenv("FDMA_P") != NULL && !plan.is_rolling && prefetches_pairs(plan);
     if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
         !(is_packed && is_ordered)) // twice the blocks that run at the same time
         task.pass.head_group = (int32_t)divide_up(
@@ -283,15 +298,15 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
 template <typename element, bool softcap, bool drops, bool pairs>
 using slot_config = backward_config<element, FDMA_HEAD_DIM, softcap, drops, pairs, slot_pass>;
 
-/* The configuration with softcap, dropout and attn_bias also takes softcap with one of them. */
 template <typename element>
 static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) {
     const bool softcap = problem->softcap != 0, drops = problem->dropout.threshold != 0;
     const bool pairs = is_present(&problem->attn_bias);
-    if (softcap && (drops || pairs))
-        return run_with<slot_config<element, true, true, true>>(problem, slot_per_key);
+    if (softcap && pairs)
+        return run_with<slot_config<element, true, false, true>>(problem, slot_per_key);
     if (softcap)
-        return run_with<slot_config<element, true, false, false>>(problem, slot_per_key);
+        return drops ? run_with<slot_config<element, true, true, false>>(problem, slot_per_key)
+                     : run_with<slot_config<element, true, false, false>>(problem, slot_per_key);
     if (pairs)
         return drops ? run_with<slot_config<element, false, true, true>>(problem, slot_per_key)
                      : run_with<slot_config<element, false, false, true>>(problem, slot_per_key);
@@ -370,6 +385,8 @@ template <backward_form form> static const char *refuses(const fdma_problem *pro
         return reason;
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
+    if (is_present(&problem->attn_bias) && problem->softcap != 0 && problem->dropout.threshold != 0)
+        return "attn_bias with softcap and dropout, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {

@@ -138,8 +138,9 @@ struct backward_pass {
                             // order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
-    const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
-    int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
+    const int32_t *order;  // of the blocks of a head; see order_blocks(); NULL: as in the grid
+    int32_t head_group;    // heads whose blocks alternate, see work_in_group(); 0: none do
+    bool prefetches_pairs; // the producer moves attn_bias of a step to the L2 cache
 };
 
 /* True if the thread blocks of a pass add to dq in turns, as deterministic calls do. */

@@ -112,10 +112,10 @@ __device__ static void differentiate_products(const float2 (&delta)[n / 4], floa
 /* differentiate_products() from P in pairs. masked: where P is 0, dS is 0 even if dP is NaN. With
  * dropout dP is 0 where the sign of P is set, and otherwise multiplied by `factor`. */
 template <class config, bool masked, int n>
-__device__ static void
-differentiate_pairs(float factor, const float2 (&delta)[n / 4], float (&dp)[n],
-                    const uint32_t (&weights)[n / 8][4], const uint32_t (&sloped)[n / 8][4],
-                    uint32_t (&ds)[n / 8][4], float (&sums)[2]) {
+__device__ static void differentiate_pairs(float factor, const float2 (&delta)[n / 4],
+                                           float (&dp)[n], const uint32_t (&weights)[n / 8][4],
+                                           const uint32_t (&sloped)[n / 8][4],
+                                           uint32_t (&ds)[n / 8][4], float (&sums)[2]) {
     using element = typename config::element;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
@@ -400,19 +400,14 @@ template <class config> struct backward_consumer {
             read_columns(own_columns(memory->lse[stage_of(step)]), to.lse);
     }
 
-    /* This lane's first query in a step. */
-    __device__ int32_t own_query(const step_header &header) const {
-        return header.head_tile * q_tile_rows + first_query() + threadIdx.x % 4 * 2;
-    }
-
     /* The elements of this lane's pairs of a step, in attn_bias or its gradient. */
     __device__ pair_elements elements_in(const backward_plan &plan, const pair_view &pairs,
                                          int32_t step) const {
         const step_header &header = memory->header[stage_of(step)];
         const slot_record *const slots = &memory->slots[generation % slots_buffers][own_row()];
         const int32_t keys[2] = {slots[0].key, slots[8].key};
-        return find_elements<element>(plan.forward, pairs, memory->work.b, header.h,
-                                      own_query(header), keys);
+        const int32_t query = header.head_tile * q_tile_rows + first_query() + threadIdx.x % 4 * 2;
+        return find_elements<element>(plan.forward, pairs, memory->work.b, header.h, query, keys);
     }
 
     /* Starts to load attn_bias of a step. */
@@ -425,8 +420,7 @@ template <class config> struct backward_consumer {
     __device__ void write_pairs(const backward_plan &plan, int32_t step, const products &ds) const {
         if constexpr (config::has_pairs)
             if (plan.dpairs.data != NULL)
-                put_gradients<element>(plan, elements_in(plan, plan.dpairs, step),
-                                       own_query(memory->header[stage_of(step)]), ds);
+                put_gradients<element>(plan, elements_in(plan, plan.dpairs, step), ds);
     }
 
     /* Clears the weights of a step that attn_mask masks. True if there are any in the warp. */

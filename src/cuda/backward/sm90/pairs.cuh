@@ -7,12 +7,12 @@
 #include "cuda/backward/sm90/backward.cuh"
 #include "cuda/device/softmax.cuh"
 
-/* The elements of a lane's pairs in a tensor of pairs. */
+/* The elements of a lane's pairs in a tensor of pairs. An absent key has those of key 0. */
 struct pair_elements {
-    char *row[2]; // of the lane's keys: the element of its first query
-    int64_t step; // from a query to the next one, in bytes
-    // queries that exist, from the first one on; none of an absent key
-    int32_t queries[2];
+    char *row[2];    // of the lane's keys: the element of its first query
+    int64_t step;    // from a query to the next one, in bytes
+    int32_t queries; // that exist, from the first one on
+    bool is_there[2];
 
     __device__ char *at(int row_index, int query) const { return row[row_index] + query * step; }
 };
@@ -26,20 +26,23 @@ __device__ static pair_elements find_elements(const forward_plan &plan, const pa
     char *const first = (char *)pairs.data + size * pairs.offset(b, h, query, 0);
     pair_elements elements;
     elements.step = size * pairs.query;
+    elements.queries = plan.q_len - query;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+        elements.is_there[i] = key[i] >= 0;
         elements.row[i] = first + size * max(key[i], 0) * pairs.key;
-        elements.queries[i] = key[i] < 0 ? 0 : plan.q_len - query;
     }
     return elements;
 }
 
-/* The query and the row of the i-th pair of a lane. */
+/* The query and the row of the i-th pair of a lane, and the number of queries that its n pairs
+ * span. */
 __device__ static constexpr int query_of(int i) { return i / 4 * 8 + i % 2; }
 __device__ static constexpr int row_of(int i) { return i / 2 % 2; }
+__device__ static constexpr int span_of(int n) { return query_of(n - 1) + 1; }
 
-/* attn_bias of a lane's pairs: as bits of its type, then in float32. Pairs that do not exist have
- * 0, because NaN in a bias would reach a weight that lse makes 0. */
+/* attn_bias of a lane's pairs: as bits of its type, then in float32. Pairs of queries that do not
+ * exist have 0, because NaN in a bias would reach a weight that lse makes 0. */
 template <int n> struct pair_biases {
     uint32_t word[n];
 
@@ -47,24 +50,28 @@ template <int n> struct pair_biases {
         return fmaf(__uint_as_float(word[i]), log2_e, exponent);
     }
 
-    template <typename number> __device__ void load_words(const pair_elements &from) {
+    /* is_whole: all queries exist. */
+    template <typename number, bool is_whole>
+    __device__ void load_words(const pair_elements &from) {
 #pragma unroll
         for (int i = 0; i < n; i++)
-            word[i] = query_of(i) < from.queries[row_of(i)]
+            word[i] = is_whole || query_of(i) < from.queries
                           ? *(const number *)from.at(row_of(i), query_of(i))
                           : 0;
     }
 
+    template <typename number> __device__ void load_words(const pair_elements &from) {
+        if (from.queries >= span_of(n))
+            load_words<number, true>(from);
+        else
+            load_words<number, false>(from);
+    }
+
     __device__ void load(const pair_view &bias, const pair_elements &from) {
-        if (bias.data == NULL) {
-#pragma unroll
-            for (int i = 0; i < n; i++)
-                word[i] = 0;
-        } else if (bias.dtype == pair_view::float32) {
+        if (bias.dtype == pair_view::float32)
             load_words<uint32_t>(from);
-        } else {
+        else
             load_words<uint16_t>(from);
-        }
     }
 
     template <typename element> __device__ void convert(const pair_view &bias) {
@@ -84,7 +91,7 @@ template <typename number, int n>
 __device__ static void store_gradients(const pair_elements &to, const float (&ds)[n]) {
 #pragma unroll
     for (int i = 0; i < n; i++)
-        if (query_of(i) < to.queries[row_of(i)])
+        if (to.is_there[row_of(i)] && query_of(i) < to.queries)
             *(number *)to.at(row_of(i), query_of(i)) = from_float<number>(ds[i]);
 }
 
@@ -113,7 +120,7 @@ __device__ static void add_over_queries(const pair_view &pairs, const pair_eleme
     } else if (threadIdx.x % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (to.queries[i] > 0)
+            if (to.is_there[i])
                 atomicAdd((float *)to.row[i], sums[i]);
     }
 }
@@ -121,8 +128,8 @@ __device__ static void add_over_queries(const pair_view &pairs, const pair_eleme
 /* Adds gradients to float32 sums, which several pairs share. If these are all queries, or all keys,
  * a warp adds up its own ones first. */
 template <int n>
-__device__ static void add_gradients(const forward_plan &plan, const pair_view &pairs,
-                                     const pair_elements &to, int32_t query, const float (&ds)[n]) {
+__device__ static void add_gradients(const pair_view &pairs, const pair_elements &to,
+                                     const float (&ds)[n]) {
     if (pairs.query == 0) {
         add_over_queries(pairs, to, ds);
         return;
@@ -131,23 +138,23 @@ __device__ static void add_gradients(const forward_plan &plan, const pair_view &
 #pragma unroll
         for (int i = 0; i < n; i += i % 2 == 0 ? 1 : 3) {
             const float sum = sum_over_keys(ds[i] + ds[i + 2]);
-            if (threadIdx.x % 32 < 4 && query + query_of(i) < plan.q_len)
+            if (threadIdx.x % 32 < 4 && query_of(i) < to.queries)
                 atomicAdd((float *)to.at(0, query_of(i)), sum);
         }
         return;
     }
 #pragma unroll
     for (int i = 0; i < n; i++)
-        if (query_of(i) < to.queries[row_of(i)])
+        if (to.is_there[row_of(i)] && query_of(i) < to.queries)
             atomicAdd((float *)to.at(row_of(i), query_of(i)), ds[i]);
 }
 
-/* Writes or adds the gradients of a lane's pairs. query: the lane's first one. */
+/* Writes or adds the gradients of a lane's pairs. */
 template <typename element, int n>
 __device__ static void put_gradients(const backward_plan &plan, const pair_elements &to,
-                                     int32_t query, const float (&ds)[n]) {
+                                     const float (&ds)[n]) {
     if (plan.dpair_writing == pairs_added)
-        add_gradients(plan.forward, plan.dpairs, to, query, ds);
+        add_gradients(plan.dpairs, to, ds);
     else if (plan.dpairs.dtype == pair_view::float32)
         store_gradients<float>(to, ds);
     else

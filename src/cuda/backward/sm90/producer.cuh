@@ -338,6 +338,21 @@ template <class config> struct backward_producer {
         }
     }
 
+    /* Moves attn_bias of a step to the L2 cache, where the keys of the slots are neighbours in
+     * memory. By a whole warp. */
+    __device__ void prefetch_pairs(const backward_plan &plan, int32_t h, int32_t tile) {
+        const pair_view &bias = plan.forward.pair_bias;
+        const int32_t first = memory->work.first_slot;
+        const int32_t keys = min(config::slots, plan.forward.kv_len - first);
+        const int32_t size = bias.dtype == pair_view::float32 ? 4 : 2, lane = threadIdx.x % 32;
+        for (int32_t n = lane; n < config::q_rows && keys > 0; n += 32) {
+            const int32_t query = tile * q_tile_rows + n;
+            const int64_t at = bias.offset(memory->work.b, h, query, first);
+            if (query < plan.forward.q_len)
+                cp_async_bulk_prefetch((const char *)bias.data + at * size, keys * size / 16 * 16);
+        }
+    }
+
     /* Counts a step. True if keys that wait for room must be loaded after it. */
     __device__ bool count_step(bool ends_block) {
         const load_progress was = *progress();
@@ -358,13 +373,15 @@ template <class config> struct backward_producer {
         uint32_t ahead[own_words];
         if constexpr (config::reads_mask_ahead)
             read_mask(plan, h, tile, progress()->now.block, ahead);
-        if (warp < config::step_loaders || config::step_writers > 0)
+        if (warp < config::step_loaders || config::step_writers > 0 || config::has_pairs)
             wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_queries(plan, pass, h, tile, stage);
         for (int x = 0; config::reads_mask_ahead && x < own_words; x++)
             write_mask(ahead[x], warp + x * warpgroup_warps, stage);
         if constexpr (config::is_listed && !config::reads_mask_ahead)
             copy_mask(plan, h, tile, progress()->now.block, stage);
+        if (config::has_pairs && config::is_slot && warp == 3 && pass.prefetches_pairs)
+            prefetch_pairs(plan, h, tile);
         if (config::drops && warp == 3)
             write_codes(plan, h, tile, stage);
         if constexpr (config::step_writers > 0)
