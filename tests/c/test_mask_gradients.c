@@ -84,7 +84,7 @@ static void are_those_of_the_reference(void) {
         }
 }
 
-/* A bias without a mask. Its infinite elements leave keys out, and NaN of later keys has no effect. */
+/* A bias without a mask. Infinite elements leave keys out, and NaN of later keys has no effect. */
 static void may_have_a_bias_alone(void) {
     static const int axes[] = {all_axes, axis_i | axis_j, axis_h | axis_i | axis_j | per_kv_head};
     for (int n = 0; n < TEST_COUNT(mask_sizes); n++)

@@ -7,7 +7,7 @@
 #include "cuda/backward/sm90/backward.cuh"
 #include "cuda/device/softmax.cuh"
 
-/* The elements of a lane's pairs in a tensor of pairs. An absent key has those of key 0. */
+/* The elements of a lane's pairs in a tensor of pairs. An absent key has the elements of key 0. */
 struct pair_elements {
     char *row[2];    // of the lane's keys: the element of its first query
     int64_t step;    // from a query to the next one, in bytes
