@@ -151,6 +151,7 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
     task.plan = fdma_cuda_plan_backward(
         problem, arena, {config::slots, most_partitions, config::most_queries, slot_per_key});
     task.pass.tiles = task.plan.rows / q_tile_rows;
+    task.pass.pair_factor = 1 / task.plan.forward.scale;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     const int64_t dq_floats = task.tiles * q_tile_rows * config::channels;
     task.pass.dq_sum = take<float>(arena, dq_floats);
@@ -375,6 +376,7 @@ static const char *refuses_by_key(const fdma_problem *problem) {
 }
 
 template <backward_form form> static const char *refuses(const fdma_problem *problem) {
+    const double least_scale = 1e-6;
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
     const fdma_tensor *const tensors[] = {
         &problem->q,         &problem->k,          &problem->v,         &problem->dout,
@@ -383,6 +385,8 @@ template <backward_form form> static const char *refuses(const fdma_problem *pro
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (is_present(&problem->attn_bias) && problem->scale < least_scale)
+        return "a scale below 1e-6, by which a bias cannot be divided";
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
     if (is_present(&problem->attn_bias) && problem->softcap != 0 && problem->dropout.threshold != 0)

@@ -140,6 +140,7 @@ struct backward_pass {
     int32_t slot_blocks;
     const int32_t *order;  // of the blocks of a head; see order_blocks(); NULL: as in the grid
     int32_t head_group;    // heads whose blocks alternate, see work_in_group(); 0: none do
+    float pair_factor;     // turns attn_bias into what S is added to
     bool prefetches_pairs; // the producer moves attn_bias of a step to the L2 cache
 };
 

@@ -54,25 +54,26 @@ __device__ static void pack_products(const float (&p)[n], uint32_t (&packed)[n /
 }
 
 /* Replaces S by P = 2^(S - lse). */
-template <class pair_type, int n>
-__device__ static void weigh_products(float unit, const float (&bias)[2], const pair_type &pairs,
+template <int n>
+__device__ static void weigh_products(float unit, const float (&bias)[2],
                                       const float2 (&lse)[n / 4], float (&s)[n]) {
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         const float2 column = lse[i / 4];
         const float b = bias[i / 2 % 2];
-        s[i] = ex2_approx(fmaf(s[i], unit, pairs.add_to(b - column.x, i)));
-        s[i + 1] = ex2_approx(fmaf(s[i + 1], unit, pairs.add_to(b - column.y, i + 1)));
+        s[i] = ex2_approx(fmaf(s[i], unit, b - column.x));
+        s[i + 1] = ex2_approx(fmaf(s[i + 1], unit, b - column.y));
     }
 }
 
 /* P with softcap, and P times the derivative of softcap in `sloped`. To save registers, both are
  * kept only as pairs of 16 bits, and lse is read from shared memory. */
-template <typename element, class pair_type, int n>
+template <class config, class pair_type, int n>
 __device__ static void weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2],
                                         const pair_type &pairs, const float2 *lse,
                                         const float (&s)[n], uint32_t (&weights)[n / 8][4],
                                         uint32_t (&sloped)[n / 8][4]) {
+    using element = typename config::element;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         if (i % 8 == 0)
@@ -83,7 +84,7 @@ __device__ static void weigh_softcapped(float unit, float softcap_scale, const f
         for (int k = 0; k < 2; k++) {
             const float t = tanh_of(s[i + k] * softcap_scale);
             const float base = bias[i / 2 % 2] - (k ? column.y : column.x);
-            p[k] = ex2_approx(fmaf(t, unit, pairs.add_to(base, i + k)));
+            p[k] = ex2_approx(fmaf(t, unit, config::has_pairs ? base + pairs.scaled(i + k) : base));
             slope[k] = 1 - t * t;
         }
         weights[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
@@ -254,10 +255,11 @@ template <class config> struct backward_consumer {
     using element = typename config::element;
     static constexpr int product_registers = config::own_queries / 2; // of 64 slots
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
-    // softcap leaves no registers for dP while P is computed, and with 128 channels neither does
-    // attn_bias
-    static constexpr bool overlaps_dp =
-        !config::has_softcap && !(config::has_pairs && config::channels == 128);
+    // softcap leaves no registers for dP while P is computed
+    static constexpr bool overlaps_dp = !config::has_softcap;
+    // S is added to attn_bias, which is loaded under the last products of the step before. With
+    // softcap it is loaded before S is issued, and added later.
+    static constexpr bool adds_s = config::has_pairs && !config::has_softcap;
     // P stays in float32 until dS has been computed, if nothing else needs it in pairs
     static constexpr bool keeps_p =
         !config::has_softcap && !config::drops && !config::is_listed && !config::is_wide;
@@ -358,17 +360,28 @@ template <class config> struct backward_consumer {
         sync_consumer(index);
     }
 
-    /* Issues d = keys queries^T for rows of k or v and a step's q or dout. */
+    /* Issues d = keys queries^T for rows of k or v and a step's q or dout. adds: d += instead. */
+    template <bool adds = false>
     __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
         const uint32_t a = opaque(shared_address(keys) + first_slot() * line_bytes);
         const uint32_t b = shared_address(queries) + first_query() * line_bytes;
         wgmma_fence();
-        issue_abt<element, config::channels, config::slots, config::q_rows>(d, a, b);
+        issue_abt<element, config::channels, config::slots, config::q_rows, adds>(d, a, b);
         wgmma_commit_group();
     }
 
-    __device__ void issue_s(products &s, int32_t step) {
-        issue_product(s, memory->k, memory->q[stage_of(step)]);
+    /* Issues S. biases: what it is added to, if adds_s, or added to it later. */
+    __device__ void issue_s(const backward_plan &plan, const backward_pass &pass, products &s,
+                            int32_t step, step_pairs &biases) {
+        if constexpr (config::has_softcap)
+            load_pairs(plan, step, biases);
+        if constexpr (adds_s) {
+            biases.template scale<element>(plan.forward.pair_bias, pass.pair_factor);
+#pragma unroll
+            for (int i = 0; i < product_registers; i++)
+                s[i] = biases.scaled(i);
+        }
+        issue_product<adds_s>(s, memory->k, memory->q[stage_of(step)]);
     }
 
     __device__ void issue_dp(products &dp, int32_t step) {
@@ -410,10 +423,23 @@ template <class config> struct backward_consumer {
         return find_elements<element>(plan.forward, pairs, memory->work.b, header.h, query, keys);
     }
 
-    /* Starts to load attn_bias of a step. */
+    /* Starts to load attn_bias of a step, if there is one. */
     __device__ void load_pairs(const backward_plan &plan, int32_t step, step_pairs &to) const {
         if constexpr (config::has_pairs)
             to.load(plan.forward.pair_bias, elements_in(plan, plan.forward.pair_bias, step));
+    }
+
+    /* Starts to load attn_bias of the first step of a generation, or of the next one. If there is
+     * none, the old biases are replaced all the same, so that they need no registers until then. */
+    __device__ void load_pairs_ahead(const backward_plan &plan, int32_t step, bool is_there,
+                                     step_pairs &to) const {
+        if constexpr (adds_s) {
+            to = {};
+            if (!is_there)
+                return;
+            wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
+            load_pairs(plan, step, to);
+        }
     }
 
     /* Writes the gradient of attn_bias, if it is wanted. */
@@ -450,18 +476,18 @@ template <class config> struct backward_consumer {
     __device__ bool weigh(const backward_plan &plan, int32_t step, const row_inputs &rows,
                           step_inputs &inputs, step_pairs &biases, products &s, pairs &weights,
                           pairs &sloped) const {
-        if constexpr (config::has_pairs)
-            biases.template convert<element>(plan.forward.pair_bias);
         if constexpr (config::has_softcap) {
-            weigh_softcapped<element>(plan.forward.softcap * log2_e, softcap_scale, rows.bias,
-                                      biases, own_columns(memory->lse[stage_of(step)]), s, weights,
-                                      sloped);
+            if constexpr (config::has_pairs)
+                biases.template scale<element>(plan.forward.pair_bias, log2_e);
+            weigh_softcapped<config>(plan.forward.softcap * log2_e, softcap_scale, rows.bias,
+                                     biases, own_columns(memory->lse[stage_of(step)]), s, weights,
+                                     sloped);
         } else {
 #pragma unroll
             for (int t = 0; t < tiles; t++) {
                 if (!config::reads_ahead || t > 0)
                     read_columns(own_columns(memory->lse[stage_of(step)], t), inputs.lse);
-                weigh_products(plan.forward.scale * log2_e, rows.bias, biases, inputs.lse,
+                weigh_products(plan.forward.scale * log2_e, rows.bias, inputs.lse,
                                of_tile<tiles>(s, t));
             }
             if (!keeps_p)
@@ -625,11 +651,17 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Multiplies dV, dQ and dK of a step from P and dS. dQ is added while dK is multiplied. */
+    /* Multiplies dV, dQ and dK of a step from P and dS. dQ is added while dK is multiplied, and the
+     * biases of the next step are loaded meanwhile: with 128 channels once dQ has left its
+     * registers. */
     __device__ void multiply(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                             const step_header &header, const pairs &weights, const pairs &ds) {
+                             const step_header &header, const pairs &weights, const pairs &ds,
+                             step_pairs &biases) {
+        const bool is_late = config::channels == 128;
         pairs kept;
         dq_tile dq;
+        if (!is_late)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
         if (config::is_narrow) // one buffer: until all warps have read dS of the previous step
             sync_consumer(index);
         store_pairs(ds_block(step), ds);
@@ -641,8 +673,12 @@ template <class config> struct backward_consumer {
         wgmma_wait_group<1>(); // for dV and dQ
         hold(kept);
         add_dq(plan, pass, step, header, dq);
+        if (is_late && !config::drops)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
         wgmma_wait_group<0>();
         hold(ds);
+        if (is_late && config::drops)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
     }
 
     /* The steps of a generation from `now` on. Returns the first step of the next one. dP is
@@ -651,17 +687,17 @@ template <class config> struct backward_consumer {
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
         row_inputs rows;
+        step_pairs biases;
         read_rows(plan, rows);
+        load_pairs_ahead(plan, now, true, biases);
         for (;; now++) {
             products s, dp;
             pairs weights, sloped, ds;
             step_inputs inputs;
-            step_pairs biases;
             columns delta;
             wait_step(now);
             read_inputs(now, inputs);
-            load_pairs(plan, now, biases);
-            issue_s(s, now);
+            issue_s(plan, pass, s, now, biases);
             if (overlaps_dp)
                 issue_dp(dp, now);
             wgmma_wait_group<overlaps_dp>(); // for S
@@ -676,7 +712,7 @@ template <class config> struct backward_consumer {
             differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
             write_pairs(plan, now, dp);
             const step_header header = memory->header[stage_of(now)];
-            multiply(plan, pass, now, header, weights, ds);
+            multiply(plan, pass, now, header, weights, ds, biases);
             release(&memory->step_free[stage_of(now)]);
             if (header.is_last)
                 return now + 1;
@@ -687,17 +723,17 @@ template <class config> struct backward_consumer {
     __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
                                            int32_t now) {
         row_inputs rows;
+        step_pairs biases;
         read_rows(plan, rows);
+        load_pairs_ahead(plan, now, true, biases);
         for (bool is_last = false; !is_last; now++) {
             products s, dp;
             pairs weights, kept, sloped, ds;
             step_inputs inputs;
-            step_pairs biases;
             columns delta;
             wait_step(now);
             read_inputs(now, inputs);
-            load_pairs(plan, now, biases);
-            issue_s(s, now);
+            issue_s(plan, pass, s, now, biases);
             issue_dp(dp, now);
             const step_header header = memory->header[stage_of(now)];
             is_last = header.is_last;
@@ -709,6 +745,7 @@ template <class config> struct backward_consumer {
             wgmma_wait_group<0>();
             differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
             write_pairs(plan, now, dp);
+            load_pairs_ahead(plan, now + 1, !is_last, biases);
             store_pairs(ds_block(now), ds);
             sync_stores();
             multiply_wide(plan, pass, now, header);

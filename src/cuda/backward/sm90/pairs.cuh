@@ -46,10 +46,6 @@ __device__ static constexpr int span_of(int n) { return query_of(n - 1) + 1; }
 template <int n> struct pair_biases {
     uint32_t word[n];
 
-    __device__ float add_to(float exponent, int i) const {
-        return fmaf(__uint_as_float(word[i]), log2_e, exponent);
-    }
-
     /* is_whole: all queries exist. */
     template <typename number, bool is_whole>
     __device__ void load_words(const pair_elements &from) {
@@ -74,17 +70,22 @@ template <int n> struct pair_biases {
             load_words<uint16_t>(from);
     }
 
-    template <typename element> __device__ void convert(const pair_view &bias) {
-        if (bias.dtype == pair_view::float32)
-            return;
+    /* Replaces the bits by float32 numbers, times a factor. */
+    template <typename element> __device__ void scale(const pair_view &bias, float factor) {
+        if (bias.dtype != pair_view::float32)
+#pragma unroll
+            for (int i = 0; i < n; i++)
+                word[i] = __float_as_uint(unpack<element>(word[i]).x);
 #pragma unroll
         for (int i = 0; i < n; i++)
-            word[i] = __float_as_uint(unpack<element>(word[i]).x);
+            word[i] = __float_as_uint(__uint_as_float(word[i]) * factor);
     }
+
+    __device__ float scaled(int i) const { return __uint_as_float(word[i]); }
 };
 
 struct no_pair_biases {
-    static __device__ float add_to(float exponent, int) { return exponent; }
+    static __device__ float scaled(int) { return 0; }
 };
 
 template <typename number, int n>
