@@ -229,8 +229,9 @@ def flash_dmattn_func(
         names["softmax_scale"] = "scale"
     check_no_bool("softcap", softcap)
     check_flag("return_attn_probs", return_attn_probs)
-    check_flag("is_causal", is_causal)
-    check_flag("deterministic", deterministic)
+    causal = check_flag("is_causal", is_causal)
+    deterministic = check_flag("deterministic", deterministic)
+    softmax_scale = choose_scale(softmax_scale, scale)
     names["causal"] = "is_causal"
     if asked is not None:
         out = call_renamed(names, attend_alone, asked)
@@ -240,14 +241,14 @@ def flash_dmattn_func(
         names,
         attend,
         *(*rows, as_bool_mask(attn_mask), attn_bias),
-        causal=check_flag("is_causal", is_causal),
-        softmax_scale=choose_scale(softmax_scale, scale),
+        causal=causal,
+        softmax_scale=softmax_scale,
         softcap=0.0 if softcap is None else softcap,
         dropout_p=0.0 if dropout_p is None else dropout_p,
         generator=generator,
         mask_lists=mask_lists,
         backend=backend,
-        deterministic=check_flag("deterministic", deterministic),
+        deterministic=deterministic,
         probabilities_name="return_attn_probs" if return_attn_probs else None,
     )
     return out if probability is None else (out, lse, probability)
