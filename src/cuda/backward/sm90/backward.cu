@@ -192,12 +192,10 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
                   problem, task.plan, task.pass, softcap_scale);
 }
 
-/* True if slot n has key n, and the biases of a slot block are neighbours and aligned. */
+/* True if slot n has key n, and the biases of neighbouring keys are neighbours. */
 static bool prefetches_pairs(const backward_plan &plan) {
     const pair_view &bias = plan.forward.pair_bias;
-    const int64_t vec = vec_bytes / (bias.dtype == pair_view::float32 ? 4 : 2);
-    return bias.data != NULL && bias.key == 1 && (uintptr_t)bias.data % vec_bytes == 0 &&
-           (bias.batch | bias.head | bias.query) % vec == 0 &&
+    return bias.data != NULL && bias.key == 1 && !plan.is_rolling &&
            (plan.forward.list == NULL || plan.slot_per_key);
 }
 
@@ -271,6 +269,11 @@ using listed_config =
     backward_config<typename config::element, config::channels, config::has_softcap, config::drops,
                     config::has_pairs, listed_pass>;
 
+/* dq_sum is laid out in the same way in all configurations. */
+template <class config>
+using plain_config =
+    backward_config<typename config::element, config::channels, false, false, false, slot_pass>;
+
 template <class config>
 static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -290,7 +293,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
     if (plan.key_sums != NULL || !plan.is_rolling)
-        FDMA_TRY(launch("backward", write_dq<config>,
+        FDMA_TRY(launch("backward", write_dq<plain_config<config>>,
                         {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
                         pass));
     return fdma_cuda_end_backward(problem, &plan);

@@ -342,15 +342,15 @@ template <class config> struct backward_producer {
      * memory. By a whole warp. */
     __device__ void prefetch_pairs(const backward_plan &plan, int32_t h, int32_t tile) {
         const pair_view &bias = plan.forward.pair_bias;
-        const int32_t first = memory->work.first_slot;
-        const int32_t keys = min(config::slots, plan.forward.kv_len - first);
-        const int32_t size = bias.dtype == pair_view::float32 ? 4 : 2, lane = threadIdx.x % 32;
-        for (int32_t n = lane; n < config::q_rows && keys > 0; n += 32) {
-            const int32_t query = tile * q_tile_rows + n;
-            const int64_t at = bias.offset(memory->work.b, h, query, first);
-            if (query < plan.forward.q_len)
-                cp_async_bulk_prefetch((const char *)bias.data + at * size, keys * size / 16 * 16);
-        }
+        const int32_t size = bias.dtype == pair_view::float32 ? 4 : 2;
+        const int32_t line_keys = line_bytes / size, lines = config::slots / line_keys;
+        const int32_t key = memory->work.first_slot + threadIdx.x % lines * line_keys;
+        const int64_t from = bias.offset(memory->work.b, h, tile * q_tile_rows, key);
+        const int32_t queries = min(plan.forward.q_len - tile * q_tile_rows, config::q_rows);
+        if (key >= plan.forward.kv_len)
+            return;
+        for (int32_t i = threadIdx.x % 32 / lines; i < queries; i += 32 / lines)
+            prefetch_l2((const char *)bias.data + (from + i * bias.query) * size);
     }
 
     /* Counts a step. True if keys that wait for room must be loaded after it. */

@@ -317,10 +317,7 @@ static inline void red_add_v4(float *address, float x, float y, float z, float w
         atomicAdd(address + i, added[i]);
 }
 
-static inline void cp_async_bulk_prefetch(const void *global, uint32_t bytes) {
-    if ((uintptr_t)global % 16 != 0 || bytes % 16 != 0)
-        emulated_fail("cp.async.bulk.prefetch of 16 bytes");
-}
+static inline void prefetch_l2(const void *) {}
 
 static inline void cp_reduce_async_bulk_add(float *global, uint32_t shared, uint32_t bytes) {
     if (shared % 16 != 0 || (uintptr_t)global % 16 != 0 || bytes % 16 != 0)
