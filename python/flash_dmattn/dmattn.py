@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _library, _types
+from . import _arguments, _library, _repeat, _types, ops
 from ._arguments import (
     as_bool_mask,
     call_renamed,
@@ -20,6 +20,10 @@ from ._arguments import (
     choose_scale,
     draw_state,
     either,
+    is_added_in_any_order,
+    kernel_scale,
+    pad_head_dim,
+    refuse_tangents,
 )
 from ._orders import has_scale, in_any_order
 from .functional import attention
@@ -107,6 +111,26 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def attend_alone(asked: tuple[Any, ...]) -> torch.Tensor:
+    """out of a call of flash_dmattn_func() without dropout, which is remembered under its
+    arguments; NotImplemented if the operator does not get these tensors."""
+    tensors, (scale, causal, softcap, deterministic, backend) = asked[:-5], asked[-5:]
+    mask, attn_bias, _, _, _ = tensors[-5:]
+    if not all(isinstance(x, torch.Tensor) for x in tensors[:3]):
+        return NotImplemented
+    refuse_tangents("attention", *tensors[:3], attn_bias)
+    device = tensors[0].device.type
+    is_cast = device not in _arguments.DEVICES or torch.is_autocast_enabled(device)
+    if is_cast or pad_head_dim(tensors[:3])[2] is not None or as_bool_mask(mask) is not mask:
+        return NotImplemented
+    if is_added_in_any_order(attn_bias, bool(deterministic)):
+        return NotImplemented
+    numbers = (kernel_scale(scale), 0.0 if softcap is None else softcap, 0.0)
+    arguments = (*tensors, 0, 0, 0, "causal", bool(causal), *numbers, bool(deterministic), backend)
+    ops.ATTENTION.check_types(arguments)
+    return _repeat.begin(ops.ATTENTION, arguments, 1, (flash_dmattn_func, asked, len(tensors)))
+
+
 @in_any_order(order_of, ORDER)
 def flash_dmattn_func(
     q: torch.Tensor | None = None,
@@ -187,23 +211,44 @@ def flash_dmattn_func(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
+    asked, out = None, NotImplemented
+    is_usual = query is key is value is softmax_scale is dropout_p is generator is None
+    is_usual = is_usual and (return_attn_probs is None or return_attn_probs is False)
+    if is_usual and not torch.compiler.is_compiling():
+        # The arguments of a known call were checked by an earlier call.
+        pairs = (attn_mask, attn_bias, mask_lists)
+        asked = (
+            *(q, k, v, None, None, None, None, None, None, *pairs, None, None),
+            *(scale, is_causal, softcap, deterministic, backend),
+        )
+        out = _repeat.repeat(flash_dmattn_func, asked, ops.ATTENTION.count)
+        if out is not NotImplemented:
+            return out
     rows, names = name_rows((q, k, v), (query, key, value))
     if scale is not None:
         names["softmax_scale"] = "scale"
     check_no_bool("softcap", softcap)
     check_flag("return_attn_probs", return_attn_probs)
+    causal = check_flag("is_causal", is_causal)
+    deterministic = check_flag("deterministic", deterministic)
+    softmax_scale = choose_scale(softmax_scale, scale)
+    names["causal"] = "is_causal"
+    if asked is not None:
+        out = call_renamed(names, attend_alone, asked)
+        if out is not NotImplemented:
+            return out
     out, lse, probability, _ = call_renamed(
-        {**names, "causal": "is_causal"},
+        names,
         attend,
         *(*rows, as_bool_mask(attn_mask), attn_bias),
-        causal=check_flag("is_causal", is_causal),
-        softmax_scale=choose_scale(softmax_scale, scale),
+        causal=causal,
+        softmax_scale=softmax_scale,
         softcap=0.0 if softcap is None else softcap,
         dropout_p=0.0 if dropout_p is None else dropout_p,
         generator=generator,
         mask_lists=mask_lists,
         backend=backend,
-        deterministic=check_flag("deterministic", deterministic),
+        deterministic=deterministic,
         probabilities_name="return_attn_probs" if return_attn_probs else None,
     )
     return out if probability is None else (out, lse, probability)

@@ -182,12 +182,21 @@ static inline bool biases_are_taken(const problem *x, const char *kernel) {
     return call_takes(operation_forward, &args);
 }
 
-/* biases_are_taken() by the kernel of backward. */
-static inline bool bias_gradients_are_taken(const problem *x, const char *kernel) {
+/* True if the kernel of backward takes these tensors. */
+static inline bool gradients_are_taken(const problem *x, const char *kernel, pairs given,
+                                       int deterministic) {
     const gradient_problem p = gradient_of(x, 1);
     fdma_backward_args args = gradient_args(&p, kernel);
-    args.attn_bias = new_pair_bias(x, x->dtype, 0, 1);
+    args.attn_mask = given.mask;
+    args.attn_bias = given.bias;
+    args.deterministic = deterministic;
     return call_takes(operation_backward, &args);
+}
+
+/* True if the kernel of backward takes a mask with a bias. */
+static inline bool bias_gradients_are_taken(const problem *x, const char *kernel) {
+    const pairs given = {new_mask(x, 0, 64, 1), new_pair_bias(x, x->dtype, 0, 1)};
+    return gradients_are_taken(x, kernel, given, 0);
 }
 
 /* The tensors of `given` that the kernel takes. */
@@ -199,7 +208,7 @@ static inline pairs pairs_taken(const problem *x, const char *kernel, pairs give
 
 /* The tensors of `given` that the kernel of backward takes. */
 static inline pairs gradient_pairs(const problem *x, const char *kernel, pairs given) {
-    if (!bias_gradients_are_taken(x, kernel))
+    if (!gradients_are_taken(x, kernel, given, 0))
         given.bias = (fdma_tensor){0};
     return given;
 }

@@ -48,7 +48,8 @@ static void check_like_reference(fdma_tensor found, fdma_tensor want, fdma_tenso
                4 * largest_difference(plain, want) + 2 * step_of(dtype) * largest_of(want));
 }
 
-/* Compares every kernel with the reference: with the bias if it takes one, else without. */
+/* Compares every kernel with the reference: with the bias if it takes one, else without. Kernels
+ * that take no mask are compared if there is none. */
 static void check_against_reference(const problem *x, pairs both) {
     masked_reference references[2] = {{.known = false}};
     const kernel_list kernels = kernels_for("backward", x->dtype);
@@ -57,7 +58,7 @@ static void check_against_reference(const problem *x, pairs both) {
         const pairs given = gradient_pairs(x, name, both);
         masked_reference *const r = &references[given.bias.rank > 0];
         test_context("%s %s, q_len %d", name, dtype_name(x->dtype), (int)x->q_len);
-        if (!masks_are_taken(x, name))
+        if (both.mask.rank > 0 ? !masks_are_taken(x, name) : given.bias.rank == 0)
             continue;
         if (!r->known)
             make_reference(r, x, given);
@@ -79,6 +80,29 @@ static void are_those_of_the_reference(void) {
             check_against_reference(
                 &x, (pairs){new_mask(&x, all_axes, 24, 6),
                             new_pair_bias(&x, x.dtype, axis_h | axis_i | axis_j, 7)});
+            test_free_all();
+        }
+}
+
+/* A bias without a mask. Infinite elements leave keys out, and NaN of later keys has no effect. */
+static void may_have_a_bias_alone(void) {
+    static const int axes[] = {all_axes, axis_i | axis_j, axis_h | axis_i | axis_j | per_kv_head};
+    for (int n = 0; n < TEST_COUNT(mask_sizes); n++)
+        for (int type = first_dtype(); type < test_dtype_count; type++) {
+            if (is_left_out(n, (int)test_dtypes[type]))
+                continue;
+            const problem x = new_problem(&mask_sizes[n], test_dtypes[type], (uint64_t)n + 1);
+            const fdma_dtype dtype = n % 2 == 0 ? x.dtype : FDMA_FLOAT32;
+            const fdma_tensor bias = new_pair_bias(&x, dtype, axes[n % TEST_COUNT(axes)], 7);
+            for (int64_t at = 0; at < pair_total(&x); at++) {
+                const pair_index p = pair_of(&x, at);
+                const int64_t element = pair_at(&x, bias, p.b, p.h, p.i, p.j);
+                if (x.causal && p.j > p.i + x.kv_len - x.q_len)
+                    store_float(bias.data, dtype, element, NAN);
+                else if ((p.i + p.j) % 7 == 3)
+                    store_float(bias.data, dtype, element, -INFINITY);
+            }
+            check_against_reference(&x, (pairs){.bias = bias});
             test_free_all();
         }
 }
@@ -351,12 +375,17 @@ static void may_have_any_size(const char *kernel, fdma_dtype dtype) {
 /* Runs where a device may not add in any order. */
 static void are_made_deterministically(const char *kernel, fdma_dtype dtype) {
     const problem x = new_problem(&short_sizes[2], dtype, 5);
-    if (!is_short(dtype) || !bias_gradients_are_taken(&x, kernel))
+    if (!is_short(dtype))
         return;
-    const pairs given = {new_mask(&x, all_axes, 20, 6), new_pair_bias(&x, x.dtype, all_axes, 7)};
-    gradient_problem p = gradient_masked(&x, given);
-    p.deterministic = 1;
-    check_short(&x, kernel, &p, given);
+    for (int has_mask = 0; has_mask < 2; has_mask++) {
+        const pairs given = {has_mask ? new_mask(&x, all_axes, 20, 6) : (fdma_tensor){0},
+                             new_pair_bias(&x, x.dtype, all_axes, 7)};
+        if (!gradients_are_taken(&x, kernel, given, 1))
+            continue;
+        gradient_problem p = gradient_masked(&x, given);
+        p.deterministic = 1;
+        check_short(&x, kernel, &p, given);
+    }
 }
 
 /* A bias that several sequences share is rounded once, not once per sequence. Another bias gets
@@ -375,6 +404,7 @@ static void are_rounded_once_over_pieces(const char *kernel, fdma_dtype dtype) {
 
 static const test_entry tests[] = {
     TEST(are_those_of_the_reference),
+    TEST(may_have_a_bias_alone),
     TEST(may_have_low_logits),
     EACH_SIZE_OF("backward", are_those_of_a_selection, mask_sizes),
     EACH_KERNEL("backward", are_summed_over_broadcast_axes),

@@ -156,6 +156,29 @@ def test_masks_and_biases_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(run(learns_bias), wanted)
 
 
+@records
+def test_known_calls_of_flash_dmattn_func_are_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(learns: bool) -> Any:
+        rows = [x.requires_grad_(learns) for x in make_small()[:3]]
+        pairs = torch.rand(1, 2, 20, 20) < 0.6, torch.randn(1, 1, 20, 20, requires_grad=learns)
+        out = flash_dmattn.flash_dmattn_func(*rows, *pairs, is_causal=True)
+        mask, bias = pairs
+        wanted = flash_dmattn.attention(*rows, attn_mask=mask, attn_bias=bias, causal=True)[0]
+        return [
+            torch.autograd.grad(x.cos().sum(), [*rows, bias]) if learns else x
+            for x in (out, wanted)
+        ]
+
+    for learns in (False, True):
+        with monkeypatch.context() as patch:
+            assert_same(*run(learns))
+            for name in ("attend", "attend_alone"):
+                patch.setattr(f"flash_dmattn.dmattn.{name}", None)
+            assert_same(*run(learns))
+
+
 def shift(x: torch.Tensor) -> torch.Tensor:
     """The same numbers at an address that is not a multiple of 16."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)

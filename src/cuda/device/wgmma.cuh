@@ -73,12 +73,13 @@ __device__ static void multiply(float (&d)[accumulators], const uint32_t (&a)[4]
         wgmma_m64n256k16<element>(d, a, b.descriptor());
 }
 
-/* Issues S = Q K^T. q: 64 rows of a block of q_rows; k: 2 * accumulators keys of a block of
- * key_rows. */
-template <typename element, int channels, int q_rows, int key_rows, int accumulators>
+/* Issues S = Q K^T, or S += Q K^T if `adds`. q: 64 rows of a block of q_rows; k: 2 * accumulators
+ * keys of a block of key_rows. */
+template <typename element, int channels, int q_rows, int key_rows, bool adds = false,
+          int accumulators>
 __device__ static void issue_abt(float (&products)[accumulators], uint32_t q, uint32_t k) {
     const matrix a = matrix_at(q, 0), b = matrix_at(k, 0);
-    multiply<element, 0>(products, a, b);
+    multiply<element, adds>(products, a, b);
 #pragma unroll
     for (int c = wgmma_k; c < channels; c += wgmma_k) {
         const int panel = c / panel_channels, inside = c % panel_channels * 2;

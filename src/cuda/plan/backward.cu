@@ -376,6 +376,8 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
         (double)shape[0] * (double)shape[1] * (double)shape[2] * (double)shape[3] / row_threads >
             INT32_MAX)
         return "2^39 or more elements of dattn_bias";
+    if (problem->deterministic && short_axes_of(problem).any)
+        return "a deterministic dattn_bias that is broadcast: expand attn_bias";
     return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 

@@ -4,6 +4,23 @@
 #include "cuda/plan/backward.cuh"
 #include "cuda/plan/host.cuh"
 
+/* The axes on which the length of dattn_bias differs from its pairs: shorter, or 1 in place of
+ * 0. */
+struct short_axes {
+    bool any, not_heads;
+};
+
+static inline short_axes short_axes_of(const fdma_problem *problem) {
+    const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
+    short_axes axes = {};
+    for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
+        if (problem->dattn_bias.shape[axis] != lengths[axis]) {
+            axes.any = true;
+            axes.not_heads = axes.not_heads || axis != 1;
+        }
+    return axes;
+}
+
 /* fdma_cuda_refuses_plan() for backward. */
 const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim);
 

@@ -94,23 +94,6 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
                  : sum_gradients<element, false, false>(problem, plan);
 }
 
-/* The axes on which the length of dattn_bias differs from its pairs: shorter, or 1 in place of
- * 0. */
-struct short_axes {
-    bool any, not_heads;
-};
-
-static short_axes short_axes_of(const fdma_problem *problem) {
-    const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
-    short_axes axes = {};
-    for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
-        if (problem->dattn_bias.shape[axis] != lengths[axis]) {
-            axes.any = true;
-            axes.not_heads = axes.not_heads || axis != 1;
-        }
-    return axes;
-}
-
 /* In the listed pass a lane has all heads that share an element if `sharing_rows` counts them all.
  * In the other passes a lane has one row. */
 static pair_writing writing_of(const fdma_problem *problem, const backward_plan &plan) {
@@ -132,8 +115,6 @@ static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
 
 static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
-    if (reason == NULL && problem->deterministic && short_axes_of(problem).any)
-        return "a deterministic dattn_bias that is broadcast: expand attn_bias";
     return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }
 

@@ -8,6 +8,8 @@
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
 
+#include <stdlib.h>
+
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
 
@@ -149,6 +151,7 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
     task.plan = fdma_cuda_plan_backward(
         problem, arena, {config::slots, most_partitions, config::most_queries, slot_per_key});
     task.pass.tiles = task.plan.rows / q_tile_rows;
+    task.pass.pair_factor = 1 / task.plan.forward.scale;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     const int64_t dq_floats = task.tiles * q_tile_rows * config::channels;
     task.pass.dq_sum = take<float>(arena, dq_floats);
@@ -157,6 +160,8 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles);
+    fdma_cuda_plan_pairs(problem, short_axes_of(problem).any ? pairs_added : pairs_stored, arena,
+                         &task.plan);
     task.pass.slot_blocks = task.plan.slots / config::slots;
     const int64_t blocks = (int64_t)task.pass.slot_blocks * task.plan.partitions;
     // with semaphores a block waits for others, which must not start after it
@@ -187,6 +192,13 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
                   problem, task.plan, task.pass, softcap_scale);
 }
 
+/* True if slot n has key n, and the biases of neighbouring keys are neighbours. */
+static bool prefetches_pairs(const backward_plan &plan) {
+    const pair_view &bias = plan.forward.pair_bias;
+    return bias.data != NULL && bias.key == 1 && !plan.is_rolling &&
+           (plan.forward.list == NULL || plan.slot_per_key);
+}
+
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
@@ -198,6 +210,10 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
         task.pass.visits = is_packed ? ascending : descending;
     else // in order, all slot blocks begin with the last query block, which all of them see
         task.pass.visits = is_packed || !is_ordered ? by_head : descending;
+    if (is_present(&problem->attn_bias) && getenv("FDMA_V") != NULL)
+        task.pass.visits = is_packed ? ascending : descending;
+    task.pass.prefetches_pairs =
+        getenv("FDMA_P") != NULL && !plan.is_rolling && prefetches_pairs(plan);
     if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
         !(is_packed && is_ordered)) // twice the blocks that run at the same time
         task.pass.head_group = (int32_t)divide_up(
@@ -231,8 +247,9 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
 }
 
 template <class config>
-using diagonal_config = backward_config<typename config::element, config::channels,
-                                        config::has_softcap, config::drops, diagonal_pass>;
+using diagonal_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, config::drops,
+                    config::has_pairs, diagonal_pass>;
 
 /* If there are few lists, several thread blocks share a list. */
 template <class config>
@@ -248,8 +265,14 @@ static fdma_status run_listed_pass(const fdma_problem *problem, backward_task ta
 }
 
 template <class config>
-using listed_config = backward_config<typename config::element, config::channels,
-                                      config::has_softcap, config::drops, listed_pass>;
+using listed_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, config::drops,
+                    config::has_pairs, listed_pass>;
+
+/* dq_sum is laid out in the same way in all configurations. */
+template <class config>
+using plain_config =
+    backward_config<typename config::element, config::channels, false, false, false, slot_pass>;
 
 template <class config>
 static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
@@ -270,20 +293,29 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
     if (plan.key_sums != NULL || !plan.is_rolling)
-        FDMA_TRY(launch("backward", write_dq<config>,
+        FDMA_TRY(launch("backward", write_dq<plain_config<config>>,
                         {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
                         pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
+template <typename element, bool softcap, bool drops, bool pairs>
+using slot_config = backward_config<element, FDMA_HEAD_DIM, softcap, drops, pairs, slot_pass>;
+
 template <typename element>
 static fdma_status run_elements(const fdma_problem *problem, bool slot_per_key) {
-    constexpr int d = FDMA_HEAD_DIM;
-    if (problem->softcap != 0)
-        return run_with<backward_config<element, d, true, false, slot_pass>>(problem, slot_per_key);
-    if (problem->dropout.threshold != 0)
-        return run_with<backward_config<element, d, false, true, slot_pass>>(problem, slot_per_key);
-    return run_with<backward_config<element, d, false, false, slot_pass>>(problem, slot_per_key);
+    const bool softcap = problem->softcap != 0, drops = problem->dropout.threshold != 0;
+    const bool pairs = is_present(&problem->attn_bias);
+    if (softcap && pairs)
+        return run_with<slot_config<element, true, false, true>>(problem, slot_per_key);
+    if (softcap)
+        return drops ? run_with<slot_config<element, true, true, false>>(problem, slot_per_key)
+                     : run_with<slot_config<element, true, false, false>>(problem, slot_per_key);
+    if (pairs)
+        return drops ? run_with<slot_config<element, false, true, true>>(problem, slot_per_key)
+                     : run_with<slot_config<element, false, false, true>>(problem, slot_per_key);
+    return drops ? run_with<slot_config<element, false, true, false>>(problem, slot_per_key)
+                 : run_with<slot_config<element, false, false, false>>(problem, slot_per_key);
 }
 
 /* Which objects have slots: every key or, with a selection whose lists roll, an entry of a list. */
@@ -302,7 +334,7 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
 /* All configurations use the same workspace, and by_key needs less than by_list. But by_key asks
  * for as much, because by_list or cuda/sm80 may run a call with the workspace that by_key asked
  * for: a workspace query knows no addresses, and its result serves shorter calls too. */
-using any_config = backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>;
+using any_config = slot_config<__half, false, false, false>;
 
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
     return lay_out<any_config>(problem, arena, false);
@@ -347,6 +379,7 @@ static const char *refuses_by_key(const fdma_problem *problem) {
 }
 
 template <backward_form form> static const char *refuses(const fdma_problem *problem) {
+    const double least_scale = 1e-6;
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
     const fdma_tensor *const tensors[] = {
         &problem->q,         &problem->k,          &problem->v,         &problem->dout,
@@ -355,12 +388,12 @@ template <backward_form form> static const char *refuses(const fdma_problem *pro
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (is_present(&problem->attn_bias))
-        return "attn_bias, which cuda/sm80 takes";
+    if (is_present(&problem->attn_bias) && problem->scale < least_scale)
+        return "a scale below 1e-6, by which a bias cannot be divided";
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
-    if (problem->dropout.threshold != 0 && problem->softcap != 0)
-        return "dropout with softcap, which cuda/sm80 takes";
+    if (is_present(&problem->attn_bias) && problem->softcap != 0 && problem->dropout.threshold != 0)
+        return "attn_bias with softcap and dropout, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {

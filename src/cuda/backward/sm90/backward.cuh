@@ -46,10 +46,11 @@ enum pass_kind { slot_pass, diagonal_pass, listed_pass };
  *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
  *           queries, because a step of one tile mostly waits for its products. Each consumer makes
  *           dq of one of the tiles, with all channels. With softcap there are too few registers. */
-template <typename element_, int most_channels, bool softcap, bool drops_, pass_kind kind>
+template <typename element_, int most_channels, bool softcap, bool drops_, bool pairs,
+          pass_kind kind>
 struct backward_config {
     using element = element_;
-    static constexpr bool has_softcap = softcap, drops = drops_;
+    static constexpr bool has_softcap = softcap, drops = drops_, has_pairs = pairs;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
     static constexpr bool is_slot = kind == slot_pass;
     static constexpr int channels = most_channels;
@@ -60,7 +61,7 @@ struct backward_config {
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
-    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap;
+    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap && !has_pairs;
     static constexpr int q_tiles = is_long ? 2 : 1;      // of a step
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
@@ -137,8 +138,10 @@ struct backward_pass {
                             // order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
-    const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
-    int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
+    const int32_t *order;  // of the blocks of a head; see order_blocks(); NULL: as in the grid
+    int32_t head_group;    // heads whose blocks alternate, see work_in_group(); 0: none do
+    float pair_factor;     // turns attn_bias into what S is added to
+    bool prefetches_pairs; // the producer moves attn_bias of a step to the L2 cache
 };
 
 /* True if the thread blocks of a pass add to dq in turns, as deterministic calls do. */

@@ -16,7 +16,10 @@
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/backward/sm90/gradients.cuh"
+#include "cuda/backward/sm90/pairs.cuh"
 
 /* The part of a step's array that belongs to its t-th tile. */
 template <int tiles, typename item, int n> __device__ static auto &of_tile(item (&all)[n], int t) {
@@ -65,10 +68,12 @@ __device__ static void weigh_products(float unit, const float (&bias)[2],
 
 /* P with softcap, and P times the derivative of softcap in `sloped`. To save registers, both are
  * kept only as pairs of 16 bits, and lse is read from shared memory. */
-template <typename element, int n>
-__device__ static void
-weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const float2 *lse,
-                 const float (&s)[n], uint32_t (&weights)[n / 8][4], uint32_t (&sloped)[n / 8][4]) {
+template <class config, class pair_type, int n>
+__device__ static void weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2],
+                                        const pair_type &pairs, const float2 *lse,
+                                        const float (&s)[n], uint32_t (&weights)[n / 8][4],
+                                        uint32_t (&sloped)[n / 8][4]) {
+    using element = typename config::element;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         if (i % 8 == 0)
@@ -78,7 +83,8 @@ weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const 
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const float t = tanh_of(s[i + k] * softcap_scale);
-            p[k] = ex2_approx(fmaf(t, unit, bias[i / 2 % 2] - (k ? column.y : column.x)));
+            const float base = bias[i / 2 % 2] - (k ? column.y : column.x);
+            p[k] = ex2_approx(fmaf(t, unit, config::has_pairs ? base + pairs.scaled(i + k) : base));
             slope[k] = 1 - t * t;
         }
         weights[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
@@ -86,27 +92,31 @@ weigh_softcapped(float unit, float softcap_scale, const float (&bias)[2], const 
     }
 }
 
-/* dS = P (dP - delta), from P in float32. Its sums over the columns are added to `sums`. */
-template <typename element, int n>
-__device__ static void differentiate_products(const float2 (&delta)[n / 4], const float (&dp)[n],
+/* dS = P (dP - delta), from P in float32. Its sums over the columns are added to `sums`. With
+ * attn_bias dS also replaces dP, in float32. */
+template <class config, int n>
+__device__ static void differentiate_products(const float2 (&delta)[n / 4], float (&dp)[n],
                                               const float (&p)[n], uint32_t (&ds)[n / 8][4],
                                               float (&sums)[2]) {
+    using element = typename config::element;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         const float2 column = delta[i / 4];
         const float low = p[i] * (dp[i] - column.x), high = p[i + 1] * (dp[i + 1] - column.y);
         sums[i / 2 % 2] += low + high;
         ds[i / 8][i / 2 % 4] = element_type<element>::pack(low, high);
+        if constexpr (config::has_pairs)
+            dp[i] = low, dp[i + 1] = high;
     }
 }
 
 /* differentiate_products() from P in pairs. masked: where P is 0, dS is 0 even if dP is NaN. With
  * dropout dP is 0 where the sign of P is set, and otherwise multiplied by `factor`. */
 template <class config, bool masked, int n>
-__device__ static void
-differentiate_pairs(float factor, const float2 (&delta)[n / 4], const float (&dp)[n],
-                    const uint32_t (&weights)[n / 8][4], const uint32_t (&sloped)[n / 8][4],
-                    uint32_t (&ds)[n / 8][4], float (&sums)[2]) {
+__device__ static void differentiate_pairs(float factor, const float2 (&delta)[n / 4],
+                                           float (&dp)[n], const uint32_t (&weights)[n / 8][4],
+                                           const uint32_t (&sloped)[n / 8][4],
+                                           uint32_t (&ds)[n / 8][4], float (&sums)[2]) {
     using element = typename config::element;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
@@ -121,6 +131,8 @@ differentiate_pairs(float factor, const float2 (&delta)[n / 4], const float (&dp
         float2 both =
             make_float2(masked && p.x == 0 ? 0 : p.x * low, masked && p.y == 0 ? 0 : p.y * high);
         sums[i / 2 % 2] += both.x + both.y;
+        if constexpr (config::has_pairs)
+            dp[i] = both.x, dp[i + 1] = both.y;
         if constexpr (config::has_softcap) {
             const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
             both = make_float2(masked && p.x == 0 ? 0 : slope.x * low,
@@ -245,6 +257,9 @@ template <class config> struct backward_consumer {
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
     // softcap leaves no registers for dP while P is computed
     static constexpr bool overlaps_dp = !config::has_softcap;
+    // S is added to attn_bias, which is loaded under the last products of the step before. With
+    // softcap it is loaded before S is issued, and added later.
+    static constexpr bool adds_s = config::has_pairs && !config::has_softcap;
     // P stays in float32 until dS has been computed, if nothing else needs it in pairs
     static constexpr bool keeps_p =
         !config::has_softcap && !config::drops && !config::is_listed && !config::is_wide;
@@ -257,6 +272,8 @@ template <class config> struct backward_consumer {
     // lse or delta of a lane's queries in a tile: two tiles need too many registers
     using columns = float2[product_registers / tiles / 4];
     using dq_tile = float[config::dq_registers];
+    using step_pairs =
+        std::conditional_t<config::has_pairs, pair_biases<product_registers>, no_pair_biases>;
 
     /* The inputs of the weights of a step, beside the scores and row_inputs. */
     struct step_inputs {
@@ -343,17 +360,28 @@ template <class config> struct backward_consumer {
         sync_consumer(index);
     }
 
-    /* Issues d = keys queries^T for rows of k or v and a step's q or dout. */
+    /* Issues d = keys queries^T for rows of k or v and a step's q or dout. adds: d += instead. */
+    template <bool adds = false>
     __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
         const uint32_t a = opaque(shared_address(keys) + first_slot() * line_bytes);
         const uint32_t b = shared_address(queries) + first_query() * line_bytes;
         wgmma_fence();
-        issue_abt<element, config::channels, config::slots, config::q_rows>(d, a, b);
+        issue_abt<element, config::channels, config::slots, config::q_rows, adds>(d, a, b);
         wgmma_commit_group();
     }
 
-    __device__ void issue_s(products &s, int32_t step) {
-        issue_product(s, memory->k, memory->q[stage_of(step)]);
+    /* Issues S. biases: what it is added to, if adds_s, or added to it later. */
+    __device__ void issue_s(const backward_plan &plan, const backward_pass &pass, products &s,
+                            int32_t step, step_pairs &biases) {
+        if constexpr (config::has_softcap)
+            load_pairs(plan, step, biases);
+        if constexpr (adds_s) {
+            biases.template scale<element>(plan.forward.pair_bias, pass.pair_factor);
+#pragma unroll
+            for (int i = 0; i < product_registers; i++)
+                s[i] = biases.scaled(i);
+        }
+        issue_product<adds_s>(s, memory->k, memory->q[stage_of(step)]);
     }
 
     __device__ void issue_dp(products &dp, int32_t step) {
@@ -385,6 +413,42 @@ template <class config> struct backward_consumer {
             read_columns(own_columns(memory->lse[stage_of(step)]), to.lse);
     }
 
+    /* The elements of this lane's pairs of a step, in attn_bias or its gradient. */
+    __device__ pair_elements elements_in(const backward_plan &plan, const pair_view &pairs,
+                                         int32_t step) const {
+        const step_header &header = memory->header[stage_of(step)];
+        const slot_record *const slots = &memory->slots[generation % slots_buffers][own_row()];
+        const int32_t keys[2] = {slots[0].key, slots[8].key};
+        const int32_t query = header.head_tile * q_tile_rows + first_query() + threadIdx.x % 4 * 2;
+        return find_elements<element>(plan.forward, pairs, memory->work.b, header.h, query, keys);
+    }
+
+    /* Starts to load attn_bias of a step, if there is one. */
+    __device__ void load_pairs(const backward_plan &plan, int32_t step, step_pairs &to) const {
+        if constexpr (config::has_pairs)
+            to.load(plan.forward.pair_bias, elements_in(plan, plan.forward.pair_bias, step));
+    }
+
+    /* Starts to load attn_bias of the first step of a generation, or of the next one. If there is
+     * none, the old biases are replaced all the same, so that they need no registers until then. */
+    __device__ void load_pairs_ahead(const backward_plan &plan, int32_t step, bool is_there,
+                                     step_pairs &to) const {
+        if constexpr (adds_s) {
+            to = {};
+            if (!is_there)
+                return;
+            wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
+            load_pairs(plan, step, to);
+        }
+    }
+
+    /* Writes the gradient of attn_bias, if it is wanted. */
+    __device__ void write_pairs(const backward_plan &plan, int32_t step, const products &ds) const {
+        if constexpr (config::has_pairs)
+            if (plan.dpairs.data != NULL)
+                put_gradients<element>(plan, elements_in(plan, plan.dpairs, step), ds);
+    }
+
     /* Clears the weights of a step that attn_mask masks. True if there are any in the warp. */
     __device__ bool apply_mask(int32_t stage, pairs &weights, pairs &sloped) const {
         uint32_t words[product_registers / 16][2], all = ~0u;
@@ -410,10 +474,14 @@ template <class config> struct backward_consumer {
      * the query does not keep the key, and with its sign set where dropout drops the pair; with
      * softcap also P times the derivative of softcap, in `sloped`. */
     __device__ bool weigh(const backward_plan &plan, int32_t step, const row_inputs &rows,
-                          step_inputs &inputs, products &s, pairs &weights, pairs &sloped) const {
+                          step_inputs &inputs, step_pairs &biases, products &s, pairs &weights,
+                          pairs &sloped) const {
         if constexpr (config::has_softcap) {
-            weigh_softcapped<element>(plan.forward.softcap * log2_e, softcap_scale, rows.bias,
-                                      own_columns(memory->lse[stage_of(step)]), s, weights, sloped);
+            if constexpr (config::has_pairs)
+                biases.template scale<element>(plan.forward.pair_bias, log2_e);
+            weigh_softcapped<config>(plan.forward.softcap * log2_e, softcap_scale, rows.bias,
+                                     biases, own_columns(memory->lse[stage_of(step)]), s, weights,
+                                     sloped);
         } else {
 #pragma unroll
             for (int t = 0; t < tiles; t++) {
@@ -444,17 +512,18 @@ template <class config> struct backward_consumer {
     /* dS of a step, and P in pairs if it was in float32. delta: of the first tile. */
     template <bool masked>
     __device__ void differentiate(const backward_plan &plan, int32_t step, const row_inputs &rows,
-                                  const step_inputs &inputs, columns &delta, const products &dp,
+                                  const step_inputs &inputs, columns &delta, products &dp,
                                   const products &p, pairs &weights, const pairs &sloped, pairs &ds,
                                   float (&sums)[2]) const {
 #pragma unroll
         for (int t = 0; t < tiles; t++) {
-            const tile_products &own_p = of_tile<tiles>(p, t), &own_dp = of_tile<tiles>(dp, t);
+            const tile_products &own_p = of_tile<tiles>(p, t);
+            tile_products &own_dp = of_tile<tiles>(dp, t);
             tile_pairs &own_weights = of_tile<tiles>(weights, t), &own_ds = of_tile<tiles>(ds, t);
             if (t > 0)
                 read_columns(own_columns(memory->delta[stage_of(step)], t), delta);
             if (keeps_p && !masked)
-                differentiate_products<element>(delta, own_dp, own_p, own_ds, sums);
+                differentiate_products<config>(delta, own_dp, own_p, own_ds, sums);
             if (keeps_p)
                 pack_products<element>(own_p, own_weights);
             if (keeps_p && masked)
@@ -468,7 +537,7 @@ template <class config> struct backward_consumer {
 
     __device__ void differentiate(const backward_plan &plan, int32_t step, bool is_masked,
                                   const row_inputs &rows, const step_inputs &inputs, columns &delta,
-                                  const products &dp, const products &p, pairs &weights,
+                                  products &dp, const products &p, pairs &weights,
                                   const pairs &sloped, pairs &ds) {
         float sums[2] = {0, 0};
         if (is_masked || config::has_softcap) // with softcap, a second path spills registers
@@ -582,11 +651,17 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Multiplies dV, dQ and dK of a step from P and dS. dQ is added while dK is multiplied. */
+    /* Multiplies dV, dQ and dK of a step from P and dS. dQ is added while dK is multiplied, and the
+     * biases of the next step are loaded meanwhile: with 128 channels once dQ has left its
+     * registers. */
     __device__ void multiply(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                             const step_header &header, const pairs &weights, const pairs &ds) {
+                             const step_header &header, const pairs &weights, const pairs &ds,
+                             step_pairs &biases) {
+        const bool is_late = config::channels == 128;
         pairs kept;
         dq_tile dq;
+        if (!is_late)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
         if (config::is_narrow) // one buffer: until all warps have read dS of the previous step
             sync_consumer(index);
         store_pairs(ds_block(step), ds);
@@ -598,8 +673,12 @@ template <class config> struct backward_consumer {
         wgmma_wait_group<1>(); // for dV and dQ
         hold(kept);
         add_dq(plan, pass, step, header, dq);
+        if (is_late && !config::drops)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
         wgmma_wait_group<0>();
         hold(ds);
+        if (is_late && config::drops)
+            load_pairs_ahead(plan, step + 1, !header.is_last, biases);
     }
 
     /* The steps of a generation from `now` on. Returns the first step of the next one. dP is
@@ -608,7 +687,9 @@ template <class config> struct backward_consumer {
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
         row_inputs rows;
+        step_pairs biases;
         read_rows(plan, rows);
+        load_pairs_ahead(plan, now, true, biases);
         for (;; now++) {
             products s, dp;
             pairs weights, sloped, ds;
@@ -616,11 +697,11 @@ template <class config> struct backward_consumer {
             columns delta;
             wait_step(now);
             read_inputs(now, inputs);
-            issue_s(s, now);
+            issue_s(plan, pass, s, now, biases);
             if (overlaps_dp)
                 issue_dp(dp, now);
             wgmma_wait_group<overlaps_dp>(); // for S
-            const bool is_masked = weigh(plan, now, rows, inputs, s, weights, sloped);
+            const bool is_masked = weigh(plan, now, rows, inputs, biases, s, weights, sloped);
             if (!overlaps_dp)
                 issue_dp(dp, now);
             if (config::reads_ahead)
@@ -629,8 +710,9 @@ template <class config> struct backward_consumer {
             if (!config::reads_ahead)
                 read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            write_pairs(plan, now, dp);
             const step_header header = memory->header[stage_of(now)];
-            multiply(plan, pass, now, header, weights, ds);
+            multiply(plan, pass, now, header, weights, ds, biases);
             release(&memory->step_free[stage_of(now)]);
             if (header.is_last)
                 return now + 1;
@@ -641,7 +723,9 @@ template <class config> struct backward_consumer {
     __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
                                            int32_t now) {
         row_inputs rows;
+        step_pairs biases;
         read_rows(plan, rows);
+        load_pairs_ahead(plan, now, true, biases);
         for (bool is_last = false; !is_last; now++) {
             products s, dp;
             pairs weights, kept, sloped, ds;
@@ -649,17 +733,19 @@ template <class config> struct backward_consumer {
             columns delta;
             wait_step(now);
             read_inputs(now, inputs);
-            issue_s(s, now);
+            issue_s(plan, pass, s, now, biases);
             issue_dp(dp, now);
             const step_header header = memory->header[stage_of(now)];
             is_last = header.is_last;
             wgmma_wait_group<1>(); // for S
-            const bool is_masked = weigh(plan, now, rows, inputs, s, weights, sloped);
+            const bool is_masked = weigh(plan, now, rows, inputs, biases, s, weights, sloped);
             clear_dropped<config::drops>(weights, kept);
             store_pairs(memory->p, kept);
             read_columns(own_columns(memory->delta[stage_of(now)]), delta);
             wgmma_wait_group<0>();
             differentiate(plan, now, is_masked, rows, inputs, delta, dp, s, weights, sloped, ds);
+            write_pairs(plan, now, dp);
+            load_pairs_ahead(plan, now + 1, !is_last, biases);
             store_pairs(ds_block(now), ds);
             sync_stores();
             multiply_wide(plan, pass, now, header);
