@@ -171,6 +171,14 @@ def rotate(
 
     Source: arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm.
     """
+    given: tuple[Any, ...] = (x, weight, table, positions, starts)
+    options = (first, offset, nope_heads, interleaved, backend)
+    if not torch.compiler.is_compiling():
+        # The arguments of a known call were checked by an earlier call.
+        asked = (*given, 0.0 if weight is None else eps, *options)
+        out = _repeat.repeat(ops.ROTATE, asked, ops.ROTATE.count)
+        if out is not NotImplemented:
+            return out
     refuse_tangents("rotate", x, weight, table)
     refuse_gradients("table", table)
     if type(eps) is not float and not _types.is_number(eps):
@@ -180,8 +188,7 @@ def rotate(
         weight, eps = pad_norm(weight, eps, head_dim, x)
         check_dim(table, head_dim)
     given = (x, weight, table, positions, starts)
-    numbers = (eps if weight is not None else 0.0, first, offset, nope_heads)
-    return finish(ops.ROTATE(*given, *numbers, interleaved, backend), head_dim)
+    return finish(ops.ROTATE(*given, 0.0 if weight is None else eps, *options), head_dim)
 
 
 def check_dim(table: torch.Tensor, head_dim: int) -> None:
@@ -385,6 +392,8 @@ def rotation_for(
     channels of NoPE heads are rotated.
 
     Positions are [batch or 1, len] integers, or None for 0, 1, ..., beginning anew at `starts`."""
+    if positions is None and starts is None and nope_dim == 0:
+        return Rotation(shared_table(x.shape[1], x.shape[3], base, x))
     rows = None if positions is None else to_int32(positions).flatten()
     kind: dict[str, Any] = {"base": base, "dtype": _arguments.wide(x.dtype)}
 
