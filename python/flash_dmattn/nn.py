@@ -86,7 +86,8 @@ class DynamicMaskAttention(nn.Module):
             it has to be if window is None or `causal` is False, leaves no key out. A layer with a
             gap has no cache.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
-            they keep the window + recent newest keys. 0 if `causal` is False or window is None.
+            they keep the window + recent newest keys. 0 if `causal` is False or window is None. If
+            all heads slide, dt_proj and A do not require gradients.
         nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), like their query
             heads. Their logits do not depend on distance. 0 if rope_base is None.
         nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
@@ -229,9 +230,8 @@ class DynamicMaskAttention(nn.Module):
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
             self._reset_a()
-            if self.targets_only:
-                self.A.requires_grad_(False)
-                self.dt_proj.requires_grad_(self.sliding_heads < self.kv_heads)
+            self.A.requires_grad_(not (self.targets_only or self._all_slide))
+            self.dt_proj.requires_grad_(not self._all_slide)
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
@@ -252,9 +252,15 @@ class DynamicMaskAttention(nn.Module):
         self.A.fill_(self.initial_a)[: self.sliding_heads] = 0
 
     @property
+    def _all_slide(self) -> bool:
+        return self.sliding_heads == self.kv_heads
+
+    @property
     def a_coef(self) -> torch.Tensor:
         """A with 0 for the sliding heads. Scores are computed from it."""
         heads = self.sliding_heads
+        if self._all_slide:
+            return torch.zeros_like(self.A)
         return nn.functional.pad(self.A[heads:], (heads, 0)) if heads else self.A
 
     @property
@@ -397,7 +403,7 @@ class DynamicMaskAttention(nn.Module):
         check_input("x", x, self.q_proj)
         check_starts(starts, x)
         if heads is None:
-            if self.sliding_heads == self.kv_heads:
+            if self._all_slide:
                 return no_loss(self._score_weights()[0], x.dtype)
             heads = range(self.sliding_heads, self.kv_heads)
         for head in heads:
@@ -512,6 +518,8 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
+        if self._all_slide and self.sink_logit is None:
+            rules["bias_form"] = "none"  # the same bias of all keys, exp(0), has no effect
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
         out: Any = fused.flash_dma_attention(*call, **given)
