@@ -8,13 +8,13 @@ import torch
 
 from . import _arguments, _repeat, _types, ops
 from ._arguments import (
-    DEVICES,
     MaybeTensors,
     Tensors,
     autocast,
     check_probabilities_fit,
     draw_state,
     finish,
+    head_under_autocast,
     kernel_dropout,
     kernel_scale,
     pad_head_dim,
@@ -130,14 +130,6 @@ def _results_of(
     if wanted[1]:
         results += (finish(_probabilities_of(found, *call), None, dropout_p),)
     return results if len(results) > 1 else results[0]
-
-
-def _head_for(query: Any) -> Any:
-    """What calls of flash_dma_attention() are remembered under: under autocast also its dtype."""
-    device = query.device.type if isinstance(query, torch.Tensor) else None
-    if device not in DEVICES or not torch.is_autocast_enabled(device):
-        return flash_dma_attention
-    return flash_dma_attention, torch.get_autocast_dtype(device)
 
 
 def _attend_alone(
@@ -282,7 +274,7 @@ def flash_dma_attention(
             keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap,
             scope, bias_form, deterministic, backend,
         )  # fmt: skip
-        known = (_head_for(query), asked, TENSORS)
+        known = (head_under_autocast(flash_dma_attention, query), asked, TENSORS)
         out = _repeat.repeat(*known)
         if out is not NotImplemented:
             return out

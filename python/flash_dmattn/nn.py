@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Sequence
 import torch
 from torch import nn
 
-from . import _arguments, _types, functional, fused
+from . import _arguments, _types, functional, fused, rotated
 from ._arguments import check_dropout, finish, pad_head_dim
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
-from .rotary import rotate_heads, rotation_for
+from .rotary import is_unhooked, rotate_heads, rotation_for, shared_table
 from .score_targets import no_loss, score_target_loss
 
 if TYPE_CHECKING:
@@ -264,6 +264,12 @@ class DynamicMaskAttention(nn.Module):
         return nn.functional.pad(self.A[heads:], (heads, 0)) if heads else self.A
 
     @property
+    def _bias_form(self) -> str:
+        """If all heads slide, all keys have the same bias, exp(0), which has no effect but beside a
+        sink logit."""
+        return "none" if self._all_slide and self.sink_logit is None else "exp"
+
+    @property
     def _wide_sink_logit(self) -> torch.Tensor | None:
         """The sink logits in float32 (float64 if the layer is)."""
         sink = self.sink_logit
@@ -339,6 +345,12 @@ class DynamicMaskAttention(nn.Module):
         check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
+        call = None
+        if cache is positions is starts is lengths is None and self._takes_rotated():
+            call = self._rotated_call(query, key, value, key_valid)
+            out = rotated.repeat(call)
+            if out is not NotImplemented:
+                return self.o_proj(out.flatten(2))
         if self.rope_base is not None and positions is None:
             if cache is not None:
                 positions = cache.positions(layer, x.shape[1], index)
@@ -347,6 +359,8 @@ class DynamicMaskAttention(nn.Module):
         query, key = self._place(query, key, positions, starts)
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
+            if call is not None:
+                rotated.remember(call)
         else:
             *weights, dt_bias = self._score_weights()
             out = cache.attend(
@@ -489,6 +503,44 @@ class DynamicMaskAttention(nn.Module):
         query = rotation.normalized(query, self.q_norm, self._nope_heads_of(query))
         return query, rotation.normalized(key, self.k_norm, self._nope_heads_of(key))
 
+    def _takes_rotated(self) -> bool:
+        """Whether rotation and attention may be one call: nothing stands between them, or has to
+        see their tensors."""
+        if torch.compiler.is_compiling() or self.rope_base is None or self.window is None:
+            return False
+        norms = (self.q_norm, self.k_norm)
+        return (
+            not (self.keeps_states or self.nope_rotary_dim or (self.training and self.dropout))
+            and self.ranks is self.options is None
+            and all(type(norm) is nn.Identity and is_unhooked(norm) for norm in norms)
+            and type(self).attend is DynamicMaskAttention.attend
+            and "attend" not in vars(self)
+        )
+
+    def _rotated_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_valid: torch.Tensor | None,
+    ) -> rotated.Call:
+        """What _place() and attend() do, as one call."""
+        assert self.rope_base is not None and self.window is not None
+        weights = (*self._bias_weights(),)
+        return rotated.Call(
+            (query, key, value),
+            weights,
+            key_valid,
+            self._wide_sink_logit,
+            shared_table(query.shape[1], self.head_dim, self.rope_base, query),
+            (self._nope_heads_of(query), self.nope_heads),
+            (
+                *(self.window, self.recent, self.sinks, "causal" if self.causal else "global"),
+                *(self._bias_form, self.causal, self.softmax_scale or 0.0, self.softcap, 0.0),
+                *(self.gap or 0.0, False, None),
+            ),
+        )
+
     def attend(
         self,
         query: torch.Tensor,
@@ -518,8 +570,7 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
-        if self._all_slide and self.sink_logit is None:
-            rules["bias_form"] = "none"  # the same bias of all keys, exp(0), has no effect
+        rules["bias_form"] = self._bias_form
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
         out: Any = fused.flash_dma_attention(*call, **given)

@@ -327,13 +327,18 @@ def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.T
 norms: dict[type, str] = {nn.RMSNorm: "eps"}
 
 
+def is_unhooked(norm: Any) -> bool:
+    """False if something may change what a module does."""
+    if "forward" in vars(norm) or _has_any_global_hook():
+        return False
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks)
+    return not (any(hooks) or norm._backward_hooks or norm._backward_pre_hooks)
+
+
 def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] | None:
     """The weight and eps of a norm that rotate() can compute; None if the norm has to be called,
     because it is of another kind, or because hooks may change what it does."""
-    if type(norm) not in norms or "forward" in vars(norm) or _has_any_global_hook():
-        return None
-    hooks = (norm._forward_hooks, norm._forward_pre_hooks)
-    if any(hooks) or norm._backward_hooks or norm._backward_pre_hooks:
+    if type(norm) not in norms or not is_unhooked(norm):
         return None
     weight, eps = norm.weight, getattr(norm, norms[type(norm)])
     fits = weight is not None and eps is not None and weight.shape == x.shape[3:]

@@ -11,6 +11,7 @@
 #include "cuda/score/score.cuh"
 
 static constexpr int arrange_threads = 256;
+static constexpr int split_warps = 8; // at least, of a thread block that splits weights
 
 template <typename T>
 __device__ static float load_weight(const score_params &params, int g, int channel) {
@@ -569,7 +570,11 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
     params.key_warps = (int32_t)divide_up(each, divide_up(each, config::most_warps));
     while (!plan_shared<config>(&params, device->shared_bytes))
         params.key_warps /= 2;
-    const int warps = params.is_resident ? params.key_warps : config::most_warps;
+    const bool is_arranged = params.weights != params.dt_proj;
+    params.is_split = is_arranged && params.is_resident && params.scales == NULL;
+    const int least_warps = params.is_split ? min(split_warps, config::most_warps) : 1;
+    const int warps =
+        params.is_resident ? max(params.key_warps, least_warps) : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
     const launch_shape score = {dim3((unsigned)min(blocks, device->multiprocessors)),
@@ -577,8 +582,6 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
                                 (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
                                     (size_t)params.key_warps * params.stages * config::stage_bytes,
                                 start_early};
-    const bool is_arranged = params.weights != params.dt_proj;
-    params.is_split = is_arranged && params.is_resident && params.scales == NULL;
     if (is_arranged && !params.is_split)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
     return launch("score", score_keys<config>, score, problem, params);
