@@ -83,7 +83,7 @@ def compiled_model(mode: str, model: Model) -> Any:
         return compiled(mode, model)
     for block in model.blocks:
         block.compile(dynamic=False, **COMPILERS[mode])
-    setattr(model, "piece_loss", compiled(mode, model.piece_loss))
+    vars(model)["piece_loss"] = compiled(mode, model.piece_loss)
     return model
 
 

@@ -658,8 +658,7 @@ def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) ->
 
 
 def head_under_autocast(head: Any, tensor: Any) -> Any:
-    """What direct calls are remembered under, if a tensor may be cast: under autocast also its
-    dtype."""
+    """The head of direct calls whose tensors may be cast. Under autocast it has the dtype."""
     device = tensor.device.type if isinstance(tensor, torch.Tensor) else None
     if device not in DEVICES or not torch.is_autocast_enabled(device):
         return head

@@ -248,8 +248,8 @@ def begin(operator: Operator, arguments: tuple[Any, ...], count: int, known: Kno
 
 
 def can_be_direct(given: Given, fixed: Given, options: tuple[Any, ...]) -> bool:
-    """False if the dispatcher has to make a call with the tensors `given`, of which it does not
-    write to `fixed`."""
+    """False if the dispatcher has to make a call with the tensors `given`. The call does not write
+    to `fixed`, some of them."""
     if any(map(_call.is_spaced, fixed)):  # they are copied first
         return False
     if len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice

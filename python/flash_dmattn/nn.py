@@ -504,8 +504,8 @@ class DynamicMaskAttention(nn.Module):
         return query, rotation.normalized(key, self.k_norm, self._nope_heads_of(key))
 
     def _takes_rotated(self) -> bool:
-        """Whether rotation and attention may be one call: nothing stands between them, or has to
-        see their tensors."""
+        """True if rotation and attention may be one call, because nothing stands between them or
+        has to see their tensors."""
         if torch.compiler.is_compiling() or self.rope_base is None or self.window is None:
             return False
         norms = (self.q_norm, self.k_norm)
@@ -524,7 +524,7 @@ class DynamicMaskAttention(nn.Module):
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
     ) -> rotated.Call:
-        """What _place() and attend() do, as one call."""
+        """_place() and attend() as one call."""
         assert self.rope_base is not None and self.window is not None
         weights = (*self._bias_weights(),)
         return rotated.Call(
@@ -570,9 +570,9 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         *weights, dt_bias = self._bias_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
-        rules["bias_form"] = self._bias_form
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
+        given["bias_form"] = self._bias_form
         out: Any = fused.flash_dma_attention(*call, **given)
         return out
 

@@ -52,7 +52,7 @@ class Rotation(NamedTuple):
         return links
 
     def undo(self, gradients: Tensors, table: torch.Tensor) -> Tensors:
-        """The gradients of backward with those of queries and keys, the first two, rotated back."""
+        """Rotates the first two gradients, which queries and keys have, back."""
         rest = (0.0, 0, 0)
         pairs = zip(gradients, self.nope_heads)
         given: tuple[Any, ...] = (None, None, table, None, None, *rest)

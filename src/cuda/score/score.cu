@@ -573,8 +573,7 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
     const bool is_arranged = params.weights != params.dt_proj;
     params.is_split = is_arranged && params.is_resident && params.scales == NULL;
     const int least_warps = params.is_split ? min(split_warps, config::most_warps) : 1;
-    const int warps =
-        params.is_resident ? max(params.key_warps, least_warps) : config::most_warps;
+    const int warps = params.is_resident ? max(params.key_warps, least_warps) : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
     const launch_shape score = {dim3((unsigned)min(blocks, device->multiprocessors)),

@@ -129,7 +129,7 @@ __device__ static uint32_t number_at_end(const select_call &call, const key_numb
 
 /* A key that leaves the selection by score at position by_score leaves recent valid keys later. */
 struct moved_key {
-    uint32_t number, arriving; // its number, and that of the key that arrives as it leaves
+    uint32_t number, arriving; // its number, and the number of the key that arrives as it leaves
     bool leaves;               // before its sequence ends
 };
 
@@ -163,8 +163,7 @@ static __global__ void __launch_bounds__(move_threads)
     if (j >= call.kv_len || segment >= segments)
         return;
     const select_segment here = segment_of(call, (uint32_t)segment);
-    const moved_key key =
-        move_expiry(call, rules, (uint32_t)segment, j, (uint32_t)here.expiry[j]);
+    const moved_key key = move_expiry(call, rules, (uint32_t)segment, j, (uint32_t)here.expiry[j]);
     if (key.leaves && here.slot != NULL)
         parent[segment * call.kv_len + key.arriving] = key.number;
 }
@@ -396,9 +395,8 @@ __device__ static void move_in_block(const select_call &call, const slot_chains 
 #pragma unroll 1
     for (int r = 0; r < chain_items; r++) {
         const uint32_t j = r * chain_threads + threadIdx.x;
-        const moved_key key = j < call.kv_len
-                                  ? move_expiry(call, rules, blockIdx.x, j, by_score[0])
-                                  : moved_key{};
+        const moved_key key =
+            j < call.kv_len ? move_expiry(call, rules, blockIdx.x, j, by_score[0]) : moved_key{};
         if (key.leaves)
             shared.root[key.arriving] = key.number;
 #pragma unroll
