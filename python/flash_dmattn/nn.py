@@ -506,7 +506,9 @@ class DynamicMaskAttention(nn.Module):
     def _takes_rotated(self) -> bool:
         """True if rotation and attention may be one call, because nothing stands between them or
         has to see their tensors."""
-        if torch.compiler.is_compiling() or self.rope_base is None or self.window is None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        if self.rope_base is None or self.window is None:
             return False
         norms = (self.q_norm, self.k_norm)
         return (
