@@ -170,8 +170,8 @@ Cases:
              sequence. A time includes the host's; steps of less than 16384 tokens are timed in
              groups. MODE:
     eager      as it is
-    compiled   the model in torch.compile()
-    graphs     the same with mode="reduce-overhead"
+    compiled   each layer and the loss in torch.compile()
+    graphs     the model in torch.compile() with mode="reduce-overhead"
   decoding   decoding/bBATCH/LAYOUT/nCONTEXT/wWINDOWrRECENT: a step of a layer for one token of each
              sequence, the CONTEXT-th one, with bfloat16 weights: projections, rotary embedding, the
              update of the cache, attention and the output projection. A pass has a step of each of

@@ -76,6 +76,17 @@ def compiled(mode: str, call: Any) -> Any:
     return call if mode == "eager" else torch.compile(call, dynamic=False, **COMPILERS[mode])
 
 
+def compiled_model(mode: str, model: Model) -> Any:
+    """In mode "compiled" one graph serves all layers, and one all pieces of the loss, as a graph of
+    the whole model takes a minute to compile. Where CUDA graphs are captured there is one graph."""
+    if mode != "compiled":
+        return compiled(mode, model)
+    for block in model.blocks:
+        block.compile(dynamic=False, **COMPILERS[mode])
+    vars(model)["piece_loss"] = compiled(mode, model.piece_loss)
+    return model
+
+
 # ---- the peers of a training step ----
 
 
@@ -185,7 +196,7 @@ class Trainer:
             model = Model(case.sizes, case.layout, make, variant.rotary)
         initialise(model, seed=0)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.loss = compiled(case.mode, model)
+        self.loss = compiled_model(case.mode, model)
         shape = (2, case.batch, case.length)
         generator = torch.Generator(device).manual_seed(case.length)
         given: dict[str, Any] = {"device": device, "generator": generator}

@@ -657,6 +657,14 @@ def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) ->
     )
 
 
+def head_under_autocast(head: Any, tensor: Any) -> Any:
+    """The head of direct calls whose tensors may be cast. Under autocast it has the dtype."""
+    device = tensor.device.type if isinstance(tensor, torch.Tensor) else None
+    if device not in DEVICES or not torch.is_autocast_enabled(device):
+        return head
+    return head, torch.get_autocast_dtype(device)
+
+
 def check_no_bool(name: str, number: float | None) -> None:
     """Refuse a bool in place of a number: the call has another order of arguments."""
     if isinstance(number, bool):

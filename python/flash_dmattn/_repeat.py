@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import warnings
 from importlib.machinery import ExtensionFileLoader
-from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -37,7 +37,7 @@ from ._call import GUARDS, allocators, device_function, stream_function
 if TYPE_CHECKING:
     from .ops import Operator
 
-INTERFACE = 6  # version of the interface between _native and this file
+INTERFACE = 7  # version of the interface between _native and this file
 NAME, FILE = f"{__package__}._native", "_native.abi3.so"
 MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
@@ -147,10 +147,22 @@ class Record(NamedTuple):
     sources: list[int | str | None]
     results: list[int]  # indices of the backward operator's results that exist
     gradients: list[int | None]  # for each given input, the index of its gradient in `results`
+    rotation: Any = None  # of queries and keys before the call: see rotated.py
+
+
+class Link(NamedTuple):
+    """Another C call that a direct call makes before or after its own. Tensors have the numbers of
+    the direct call: inputs first, then outputs."""
+
+    prepared: _call.Prepared
+    inputs: tuple[int, ...]
+    output: int
 
 
 class DirectCall:
-    """A call for tensors of one layout, in one state of PyTorch, with its guard."""
+    """A call for tensors of one layout, in one state of PyTorch, with its guard.
+
+    The outputs of `before`, in its order, come after all others."""
 
     def __init__(
         self,
@@ -160,12 +172,15 @@ class DirectCall:
         count: int,
         record: Record | None = None,
         sources: Sources | None = None,
+        before: Sequence[Link] = (),
+        after: Sequence[Link] = (),
     ) -> None:
         self.inputs = inputs  # indices of the tensors that are given
         self.prepared = prepared
         self.guard = make_guard(given).check
         self.alignments = alignments_of(given)
         self.record = record
+        self.before, self.after = before, after
         sources = [(at, 0) for at in range(len(given))] if sources is None else sources
         self.native = make_native(self, count, sources)
 
@@ -232,6 +247,26 @@ def begin(operator: Operator, arguments: tuple[Any, ...], count: int, known: Kno
     return NotImplemented if call is None else make_first(call, known)
 
 
+def can_be_direct(given: Given, fixed: Given, options: tuple[Any, ...]) -> bool:
+    """False if the dispatcher has to make a call with the tensors `given`. The call does not write
+    to `fixed`, some of them."""
+    if any(map(_call.is_spaced, fixed)):  # they are copied first
+        return False
+    if len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
+        return False
+    fits = all(type(x) in OPTION_TYPES for x in options) and all(map(is_plain, given))
+    return fits and is_plain_state() and has_guards()
+
+
+def needs_gradients(given: Given) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def can_record() -> bool:
+    """Hooks for saved tensors, which checkpointing sets, have to see the saved tensors."""
+    return saved_hooks is not None and not saved_hooks(False)
+
+
 def plan(
     operator: Operator, arguments: tuple[Any, ...], results: tuple[str, ...]
 ) -> DirectCall | None:
@@ -241,20 +276,12 @@ def plan(
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
     given = [tensors[at] for at in inputs]
     names = operator.operation.tensors
-    is_copied = any(
-        _call.is_spaced(tensors[at]) and names[at] not in operator.operation.mutated
-        for at in inputs
-    )
-    if is_copied or len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
+    fixed = [tensors[at] for at in inputs if names[at] not in operator.operation.mutated]
+    if not can_be_direct(given, fixed, (*options, backend)):
         return None
-    fits = all(type(x) in OPTION_TYPES for x in (*options, backend)) and all(map(is_plain, given))
-    if not fits or not is_plain_state() or not has_guards():
-        return None
-    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     operation, record = operator.operation.with_results(results), None
-    if needs_gradients:
-        # Hooks for saved tensors, which checkpointing sets, have to see the saved tensors.
-        if operator.plan_record is None or saved_hooks is None or saved_hooks(False):
+    if needs_gradients(given):
+        if operator.plan_record is None or not can_record():
             return None
         operation, record = operator.plan_record(arguments, len(results))
     prepared, _ = _call.find(operation, tensors, options, backend)
@@ -301,7 +328,7 @@ def can_repeat(operator: Operator, arguments: tuple[Any, ...]) -> bool:
         operator.is_one_call
         and not NATIVE.is_watched()
         and all(type(x) in PLAIN_TYPES for x in given)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+        and not needs_gradients(given)
     )
 
 
@@ -321,14 +348,26 @@ def remember_operator(
             remember(known, call)
 
 
+def address(words: _call.Words, at: int) -> int:
+    return ctypes.addressof(words) + 8 * at
+
+
+def step_of(prepared: _call.Prepared) -> tuple[Any, ...]:
+    """The C call of a Prepared, as Call takes it."""
+    on_device = prepared.index >= 0
+    return (
+        ctypes.cast(prepared.function, ctypes.c_void_p).value,
+        ctypes.addressof(prepared.args),
+        functools.partial(_call.check, operation=prepared.operation),
+        address(prepared.args_words, prepared.stream_at) if on_device else 0,
+        ctypes.addressof(prepared.trusted) if on_device else 0,
+    )
+
+
 def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
     """The Call of _native that makes a call as Prepared.run() does and returns the first `count`
-    results. `sources` says where it finds the address of each input."""
+    results. `sources` says where it finds the address of each input of its own C call."""
     prepared, record = call.prepared, call.record
-
-    def address(words: _call.Words, at: int) -> int:
-        return ctypes.addressof(words) + 8 * at
-
     inputs = len(call.inputs)
     targets = [(address(*word), *source) for word, source in zip(prepared.inputs, sources)]
     outputs = []
@@ -339,21 +378,25 @@ def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
         word = address(prepared.args_words, prepared.workspace_at)
         targets.append((word, inputs + len(outputs), 0))
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
+    for link in (*call.before, *call.after):
+        assert not link.prepared.allocates_workspace
+        ((shape, stride, dtype, own),) = link.prepared.outputs
+        pairs = zip(link.prepared.inputs, link.inputs)
+        targets += [(address(*word), number, 0) for word, number in pairs]
+        targets += [(address(words, at), link.output, 0) for words, at, _ in own]
+        if link in call.before:
+            outputs.append(((shape, stride, dtype), False))
     index = prepared.index
-    device: tuple[Any, ...] = (None, None, None, 0, 0)
-    if index >= 0:
-        stream_word = address(prepared.args_words, prepared.stream_at)
-        trusted = ctypes.addressof(prepared.trusted)
-        device = (index, device_function(), stream_function(), stream_word, trusted)
+    on_device = (index, device_function(), stream_function())
+    made = [link.prepared for link in call.before]
+    made += [prepared, *(link.prepared for link in call.after)]
     return NATIVE.Call(
-        prepared,
-        ctypes.cast(prepared.function, ctypes.c_void_p).value,
-        ctypes.addressof(prepared.args),
+        made,
+        tuple(map(step_of, made)),
         call.guard,
         None if record is None else record.apply,
-        functools.partial(_call.check, operation=prepared.operation),
         allocators(index),
-        device,
+        on_device if index >= 0 else (None, None, None),
         (torch.Tensor.data_ptr, DATA_PTR, *PLAIN_TYPES),
         tuple(zip(call.inputs, call.alignments)),
         tuple(outputs),
@@ -391,7 +434,8 @@ def call_backward(
         if results is not NotImplemented:
             return results if len(record.results) > 1 else (results,)
     found = record.backward.dispatch(*arguments)
-    return tuple(found[at] for at in record.results)
+    results = tuple(found[at] for at in record.results)
+    return results if record.rotation is None else record.rotation.undo(results, kept[0])
 
 
 def begin_backward(
@@ -412,7 +456,12 @@ def begin_backward(
             sources.append((count - 1, call.prepared.bundled[at][0]))
         elif at is not None:
             sources.append((count - kept + at, 0))
-    again = DirectCall([*range(count)], [*given], planned.prepared, len(names), None, sources)
+    after: Sequence[Link] = ()
+    if record.rotation is not None:
+        table = count - kept
+        after = record.rotation.plan_undo(planned.prepared, given[table], table, count)
+    inputs, own = [*range(count)], planned.prepared
+    again = DirectCall(inputs, [*given], own, len(names), None, sources, after=after)
     return make_first(again, (call, given, count))
 
 

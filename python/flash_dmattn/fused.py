@@ -8,13 +8,13 @@ import torch
 
 from . import _arguments, _repeat, _types, ops
 from ._arguments import (
-    DEVICES,
     MaybeTensors,
     Tensors,
     autocast,
     check_probabilities_fit,
     draw_state,
     finish,
+    head_under_autocast,
     kernel_dropout,
     kernel_scale,
     pad_head_dim,
@@ -136,20 +136,17 @@ def _attend_alone(
     known: tuple[Any, ...] | None,
     tensors: tuple[Any, ...],
     settings: tuple[Any, ...],
-    head_dim: int | None,
 ) -> torch.Tensor:
     """out, without the other results if neither the caller nor autograd needs them. A direct call
     is remembered under `known`, the arguments of flash_dma_attention(). If these are not the
-    operator's tensors, or `known` is None, it is remembered under the operator's arguments.
-    `head_dim`, from pad_head_dim(), is not None if tensors were padded."""
+    operator's tensors, because some were cast or padded, or `known` is None, it is remembered under
+    the operator's arguments."""
     if not torch.compiler.is_compiling():
         arguments = (*tensors, *settings)
         out = _repeat.repeat(_attend_alone, arguments, ops.FUSED.count)
         if out is NotImplemented:
             ops.FUSED.check_types(arguments)
-            device = tensors[0].device.type
-            is_cast = device not in DEVICES or torch.is_autocast_enabled(device)
-            if known is None or head_dim is not None or is_cast:
+            if known is None or any(x is not y for x, y in zip(tensors, known[1][:TENSORS])):
                 known = (_attend_alone, arguments, ops.FUSED.count)
             out = _repeat.begin(ops.FUSED, arguments, 1, known)
         if out is not NotImplemented:
@@ -277,10 +274,10 @@ def flash_dma_attention(
             keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap,
             scope, bias_form, deterministic, backend,
         )  # fmt: skip
-        out = _repeat.repeat(flash_dma_attention, asked, TENSORS)
+        known = (head_under_autocast(flash_dma_attention, query), asked, TENSORS)
+        out = _repeat.repeat(*known)
         if out is not NotImplemented:
             return out
-        known = (flash_dma_attention, asked, TENSORS)
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors, head_dim = _padded(autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
@@ -293,7 +290,7 @@ def flash_dma_attention(
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not (return_lse or return_attn_probs):
-        found = (_attend_alone(known, (*tensors, *given), settings, head_dim),)
+        found = (_attend_alone(known, (*tensors, *given), settings),)
     else:
         found = ops.FUSED(*tensors, *given, *settings)
     call = (tensors, given, bias_form, (*rules, scope, *numbers, backend))

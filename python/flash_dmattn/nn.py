@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Sequence
 import torch
 from torch import nn
 
-from . import _arguments, _types, functional, fused
+from . import _arguments, _types, functional, fused, rotated
 from ._arguments import check_dropout, finish, pad_head_dim
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
 from .options import DynamicMaskOptions
-from .rotary import rotate_heads, rotation_for
+from .rotary import is_unhooked, rotate_heads, rotation_for, shared_table
 from .score_targets import no_loss, score_target_loss
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class DynamicMaskAttention(nn.Module):
             it has to be if window is None or `causal` is False, leaves no key out. A layer with a
             gap has no cache.
         sliding_heads: kv heads, the first ones, that learn no scores: their A counts as 0, so that
-            they keep the window + recent newest keys. 0 if `causal` is False or window is None.
+            they keep the window + recent newest keys. 0 if `causal` is False or window is None. If
+            all heads slide, dt_proj and A do not require gradients.
         nope_heads: kv heads, the last ones, that have no rotary embedding (NoPE), like their query
             heads. Their logits do not depend on distance. 0 if rope_base is None.
         nope_rotary_dim: channels of NoPE heads that are rotated nevertheless, the first ones, with
@@ -229,9 +230,8 @@ class DynamicMaskAttention(nn.Module):
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
             self._reset_a()
-            if self.targets_only:
-                self.A.requires_grad_(False)
-                self.dt_proj.requires_grad_(self.sliding_heads < self.kv_heads)
+            self.A.requires_grad_(not (self.targets_only or self._all_slide))
+            self.dt_proj.requires_grad_(not self._all_slide)
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
@@ -252,10 +252,22 @@ class DynamicMaskAttention(nn.Module):
         self.A.fill_(self.initial_a)[: self.sliding_heads] = 0
 
     @property
+    def _all_slide(self) -> bool:
+        return self.sliding_heads == self.kv_heads
+
+    @property
     def a_coef(self) -> torch.Tensor:
         """A with 0 for the sliding heads. Scores are computed from it."""
         heads = self.sliding_heads
+        if self._all_slide:
+            return torch.zeros_like(self.A)
         return nn.functional.pad(self.A[heads:], (heads, 0)) if heads else self.A
+
+    @property
+    def _bias_form(self) -> str:
+        """If all heads slide, all keys have the same bias, exp(0), which has no effect but beside a
+        sink logit."""
+        return "none" if self._all_slide and self.sink_logit is None else "exp"
 
     @property
     def _wide_sink_logit(self) -> torch.Tensor | None:
@@ -333,6 +345,12 @@ class DynamicMaskAttention(nn.Module):
         check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
+        call = None
+        if cache is positions is starts is lengths is None and self._takes_rotated():
+            call = self._rotated_call(query, key, value, key_valid)
+            out = rotated.repeat(call)
+            if out is not NotImplemented:
+                return self.o_proj(out.flatten(2))
         if self.rope_base is not None and positions is None:
             if cache is not None:
                 positions = cache.positions(layer, x.shape[1], index)
@@ -341,6 +359,8 @@ class DynamicMaskAttention(nn.Module):
         query, key = self._place(query, key, positions, starts)
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts, lengths)
+            if call is not None:
+                rotated.remember(call)
         else:
             *weights, dt_bias = self._score_weights()
             out = cache.attend(
@@ -397,7 +417,7 @@ class DynamicMaskAttention(nn.Module):
         check_input("x", x, self.q_proj)
         check_starts(starts, x)
         if heads is None:
-            if self.sliding_heads == self.kv_heads:
+            if self._all_slide:
                 return no_loss(self._score_weights()[0], x.dtype)
             heads = range(self.sliding_heads, self.kv_heads)
         for head in heads:
@@ -483,6 +503,46 @@ class DynamicMaskAttention(nn.Module):
         query = rotation.normalized(query, self.q_norm, self._nope_heads_of(query))
         return query, rotation.normalized(key, self.k_norm, self._nope_heads_of(key))
 
+    def _takes_rotated(self) -> bool:
+        """True if rotation and attention may be one call, because nothing stands between them or
+        has to see their tensors."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        if self.rope_base is None or self.window is None:
+            return False
+        norms = (self.q_norm, self.k_norm)
+        return (
+            not (self.keeps_states or self.nope_rotary_dim or (self.training and self.dropout))
+            and self.ranks is self.options is None
+            and all(type(norm) is nn.Identity and is_unhooked(norm) for norm in norms)
+            and type(self).attend is DynamicMaskAttention.attend
+            and "attend" not in vars(self)
+        )
+
+    def _rotated_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_valid: torch.Tensor | None,
+    ) -> rotated.Call:
+        """_place() and attend() as one call."""
+        assert self.rope_base is not None and self.window is not None
+        weights = (*self._bias_weights(),)
+        return rotated.Call(
+            (query, key, value),
+            weights,
+            key_valid,
+            self._wide_sink_logit,
+            shared_table(query.shape[1], self.head_dim, self.rope_base, query),
+            (self._nope_heads_of(query), self.nope_heads),
+            (
+                *(self.window, self.recent, self.sinks, "causal" if self.causal else "global"),
+                *(self._bias_form, self.causal, self.softmax_scale or 0.0, self.softcap, 0.0),
+                *(self.gap or 0.0, False, None),
+            ),
+        )
+
     def attend(
         self,
         query: torch.Tensor,
@@ -514,6 +574,7 @@ class DynamicMaskAttention(nn.Module):
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
+        given["bias_form"] = self._bias_form
         out: Any = fused.flash_dma_attention(*call, **given)
         return out
 

@@ -171,6 +171,14 @@ def rotate(
 
     Source: arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm.
     """
+    given: tuple[Any, ...] = (x, weight, table, positions, starts)
+    options = (first, offset, nope_heads, interleaved, backend)
+    if not torch.compiler.is_compiling():
+        # The arguments of a known call were checked by an earlier call.
+        asked = (*given, 0.0 if weight is None else eps, *options)
+        out = _repeat.repeat(ops.ROTATE, asked, ops.ROTATE.count)
+        if out is not NotImplemented:
+            return out
     refuse_tangents("rotate", x, weight, table)
     refuse_gradients("table", table)
     if type(eps) is not float and not _types.is_number(eps):
@@ -180,8 +188,7 @@ def rotate(
         weight, eps = pad_norm(weight, eps, head_dim, x)
         check_dim(table, head_dim)
     given = (x, weight, table, positions, starts)
-    numbers = (eps if weight is not None else 0.0, first, offset, nope_heads)
-    return finish(ops.ROTATE(*given, *numbers, interleaved, backend), head_dim)
+    return finish(ops.ROTATE(*given, 0.0 if weight is None else eps, *options), head_dim)
 
 
 def check_dim(table: torch.Tensor, head_dim: int) -> None:
@@ -320,13 +327,18 @@ def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.T
 norms: dict[type, str] = {nn.RMSNorm: "eps"}
 
 
+def is_unhooked(norm: Any) -> bool:
+    """False if something may change what a module does."""
+    if "forward" in vars(norm) or _has_any_global_hook():
+        return False
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks)
+    return not (any(hooks) or norm._backward_hooks or norm._backward_pre_hooks)
+
+
 def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] | None:
     """The weight and eps of a norm that rotate() can compute; None if the norm has to be called,
     because it is of another kind, or because hooks may change what it does."""
-    if type(norm) not in norms or "forward" in vars(norm) or _has_any_global_hook():
-        return None
-    hooks = (norm._forward_hooks, norm._forward_pre_hooks)
-    if any(hooks) or norm._backward_hooks or norm._backward_pre_hooks:
+    if type(norm) not in norms or not is_unhooked(norm):
         return None
     weight, eps = norm.weight, getattr(norm, norms[type(norm)])
     fits = weight is not None and eps is not None and weight.shape == x.shape[3:]
@@ -385,6 +397,8 @@ def rotation_for(
     channels of NoPE heads are rotated.
 
     Positions are [batch or 1, len] integers, or None for 0, 1, ..., beginning anew at `starts`."""
+    if positions is None and starts is None and nope_dim == 0:
+        return Rotation(shared_table(x.shape[1], x.shape[3], base, x))
     rows = None if positions is None else to_int32(positions).flatten()
     kind: dict[str, Any] = {"base": base, "dtype": _arguments.wide(x.dtype)}
 

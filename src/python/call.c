@@ -51,36 +51,48 @@ static int parse_targets(call *self, PyObject *targets) {
     return self->target_count < 0 ? -1 : 0;
 }
 
-/* (prepared, function, args, guard, apply, fail, (allocate, elsewhere), (device, current, stream,
- * stream_word, trusted), (data_ptr, read_address, tensor_type, parameter_type), inputs, outputs,
- * targets, return_count, kept): see make_native() of _repeat.py. */
+static int parse_steps(call *self, PyObject *steps) {
+    self->step_count = size_of(steps, STEPS_MAX, "steps");
+    for (Py_ssize_t index = 0; index < self->step_count; index++) {
+        step *one = &self->steps[index];
+        unsigned long long function, args, stream_word, trusted;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(steps, index), "KKOKK", &function, &args, &one->fail,
+                              &stream_word, &trusted))
+            return -1;
+        /* fdma_status is an int, and all argument structs are passed by address. */
+        one->function = (library_function *)(uintptr_t)function;
+        one->args = pointer_of(args);
+        one->stream_word = pointer_of(stream_word);
+        one->trusted = pointer_of(trusted);
+    }
+    return self->step_count < 0 ? -1 : 0;
+}
+
+/* (prepared, steps, guard, apply, (allocate, elsewhere), (device, current, stream), (data_ptr,
+ * read_address, tensor_type, parameter_type), inputs, outputs, targets, return_count, kept), with a
+ * step of (function, args, fail, stream_word, trusted): see make_native() of _repeat.py. */
 static PyObject *new_call(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    PyObject *inputs, *outputs, *targets, *prepared;
-    unsigned long long function, struct_address, stream_word, trusted, read_address;
+    PyObject *inputs, *outputs, *targets, *steps, *prepared;
+    unsigned long long read_address;
     (void)keywords;
     call *self = (call *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
     Py_INCREF(args);
     self->plan = args;
-    if (!PyArg_ParseTuple(args, "OKKOOO(OO)(OOOKK)(OKOO)O!O!O!nO!", &prepared, &function,
-                          &struct_address, &self->guard, &self->apply, &self->fail, &self->allocate,
-                          &self->elsewhere, &self->device, &self->current, &self->stream,
-                          &stream_word, &trusted, &self->data_ptr, &read_address,
-                          &self->tensor_type, &self->parameter_type, &PyTuple_Type, &inputs,
-                          &PyTuple_Type, &outputs, &PyTuple_Type, &targets, &self->return_count,
-                          &PyTuple_Type, &self->kept) ||
+    if (!PyArg_ParseTuple(args, "OO!OO(OO)(OOO)(OKOO)O!O!O!nO!", &prepared, &PyTuple_Type, &steps,
+                          &self->guard, &self->apply, &self->allocate, &self->elsewhere,
+                          &self->device, &self->current, &self->stream, &self->data_ptr,
+                          &read_address, &self->tensor_type, &self->parameter_type, &PyTuple_Type,
+                          &inputs, &PyTuple_Type, &outputs, &PyTuple_Type, &targets,
+                          &self->return_count, &PyTuple_Type, &self->kept) ||
         parse_tensors(self, inputs, outputs) < 0 || parse_targets(self, targets) < 0 ||
+        parse_steps(self, steps) < 0 ||
         (self->is_nested = PyUnicode_InternFromString("is_nested")) == NULL) {
         Py_DECREF(self);
         return NULL;
     }
-    /* fdma_status is an int, and all argument structs are passed by address. */
-    self->function = (library_function *)(uintptr_t)function;
     self->read_address = (void *(*)(PyObject *))(uintptr_t)read_address;
-    self->args = pointer_of(struct_address);
-    self->stream_word = pointer_of(stream_word);
-    self->trusted = pointer_of(trusted);
     return (PyObject *)self;
 }
 
@@ -228,18 +240,22 @@ PyObject *run(const call *self, uint64_t addresses[TENSORS_MAX]) {
         const target *one = &self->targets[index];
         *one->word = addresses[one->tensor] + one->offset;
     }
-    if (self->stream_word != NULL)
-        *self->stream_word = stream;
-    if (self->trusted != NULL)
-        *self->trusted = is_current;
-    int status;
+    int status = 0;
+    Py_ssize_t taken = 0;
+    for (Py_ssize_t index = 0; index < self->step_count; index++) {
+        if (self->steps[index].stream_word != NULL)
+            *self->steps[index].stream_word = stream;
+        if (self->steps[index].trusted != NULL)
+            *self->steps[index].trusted = is_current;
+    }
     Py_BEGIN_ALLOW_THREADS;
-    status = self->function(self->args);
+    for (; taken < self->step_count && status == 0; taken++)
+        status = self->steps[taken].function(self->steps[taken].args);
     Py_END_ALLOW_THREADS;
     if (status == 0)
         return outputs;
     Py_DECREF(outputs);
-    PyObject *none = PyObject_CallFunction(self->fail, "i", status);
+    PyObject *none = PyObject_CallFunction(self->steps[taken - 1].fail, "i", status);
     if (none != NULL) {
         Py_DECREF(none);
         PyErr_Format(PyExc_RuntimeError, "the call failed with status %d", status);

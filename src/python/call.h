@@ -8,13 +8,14 @@
 enum {
     INPUTS_MAX = 32,
     OUTPUTS_MAX = 16,
-    TARGETS_MAX = INPUTS_MAX + OUTPUTS_MAX,
+    TARGETS_MAX = 64,
+    STEPS_MAX = 3,
     TENSORS_MAX = INPUTS_MAX + OUTPUTS_MAX,
 };
 
 typedef int library_function(const void *args); /* fdma_status of fdma.h */
 
-/* A word of the argument struct, which gets the address of a tensor plus an offset in bytes.
+/* A word of an argument struct, which gets the address of a tensor plus an offset in bytes.
  * Tensors are numbered inputs first, then outputs. */
 typedef struct target {
     uint64_t *word;
@@ -32,13 +33,22 @@ typedef struct output {
     int is_cleared;
 } output;
 
-/* Other objects are borrowed from `plan`, the arguments that the call was made from. The addresses
- * belong to a Prepared call of _call.py, which is one of these arguments. */
+/* A call of the C library. The addresses belong to a Prepared call of _call.py. */
+typedef struct step {
+    library_function *function;
+    const void *args;
+    PyObject *fail; /* function: raises the error of a status */
+    uint64_t *stream_word;
+    int32_t *trusted; /* fdma_exec.trusted: PyTorch knows each tensor's device, so only the current
+                         device must be compared; NULL on the CPU */
+} step;
+
+/* Other objects are borrowed from `plan`, the arguments that the call was made from. Its Prepared
+ * calls are among these. */
 typedef struct call {
     PyObject_HEAD PyObject *plan;
     PyObject *guard;     /* function: true if tensors have the layout */
     PyObject *apply;     /* of the autograd.Function that records the call, or None */
-    PyObject *fail;      /* function: raises the error of a status */
     PyObject *allocate;  /* function: a new tensor on the current device */
     PyObject *elsewhere; /* the same on the call's device, where it is not the current one */
     PyObject *device;    /* its number, or None for the CPU */
@@ -49,16 +59,12 @@ typedef struct call {
     PyObject *is_nested; /* owned: the name of a tensor's attribute */
     PyObject *tensor_type, *parameter_type;
     void *(*read_address)(PyObject *tensor); /* data_ptr as PyTorch has it in C++, or NULL */
-    uint64_t *stream_word;
-    int32_t *trusted; /* fdma_exec.trusted: PyTorch knows each tensor's device, so only the current
-                         device must be compared; NULL on the CPU */
-    library_function *function;
-    const void *args;
-    Py_ssize_t input_count, output_count, target_count;
+    Py_ssize_t input_count, output_count, target_count, step_count;
     Py_ssize_t return_count; /* of the outputs, the first ones; a workspace ends with the call */
     input inputs[INPUTS_MAX];
     output outputs[OUTPUTS_MAX];
     target targets[TARGETS_MAX];
+    step steps[STEPS_MAX]; /* one after the other */
 } call;
 
 /* The type Call, or NULL with an exception. */

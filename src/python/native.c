@@ -8,7 +8,7 @@
 #include "call.h"
 
 enum {
-    INTERFACE = 6, /* version of the interface with _repeat.py */
+    INTERFACE = 7, /* version of the interface with _repeat.py */
     WATCHERS = 3,
     STATES = 3,
     KEY_ITEMS = 3 + STATES,

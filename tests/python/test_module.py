@@ -84,14 +84,15 @@ def gradients_by_formula(
     dout: torch.Tensor,
     order: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The output, and the gradients of the input and of every parameter, with the channels of the
-    input in another order."""
+    """The output, and the gradients of the input and of every parameter that learns, with the
+    channels of the input in another order."""
     layer, back = copy.deepcopy(layer), order.argsort()
     x = x.detach()[..., order].requires_grad_()
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
         projection.weight = torch.nn.Parameter(projection.weight.detach()[:, order])
     out = by_formula(layer, x, key_valid)
-    names, tensors = zip(("x", x), *layer.named_parameters())
+    learned = [pair for pair in layer.named_parameters() if pair[1].requires_grad]
+    names, tensors = zip(("x", x), *learned)
     found = [out.detach()]
     for name, one in zip(names, torch.autograd.grad(out, tensors, dout.to(out.dtype))):
         has_order = name in ("x", "q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -127,14 +128,15 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_formula(name: str, padded: bool) -> None:
-    """Outputs, and the gradients of the input and of every parameter."""
+    """Outputs, and the gradients of the input and of every parameter that learns."""
     layer, x = make_layer(**LAYERS[name]), make_states().requires_grad_()
     # Key 0 is valid, so that no row is empty.
     key_valid = (torch.arange(LENGTH) % 5 != 3).expand(2, -1) if padded else None
     out = layer(x, key_valid=key_valid)
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator)
-    found = [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+    learned = [one for one in layer.parameters() if one.requires_grad]
+    found = [out.detach(), *torch.autograd.grad(out, [x, *learned], dout)]
     orders = [torch.randperm(HIDDEN, generator=generator) for _ in range(8)]
     exact = gradients_by_formula(
         copy.deepcopy(layer).double(), x.double(), key_valid, dout, orders[0]

@@ -19,28 +19,33 @@ Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 DEVICE = 3  # need not exist: PyTorch's functions for devices are replaced
 
 
-class Fake:
-    """A call of a C function that only reads `words`, and its DirectCall."""
+def broken(*arguments: Any) -> Any:
+    raise KeyError("broken")
 
-    def __init__(self, **changes: Any) -> None:
+
+class Fake:
+    """A call of a C function that only reads `words`, and its DirectCall. It is made `steps` times.
+    All but the last raise KeyError if they fail."""
+
+    def __init__(self, steps: int = 1, fail: Any = None, **changes: Any) -> None:
         self.words = (ctypes.c_uint64 * 8)()
         self.seen: list[list[int]] = []
         self.status, self.current, self.where = 0, DEVICE, ""
+        self.failing = 0  # the number of the call that fails, 0: every one
         self.function = Function(self.look)
         address = ctypes.addressof(self.words)
         at_word = [address + 8 * at for at in range(8)]
         allocators = (self.allocator("current"), self.allocator("elsewhere"))
         current, stream = lambda: self.current, lambda index: 1000 + index  # noqa: E731
-        device = (DEVICE, current, stream, at_word[7], at_word[5])
+        function = ctypes.cast(self.function, ctypes.c_void_p).value
+        fails = [broken] * (steps - 1) + [fail or self.fail]
         plan = {
             "prepared": self,
-            "function": ctypes.cast(self.function, ctypes.c_void_p).value,
-            "args": address,
+            "steps": tuple((function, address, one, at_word[7], at_word[5]) for one in fails),
             "guard": lambda *given: all(x.dtype == torch.float32 for x in given),
             "apply": None,
-            "fail": self.fail,
             "allocators": allocators,
-            "device": device,
+            "device": (DEVICE, current, stream),
             "addresses": (torch.Tensor.data_ptr, _repeat.DATA_PTR, *_repeat.PLAIN_TYPES),
             "inputs": ((0, 0), (2, 0)),
             "outputs": ((((4,), (1,), torch.float32), True), (((64,), (1,), torch.uint8), False)),
@@ -61,7 +66,7 @@ class Fake:
     def look(self, args: int) -> int:
         assert args == ctypes.addressof(self.words)
         self.seen.append(list(self.words))
-        return self.status
+        return self.status if self.failing in (0, len(self.seen)) else 0
 
     def fail(self, status: int) -> None:
         raise ArithmeticError(f"status {status}")
@@ -95,6 +100,19 @@ def test_allocators_of_devices() -> None:
         assert trusted == (where == "current")
 
 
+def test_several_steps() -> None:
+    """They see the same addresses. The one that fails says so, and no later one is made."""
+    fake, one = Fake(steps=3), torch.ones(4)
+    fake.repeat(one, None, one)
+    assert len(fake.seen) == 3 and all(words == fake.seen[0] for words in fake.seen)
+    for failing, error in ((1, KeyError), (2, KeyError), (3, ArithmeticError)):
+        fake = Fake(steps=3)
+        fake.status, fake.failing = 2, failing
+        with pytest.raises(error):
+            fake.repeat(one, None, one)
+        assert len(fake.seen) == failing
+
+
 def test_results() -> None:
     one = torch.ones(4)
     assert Fake(count=0).repeat(one, None, one) is None
@@ -120,14 +138,11 @@ def test_failures_raise() -> None:
         quiet.status = 2
         quiet.repeat(one, None, one)
 
-    def broken(*arguments: Any) -> Any:
-        raise KeyError("broken")
-
     for changes in (
         {"guard": broken},
         {"allocators": (broken, broken)},
-        {"device": (DEVICE, broken, lambda index: 0, 0, 0)},
-        {"device": (DEVICE, lambda: 0, broken, 0, 0)},
+        {"device": (DEVICE, broken, lambda index: 0)},
+        {"device": (DEVICE, lambda: 0, broken)},
         {"addresses": (broken, 0, torch.Tensor, torch.Tensor)},
         {"apply": broken},
     ):
@@ -140,7 +155,7 @@ def test_failures_raise() -> None:
 
 
 def test_plans_are_checked() -> None:
-    with pytest.raises(TypeError, match="14 arguments"):
+    with pytest.raises(TypeError, match="12 arguments"):
         NATIVE.Call(None)
     with pytest.raises(ValueError, match="inputs: are 33, want at most 32"):
         Fake(inputs=((0, 0),) * 33)
@@ -148,6 +163,10 @@ def test_plans_are_checked() -> None:
         Fake(outputs=(((), False),) * 17)
     with pytest.raises(ValueError, match="targets: 4 is the number of no tensor"):
         Fake(targets=((0, 4, 0),))
+    with pytest.raises(ValueError, match="steps: are 4, want at most 3"):
+        Fake(steps=4)
+    with pytest.raises(ValueError, match="targets: are 65, want at most 64"):
+        Fake(targets=((0, 0, 0),) * 65)
     with pytest.raises(TypeError):
         Fake(inputs=((0, 0, 0),))
 

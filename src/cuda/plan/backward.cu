@@ -241,7 +241,7 @@ static constexpr int begin_blocks = 0;
  * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
  * each.
  *
- * It may run while roll_lists makes the lists. One block waits for them at its end, so a kernel
+ * It may run while write_lists makes the lists. One block waits for them at its end, so a kernel
  * that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads, begin_blocks)
@@ -532,7 +532,7 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // roll_lists starts later kernels only after it has waited for the work before this call
+    // write_lists starts later kernels only after it has waited for the work before this call
     const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)

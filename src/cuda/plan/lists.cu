@@ -278,17 +278,12 @@ __device__ static void advance_table(const forward_plan &plan, const head_select
     drop_expired(plan, of, slots, next, shared);
 }
 
-static __global__ void __launch_bounds__(roll_threads, 2)
-    roll_lists(const forward_plan plan, const selection_view selection) {
+/* Makes the lists of one (b, g) from `first` on, one after the other. */
+__device__ static void roll_lists(const forward_plan &plan, const selection_view &selection,
+                                  int64_t head, int32_t first) {
     extern __shared__ __align__(16) uint8_t bytes[];
     __shared__ roll_memory shared;
-    const int64_t head = head_of_block();
-    const int32_t first = blockIdx.x * selection.block_lists;
     const int32_t end = min(first + selection.block_lists, plan.lists);
-    griddepcontrol_wait(); // for the selection
-    griddepcontrol_launch_dependents();
-    if (head >= plan.batch * plan.kv_heads)
-        return;
     const head_selection of = selection_of(plan, selection, head);
     const bool evicted_first = plan.changes != NULL && selection.table_fits;
     int32_t *const lists = plan.list + head * plan.list_head;
@@ -321,10 +316,9 @@ static __global__ void __launch_bounds__(roll_threads, 2)
     }
 }
 
-static constexpr int record_threads = 256;
 static constexpr int count_threads = 256;
 static constexpr int compact_threads = 1024;
-static constexpr int64_t multiprocessor_blocks = 2; // of roll_lists, if there are enough lists
+static constexpr int64_t multiprocessor_blocks = 2; // of roll_lists(), if there are enough lists
 
 __device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
     if (of.bias == NULL)
@@ -347,19 +341,9 @@ __device__ static void list_global_key(const selection_view &selection, const he
         list[entry] = is_valid(of, j) ? j : ~j;
 }
 
-/* Each thread writes the record of one key. If all query blocks share a list, it also writes the
- * key's entry there. Otherwise roll_lists, launched just before, makes the lists while this kernel
- * writes records, and one block waits for it at its end, so a kernel that waits for this one has
- * both. roll_lists has waited for the selection before it let this kernel start. */
-static __global__ void __launch_bounds__(record_threads)
-    write_records(const forward_plan plan, const selection_view selection) {
-    const int64_t head = head_of_block();
-    const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
-    if (plan.list_tile == 0)
-        griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
-        return;
+/* Writes the record of a key and, if all query blocks share a list, its entry there. */
+__device__ static void write_record(const forward_plan &plan, const selection_view &selection,
+                                    int64_t head, int64_t j) {
     const head_selection of = selection_of(plan, selection, head);
     const bool exists = j < of.kv_len;
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
@@ -370,8 +354,6 @@ static __global__ void __launch_bounds__(record_threads)
                       table_entry(selection, of, (int32_t)j) < selection.slots;
     plan.records[(int64_t)head * plan.kv_len + j] =
         fits ? key_record{expiry, bias} : misfit_record(plan, of, (int32_t)j);
-    if (plan.list_tile > 0 && blockIdx.x + blockIdx.y + blockIdx.z == 0)
-        griddepcontrol_wait();
     if (plan.list == NULL || plan.list_tile > 0 || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
@@ -379,6 +361,25 @@ static __global__ void __launch_bounds__(record_threads)
         list[j] = expiry == INT32_MIN ? ~(int32_t)j : (int32_t)j;
     else if (exists && of.expiry[j] == of.kv_len)
         list_global_key(selection, of, list, (int32_t)j);
+}
+
+/* First come roll_blocks thread blocks for each (b, g), which make lists and take longest, then
+ * record_blocks for each, in which a thread writes the record of a key. */
+static __global__ void __launch_bounds__(roll_threads, 2)
+    write_lists(const forward_plan plan, const selection_view selection, uint32_t roll_blocks,
+                uint32_t record_blocks) {
+    const int64_t heads = (int64_t)plan.batch * plan.kv_heads, rolling = heads * roll_blocks;
+    griddepcontrol_wait(); // for the selection
+    griddepcontrol_launch_dependents();
+    if (blockIdx.x < rolling) {
+        const uint32_t first = blockIdx.x % roll_blocks * selection.block_lists;
+        roll_lists(plan, selection, blockIdx.x / roll_blocks, (int32_t)first);
+        return;
+    }
+    const uint32_t block = blockIdx.x - (uint32_t)rolling;
+    const int64_t j = (int64_t)(block % record_blocks) * roll_threads + threadIdx.x;
+    if (j < plan.kv_len)
+        write_record(plan, selection, block / record_blocks, j);
 }
 
 /* The number of keys up to `position`, absent ones included, among the first `count` entries of a
@@ -514,15 +515,13 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
     if (problem->fused.plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
-    if (plan->list_tile > 0)
-        FDMA_TRY(launch("forward", roll_lists,
-                        {grid_of(divide_up(plan->lists, selection.block_lists), heads),
-                         dim3(roll_threads), roll_bytes(*plan, selection), start_early},
-                        problem, *plan, selection));
-    FDMA_TRY(launch("forward", write_records,
-                    {grid_of(divide_up(problem->kv_len, record_threads), heads),
-                     dim3(record_threads), 0, start_early},
-                    problem, *plan, selection));
+    const bool rolls = plan->list_tile > 0;
+    const int64_t roll_blocks = rolls ? divide_up(plan->lists, selection.block_lists) : 0;
+    const int64_t record_blocks = divide_up(problem->kv_len, (int64_t)roll_threads);
+    FDMA_TRY(launch("forward", write_lists,
+                    {dim3((unsigned)(heads * (roll_blocks + record_blocks))), dim3(roll_threads),
+                     rolls ? roll_bytes(*plan, selection) : 0, start_early},
+                    problem, *plan, selection, (uint32_t)roll_blocks, (uint32_t)record_blocks));
     if (plan->entries_before != NULL)
         return launch("forward", compact_kept,
                       {dim3((unsigned)heads), dim3(compact_threads), 0, start_early}, problem,

@@ -11,6 +11,7 @@
 #include "cuda/score/score.cuh"
 
 static constexpr int arrange_threads = 256;
+static constexpr int split_warps = 8; // at least, of a thread block that splits weights
 
 template <typename T>
 __device__ static float load_weight(const score_params &params, int g, int channel) {
@@ -39,6 +40,21 @@ static __global__ void __launch_bounds__(arrange_threads) find_scales(const scor
     params.scales[g] = weight_scale(most);
 }
 
+/* The next limb of each remainder. */
+template <typename T> __device__ static uint4 take_limbs(float (&remainders)[vec_channels]) {
+    alignas(16) T elements[vec_channels];
+    for (int i = 0; i < vec_channels; i++)
+        elements[i] = from_float<T>(take_limb<T>(remainders[i]));
+    return *(const uint4 *)elements;
+}
+
+/* Where the vector from `channel` on is in params.weights. */
+template <typename T>
+__device__ static uint4 *arranged_vec(const score_params &params, int limb, int g, int channel) {
+    T *const weights = (T *)params.weights + limb * params.weight_limb;
+    return (uint4 *)(weights + g * params.weight_row + channel);
+}
+
 /* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
 template <typename T>
 static __global__ void __launch_bounds__(arrange_threads)
@@ -53,13 +69,8 @@ static __global__ void __launch_bounds__(arrange_threads)
     float remainders[vec_channels];
     for (int i = 0; i < vec_channels; i++)
         remainders[i] = load_weight<T>(params, g, channel + i) / scale;
-    for (int limb = 0; limb < params.limbs; limb++) {
-        alignas(16) T elements[vec_channels];
-        for (int i = 0; i < vec_channels; i++)
-            elements[i] = from_float<T>(take_limb<T>(remainders[i]));
-        T *const to = (T *)params.weights + limb * params.weight_limb + g * params.weight_row;
-        *(uint4 *)(to + channel) = *(const uint4 *)elements;
-    }
+    for (int limb = 0; limb < params.limbs; limb++)
+        *arranged_vec<T>(params, limb, g, channel) = take_limbs<T>(remainders);
 }
 
 template <typename T>
@@ -215,6 +226,28 @@ __device__ static void copy_panel(char *panel, const score_params &params, int h
         }
         from += params.weight_limb;
         to += vecs * vec_bytes;
+    }
+}
+
+/* In place of arrange_weights() and copy_panel() where all weights are one panel without divisors.
+ * The first thread block also writes them to params.weights, for score_backward. */
+template <typename config>
+__device__ static __noinline__ void split_panel(char *panel, const score_params &params) {
+    using element = typename config::element;
+    const int vecs = params.panel_steps * config::heads * config::row_vecs;
+    for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
+        const int vec = i % config::row_vecs, row = i / config::row_vecs, g = row % config::heads;
+        const int channel = row / config::heads * config::step_channels + vec * vec_channels;
+        const bool is_there = g < params.kv_heads && channel < params.channels;
+        float remainders[vec_channels] = {};
+        for (int n = 0; n < vec_channels && is_there; n++)
+            remainders[n] = load_weight<element>(params, g, channel + n);
+        for (int limb = 0; limb < params.limbs; limb++) {
+            const uint4 elements = take_limbs<element>(remainders);
+            *(uint4 *)(panel + limb * vecs * vec_bytes + vec_offset<config>(row, vec)) = elements;
+            if (is_there && blockIdx.x == 0)
+                *arranged_vec<element>(params, limb, g, channel) = elements;
+        }
     }
 }
 
@@ -424,7 +457,10 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
-    copy_panel<config>(panel, params, 0, 0);
+    if (params.is_split)
+        split_panel<config>(panel, params);
+    else
+        copy_panel<config>(panel, params, 0, 0);
     if (has_keys(params))
         fill_ring(ring, params);
     else
@@ -527,7 +563,6 @@ template <typename config> static bool plan_shared(score_params *params, int sha
 template <typename config>
 static fdma_status launch_score(const fdma_problem *problem, score_params params) {
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    const bool is_arranged = params.weights != params.dt_proj;
     params.sequence_tiles = (int32_t)divide_up(params.kv_len, mma_keys);
     params.key_tiles = (int32_t)params.batch * params.sequence_tiles;
     params.head_blocks = (int32_t)divide_up(params.kv_heads, config::heads);
@@ -535,7 +570,10 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
     params.key_warps = (int32_t)divide_up(each, divide_up(each, config::most_warps));
     while (!plan_shared<config>(&params, device->shared_bytes))
         params.key_warps /= 2;
-    const int warps = params.is_resident ? params.key_warps : config::most_warps;
+    const bool is_arranged = params.weights != params.dt_proj;
+    params.is_split = is_arranged && params.is_resident && params.scales == NULL;
+    const int least_warps = params.is_split ? min(split_warps, config::most_warps) : 1;
+    const int warps = params.is_resident ? max(params.key_warps, least_warps) : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
     const launch_shape score = {dim3((unsigned)min(blocks, device->multiprocessors)),
@@ -543,7 +581,7 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
                                 (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
                                     (size_t)params.key_warps * params.stages * config::stage_bytes,
                                 start_early};
-    if (is_arranged)
+    if (is_arranged && !params.is_split)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
     return launch("score", score_keys<config>, score, problem, params);
 }

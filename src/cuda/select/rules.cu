@@ -127,7 +127,32 @@ __device__ static uint32_t number_at_end(const select_call &call, const key_numb
     return end < call.kv_len ? number_of(keys, end) : keys.count;
 }
 
-/* Each thread moves the expiry of one key. The expiry of a key that is not valid stays. */
+/* A key that leaves the selection by score at position by_score leaves recent valid keys later. */
+struct moved_key {
+    uint32_t number, arriving; // its number, and the number of the key that arrives as it leaves
+    bool leaves;               // before its sequence ends
+};
+
+/* Moves the expiry by_score of key j. The expiry of a key that is not valid stays. */
+__device__ static moved_key move_expiry(const select_call &call, const rules_space &rules,
+                                        uint32_t segment, uint32_t j, uint32_t by_score) {
+    const select_segment here = segment_of(call, segment);
+    const uint32_t end = call.ranges != NULL ? (uint32_t)call.ranges[j].y : call.kv_len;
+    if ((here.valid != NULL && here.valid[j] == 0) || j >= end) {
+        if (here.slot != NULL)
+            here.slot[j] = -1;
+        return {};
+    }
+    if (by_score == end)
+        return {};
+    const key_numbers keys = find_numbers(call, rules, segment / call.kv_heads);
+    const uint32_t arriving = number_of(keys, by_score) + call.recent;
+    const bool leaves = arriving < number_at_end(call, keys, end);
+    here.expiry[j] = (int32_t)(leaves ? position_of(keys, arriving) : end);
+    return {number_of(keys, j), arriving, leaves};
+}
+
+/* Each thread takes a key. */
 static __global__ void __launch_bounds__(move_threads)
     move_expiries(const select_call call, const rules_space rules, uint32_t segments,
                   uint32_t *parent) {
@@ -138,21 +163,9 @@ static __global__ void __launch_bounds__(move_threads)
     if (j >= call.kv_len || segment >= segments)
         return;
     const select_segment here = segment_of(call, (uint32_t)segment);
-    const uint32_t end = call.ranges != NULL ? (uint32_t)call.ranges[j].y : call.kv_len;
-    if ((here.valid != NULL && here.valid[j] == 0) || j >= end) {
-        if (here.slot != NULL)
-            here.slot[j] = -1;
-        return;
-    }
-    const uint32_t by_score = (uint32_t)here.expiry[j];
-    if (by_score == end)
-        return;
-    const key_numbers keys = find_numbers(call, rules, segment / call.kv_heads);
-    const uint32_t arriving = number_of(keys, by_score) + call.recent;
-    const bool leaves = arriving < number_at_end(call, keys, end);
-    here.expiry[j] = (int32_t)(leaves ? position_of(keys, arriving) : end);
-    if (leaves && here.slot != NULL)
-        parent[segment * call.kv_len + arriving] = number_of(keys, j);
+    const moved_key key = move_expiry(call, rules, (uint32_t)segment, j, (uint32_t)here.expiry[j]);
+    if (key.leaves && here.slot != NULL)
+        parent[segment * call.kv_len + key.arriving] = key.number;
 }
 
 /* ---- the rule `gap` ---- */
@@ -367,6 +380,61 @@ static __global__ void __launch_bounds__(chain_threads)
     }
 }
 
+/* Moves the expiries of a segment that one block takes, and makes shared.root the parents. */
+__device__ static void move_in_block(const select_call &call, const slot_chains &chains,
+                                     const rules_space &rules, root_memory &shared) {
+    const select_segment here = segment_of(call, blockIdx.x);
+    uint32_t by_score[chain_items];
+#pragma unroll
+    for (int r = 0; r < chain_items; r++) {
+        const uint32_t j = r * chain_threads + threadIdx.x;
+        shared.root[j] = j;
+        by_score[r] = j < call.kv_len ? (uint32_t)here.expiry[j] : 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int r = 0; r < chain_items; r++) {
+        const uint32_t j = r * chain_threads + threadIdx.x;
+        const moved_key key =
+            j < call.kv_len ? move_expiry(call, rules, blockIdx.x, j, by_score[0]) : moved_key{};
+        if (key.leaves)
+            shared.root[key.arriving] = key.number;
+#pragma unroll
+        for (int next = 1; next < chain_items; next++)
+            by_score[next - 1] = by_score[next];
+    }
+    __syncthreads();
+}
+
+/* In place of the other kernels where a segment has at most chain_keys keys: a block takes one. The
+ * first key of a chain then has the slot of its own number. */
+template <bool moves>
+static __global__ void __launch_bounds__(chain_threads)
+    hand_down_in_block(const select_call call, const slot_chains chains, const rules_space rules) {
+    root_memory &shared = shared_memory<root_memory>();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (moves)
+        move_in_block(call, chains, rules, shared);
+    const chain_work work = find_work(call, chains);
+    const uint32_t *const parent = chains.space.parent + work.keys;
+    uint32_t root[chain_items]; // entries past the end are their own roots
+#pragma unroll
+    for (int r = 0; r < chain_items; r++) {
+        const uint32_t n = r * chain_threads + threadIdx.x;
+        const bool follows = n < work.end && number_of(call, chains, work, n) >= chains.slots;
+        root[r] = !follows ? n : moves ? shared.root[n] : parent[n];
+    }
+#pragma unroll
+    for (int r = 0; r < chain_items; r++)
+        shared.root[r * chain_threads + threadIdx.x] = root[r];
+    jump_to_roots(shared.root, root, threadIdx.x, chain_threads);
+    const select_segment segment = segment_of(call, work.segment);
+    for (uint32_t n = threadIdx.x; n < work.end; n += chain_threads)
+        segment.slot[chains.position != NULL ? chains.position[work.shared + n] : n] =
+            (int32_t)number_of(call, chains, work, shared.root[n]);
+}
+
 /* Each root follows the roots before it to its slot, all roots of a thread at once. Another thread
  * may already have moved a parent that it reads: then the parent is an earlier key of the same
  * slot, or the slot, and the path is shorter. */
@@ -412,9 +480,19 @@ static __global__ void __launch_bounds__(chain_threads)
             (int32_t)(chains.space.parent[work.keys + chains.space.root[work.keys + n]] & ~is_slot);
 }
 
+template <bool moves>
+static fdma_status launch_in_block(const fdma_problem *problem, const select_call &call,
+                                   const slot_chains &chains, const rules_space &rules) {
+    return launch("select", hand_down_in_block<moves>,
+                  {dim3(chains.segments), dim3(chain_threads), sizeof(root_memory), start_early},
+                  problem, call, chains, rules);
+}
+
 fdma_status fdma_cuda_hand_down_slots(const fdma_problem *problem, const select_call &call,
                                       const slot_chains &chains) {
     const uint32_t blocks = (uint32_t)divide_up(call.kv_len, chain_keys);
+    if (blocks == 1)
+        return launch_in_block<false>(problem, call, chains, {});
     launch_shape shape = {dim3(chains.segments * blocks), dim3(chain_threads), sizeof(root_memory),
                           start_early};
     FDMA_TRY(launch("select", find_roots, shape, problem, call, chains));
@@ -485,14 +563,16 @@ fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space
     call.slot = numbers_of<int32_t>(&problem->slot);
     if (call.valid != NULL && call.number == NULL)
         FDMA_TRY(number_sequences(problem, rules, call));
+    const slot_chains all = {
+        chains,        rules.position,          rules.number, rules.count, segments,
+        call.kv_heads, (uint32_t)problem->slots};
+    if (call.slot.data != NULL && call.kv_len <= chain_keys)
+        return launch_in_block<true>(problem, call, all, rules);
     const launch_shape shape = {grid_of(divide_up(call.kv_len, move_threads), segments),
                                 dim3(move_threads), 0, start_early};
     FDMA_TRY(launch("select", move_expiries, shape, problem, call, rules, segments, chains.parent));
     if (call.slot.data == NULL)
         return FDMA_OK;
-    const slot_chains all = {
-        chains,        rules.position,          rules.number, rules.count, segments,
-        call.kv_heads, (uint32_t)problem->slots};
     return fdma_cuda_hand_down_slots(problem, call, all);
 }
 

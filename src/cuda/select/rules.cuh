@@ -15,6 +15,7 @@
  *                               leaves when valid key n + recent arrives, and is its parent
  *     hand_down_slots           see below: the first window + recent valid keys take free
  *                               slots, each later one takes the slot of its parent
+ *     hand_down_in_block        the last two in one launch, for up to 8,192 keys
  *
  * gap: a key also leaves once its score is more than `gap` below the best so far, unless it is a
  * sink or among the `recent` newest. This comes last:
@@ -38,7 +39,8 @@
  *
  * Inside a block each chain is halved until one step is left. From block to block it takes at most
  * one step per earlier block, of two dependent reads. There are usually far fewer steps: once a
- * parent has been moved towards the slot, later keys skip those steps. */
+ * parent has been moved towards the slot, later keys skip those steps. If a block has the whole
+ * segment, it writes the slots at once. */
 
 /* [segments][kv_len], by number. */
 struct chain_space {
