@@ -33,6 +33,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -83,11 +84,12 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     add("--gate-seconds", type=float, default=30.0, help="of training a gate, at most (30)")
     add("--queries", type=int, default=4096, help="of a step of a gate (4096)")
     add("--gate-rate", type=float, default=2e-3, help="peak learning rate of gates (0.002)")
+    add("--gate-span", type=int, default=4096, help="bytes of their episodes, at least (4096)")
     add("--capacity-weight", type=float, default=1.0, help="of the loss of too many keys (1)")
     options, others = parser.parse_known_args(arguments)
-    for name in ("gate_keys", "gate_steps", "queries"):
-        if (value := getattr(options, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')}: is {value}, want 1 or more")
+    for name, least in (("gate_keys", 1), ("gate_steps", 1), ("queries", 1), ("gate_span", 64)):
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')}: is {value}, want {least} or more")
     for name in ("gate_seconds", "gate_rate", "capacity_weight"):
         if not (value := getattr(options, name)) > 0:
             parser.error(f"--{name.replace('_', '-')}: is {value:g}, want above 0")
@@ -97,7 +99,6 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
 if __name__ == "__main__":
     program.begin(parse)
 
-import numpy as np
 import quality
 import quality_gates
 import quality_model
@@ -215,10 +216,12 @@ class Trial:
         names = {"steps": own.gate_steps, "seconds": own.gate_seconds, "keys": [own.gate_keys]}
         names |= {"rate": own.gate_rate, "capacity_weight": own.capacity_weight}
         names |= {name: getattr(given, name) for name in ("recall", "recall_weight", "length")}
+        names |= {"shortest_span": min(own.gate_span, given.length)}
         names |= {"queries": own.queries, "seed": given.seed + 100, "device": given.device}
         gate = new_gate(self.model, kind, given.length, given.seed).to(self.device)
         self.add(train(gate, kind, self.model, self.corpus, argparse.Namespace(**names)))
-        texts = Batches(self.corpus, 1, given.length, given.recall, 0, given.seed + 200)
+        sizes = (1, given.length, given.recall, 0, given.seed + 200, names["shortest_span"])
+        texts = Batches(self.corpus, *sizes)
         found = []
         for number in range(CALIBRATION):
             text = to_device(texts(number)[0], self.device).long()[:, :-1]
@@ -239,8 +242,10 @@ class Trial:
         given = argparse.Namespace(questions=self.given.questions)
         rule, gate = self.rule_of(order)
         plain = partial(quality_model.attend_to_all, causal=True) if rule is None else rule
+        begin = time.perf_counter()
         with choosing(self.model, None, gate):
             found = quality_gates.measure(self.model, self.evaluation, plain, given)
+        found["measured_in"] = round(time.perf_counter() - begin, 1)  # seconds
         row = {**dataclasses.asdict(order), "trained": trained}
         if self.device.type == "cuda":
             row["peak_memory"] = torch.cuda.max_memory_allocated(self.device)

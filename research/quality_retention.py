@@ -15,9 +15,10 @@ score to the token's key in each kv head. Its training is one of these:
     retention-weights
                 the same, where the weight of the key, the exponential function of the logit, is
                 multiplied by beta^t, so that it ends as it would without the key
-    lifetime    the exponential function of the score is the lifetime of the key. As in
-                retention-weights, but the weight is multiplied by 1 / (1 + (t / lifetime)^n), where
-                n grows in training: at last a key leaves when it is as old as its lifetime
+    lifetime    the exponential function of the score is the lifetime of the key. Both the logit and
+                the weight are multiplied by 1 / (1 + (t / lifetime)^n), where n grows in training:
+                at last a key leaves when it is as old as its lifetime. By the weight alone a key of
+                high logit would seem to be found long after that
     lifetime-value
                 the same, where the score is a linear function of the values of the key's token
 
@@ -180,8 +181,10 @@ def attend_decayed(
         decay = log_decay.exp()
         own = query.float().unflatten(1, (kv_heads, -1))
         logits = torch.einsum("qghd,kgd->ghqk", own, key[:end].float()) / query.shape[2] ** 0.5
-        is_product = kind == "retention"
-        logits = logits * decay[:, None] if is_product else logits + log_decay[:, None]
+        if kind != "retention-weights":
+            logits = logits * decay[:, None]
+        if kind != "retention":
+            logits = logits + log_decay[:, None]
         weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
         out = torch.einsum("ghqk,kgd->qghd", weights, value[:end].float()).flatten(1, 2)
     return out, decay.masked_fill(is_later, 0.0).sum(-1)
@@ -275,7 +278,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains a gate for the first of options.keys. Returns what there is to say of it."""
     device = torch.device(options.device)
-    batches = Batches(corpus, 1, options.length, options.recall, 0, options.seed)
+    given = (options.length, options.recall, 0, options.seed, options.shortest_span)
+    batches = Batches(corpus, 1, *given)
     optimizer = torch.optim.AdamW(gate.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     recent = options.keys[0] // 2 if kind == "attention" else None
     rate = options.rate * (VALUE_RATE if gate.reads_values else 1.0)
@@ -289,8 +293,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if kind in DECAYING:
             frozen = run_frozen(model, rows)
-            given = (options.keys[0], options.queries, generator)
-            queries = sample_queries(model, frozen, *given)
+            queries = sample_queries(model, frozen, options.keys[0], options.queries, generator)
             own = (frozen, to_device(marked[0], device), queries, options)
             losses.append(learn_retention(gate, kind, model, *own, sharpness_at(number, steps)))
         else:
