@@ -3,9 +3,9 @@
 
     research/quality_orders.py OUT --rules RULE ... [options] --corpus CORPUS --start BASE ...
 
-All options that are not listed here are those of quality.py, for a training that goes on from a
-file of it (--start) with all keys (--form sliding --nope-keys LENGTH); all heads of the model's last
-layer, and of no other, are NoPE heads. The training takes these steps:
+All other options are options of quality.py, for a training that goes on from a file of it (--start)
+with all keys (--form sliding --nope-keys LENGTH). All heads of the model's last layer, and of no
+other, are NoPE heads. The program takes these steps:
 
     1  The model is trained up to step --select-start.
     2  It does not change while gates of its last layer learn beside it (quality_retention.py).
@@ -16,13 +16,15 @@ A rule is a name and a number of keys, with a colon between: all, newest:KEYS, G
 gates of quality_retention.py whose keys decay, or GATE/half:KEYS. A gate's score of a key is fixed
 once the token is read, and so is the order of two keys:
 
-    GATE       the newest RECENT keys, and those of largest position + c * exp(score): of keys of
-               equal score the newest, and a key stays longer by its lifetime. c is found for each
-               head so that the lifetimes fill the rows of the cache in the mean
-    GATE/half  half the newest, half of highest score
+    GATE       the newest RECENT keys, and the keys of largest position + c * exp(score), at which
+               their lifetimes end. c is found for each head so that the keys that live fill the
+               rows of the cache in the mean
+    GATE/half  half the newest, half by score
 
 Losses and recall are measured as in quality_gates.py. The rules of --untrained are measured with
-the model of step 1. OUT/NAME.orders.json has a line for each measurement and each gate.
+the model of step 1. OUT/NAME.orders.json has a line for each measurement and each gate. --state
+keeps the model and its optimizers at --select-start in a file: a later run with other rules reads
+it and omits step 1.
 Exit status: 0 done; 1 the loss is not a number; 2 bad usage, or another kind of model.
 """
 
@@ -36,6 +38,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import benchmarks_path  # noqa: F401
@@ -79,6 +82,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     add = parser.add_argument
     add("--rules", type=order_of, nargs="+", required=True, help="of trained models, in this order")
     add("--untrained", type=order_of, nargs="+", default=[], help="rules without more training")
+    add("--state", type=Path, metavar="FILE", help="of the training at --select-start")
     add("--gate-keys", type=int, default=2304, help="for which gates learn (2304)")
     add("--gate-steps", type=int, default=250, help="of one sequence each (250)")
     add("--gate-seconds", type=float, default=30.0, help="of training a gate, at most (30)")
@@ -115,6 +119,7 @@ from quality_retention import Gate, new_gate, run_frozen, train
 from quality_rivals import Rows, Rule
 
 CALIBRATION = 4  # sequences from which c is found
+NO_SETTINGS = ("rules", "untrained", "state")  # options that other rows show
 MOST_SCORE = 40.0  # exp() of it is finite in float32
 
 
@@ -180,7 +185,7 @@ class Trial:
         self.evaluation = Evaluation(held_out, *measured)
         self.gates: dict[str, Gate] = {}
         self.scores: dict[str, torch.Tensor] = {}
-        settings = {name: value for name, value in vars(own).items() if name not in ORDERS}
+        settings = {name: value for name, value in vars(own).items() if name not in NO_SETTINGS}
         machine = find_machine(self.device.type)
         log = {name: self.run.log[name] for name in ("settings", "model", "sha256")}
         self.rows: list[dict[str, Any]] = [{**machine, **settings, **log}]
@@ -200,7 +205,7 @@ class Trial:
         run = self.run
         optimizers = [one.state_dict() for one in run.optimizers]
         parts = {"model": self.model.state_dict(), "optimizers": optimizers}
-        return copy.deepcopy({**parts, "step": run.step, "seconds": run.seconds})
+        return {**parts, "step": run.step, "seconds": run.seconds}
 
     def restore(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
@@ -208,6 +213,19 @@ class Trial:
         for optimizer, own in zip(self.run.optimizers, state["optimizers"]):
             optimizer.load_state_dict(own)
         self.run.step, self.run.seconds = state["step"], state["seconds"]
+
+    def begin(self, start: int) -> None:
+        """The training up to this step, or its file."""
+        path = self.own.state
+        if path is not None and path.is_file():
+            self.restore(torch.load(path, map_location=self.device, weights_only=True))
+            return
+        program.doing(f"trains up to step {start}")
+        self.train_until(start)
+        if path is not None:
+            unfinished = path.with_name(path.name + ".unfinished")
+            torch.save(self.state(), unfinished)
+            unfinished.replace(path)
 
     def learn(self, kind: str) -> None:
         """Trains a gate, and keeps scores of texts that it did not learn from."""
@@ -257,28 +275,28 @@ class Trial:
         if self.given.compile:
             for block in self.model.blocks[:-1]:
                 block.compile()
-        program.doing(f"trains up to step {start}")
-        self.train_until(start)
-        orders = [*self.own.untrained, *self.own.rules]
-        learned = [one for one in self.model.parameters() if one.requires_grad]
-        with eager():
-            self.model.requires_grad_(False)
-            for kind in dict.fromkeys(order.name for order in orders if order.has_gate):
-                self.learn(kind)
-            for order in self.own.untrained:
-                program.doing(f"measures {order.name}")
-                self.measure(order, 0)
-        for parameter in learned:
-            parameter.requires_grad_()
-        state = self.state()
-        for order in self.own.rules:
-            program.doing(f"trains with {order.name}, {order.keys} keys")
+        self.begin(start)
+        state = copy.deepcopy(self.state())
+        numbered = [(order, start) for order in self.own.untrained]
+        for order, last in [*numbered, *((order, steps) for order in self.own.rules)]:
             self.restore(state)
+            self.prepare(order)
+            program.doing(f"goes on with {order.name}, {order.keys} keys")
             rule, gate = self.rule_of(order)
             with choosing(self.model, rule, gate):
-                self.train_until(steps)
+                self.train_until(last)
             with eager():
-                self.measure(order, steps - start)
+                self.measure(order, last - start)
+
+    def prepare(self, order: Order) -> None:
+        """Trains the gate of an order, unless that was done."""
+        if order.has_gate and order.name not in self.gates:
+            learned = [one for one in self.model.parameters() if one.requires_grad]
+            self.model.requires_grad_(False)
+            with eager():
+                self.learn(order.name)
+            for parameter in learned:
+                parameter.requires_grad_()
 
     def show(self) -> None:
         measured = [row for row in self.rows if "trained" in row]
@@ -294,9 +312,6 @@ class Trial:
         names = ("rule", "keys", "trained", "loss", *distances)
         names += tuple(f"identifier {one}" for one in back)
         print(*table_of(names, cells, {"rule"}), sep="\n")
-
-
-ORDERS = ("rules", "untrained")  # options that rows of measurements name
 
 
 def eager() -> Any:

@@ -109,6 +109,11 @@ def test_a_table(
     ]
     assert len({row["bits"] for row in measured}) == 6 and run["final"]["bits"] > 0
     assert "| retention/half | 160 | 2 |" in capsys.readouterr().out
+    state = ["--state", tmp_path / "state.pt", "--rules", "newest:140"]
+    for name in ("writes", "reads"):
+        call(quality_orders, tmp_path, *state, *last, f"--name={name}")
+        *_, row = map(json.loads, (tmp_path / f"{name}.orders.json").read_text().splitlines())
+        assert row["bits"] == measured[2]["bits"] and row["trained"] == 2
     for words, message in (
         ([*last, "--rules", "lifetime:128"], "--rules: is lifetime:128, want all, newest:KEYS"),
         ([*last, "--rules", "oldest:140"], "is oldest:140, want all, newest:KEYS, GATE:KEYS or"),
