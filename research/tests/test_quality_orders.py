@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import quality_gates
 import quality_orders
+import quality_retention
 import torch
 from quality_cases import LENGTH, call, refusal, train
 from quality_retention import Gate
@@ -23,6 +24,10 @@ def gate_with(scores: torch.Tensor) -> Gate:
 
 def scores_of(sequences: int) -> torch.Tensor:
     return 3 + 2 * torch.randn(sequences, 2, LEN, generator=torch.Generator().manual_seed(0))
+
+
+def test_gates_are_those_of_the_module() -> None:
+    assert quality_orders.GATES == quality_retention.DECAYING
 
 
 def test_lifetimes_fill_the_rows() -> None:
