@@ -87,7 +87,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     add("--gate-steps", type=int, default=400, help="of one sequence each (400)")
     add("--gate-seconds", type=float, default=60.0, help="of training a gate, at most (60)")
     add("--queries", type=int, default=2048, help="of a step of a gate (2048)")
-    add("--gate-rate", type=float, default=4e-3, help="peak learning rate of gates (0.004)")
+    add("--gate-rate", type=float, default=2e-3, help="peak learning rate of gates (0.002)")
     add("--gate-span", type=int, default=4096, help="bytes of their episodes, at least (4096)")
     add("--capacity-weight", type=float, default=1.0, help="of the loss of too many keys (1)")
     options, others = parser.parse_known_args(arguments)

@@ -58,7 +58,7 @@ RATED_STEPS = (5, 10)  # these are timed to find how many steps fit --seconds
 PARTS = 8  # of the training, for which mean losses are written
 DECAYING = ("retention", "retention-weights", "lifetime", "lifetime-value")
 SHARPNESS = (2.0, 32.0)  # at the first and at the last step
-VALUE_RATE = 10.0  # multiplies the learning rate of a gate that has no layer between
+BIAS_RATE = 10.0  # multiplies the learning rate of the bias of a gate that reads values
 
 
 class Gate(nn.Module):
@@ -273,6 +273,14 @@ def new_gate(model: Model, kind: str, length: int, seed: int) -> Gate:
     return Gate(width, layer.kv_heads, bias, seed, reads_values)
 
 
+def optimizer_of(gate: Gate) -> torch.optim.Optimizer:
+    bias = gate.contract.bias
+    others = [one for one in gate.parameters() if one is not bias]
+    factor = BIAS_RATE if gate.reads_values else 1.0
+    groups = [{"params": others, "factor": 1.0}, {"params": [bias], "factor": factor}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+
 def train(
     gate: Gate, kind: str, model: Model, corpus: np.ndarray, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -280,9 +288,8 @@ def train(
     device = torch.device(options.device)
     given = (options.length, options.recall, 0, options.seed, options.shortest_span)
     batches = Batches(corpus, 1, *given)
-    optimizer = torch.optim.AdamW(gate.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = optimizer_of(gate)
     recent = options.keys[0] // 2 if kind == "attention" else None
-    rate = options.rate * (VALUE_RATE if gate.reads_values else 1.0)
     generator = torch.Generator(device).manual_seed(options.seed)
     steps, losses = options.steps, []
     times = {0: time.perf_counter()}
@@ -302,7 +309,7 @@ def train(
             losses.append(loss.detach()[None])
         nn.utils.clip_grad_norm_(gate.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(number, steps, rate, WARM_UP)
+            group["lr"] = rate_at(number, steps, options.rate * group["factor"], WARM_UP)
         optimizer.step()
         if len(losses) in (*RATED_STEPS, steps):
             losses[-1].cpu()  # waits for the device
