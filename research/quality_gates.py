@@ -51,6 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--queries", type=int, default=8192, help='of a step of "retention" (8192)')
     add("--rate", type=float, default=2e-3, help="peak learning rate (0.002)")
     add("--recall", type=float, default=0.5, help="fraction of sequences with episodes (0.5)")
+    add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
     add("--recall-weight", type=float, default=0.5, help="of the loss of recalled bytes (0.5)")
     add("--capacity-weight", type=float, default=1.0, help="of the loss of too many keys (1)")
     add("--seed", type=int, default=1, help="of gates and of data (1)")
@@ -78,6 +79,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--{name}: is {value}, want 1 or more")
     if options.queries > options.length:
         parser.error(f"--queries: is {options.queries}, want at most --length")
+    if not 64 <= options.shortest_span <= options.length:
+        parser.error(f"--shortest-span: is {options.shortest_span}, want 64 to {options.length}")
     for name in ("seconds", "rate", "capacity_weight"):
         if not (value := getattr(options, name)) > 0:
             parser.error(f"--{name.replace('_', '-')}: is {value:g}, want above 0")
@@ -100,9 +103,9 @@ from quality_retention import Gate, new_gate, train
 from quality_rivals import Rows, Rule, attend_and_evict, recall, rules_of
 from torch.nn.functional import logsigmoid
 
-NEEDLES_BACK = (4096, 57344)  # bytes
+NEEDLES_BACK = (4096, 16384, 57344)  # bytes
 SETTINGS = ("length", "pieces", "block", "queries", "rate", "recall")  # in the results
-SETTINGS += ("recall_weight", "capacity_weight", "seed")
+SETTINGS += ("recall_weight", "capacity_weight", "seed", "shortest_span")
 
 
 def attend_by_gate(gate: Gate, keys: int, query: Rows, key: Rows, value: Rows) -> Rows:

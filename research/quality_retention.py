@@ -15,9 +15,20 @@ score to the token's key in each kv head. Its training is one of these:
     retention-weights
                 the same, where the weight of the key, the exponential function of the logit, is
                 multiplied by beta^t, so that it ends as it would without the key
+    lifetime    the exponential function of the score is the lifetime of the key. Both the logit and
+                the weight are multiplied by 1 / (1 + (t / lifetime)^n), where n grows in training:
+                at last a key leaves when it is as old as its lifetime. By the weight alone a key of
+                high logit would seem to be found long after that
+    lifetime-value
+                the same, where the score is a linear function of the values of the key's token
 
-Here all gates are one network with a layer of UNITS between, as in TRIM-KV. Fast KVzip compares two
-projections of rank 16 instead.
+Retention multiplies by beta^t, so lifetimes in proportion to -1 / log(beta) keep the same keys as
+long as the threshold of beta^t is constant: the scores of all these gates are logarithms of
+lifetimes, up to a constant. Queries are sampled, half of them in proportion to the divergence of
+predictions with the newest keys from those with all, and losses are weighted accordingly.
+
+All gates but the last are one network with a layer of UNITS between, as in TRIM-KV. Fast KVzip
+compares two projections of rank 16 instead.
 """
 
 from __future__ import annotations
@@ -26,13 +37,13 @@ import argparse
 import math
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
 from flash_dmattn.score_targets import log_targets
 from quality_evaluate import observing
-from quality_limits import restricted_heads
+from quality_limits import attend_with, restricted_heads
 from quality_model import Attention, Model, narrow, to_device
 from quality_optimizer import rate_at
 from quality_recall import Batches
@@ -45,28 +56,44 @@ CHUNK = 512  # queries whose logits are in memory at once
 WARM_UP = 10  # steps
 RATED_STEPS = (5, 10)  # these are timed to find how many steps fit --seconds
 PARTS = 8  # of the training, for which mean losses are written
+DECAYING = ("retention", "retention-weights", "lifetime", "lifetime-value")
+SHARPNESS = (2.0, 32.0)  # at the first and at the last step
+BIAS_RATE = 10.0  # multiplies the learning rate of the bias of a gate that reads values
 
 
 class Gate(nn.Module):
-    """From hidden states [batch, len, width] to scores [batch, kv_heads, len] in float32."""
+    """From hidden states, or values side by side, [batch, len, width] to scores [batch, kv_heads,
+    len] in float32."""
 
-    def __init__(self, width: int, kv_heads: int, bias: float, seed: int) -> None:
+    def __init__(
+        self, width: int, kv_heads: int, bias: float, seed: int, reads_values: bool = False
+    ) -> None:
         super().__init__()
-        self.expand, self.contract = nn.Linear(width, UNITS), nn.Linear(UNITS, kv_heads)
+        self.reads_values = reads_values
         generator = torch.Generator().manual_seed(seed)
+        self.expand = None if reads_values else nn.Linear(width, UNITS)
+        self.contract = nn.Linear(width if reads_values else UNITS, kv_heads)
         for layer, first in ((self.expand, 0.0), (self.contract, bias)):
-            nn.init.normal_(layer.weight, std=STD, generator=generator)
-            nn.init.constant_(layer.bias, first)
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=STD, generator=generator)
+                nn.init.constant_(layer.bias, first)
         self.scores = torch.empty(0)  # of the last call that read() saw
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         with torch.autocast(states.device.type, enabled=False):
-            return self.contract(silu(self.expand(states.float()))).mT.contiguous()
+            x = states.float()
+            x = x if self.expand is None else silu(self.expand(x))
+            return self.contract(x).mT.contiguous()
+
+    def of(self, frozen: Frozen) -> torch.Tensor:
+        """Scores [1, kv_heads, len] of the tokens of a sequence."""
+        return self(frozen.value.flatten(1)[None] if self.reads_values else frozen.states)
 
     @torch.no_grad()
     def read(self, _: Attention, given: tuple[torch.Tensor, ...]) -> None:
         """A hook that a layer calls with its arguments, before it computes anything."""
-        self.scores = self(given[0])
+        if not self.reads_values:
+            self.scores = self(given[0])
 
 
 class Frozen(NamedTuple):
@@ -122,7 +149,16 @@ def target_loss(gate: Gate, model: Model, text: torch.Tensor, recent: int | None
     return binary_cross_entropy_with_logits(gate(frozen.states[:, :count])[0], targets)
 
 
-# ---- retention ----
+# ---- retention and lifetimes ----
+
+
+def log_decays(
+    kind: str, scores: torch.Tensor, ages: torch.Tensor, sharpness: float
+) -> torch.Tensor:
+    """The logarithm [kv_heads, queries, keys] of what multiplies a logit, or a weight."""
+    if kind.startswith("retention"):
+        return logsigmoid(scores)[:, None] * ages
+    return logsigmoid(sharpness * (scores[:, None] - ages.clamp(min=1).log()))
 
 
 def attend_decayed(
@@ -130,71 +166,94 @@ def attend_decayed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    log_beta: torch.Tensor,
-    begin: int,
+    scores: torch.Tensor,
+    places: torch.Tensor,
+    sharpness: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention [queries, q_heads, head_dim] of the queries from position `begin` on to the keys up
-    to their own, with logits or weights multiplied by beta^age; log_beta is [kv_heads, len]. Also
-    the sum of beta^age over these keys, [kv_heads, queries]."""
-    kv_heads, end = key.shape[1], begin + len(query)
-    positions = torch.arange(end, device=key.device)
-    ages = (positions[begin:, None] - positions).float()
+    """Attention [queries, q_heads, head_dim] of the queries at ascending `places` to the keys up to
+    their own, which decay by their scores [kv_heads, len]. Also the sum over these keys of what
+    their logits or weights are multiplied by, [kv_heads, queries]."""
+    kv_heads, end = key.shape[1], int(places[-1]) + 1
+    ages = (places[:, None] - torch.arange(end, device=key.device)).float()
     is_later = ages < 0
     with torch.autocast(key.device.type, enabled=False):
-        log_decay = log_beta[:, None, :end] * ages.clamp(min=0)
+        log_decay = log_decays(kind, scores[:, :end], ages.clamp(min=0), sharpness)
         decay = log_decay.exp()
         own = query.float().unflatten(1, (kv_heads, -1))
         logits = torch.einsum("qghd,kgd->ghqk", own, key[:end].float()) / query.shape[2] ** 0.5
-        is_product = kind == "retention"
-        logits = logits * decay[:, None] if is_product else logits + log_decay[:, None]
+        if kind != "retention-weights":
+            logits = logits * decay[:, None]
+        if kind != "retention":
+            logits = logits + log_decay[:, None]
         weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
         out = torch.einsum("ghqk,kgd->qghd", weights, value[:end].float()).flatten(1, 2)
     return out, decay.masked_fill(is_later, 0.0).sum(-1)
 
 
-def chunks_of(length: int, queries: int, random: np.random.Generator) -> list[slice]:
-    """`queries` positions in chunks, one at random in each of equal parts of a sequence."""
-    size = min(CHUNK, queries)
-    part = length // (queries // size)
-    starts = (n * part + int(random.integers(part - size + 1)) for n in range(queries // size))
-    return [slice(start, start + size) for start in starts]
+def predict(
+    model: Model, entering: torch.Tensor, attention: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """The logarithms [len, 256] of the predictions of a model whose last block has this input and
+    this attention."""
+    with restricted_heads(model, attention), narrow(entering.device):
+        logits = model.head(model.norm(model.blocks[-1](entering)))
+    return logits[0].float().log_softmax(-1)
+
+
+def divergences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+
+
+@torch.no_grad()
+def sample_queries(
+    model: Model, frozen: Frozen, keys: int, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` ascending places, some perhaps repeated, and weights with which a sum over them is
+    the mean over all places in expectation."""
+    newest = partial(attend_with, "newest", keys, keys - 1)
+    wanted = frozen.logits[0].float().log_softmax(-1)
+    missed = divergences(predict(model, frozen.entering, newest), wanted).clamp(min=0)
+    chance = 0.5 / len(missed) + 0.5 * missed / missed.sum().clamp(min=1e-9)
+    places = chance.multinomial(count, replacement=True, generator=generator).sort().values
+    return places, 1 / (chance[places] * count * len(missed))
 
 
 def learn_retention(
     gate: Gate,
     kind: str,
     model: Model,
-    text: torch.Tensor,
+    frozen: Frozen,
     marked: torch.Tensor,
-    chunks: list[slice],
+    queries: tuple[torch.Tensor, torch.Tensor],
     options: argparse.Namespace,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Adds to the gradients of the gate, for both losses of chunks of the queries of one sequence.
-    The bytes that only memory can predict, `marked` [len], count as in the training of the model:
-    their mean is multiplied by recall_weight. Returns divergence and excess."""
-    frozen = run_frozen(model, text)
-    chosen = torch.cat([marked[chunk] for chunk in chunks])
-    of_marked, of_others = chosen.sum().clamp(min=1), (~chosen).sum().clamp(min=1)
-    log_beta = logsigmoid(gate(frozen.states)[0])
-    given = log_beta.detach().requires_grad_()
-    losses = torch.zeros(2, device=text.device)
-    for chunk in chunks:
-        own = (frozen.query[chunk], frozen.key, frozen.value)
-        out, held = attend_decayed(kind, *own, given, chunk.start)
-        attention = partial(replaced, out[None])
-        with restricted_heads(model, attention), narrow(text.device):
-            hidden = model.blocks[-1](frozen.entering[:, chunk])
-            logits = model.head(model.norm(hidden))[0]
-        rows = (logits, frozen.logits[0, chunk])
-        found, wanted = (one.float().log_softmax(-1) for one in rows)
-        divergence = kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
-        weights = torch.where(marked[chunk], options.recall_weight / of_marked, 1 / of_others)
-        seen = torch.arange(chunk.start, chunk.stop, device=text.device) + 1
-        excess = ((held - options.keys[0]).clamp(min=0) / seen).mean() / len(chunks)
-        both = torch.stack(((divergence * weights).sum(), excess))
+    """Adds to the gradients of the gate, for both losses of some queries of one sequence, which are
+    places and weights. The bytes that only memory can predict, `marked` [len], count as in the
+    training of the model: their mean is multiplied by recall_weight. Returns divergence and
+    excess."""
+    places, weights = queries
+    is_marked = marked[places]
+    of_marked, of_others = (
+        (weights * chosen).sum().clamp(min=1e-9) for chosen in (is_marked, ~is_marked)
+    )
+    factors = weights * torch.where(is_marked, options.recall_weight / of_marked, 1 / of_others)
+    shares = weights / weights.sum()
+    scores = gate.of(frozen)[0]
+    given = scores.detach().requires_grad_()
+    losses = torch.zeros(2, device=places.device)
+    for own, factor, share in zip(*(x.split(CHUNK) for x in (places, factors, shares))):
+        rows = (frozen.query[own], frozen.key, frozen.value)
+        out, held = attend_decayed(kind, *rows, given, own, sharpness)
+        found = predict(model, frozen.entering[:, own], partial(replaced, out[None]))
+        wanted = frozen.logits[0, own].float().log_softmax(-1)
+        excess = (held - options.keys[0]).clamp(min=0) / (own + 1)
+        both = torch.stack(
+            ((divergences(found, wanted) * factor).sum(), (excess.mean(0) * share).sum())
+        )
         (both[0] + options.capacity_weight * both[1]).backward()
         losses += both.detach()
-    log_beta.backward(given.grad)
+    scores.backward(given.grad)
     return losses
 
 
@@ -206,10 +265,20 @@ def replaced(out: torch.Tensor, query: torch.Tensor, *_: torch.Tensor) -> torch.
 
 
 def new_gate(model: Model, kind: str, length: int, seed: int) -> Gate:
-    """A gate for the last layer. Before training, beta is about 1 - 1 / length."""
+    """A gate for the last layer. Before training, lifetimes are about `length`."""
     layer = model.attentions()[-1]
-    bias = math.log(length) if kind.startswith("retention") else 0.0
-    return Gate(model.config.width, layer.kv_heads, bias, seed)
+    bias = math.log(length) if kind in DECAYING else 0.0
+    reads_values = kind == "lifetime-value"
+    width = layer.kv_heads * layer.head_dim if reads_values else model.config.width
+    return Gate(width, layer.kv_heads, bias, seed, reads_values)
+
+
+def optimizer_of(gate: Gate) -> torch.optim.Optimizer:
+    bias = gate.contract.bias
+    others = [one for one in gate.parameters() if one is not bias]
+    factor = BIAS_RATE if gate.reads_values else 1.0
+    groups = [{"params": others, "factor": 1.0}, {"params": [bias], "factor": factor}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def train(
@@ -217,9 +286,11 @@ def train(
 ) -> dict[str, Any]:
     """Trains a gate for the first of options.keys. Returns what there is to say of it."""
     device = torch.device(options.device)
-    batches = Batches(corpus, 1, options.length, options.recall, 0, options.seed)
-    optimizer = torch.optim.AdamW(gate.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    given = (options.length, options.recall, 0, options.seed, options.shortest_span)
+    batches = Batches(corpus, 1, *given)
+    optimizer = optimizer_of(gate)
     recent = options.keys[0] // 2 if kind == "attention" else None
+    generator = torch.Generator(device).manual_seed(options.seed)
     steps, losses = options.steps, []
     times = {0: time.perf_counter()}
     while len(losses) < steps:
@@ -227,17 +298,18 @@ def train(
         text, marked, _ = batches(number)
         rows = to_device(text, device).long()[:, :-1]
         optimizer.zero_grad(set_to_none=True)
-        if kind.startswith("retention"):
-            chunks = chunks_of(options.length, options.queries, np.random.default_rng(number))
-            is_marked = to_device(marked[0], device)
-            losses.append(learn_retention(gate, kind, model, rows, is_marked, chunks, options))
+        if kind in DECAYING:
+            frozen = run_frozen(model, rows)
+            queries = sample_queries(model, frozen, options.keys[0], options.queries, generator)
+            own = (frozen, to_device(marked[0], device), queries, options)
+            losses.append(learn_retention(gate, kind, model, *own, sharpness_at(number, steps)))
         else:
             loss = target_loss(gate, model, rows, recent)
             loss.backward()
             losses.append(loss.detach()[None])
         nn.utils.clip_grad_norm_(gate.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(number, steps, options.rate, WARM_UP)
+            group["lr"] = rate_at(number, steps, options.rate * group["factor"], WARM_UP)
         optimizer.step()
         if len(losses) in (*RATED_STEPS, steps):
             losses[-1].cpu()  # waits for the device
@@ -249,6 +321,12 @@ def train(
         log["peak_memory"] = torch.cuda.max_memory_allocated(device)
     parts = torch.stack(losses).float().cpu().tensor_split(PARTS)
     return {**log, "losses": [part.mean(0).tolist() for part in parts if len(part) > 0]}
+
+
+def sharpness_at(step: int, steps: int) -> float:
+    """The exponent n of lifetimes. It grows by the same factor in every step."""
+    first, last = SHARPNESS
+    return first * (last / first) ** (step / max(1, steps - 1))
 
 
 def steps_in(seconds: float, times: dict[int, float]) -> int:

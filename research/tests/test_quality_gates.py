@@ -20,6 +20,7 @@ from torch import nn
 
 KEYS, LEN = 20, 60
 RETENTION = ("retention", "retention-weights")
+DECAYING = (*RETENTION, "lifetime", "lifetime-value")
 
 
 def rows_of(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,26 +116,39 @@ def test_repetition_reads_the_first_half_twice() -> None:
 # ---- retention ----
 
 
-@pytest.mark.parametrize("kind", RETENTION)
+def decays_of(
+    kind: str, scores: torch.Tensor, ages: torch.Tensor, sharpness: float
+) -> torch.Tensor:
+    """[2, queries, LEN] by definition."""
+    if kind.startswith("retention"):
+        return scores.sigmoid()[:, None] ** ages
+    return 1 / (1 + (ages.clamp(min=1) / scores.exp()[:, None]) ** sharpness)
+
+
+@pytest.mark.parametrize("kind", DECAYING)
 def test_decayed_attention(kind: str) -> None:
-    """Outputs, sums and gradients of two chunks are as in the definition in float64."""
+    """Outputs, sums and gradients of queries, one of them twice, are as in the definition in
+    float64."""
     query, key, value = rows_of(1)
-    log_beta = -torch.rand(2, LEN, generator=torch.Generator().manual_seed(3)) / 20
-    ages = torch.arange(LEN)[:, None] - torch.arange(LEN)
-    exact = log_beta.double().requires_grad_()
-    decay = (exact[:, None] * ages).exp()
+    scores = 3 + torch.randn(2, LEN, generator=torch.Generator().manual_seed(3))
+    ages = (torch.arange(LEN)[:, None] - torch.arange(LEN)).clamp(min=0)
+    exact = scores.double().requires_grad_()
+    decay = decays_of(kind, exact, ages, 3.0)
     logits, decays = logits_of(query, key), decay.repeat_interleave(2, 0)
-    weights = (logits * decays).exp() if kind == "retention" else logits.exp() * decays
+    weights = (logits if kind == "retention-weights" else logits * decays).exp()
+    weights = weights if kind == "retention" else weights * decays
     values = value.double().transpose(0, 1).repeat_interleave(2, 0)
     weights = weights.tril()
     wanted = (weights / weights.sum(-1, keepdim=True) @ values).transpose(0, 1)
     sums = decay.tril().sum(-1)
-    given = log_beta.clone().requires_grad_()
+    given = scores.clone().requires_grad_()
+    places = torch.tensor([0, 3, 4, 9, 9, 30, LEN - 1])
     parts = [
-        quality_retention.attend_decayed(kind, query[begin:end], key, value, given, begin)
-        for begin, end in ((0, 25), (25, LEN))
+        quality_retention.attend_decayed(kind, query[own], key, value, given, own, 3.0)
+        for own in places.split(4)
     ]
     out, held = (torch.cat(of_parts, axis) for of_parts, axis in zip(zip(*parts), (0, 1)))
+    wanted, sums = wanted[places], sums[:, places]
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(held.double(), sums, rtol=1e-5, atol=1e-5)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
@@ -144,52 +158,55 @@ def test_decayed_attention(kind: str) -> None:
     torch.testing.assert_close(given.grad.double(), exact.grad, rtol=1e-4, atol=1e-5 * scale)
 
 
+FEW = 5  # keys for which gates learn
+PLACES = torch.tensor([5, 5, 12, 30, 33, 40, 50, 63])
+WEIGHTS = torch.tensor([0.5, 0.5, 3.0, 1.0, 2.0, 1.0, 4.0, 1.0])
+
+
 def learned(
-    kind: str,
-    model: quality_model.Model,
-    bias: float,
-    marked: torch.Tensor,
-    chunks: list[slice],
+    kind: str, model: quality_model.Model, bias: float, marked: torch.Tensor
 ) -> tuple[Gate, list[float]]:
-    gate = Gate(128, 1, bias, seed=0)
-    options = argparse.Namespace(keys=[KEYS], recall_weight=0.5, capacity_weight=3.0)
-    text = text_of(64)
-    losses = quality_retention.learn_retention(gate, kind, model, text, marked, chunks, options)
-    return gate, losses.tolist()
+    gate = quality_retention.new_gate(model, kind, 64, 0)
+    nn.init.constant_(gate.contract.bias, bias)
+    options = argparse.Namespace(keys=[FEW], recall_weight=0.5, capacity_weight=3.0)
+    frozen = quality_retention.run_frozen(model, text_of(64))
+    given = (frozen, marked, (PLACES, WEIGHTS), options, 3.0)
+    return gate, quality_retention.learn_retention(gate, kind, model, *given).tolist()
 
 
-@pytest.mark.parametrize("kind", RETENTION)
-def test_losses_of_retention(kind: str) -> None:
+@pytest.mark.parametrize("kind", DECAYING)
+def test_losses_of_decays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without decay the model predicts as it does, and holds all keys. With decay, the losses are
     as in a model whose attention is decayed in one piece."""
+    monkeypatch.setattr(quality_retention, "CHUNK", 3)
     model, marked = tiny_model(), torch.zeros(64, dtype=torch.bool)
     marked[[30, 33, 50]] = True
-    chunks = [slice(3, 19), slice(28, 44)]
-    _, (divergence, excess) = learned(kind, model, 40.0, marked, chunks)
-    places = [n for chunk in chunks for n in range(chunk.start, chunk.stop)]
-    too_many = [max(0, n + 1 - KEYS) / (n + 1) for n in places]
+    shares = WEIGHTS / WEIGHTS.sum()
+    _, (divergence, excess) = learned(kind, model, 40.0, marked)
+    too_many = (PLACES + 1 - FEW).clamp(min=0) / (PLACES + 1)
     assert divergence == pytest.approx(0, abs=1e-6)
-    assert excess == pytest.approx(np.mean(too_many), rel=1e-5)
+    assert excess == pytest.approx((too_many * shares).sum().item(), rel=1e-5)
 
-    gate, (divergence, excess) = learned(kind, model, 4.0, marked, chunks)
+    gate, (divergence, excess) = learned(kind, model, 3.5, marked)
     frozen = quality_retention.run_frozen(model, text_of(64))
-    copy = Gate(128, 1, 4.0, seed=0)
-    log_beta = nn.functional.logsigmoid(copy(frozen.states)[0])
-    own = (frozen.query, frozen.key, frozen.value)
-    out, held = quality_retention.attend_decayed(kind, *own, log_beta, 0)
+    copy = quality_retention.new_gate(model, kind, 64, 0)
+    nn.init.constant_(copy.contract.bias, 3.5)
+    own = (frozen.query, frozen.key, frozen.value, copy.of(frozen)[0], torch.arange(64), 3.0)
+    out, held = quality_retention.attend_decayed(kind, *own)
     block = model.blocks[-1]
     hidden = frozen.entering + block.attention.o_proj(out.flatten(1)[None])
     between = nn.functional.relu(block.expand(block.norm(hidden))).square()
     logits = model.head(model.norm(hidden + block.contract(between)))[0]
     wanted, found = (x.log_softmax(-1) for x in (frozen.logits[0], logits))
-    of_bytes = (wanted.exp() * (wanted - found)).sum(-1)
-    chosen = torch.zeros(64, dtype=torch.bool)
-    chosen[places] = True
-    exact = of_bytes[chosen & ~marked].mean() + of_bytes[chosen & marked].mean() / 2
-    seen = torch.arange(64) + 1
-    exact_excess = ((held - KEYS).clamp(min=0) / seen)[:, chosen].mean()
-    assert exact.item() > 1e-4 and exact_excess.item() > 0
-    assert divergence == pytest.approx(exact.item(), rel=1e-4)
+    of_bytes = (wanted.exp() * (wanted - found)).sum(-1)[PLACES]
+    is_marked = marked[PLACES]
+    exact = sum(
+        factor * (of_bytes * WEIGHTS)[chosen].sum() / WEIGHTS[chosen].sum()
+        for factor, chosen in ((1.0, ~is_marked), (0.5, is_marked))
+    )
+    exact_excess = (((held[0, PLACES] - FEW).clamp(min=0) / (PLACES + 1)) * shares).sum()
+    assert exact.item() > 1e-5 and exact_excess.item() > 0
+    assert divergence == pytest.approx(exact.item(), rel=1e-3)
     assert excess == pytest.approx(exact_excess.item(), rel=1e-4)
     (exact + 3 * exact_excess).backward()
     for one, other in zip(gate.parameters(), copy.parameters()):
@@ -197,14 +214,18 @@ def test_losses_of_retention(kind: str) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4 * scale)
 
 
-def test_chunks_are_spread() -> None:
-    random = np.random.default_rng(0)
-    for length, queries in ((4096, 1024), (4096, 4096), (700, 64)):
-        chunks = quality_retention.chunks_of(length, queries, random)
-        places = [n for chunk in chunks for n in range(chunk.start, chunk.stop)]
-        assert len(places) == len(set(places)) == queries and max(places) < length
-        part = length // len(chunks)
-        assert [chunk.start // part for chunk in chunks] == list(range(len(chunks)))
+def test_sampled_queries_give_means() -> None:
+    """Sums with these weights are means over the sequence, and places whose prediction needs old
+    keys are chosen more often."""
+    model = tiny_model()
+    frozen = quality_retention.run_frozen(model, text_of(64))
+    generator = torch.Generator().manual_seed(0)
+    places, weights = quality_retention.sample_queries(model, frozen, 8, 40000, generator)
+    assert torch.equal(places, places.sort().values)
+    values = torch.randn(64, generator=generator)
+    assert (values[places] * weights).sum().item() == pytest.approx(values.mean().item(), abs=0.02)
+    counts = places.bincount(minlength=64) * 64 / 40000
+    assert counts[:8].max() < 0.6 and counts.max() > 1.5  # the first queries miss nothing
 
 
 # ---- rules ----
@@ -258,14 +279,14 @@ def test_keys_by_decay(block: int) -> None:
 # ---- training ----
 
 
-@pytest.mark.parametrize("kind", quality_gates.GATES)
+@pytest.mark.parametrize("kind", [*quality_gates.GATES, "lifetime", "lifetime-value"])
 def test_training_lowers_the_loss(kind: str) -> None:
     model = tiny_model()
     corpus = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8)
     options = argparse.Namespace(
         **{"keys": [KEYS], "steps": 16, "seconds": 1000.0, "queries": 128, "rate": 2e-3},
         **{"recall": 0.5, "recall_weight": 0.5, "capacity_weight": 1.0},
-        **{"seed": 0, "length": 256, "device": "cpu"},
+        **{"seed": 0, "length": 256, "shortest_span": 128, "device": "cpu"},
     )
     gate = quality_retention.new_gate(model, kind, 256, 0)
     before = {name: one.clone() for name, one in model.state_dict().items()}
@@ -323,6 +344,7 @@ def test_a_table(
         ([model, "--keys", LENGTH], f"--keys: is {LENGTH}, want 2 or more, below --length"),
         ([model, "--block=0"], "--block: is 0, want 1 or more"),
         ([model, "--queries=513"], "--queries: is 513, want at most --length"),
+        ([model, "--shortest-span=9"], f"--shortest-span: is 9, want 64 to {LENGTH}"),
         ([model, "--rate=0"], "--rate: is 0, want above 0"),
         ([model, "--capacity-weight=0"], "--capacity-weight: is 0, want above 0"),
         ([tmp_path / "plain.safetensors"], "want NoPE heads in all of the last layer"),
