@@ -567,6 +567,12 @@ def test_answers_are_those_of_prompts(lm: ModuleType, write: Write) -> None:
     assert len({row.pair for row in rows}) == 4 and rows != remember(path, 600)
 
 
+def test_a_model_that_keeps_all_keys_has_nothing_to_show(write: Write) -> None:
+    model = write("dense")
+    refused = refusal(model, "--remember", "5", "--prompt-file", TEXT)
+    assert refused == f"lm: --remember: is given, but the queries of {model} keep all keys\n"
+
+
 def test_the_trained_model_remembers(lm: ModuleType) -> None:
     """Half of the 1,792 rows of a cache are chosen by score: a pair stays that the newest 1,792
     keys have lost."""
@@ -591,11 +597,11 @@ def test_steady_times(write: Write) -> None:
 
 
 def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
-    """Its loss in C equals PyTorch's, on unseen text that is longer than its window."""
+    """Its loss in C equals PyTorch's, on unseen text that is longer than its windows."""
     model, text = FOLDER / "model.safetensors", tmp_path / "text"
-    text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:3000])
-    found = loss_in_c(model, text, "--length", "2000")
-    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 2000)) < 1e-4
+    text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:6000])
+    found = loss_in_c(model, text, "--length", "4000")
+    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 4000)) < 1e-4
     assert 1 < found < 4  # bits per byte; untrained models have 8
 
 
