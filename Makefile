@@ -14,6 +14,7 @@ WERROR ?= OFF
 ORT_HEADER := build/onnxruntime/include/onnxruntime_c_api.h
 EXAMPLE := examples/data/minilm.safetensors
 LM_MODEL := examples/lm/model.safetensors
+LM_TEXT := examples/data/text.txt
 # What Python tests need to find what was built.
 TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
 	FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so OMP_WAIT_POLICY=passive
@@ -52,8 +53,10 @@ demo: ## build, then attend over the keys of a real model, and let a language mo
 	@build/fdma attend $(EXAMPLE) --window 64 --causal
 ifneq ($(wildcard $(LM_MODEL)),)
 	@cmake --build --preset release -j $(JOBS) --target lm
-	@echo "== a language model with a cache of bounded size: build/examples/lm $(LM_MODEL) --prompt 'The '"
-	@build/examples/lm $(LM_MODEL) --prompt 'The '
+	@echo "== a language model of 10 MB with a cache of bounded size: build/examples/lm $(LM_MODEL)"
+	@build/examples/lm $(LM_MODEL)
+	@echo "== what it remembers: build/examples/lm $(LM_MODEL) --remember 7000 --prompt-file $(LM_TEXT)"
+	@build/examples/lm $(LM_MODEL) --remember 7000 --prompt-file $(LM_TEXT)
 endif
 
 # Most tests keep one core busy: as many processes of Python tests, and of C tests, as there are cores.

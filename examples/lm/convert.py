@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rotary-base", type=float, help="default 10000")
     parser.add_argument("--nope", help="NoPE heads of each layer, as in '0 2' (default none)")
     parser.add_argument("--nope-window", type=int, help="of layers with them (default --window)")
+    parser.add_argument("--nope-recent", type=int, help="newest keys in them (default --recent)")
     parser.add_argument("--nope-rotary-dim", type=int, help="their rotated channels (default 0)")
     parser.add_argument("--norm-eps", type=float, help="default 1e-5")
     return parser
@@ -100,7 +101,8 @@ def metadata_of(tensors: Tensors, given: dict[str, str]) -> dict[str, str]:
         raise ValueError(f"--head-dim: is {head_dim}, want a divisor of {width} and {k_rows}")
     if not has_scores:
         chosen.update(window="all", recent="0", sinks="0", bias_form="none")
-        chosen.pop("nope_window", None)
+        for name in ("nope_window", "nope_recent"):
+            chosen.pop(name, None)
     if "blocks.0.attention.q_norm.weight" in tensors:
         chosen.update(qk_norm="1")
     if chosen.get("window", "all") == "all" and has_scores:

@@ -1,7 +1,8 @@
 /* A byte-level language model in plain C: it reads a safetensors file, generates text with a cache
  * of bounded size, and computes the loss of a text as PyTorch does. model.h says which models.
  *
- *     build/examples/lm MODEL.safetensors --prompt "Light is" --bytes 500
+ *     build/examples/lm MODEL.safetensors --prompt "def read_lines(path):" --bytes 500
+ *     build/examples/lm MODEL.safetensors --remember 7000 --prompt-file FILE
  *     build/examples/lm MODEL.safetensors --loss FILE --length 8192
  *     build/examples/lm MODEL.safetensors --steady 100500
  *
@@ -18,9 +19,11 @@
 #include "common/arrays.h"
 #include "common/options.h"
 #include "common/progress.h"
+#include "common/random.h"
 #include "common/text.h"
 #include "common/timing.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -32,11 +35,12 @@ enum { MESSAGE_SIZE = 256 };
 enum { MOST_THREADS = 1024 };
 enum { PIECE = 512 };                             // bytes of a prompt that pass at a time
 enum { FIRST_CENTRE = 1000, TIMED_BYTES = 1000 }; // of --steady
+enum { KEY = 3, VALUE = 3, ROWS = 4 };            // of --remember: letters, and rows of the table
 
 typedef struct lm_options {
     const char *file, *prompt, *prompt_file, *loss_file;
     double temperature, top_p, min_p;
-    int64_t bytes, seed, length, steady, threads;
+    int64_t bytes, seed, remember, length, steady, threads;
 } lm_options;
 
 typedef struct bytes {
@@ -45,8 +49,8 @@ typedef struct bytes {
 } bytes;
 
 static const option option_table[] = {
-    {"--prompt", "TEXT", "the text to go on with (default: a newline, which is not printed)", NULL,
-     offsetof(lm_options, prompt), OPTION_TEXT, false},
+    {"--prompt", "TEXT", "the text to go on with (default: the beginning of a Python function)",
+     NULL, offsetof(lm_options, prompt), OPTION_TEXT, false},
     {"--prompt-file", "FILE", "a file with the text to go on with", NULL,
      offsetof(lm_options, prompt_file), OPTION_TEXT, false},
     {"--bytes", "N", "how many bytes to generate (default 500)", NULL, offsetof(lm_options, bytes),
@@ -55,10 +59,14 @@ static const option option_table[] = {
      offsetof(lm_options, temperature), OPTION_NUMBER, false},
     {"--top-p", "P", "draw from the likeliest bytes that have this probability (default 1)", NULL,
      offsetof(lm_options, top_p), OPTION_NUMBER, false},
-    {"--min-p", "P", "leave out bytes below this fraction of the likeliest (default 0.02)", NULL,
+    {"--min-p", "P", "leave out bytes below this fraction of the likeliest (default 0.05)", NULL,
      offsetof(lm_options, min_p), OPTION_NUMBER, false},
     {"--seed", "N", "of the random numbers (default 1)", NULL, offsetof(lm_options, seed),
      OPTION_COUNT, false},
+    {"--remember", "N",
+     "print instead how the model answers a question after up to N bytes of\n"
+     "the prompt file, and how it answers with the newest keys alone",
+     NULL, offsetof(lm_options, remember), OPTION_POSITIVE, false},
     {"--loss", "FILE", "print the loss of this text instead, in bits per byte", NULL,
      offsetof(lm_options, loss_file), OPTION_TEXT, false},
     {"--length", "N", "cut the text of --loss into pieces of N bytes (default 8192)", NULL,
@@ -78,8 +86,9 @@ static const command_line command = {
     .name = "lm",
     .about = "Generates text with a byte-level language model, in a cache of bounded size.",
     .more =
-        "The prompt and the text go to standard output as they come, and a line with speed and\n"
-        "memory to standard error at the end.\n",
+        "The prompt and the text go to standard output as they come, and two lines with speed and\n"
+        "memory to standard error at the end. At a temperature above 0 the text does not repeat\n"
+        "itself for long.\n",
     .operand = "MODEL.safetensors",
     .operand_offset = offsetof(lm_options, file),
     .operand_required = true,
@@ -113,7 +122,7 @@ static int read_bytes(const char *path, bytes *text) {
 static int read_prompt(const lm_options *options, bytes *prompt) {
     if (options->prompt_file != NULL)
         return read_bytes(options->prompt_file, prompt);
-    const char *const text = options->prompt != NULL ? options->prompt : "";
+    const char *const text = options->prompt != NULL ? options->prompt : "def median(values):\n";
     prompt->count = (int64_t)strlen(text);
     prompt->data = allocate((size_t)prompt->count);
     memcpy(prompt->data, text, (size_t)prompt->count);
@@ -123,17 +132,27 @@ static int read_prompt(const lm_options *options, bytes *prompt) {
 /* ---- generating ---- */
 
 static sampling sampling_of(const lm_options *options) {
-    return (sampling){options->temperature, options->top_p, options->min_p,
-                      (uint64_t)options->seed};
+    return (sampling){.temperature = options->temperature,
+                      .top_p = options->top_p,
+                      .min_p = options->min_p,
+                      .random = (uint64_t)options->seed};
 }
 
-/* The prompt enters the caches; without a prompt a newline does. */
+/* The prompt enters the caches; instead of an empty one a newline does. */
 static void prefill(run_state *state, const bytes *prompt) {
     static const uint8_t newline = '\n';
     if (prompt->count > 0)
         run_next(state, prompt->data, prompt->count);
     else
         run_next(state, &newline, 1);
+}
+
+static void print_memory(FILE *stream, const run_state *state) {
+    const model *const of = state->of;
+    const double of_key = 2.0 * sizeof(float) * (double)(of->kv_heads * of->head_dim);
+    fprintf(stream, "%lld bytes read; caches %.1f MB; all keys would take %.1f MB\n",
+            (long long)state->seen, (double)state->cache_bytes / 1e6,
+            (double)(state->seen * of->layers) * of_key / 1e6);
 }
 
 static int generate(const model *of, const lm_options *options) {
@@ -156,13 +175,102 @@ static int generate(const model *of, const lm_options *options) {
         run_next(&state, &byte, 1);
     }
     const double seconds = (now_ms() - begin) / 1e3;
-    fprintf(stderr,
-            "\n%lld bytes in %.2f s: %.0f bytes/s; caches %.1f MB, weights %.1f MB; threads: %d\n",
+    fprintf(stderr, "\n%lld bytes in %.2f s: %.0f bytes/s; weights %.1f MB; threads: %d\n",
             (long long)options->bytes, seconds, (double)options->bytes / fmax(seconds, 1e-9),
-            (double)state.cache_bytes / 1e6, (double)of->bytes / 1e6, state.byte_threads);
+            (double)of->bytes / 1e6, state.byte_threads);
+    print_memory(stderr, &state);
     free_state(&state);
     free(prompt.data);
     return ferror(stdout) != 0 ? EXIT_FAILED : EXIT_DONE;
+}
+
+/* ---- remembering ---- */
+
+/* The model without its scores: of equal ones the newest keys rank first. */
+static model without_scores(const model *of) {
+    model made = *of;
+    made.layer = allocate((size_t)of->layers * sizeof *made.layer);
+    for (int64_t n = 0; n < of->layers; n++) {
+        made.layer[n] = of->layer[n];
+        made.layer[n].a = allocate((size_t)of->kv_heads * sizeof *made.layer[n].a);
+    }
+    return made;
+}
+
+static void free_without_scores(const model *made) {
+    for (int64_t n = 0; n < made->layers; n++)
+        free(made->layer[n].a);
+    free(made->layer);
+}
+
+/* The model reads "{KEYVAL}", `distance` bytes of the text, and "<KEY". The answer is a string of
+ * the VALUE likeliest bytes that follow. */
+static void ask(run_state *state, const char *pair, const uint8_t *text, int64_t distance,
+                char *answer) {
+    uint8_t around[KEY + VALUE + 2];
+    around[0] = '{', around[KEY + VALUE + 1] = '}';
+    memcpy(around + 1, pair, KEY + VALUE);
+    empty_caches(state);
+    run_next(state, around, KEY + VALUE + 2);
+    run_next(state, text, distance);
+    around[0] = '<';
+    run_next(state, around, KEY + 1);
+    for (int n = 0; n < VALUE; n++) {
+        const uint8_t byte = choose_byte(state->logits, &(sampling){.temperature = 0});
+        answer[n] = (char)(isprint(byte) ? byte : '?');
+        run_next(state, &byte, 1);
+    }
+}
+
+/* Rows of a table, of pairs that have ever more bytes of the text behind them. */
+static void print_answers(run_state states[2], const lm_options *options, const uint8_t *text) {
+    static const int parts[ROWS] = {16, 4, 2, 1};
+    uint64_t random = (uint64_t)options->seed;
+    printf("In each row the model reads {KEYVAL}, a distance in bytes of %s,\n"
+           "and <KEY, and writes what follows; the answer is VAL.\n"
+           "%9s %10s %8s %11s %13s\n",
+           options->prompt_file, "distance", "pair", "answer", "kept here", "newest only");
+    for (int row = 0; row < ROWS; row++) {
+        char pair[KEY + VALUE + 1] = {0}, found[2][VALUE + 1] = {{0}};
+        for (int n = 0; n < KEY + VALUE; n++)
+            pair[n] = (char)('A' + random_bits(&random) % 26);
+        const int64_t distance = options->remember / parts[row];
+        show_progress("row %d of %d", row + 1, ROWS);
+        for (int n = 0; n < 2; n++)
+            ask(&states[n], pair, text, distance, found[n]);
+        clear_progress();
+        printf("%9lld   {%s} %8s %11s %13s\n", (long long)distance, pair, pair + KEY, found[0],
+               found[1]);
+        fflush(stdout);
+    }
+    print_memory(stdout, &states[0]);
+}
+
+static int show_memory(const model *of, const lm_options *options) {
+    bytes text = {0};
+    int status = EXIT_USAGE;
+    if (read_bytes(options->prompt_file, &text) != 0) {
+        free(text.data);
+        return status;
+    }
+    if (of->layer[0].window == FDMA_WINDOW_ALL)
+        print_error("lm: --remember: is given, but the queries of %s keep all keys", options->file);
+    else if (text.count < options->remember)
+        print_error("lm: --remember: is %lld, want at most %lld, the bytes of %s",
+                    (long long)options->remember, (long long)text.count, options->prompt_file);
+    else
+        status = EXIT_DONE;
+    if (status == EXIT_DONE) {
+        const model newest = without_scores(of);
+        run_state states[2] = {new_state(of, PIECE, 1, (int)options->threads),
+                               new_state(&newest, PIECE, 1, (int)options->threads)};
+        print_answers(states, options, text.data);
+        for (int n = 0; n < 2; n++)
+            free_state(&states[n]);
+        free_without_scores(&newest);
+    }
+    free(text.data);
+    return status == EXIT_DONE && ferror(stdout) != 0 ? EXIT_FAILED : status;
 }
 
 /* ---- time and memory of a byte ---- */
@@ -297,6 +405,10 @@ static int check_options(const lm_options *options) {
         wrong = "--prompt-file: is given, want only one of it and --prompt";
     else if (options->loss_file != NULL && options->steady > 0)
         wrong = "--steady: is given, want only one of it and --loss";
+    else if (options->remember > 0 && (options->loss_file != NULL || options->steady > 0))
+        wrong = "--remember: is given, want only one of it, --loss and --steady";
+    else if (options->remember > 0 && options->prompt_file == NULL)
+        wrong = "--remember: is given, want a text too, by --prompt-file";
     else if (options->steady > 0 && options->steady < FIRST_CENTRE + TIMED_BYTES / 2)
         wrong = "--steady: is below 1500, want bytes around position 1,000";
     else if (options->bytes > INT32_MAX / 2 || options->steady > INT32_MAX / 2)
@@ -310,7 +422,7 @@ static int check_options(const lm_options *options) {
 
 int main(int argc, char **argv) {
     lm_options options = {
-        .bytes = 500, .temperature = 0.8, .top_p = 1, .min_p = 0.02, .seed = 1, .length = 8192};
+        .bytes = 500, .temperature = 0.8, .top_p = 1, .min_p = 0.05, .seed = 1, .length = 8192};
     int status = read_options(&command, argc, argv, &options);
     if (status != OPTIONS_READ)
         return status;
@@ -324,6 +436,8 @@ int main(int argc, char **argv) {
         status = EXIT_USAGE;
     } else if (options.loss_file != NULL) {
         status = measure_loss(&of, &options);
+    } else if (options.remember > 0) {
+        status = show_memory(&of, &options);
     } else if (options.steady > 0) {
         status = measure_steadiness(&of, &options);
     } else {

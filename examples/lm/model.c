@@ -18,8 +18,8 @@ enum { MOST_LAYERS = 1000, MOST_WIDTH = MOST_COLUMNS / EXPANSION };
 typedef struct reader {
     safetensors file;
     const cJSON *metadata;
-    bool *used;     /* for each entry of the file: whether it was read */
-    int64_t window; /* window of layers without NoPE heads */
+    bool *used;             /* for each entry of the file: whether it was read */
+    int64_t window, recent; /* of layers without NoPE heads */
     model *it;
     char *message;
     size_t message_size;
@@ -99,7 +99,7 @@ static bool read_rules(reader *from) {
         return true;
     }
     return read_integer(from, "window", 1, INT32_MAX / 2, &from->window) &&
-           read_integer(from, "recent", 0, INT32_MAX / 2, &it->recent) &&
+           read_integer(from, "recent", 0, INT32_MAX / 2, &from->recent) &&
            read_integer(from, "sinks", 0, from->window, &it->sinks);
 }
 
@@ -174,24 +174,29 @@ static bool read_nope(reader *from) {
     return true;
 }
 
-/* The layers that have NoPE heads may have a window of their own. */
+/* An optional number of the layers that have NoPE heads, which a model that attends to all keys
+ * does not have. */
+static bool read_own(reader *from, const char *name, int64_t least, int64_t *value) {
+    if (!has_text(from, name))
+        return true;
+    if (from->window == FDMA_WINDOW_ALL)
+        return refuse(from, "metadata '%s': is '%.32s', want no entry for window 'all'", name,
+                      find_text(from, name));
+    return read_integer(from, name, least, INT32_MAX / 2, value);
+}
+
+/* The layers that have NoPE heads may have a window and a number of newest keys of their own. */
 static bool read_windows(reader *from) {
     const model *const it = from->it;
-    int64_t nope_window = from->window;
-    if (has_text(from, "nope_recent")) // all layers have the same number of newest keys here
-        return refuse(from, "metadata 'nope_recent': is '%.32s', want no entry",
-                      find_text(from, "nope_recent"));
-    if (has_text(from, "nope_window")) {
-        const int64_t least = it->sinks > 1 ? it->sinks : 1;
-        if (from->window == FDMA_WINDOW_ALL)
-            return refuse(from,
-                          "metadata 'nope_window': is '%.32s', want no entry for window 'all'",
-                          find_text(from, "nope_window"));
-        if (!read_integer(from, "nope_window", least, INT32_MAX / 2, &nope_window))
-            return false;
+    int64_t window = from->window, recent = from->recent;
+    if (!read_own(from, "nope_window", it->sinks > 1 ? it->sinks : 1, &window) ||
+        !read_own(from, "nope_recent", 0, &recent))
+        return false;
+    for (int64_t n = 0; n < it->layers; n++) {
+        const bool has_own = it->layer[n].nope_heads > 0;
+        it->layer[n].window = has_own ? window : from->window;
+        it->layer[n].recent = has_own ? recent : from->recent;
     }
-    for (int64_t n = 0; n < it->layers; n++)
-        it->layer[n].window = it->layer[n].nope_heads > 0 ? nope_window : from->window;
     return true;
 }
 

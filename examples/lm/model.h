@@ -24,7 +24,7 @@
  * ("exp", "linear" or "none"), rotary_base, norm_eps, and window, which is "all" for attention to
  * all keys. Such a model has the bias_form "none", no dt_proj and no A.
  *
- * Four more entries are optional. `qk_norm` is 0 or 1. If it is 1, each head of the queries, also
+ * Five more entries are optional. `qk_norm` is 0 or 1. If it is 1, each head of the queries, also
  * a NoPE head, becomes rmsnorm(head) with the weight q_norm, before any rotary position embedding,
  * and each head of the keys likewise with the weight k_norm. If it is 0 or absent, queries and keys
  * are not normalized, and the file has no q_norm and no k_norm.
@@ -34,9 +34,10 @@
  * `nope_rotary_dim` channels of a NoPE head (0 if it is absent) have a rotary position embedding.
  * Its angles are the same as in a head whose head_dim is nope_rotary_dim.
  *
- * `nope_window` is the window of the layers that have NoPE heads; without it, they have the window
- * of the other layers. It is checked but has no effect where no layer has NoPE heads, and it is
- * refused where window is "all". Neither window may be less than sinks. */
+ * `nope_window` is the window of the layers that have NoPE heads, and `nope_recent` the number of
+ * their newest keys; without them, these layers are as the others. Both are checked but have no
+ * effect where no layer has NoPE heads, and are refused where window is "all". Neither window may
+ * be less than sinks. */
 #pragma once
 
 #include "fdma.h"
@@ -54,11 +55,12 @@ typedef struct layer {
     float *dt_proj, *a; /* zeros in a model that attends to all keys */
     int64_t nope_heads; /* the number of NoPE heads among the kv heads, the last ones */
     int64_t window;     /* FDMA_WINDOW_ALL: attention to all keys, here and in all other layers */
+    int64_t recent;     /* the number of newest keys */
 } layer;
 
 typedef struct model {
     int64_t layers, width, q_heads, kv_heads, head_dim;
-    int64_t recent, sinks; /* the same in every layer */
+    int64_t sinks; /* the same in every layer */
     fdma_bias_form bias_form;
     double rotary_base, norm_eps;
     bool qk_norm;            /* whether each head of queries and keys is normalized */

@@ -60,10 +60,10 @@ class Model(NamedTuple):
         counts = self.metadata.get("nope", "").split()
         return int(counts[layer]) if counts else 0
 
-    def window(self, layer: int) -> int:
-        """The window of a layer of a model that does not attend to all keys."""
-        has_own = self.nope_heads(layer) > 0 and "nope_window" in self.metadata
-        return self.size("nope_window" if has_own else "window")
+    def of_layer(self, name: str, layer: int) -> int:
+        """window or recent of a layer of a model that does not attend to all keys."""
+        has_own = self.nope_heads(layer) > 0 and f"nope_{name}" in self.metadata
+        return self.size(f"nope_{name}" if has_own else name)
 
 
 def read_model(path: Path) -> Model:
@@ -89,9 +89,9 @@ def attend(model: Model, layer: int, *heads: torch.Tensor) -> torch.Tensor:
     name = f"blocks.{layer}.attention."
     scores = model.weights[f"{name}dt_proj.weight"], model.weights[f"{name}A"]
     return flash_dma_attention(
-        *(*heads, *scores, model.window(layer)),
+        *(*heads, *scores, model.of_layer("window", layer)),
         causal=True,
-        recent=model.size("recent"),
+        recent=model.of_layer("recent", layer),
         sinks=model.size("sinks"),
         bias_form=model.metadata["bias_form"],
     )

@@ -45,7 +45,7 @@ static int64_t make_caches(run_state *state, int64_t context) {
             .kv_heads = of->kv_heads,
             .head_dim = of->head_dim,
             .window = window == FDMA_WINDOW_ALL ? context : window,
-            .recent = of->recent,
+            .recent = of->layer[n].recent,
             .sinks = of->sinks,
             .dtype = FDMA_FLOAT32,
         };
@@ -238,7 +238,7 @@ static fdma_attention_args attention_of(const run_state *state, int64_t n, int64
         .a = fdma_tensor_1d(of->layer[n].a, FDMA_FLOAT32, of->kv_heads),
         .out = heads_of(state, state->attended, len, of->q_heads),
         .window = of->layer[n].window,
-        .recent = of->recent,
+        .recent = of->layer[n].recent,
         .sinks = of->sinks,
         .bias_form = of->bias_form,
         .causal = 1,

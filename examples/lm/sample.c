@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct candidate {
     double weight; /* its probability, divided by the largest */
@@ -27,10 +28,21 @@ static uint8_t best_byte(const float *logits) {
     return (uint8_t)best;
 }
 
-uint8_t choose_byte(const float *logits, sampling *how) {
+static void forbid_loops(const sampling *how, float *logits) {
+    const uint8_t *const last = how->written + how->count - LOOP;
+    for (const uint8_t *at = how->written; at < last; at++)
+        if (memcmp(at, last, LOOP) == 0)
+            logits[at[LOOP]] = -INFINITY;
+}
+
+static void append(sampling *how, uint8_t byte) {
+    if (how->count == LOOP_WITHIN)
+        memmove(how->written, how->written + 1, (size_t)--how->count);
+    how->written[how->count++] = byte;
+}
+
+static uint8_t draw_byte(const float *logits, sampling *how) {
     const uint8_t best = best_byte(logits);
-    if (how->temperature == 0)
-        return best;
     candidate sorted[BYTE_VALUES];
     double all = 0;
     for (int byte = 0; byte < BYTE_VALUES; byte++) {
@@ -49,4 +61,16 @@ uint8_t choose_byte(const float *logits, sampling *how) {
     while (at < count - 1 && drawn >= sorted[at].weight)
         drawn -= sorted[at++].weight;
     return sorted[at].byte;
+}
+
+uint8_t choose_byte(const float *logits, sampling *how) {
+    if (how->temperature == 0)
+        return best_byte(logits);
+    float allowed[BYTE_VALUES];
+    memcpy(allowed, logits, sizeof allowed);
+    if (how->count > LOOP)
+        forbid_loops(how, allowed);
+    const uint8_t byte = draw_byte(allowed, how);
+    append(how, byte);
+    return byte;
 }

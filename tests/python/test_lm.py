@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import evaluate
 import pytest
@@ -44,6 +44,7 @@ FORMS = {
     "none": {"window": "32", "bias_form": "none", "rotary_base": "500000.0", "norm_eps": "0.01"},
     "nope": {"window": "20", "recent": "12", "nope": "0 1"},
     "nope window": {**SINKS, "nope": "0 1", "nope_window": "60"},
+    "nope recent": {"window": "24", "nope": "0 2", "nope_window": "30", "nope_recent": "30"},
     "least nope window": {**SINKS, "nope": "0 2", "nope_window": "4"},
     "partly nope": {**SINKS, "nope": "2 1", "nope_rotary_dim": "6"},
     "qk_norm": {"window": "20", "recent": "12", "qk_norm": "1", "norm_eps": "0.1"},
@@ -169,9 +170,9 @@ def test_losses_are_those_of_the_formulas(
             name = f"blocks.{layer}.attention."
             weights = (model.weights[f"{name}{one}"] for one in ("dt_proj.weight", "A"))
             score = evaluate.score(heads[2], *weights, double)
-            rules = {one: model.size(one) for one in ("recent", "sinks")}
+            rules = {"recent": model.of_layer("recent", layer), "sinks": model.size("sinks")}
             rounded = score.float()  # makes equal bytes equal in any order of sums
-            kept = evaluate.kept_keys(rounded, model.window(layer), "causal", **rules)
+            kept = evaluate.kept_keys(rounded, model.of_layer("window", layer), "causal", **rules)
             mask = evaluate.visible_keys(length, length, True, kept)
             bias = {"exp": score.exp(), "linear": score}.get(model.metadata["bias_form"])
         return evaluate.attention(*heads, mask, double, bias=bias)[0].float()
@@ -276,6 +277,7 @@ HEADS: dict[str, dict[str, Any]] = {  # three kv heads, each of two query heads
     "one, and a larger window in its layer": {"nope": (0, 1), "nope_window": 200},
     "one, and a smaller window in its layer": {"nope": (1, 0), "nope_window": 6},
     "all, and another window": {"nope": (3, 3), "nope_window": 60},
+    "all, and more newest keys": {"nope": (0, 3), "nope_window": 40, "nope_recent": 60},
     "one, with all channels rotated": {"nope": (0, 1), "nope_rotary_dim": 64},
 }
 NORMALIZED: dict[str, dict[str, Any]] = {
@@ -366,6 +368,7 @@ def test_each_choice_of_heads_has_its_own_loss(tmp_path: Path) -> None:
     assert least_difference(losses) > 1e-3
     for nope in ((0, 1), (1, 0)):
         windows = [{"nope_window": window} for window in (None, 6, 200, 1000)]
+        windows.append({"nope_window": 40, "nope_recent": 60})
         losses = losses_of(tmp_path, [{"window": 40, "nope": nope, **one} for one in windows])
         assert least_difference(losses) > 1e-3
 
@@ -397,11 +400,11 @@ def test_other_norms_have_other_losses(kind: str, tmp_path: Path) -> None:
     [
         ({"qk_norm": True}, []),
         (
-            {"nope": (0, 2), "nope_rotary_dim": 10, "nope_window": 20},
-            ["--nope=0 2", "--nope-rotary-dim=10", "--nope-window=20"],
+            {"nope": (0, 2), "nope_rotary_dim": 10, "nope_window": 20, "nope_recent": 0},
+            ["--nope=0 2", "--nope-rotary-dim=10", "--nope-window=20", "--nope-recent=0"],
         ),
         # A model that attends to all keys has no windows, whatever the options say.
-        ({"nope": (1, 2), "window": None}, ["--nope=1 2", "--nope-window=20"]),
+        ({"nope": (1, 2), "window": None}, ["--nope=1 2", "--nope-window=20", "--nope-recent=9"]),
     ],
 )
 def test_conversion_keeps_heads_and_norms(
@@ -460,12 +463,21 @@ def test_bytes_are_drawn_by_their_probabilities(lm: ModuleType, write: Write) ->
     assert abs((surprise - entropy).mean()) < 5 * (variance.mean() / len(drawn)).sqrt()
 
 
+def repetitions(text: bytes, at: int) -> list[int]:
+    """The bytes that followed the 24 before `at` where these occur in the 400 before it."""
+    begins = range(max(0, at - 400), at - 24)
+    return [text[begin + 24] for begin in begins if text[begin:at].startswith(text[at - 24 : at])]
+
+
 @pytest.mark.parametrize("rule", ["--top-p", "--min-p"])
 def test_unlikely_bytes_are_left_out(rule: str, lm: ModuleType, write: Write) -> None:
     model = write("recent")
     options = ["--temperature", "1", "--min-p", "0", "--bytes", "1500"]
     drawn = generate(model, b"", *options, rule, "0.5")
     p = logits_before(lm, model, b"", drawn).double().softmax(1)
+    for at in range(len(drawn)):
+        p[at, repetitions(drawn, at)] = 0
+    p /= p.sum(1, keepdim=True)
     chosen = p.gather(1, torch.tensor([*drawn])[:, None])
     likelier = torch.where(p > chosen, p, torch.zeros_like(p)).sum(1)  # sum over likelier bytes
     ratio = (chosen / p.amax(1, keepdim=True))[:, 0]
@@ -475,6 +487,21 @@ def test_unlikely_bytes_are_left_out(rule: str, lm: ModuleType, write: Write) ->
         assert 0.4999 < ratio.min() < 0.6
     every = generate(model, b"", *options[:-1], "300")
     assert len(set(every)) > len(set(drawn[:300]))
+
+
+def test_a_text_does_not_repeat_itself(lm: ModuleType, write: Write) -> None:
+    """Without attention a byte decides the next one, so the likeliest bytes go round."""
+    path = write("recent")
+    tensors, metadata = load_file(path), lm.read_model(path).metadata
+    for n in range(LAYERS):
+        tensors[f"blocks.{n}.attention.o_proj.weight"].zero_()
+    save_file(tensors, path, metadata)
+    likeliest = generate(path, b"a", "--temperature", "0", "--bytes", "1000")
+    repeated = [likeliest[at] in repetitions(likeliest, at) for at in range(1000)]
+    assert sum(repeated) > 500
+    drawn = generate(path, b"a", "--min-p", "1", "--bytes", "1000")
+    assert drawn[:24] == likeliest[:24] and len({*drawn}) > len({*likeliest})
+    assert not any(drawn[at] in repetitions(drawn, at) for at in range(1000))
 
 
 @pytest.mark.parametrize("rule", [["--top-p", "0"], ["--min-p", "1"], ["--temperature", "0"]])
@@ -488,9 +515,72 @@ def test_rules_that_leave_the_likeliest_byte(rule: list[str], write: Write) -> N
 
 
 def test_the_report(write: Write) -> None:
-    done = run(PROGRAM, write("recent", 8), "--prompt", "Light", "--bytes", "0")
-    assert done.returncode == 0 and done.stdout == "Light"
-    assert "0 bytes in" in done.stderr and "caches 0.0 MB, weights 0.4 MB" in done.stderr
+    done = run(PROGRAM, write("recent", 8), "--prompt", "Light" * 60, "--bytes", "0")
+    assert done.returncode == 0 and done.stdout == "Light" * 60
+    speed, memory = done.stderr.splitlines()[-2:]
+    assert speed.startswith("0 bytes in") and "weights 0.4 MB" in speed
+    all_keys = 300 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # float32
+    assert all_keys == 307_200  # 0.3 MB
+    assert memory == "300 bytes read; caches 0.0 MB; all keys would take 0.3 MB"
+
+
+def test_a_prompt_of_its_own(write: Write) -> None:
+    assert output_of(run(PROGRAM, write("recent"), "--bytes", "0")) == "def median(values):\n"
+
+
+# ---- remembering ----
+
+
+class Row(NamedTuple):
+    distance: int
+    pair: str
+    answer: str
+    kept: str
+    newest: str
+
+
+def remember(model: Path, distance: int, *options: str) -> list[Row]:
+    command = (model, "--remember", str(distance), "--prompt-file", TEXT, *options)
+    _, _, _, *table, memory = output_of(run(PROGRAM, *command)).splitlines()
+    assert memory.startswith(f"{distance + 15} bytes read; caches ")
+    rows = [Row(int(first), *rest) for first, *rest in map(str.split, table)]
+    assert [row.distance for row in rows] == [distance // part for part in (16, 4, 2, 1)]
+    assert all(row.pair[4:7] == row.answer for row in rows)
+    return rows
+
+
+def test_answers_are_those_of_prompts(lm: ModuleType, write: Write) -> None:
+    """A pair, text and a question are read as a prompt of them, with scores and without."""
+    path = write("nope recent")
+    rows = remember(path, 600, "--seed", "5")
+    tensors, metadata = load_file(path), lm.read_model(path).metadata
+    for n in range(LAYERS):
+        tensors[f"blocks.{n}.attention.A"].zero_()
+    newest = path.with_name("newest.safetensors")
+    save_file(tensors, newest, metadata)
+    for row in rows:
+        text = TEXT.read_bytes()[: row.distance]
+        prompt = row.pair.encode() + text + b"<" + row.pair[1:4].encode()
+        for model, found in ((path, row.kept), (newest, row.newest)):
+            answer = generate(model, prompt, "--temperature", "0", "--bytes", "3")
+            assert found == "".join(chr(one) if 32 <= one < 127 else "?" for one in answer)
+    assert len({row.pair for row in rows}) == 4 and rows != remember(path, 600)
+
+
+def test_a_model_that_keeps_all_keys_has_nothing_to_show(write: Write) -> None:
+    model = write("dense")
+    refused = refusal(model, "--remember", "5", "--prompt-file", TEXT)
+    assert refused == f"lm: --remember: is given, but the queries of {model} keep all keys\n"
+
+
+def test_the_trained_model_remembers(lm: ModuleType) -> None:
+    """Half of the 1,792 rows of a cache are chosen by score: a pair stays that the newest 1,792
+    keys have lost."""
+    near, within, far, farthest = remember(FOLDER / "model.safetensors", 7000)
+    for row in (near, within, far, farthest):
+        assert row.kept == row.answer
+    assert near.newest == near.answer
+    assert far.newest != far.answer and farthest.newest != farthest.answer
 
 
 def test_steady_times(write: Write) -> None:
@@ -507,11 +597,11 @@ def test_steady_times(write: Write) -> None:
 
 
 def test_the_trained_model(lm: ModuleType, tmp_path: Path) -> None:
-    """Its loss in C equals PyTorch's, on unseen text that is longer than its window."""
+    """Its loss in C equals PyTorch's, on unseen text that is longer than its windows."""
     model, text = FOLDER / "model.safetensors", tmp_path / "text"
-    text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:3000])
-    found = loss_in_c(model, text, "--length", "2000")
-    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 2000)) < 1e-4
+    text.write_bytes((ROOT / "docs" / "algorithm.md").read_bytes()[:6000])
+    found = loss_in_c(model, text, "--length", "4000")
+    assert abs(found - lm.loss(lm.read_model(model), text.read_bytes(), 4000)) < 1e-4
     assert 1 < found < 4  # bits per byte; untrained models have 8
 
 
@@ -659,7 +749,10 @@ BROKEN_METADATA = {
     "metadata 'nope_window': is '9', want no entry for window 'all'": {
         **{"nope_window": "9", "window": "all", "bias_form": "none"}
     },
-    "metadata 'nope_recent': is '9', want no entry": {"nope_recent": "9"},
+    "metadata 'nope_recent': is '-1', want an integer from 0 to 1073741823": {"nope_recent": "-1"},
+    "metadata 'nope_recent': is '9', want no entry for window 'all'": {
+        **{"nope_recent": "9", "window": "all", "bias_form": "none"}
+    },
 }
 
 
@@ -684,6 +777,9 @@ BAD_USAGE = {
     "--min-p: is above 1, want a fraction": "--min-p 2",
     "--prompt-file: is given, want only one of it and --prompt": "--prompt a --prompt-file b",
     "--steady: is given, want only one of it and --loss": "--steady 5 --loss text",
+    "--remember: is given, want only one of it, --loss and --steady": "--remember 5 --steady 5",
+    "--remember: is given, want a text too, by --prompt-file": "--remember 5",
+    "--remember: is 5, want at most 0, the bytes of empty": "--remember 5 --prompt-file empty",
     "--threads: is above 1024, want less": "--threads 1025",
     "nothing: cannot be opened: No such file or directory": "--prompt-file nothing",
     "empty: has 0 bytes, want 2 or more": "--loss empty",
@@ -705,4 +801,5 @@ def test_the_demo_ends_with_the_model(tmp_path: Path) -> None:
     bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "-n", "demo", f"LM_MODEL={model}")
     assert "examples/lm" not in output_of(run(*bare, cwd=ROOT))
     model.touch()
-    assert f"build/examples/lm {model} --prompt" in output_of(run(*bare, cwd=ROOT))
+    *_, last = output_of(run(*bare, cwd=ROOT)).splitlines()
+    assert last.startswith(f"build/examples/lm {model} --remember")
