@@ -7,6 +7,7 @@
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
+#include <stdlib.h>
 
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
@@ -20,14 +21,14 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
     griddepcontrol_wait(); // for lists, row statistics and zeros, or for the slot pass
+    const backward_work work = find_work<config>(plan, pass);
     if (threadIdx.x == 0) {
         init_barriers(memory);
-        memory->work = find_work<config>(plan, pass);
+        memory->work = work;
         if (config::is_listed)
-            memory->kept_list = kept_list_of(plan, memory->work);
+            memory->kept_list = kept_list_of(plan, work);
     }
-    if (config::is_slot && plan.slot_per_key && threadIdx.x < 32)
-        shorten_work<config>(plan, pass, &memory->work);
+    find_visits<config>(plan, pass, work, memory->visits);
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
     __syncthreads();
@@ -190,6 +191,12 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
+    if (!plan.is_rolling && plan.forward.sequences.ranges == NULL &&
+        task.pass.dq_semaphore == NULL) {
+        const char *const text = getenv("FDMA_CHAIN");
+        const int64_t each = text != NULL ? atoi(text) : 1;
+        task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.pass.slot_blocks, each);
+    }
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;

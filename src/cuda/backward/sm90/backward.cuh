@@ -91,6 +91,7 @@ struct backward_config {
     // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
     // waits in the third step until the consumers have ended the first one, which needs the keys.
     static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
+    static constexpr int most_slot_blocks = is_slot ? 32 : 1; // of a thread block
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -136,7 +137,8 @@ struct backward_pass {
                             // step uses the semaphore of its first tile; NULL: they add in any
                             // order
     int32_t tiles;          // of a head
-    int32_t slot_blocks;
+    int32_t slot_blocks;  // thread blocks for the slots of a head: the n-th one takes slot block n,
+                          // then each slot block that is slot_blocks after the one before
     const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
     int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
 };
@@ -149,6 +151,7 @@ template <class config> __device__ static bool takes_turns(const backward_pass &
 struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
     int32_t slot_block, first_slot;
+    int32_t slot_blocks; // slot_block and others, see backward_pass
     int32_t partition;
     int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
                               // blocks; in the listed pass, of blocks of a list's entries
@@ -195,7 +198,7 @@ struct loaded_block {
 /* The progress of a warp of the producer, in shared memory because it has few registers. */
 struct load_progress {
     loaded_block now, next;
-    int32_t first;       // first query block that sees one of the slots
+    int32_t slot_block;  // that `next` belongs to: the n-th one of this thread block
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
@@ -284,6 +287,7 @@ template <class config> struct backward_memory {
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
     backward_work work;
+    int2 visits[config::most_slot_blocks]; // of each slot block: blocks x to y - 1
     tile_list kept_list;       // of the listed pass
     dq_turn turns[most_turns]; // of the last steps
     int32_t is_over;           // 1: no generation follows
@@ -382,44 +386,41 @@ __device__ static int32_t visible_slots(const backward_plan &plan, const backwar
     return max(0, query_position(forward, work.b, queries));
 }
 
-/* The first query block of the work, from block `from` on, in which some query sees one of its
- * slots. By a whole warp. */
-template <class config>
+/* The first query block from `from` to `end` - 1 in which some query sees a slot from first_slot
+ * on; otherwise `end`. By a whole warp. */
 __device__ static int32_t find_query_block(const backward_plan &plan, const backward_work &work,
-                                           int32_t from) {
-    for (int32_t base = from; base < work.end; base += 32) {
+                                           int32_t first_slot, int32_t from, int32_t end) {
+    for (int32_t base = from; base < end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
-        if (query_block < work.end)
+        if (query_block < end)
             slots = visible_slots(plan, work, query_block);
-        const uint32_t mask = __ballot_sync(~0u, slots > work.first_slot);
+        const uint32_t mask = __ballot_sync(~0u, slots > first_slot);
         if (mask != 0)
             return base + __ffs(mask) - 1;
     }
-    return work.end;
+    return end;
 }
 
-/* With slot_per_key, leaves out the last query blocks if they keep none of the slot block's keys,
- * unless slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread has
- * found the work. */
+/* The end of the query blocks that a slot block visits: with slot_per_key the last ones are left
+ * out if they keep none of its keys, unless slot blocks add to dq in a fixed order, see dq_order().
+ * By a whole warp. */
 template <class config>
-__device__ static void shorten_work(const backward_plan &plan, const backward_pass &pass,
-                                    backward_work *work) {
+__device__ static int32_t end_of_visits(const backward_plan &plan, const backward_pass &pass,
+                                        const backward_work &work, int32_t first_slot) {
     const forward_plan &forward = plan.forward;
     int32_t expiry = INT32_MIN;
-    __syncwarp();
-    if (pass.dq_semaphore != NULL)
-        return;
-    for (int32_t slot = threadIdx.x; slot < config::slots; slot += 32) {
-        const int32_t key = work->first_slot + slot;
-        if (key < forward.kv_len)
-            expiry = max(expiry, key_expiry(forward, work->head, key));
-    }
+    if (!plan.slot_per_key || pass.dq_semaphore != NULL)
+        return work.end;
+    const int32_t end_key = min(first_slot + config::slots, forward.kv_len);
+    for (int32_t key = first_slot + threadIdx.x % 32; key < end_key; key += 32)
+        expiry = max(expiry, key_expiry(forward, work.head, key));
     expiry = __reduce_max_sync(~0u, expiry);
-    const int64_t end_query = (int64_t)expiry - query_position(forward, work->b, 0);
-    const int64_t blocks = (end_query + forward.block_queries - 1) / forward.block_queries;
-    if (threadIdx.x == 0)
-        work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
+    const int32_t first_position = query_position(forward, work.b, 0);
+    if (expiry <= first_position)
+        return 0;
+    const uint32_t queries = (uint32_t)expiry - (uint32_t)first_position;
+    return min(work.end, (int32_t)((queries - 1) / list_queries + 1));
 }
 
 __device__ static int32_t count_arrivals(const backward_plan &plan, int32_t head, int32_t t) {
@@ -460,6 +461,9 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     const bool is_reversed = pass.dq_semaphore != NULL && pass.visits == by_head;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
     work.first_slot = work.slot_block * config::slots;
+    work.slot_blocks = 1;
+    if (config::is_slot)
+        work.slot_blocks += (plan.slots / config::slots - 1 - work.slot_block) / pass.slot_blocks;
     work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
@@ -490,4 +494,20 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
         work.end = seen.end;
     }
     return work;
+}
+
+/* Finds the query blocks that each slot block of the work visits. By all warps. */
+template <class config>
+__device__ static void find_visits(const backward_plan &plan, const backward_pass &pass,
+                                   const backward_work &work, int2 *visits) {
+    for (int32_t n = threadIdx.x / 32; n < work.slot_blocks; n += config::threads / 32) {
+        const int32_t first_slot = work.first_slot + n * pass.slot_blocks * config::slots;
+        int32_t first = work.query_block, end = work.end;
+        if (config::is_slot) {
+            end = end_of_visits<config>(plan, pass, work, first_slot);
+            first = find_query_block(plan, work, first_slot, first, end);
+        }
+        if (threadIdx.x % 32 == 0)
+            visits[n] = make_int2(first, end);
+    }
 }

@@ -94,23 +94,32 @@ template <class config> struct backward_producer {
         return &memory->progress[opaque(threadIdx.x) / 32];
     }
 
+    /* The query blocks that the slot block of the next block visits. */
+    __device__ const int2 &visits(void) const { return memory->visits[progress()->slot_block]; }
+
+    /* The first slot of that slot block. */
+    __device__ int32_t first_slot(const backward_pass &pass) const {
+        return (memory->work.slot_block + progress()->slot_block * pass.slot_blocks) *
+               config::slots;
+    }
+
     __device__ bool is_over(const backward_plan &plan, const backward_pass &pass,
                             const loaded_block &at) const {
         if (config::is_slot && pass.visits == descending)
-            return at.block < progress()->first;
+            return at.block < visits().x;
         if (config::is_slot && pass.visits == by_head && at.head == plan.forward.group)
             return true;
-        return at.block >= memory->work.end;
+        return at.block >= visits().y;
     }
 
     __device__ int32_t key_in_block(const backward_plan &plan, const backward_pass &pass,
                                     const loaded_block &at) const {
-        const backward_work &work = memory->work;
         const int32_t slot = own_slot();
         if (is_over(plan, pass, at))
             return past_end;
-        return slot < config::slots ? slot_key(plan, *memory, at.block, work.first_slot + slot)
-                                    : -1;
+        return slot < config::slots
+                   ? slot_key(plan, *memory, at.block, first_slot(pass) + slot)
+                   : -1;
     }
 
     __device__ int32_t key_in_generation(int32_t which) const {
@@ -184,11 +193,46 @@ template <class config> struct backward_producer {
             load_row(plan, forward.k, forward.v, slot, key - forward.carried_len);
     }
 
+    /* Loads the rows of k or of v of a warp's slots if a slot's key has the number of the slot.
+     * kept: bits of the slots that have a key; the rows of the others become 0. By a whole warp. */
+    __device__ void load_run(const backward_plan &plan, const head_view &view, const uint8_t *rows,
+                             int32_t first, uint32_t kept) {
+        constexpr int vecs = config::channels * 2 / vec_bytes, at_once = 32 / vecs; // rows
+        const backward_work &work = memory->work;
+        const int lane = opaque(threadIdx.x) % 32, vec = lane % vecs;
+        const int32_t slots = own_slot() / 32 * 32;
+        const uint32_t to =
+            shared_address(rows) + vec / line_lanes * config::slots * line_bytes;
+        const char *const head =
+            (const char *)view.data + 2 * (work.b * view.batch + work.g * view.head);
+        const bool has_vec = vec * vec_channels < plan.forward.head_dim;
+#pragma unroll 2
+        for (int row = lane / vecs; row < 32; row += at_once) {
+            const bool is_there = has_vec && kept >> row & 1;
+            cp_async_16(to + swizzled(slots + row, vec % line_lanes),
+                        head + (is_there ? 2 * (first + row) * view.row + vec * vec_bytes : 0),
+                        is_there ? vec_bytes : 0);
+        }
+    }
+
     /* Loads the new keys of a generation once the consumers have released the old ones. */
     __device__ void load_keys(const backward_plan &plan) {
+        const forward_plan &forward = plan.forward;
         const int32_t current = opaque(generation);
         wait(&memory->keys_free, current & 1);
         const int32_t key = key_in_generation(current);
+        if (!plan.is_rolling && !config::is_listed && forward.list == NULL &&
+            forward.carried_len == 0) {
+            const uint32_t kept = __ballot_sync(~0u, key >= 0);
+            const int32_t first = __shfl_sync(~0u, key, kept == 0 ? 0 : __ffs(kept) - 1) -
+                                  (kept == 0 ? 0 : __ffs(kept) - 1);
+            if (own_slot() / 32 * 32 < config::slots) {
+                load_run(plan, forward.k, memory->k, first, kept);
+                load_run(plan, forward.v, memory->v, first, kept);
+            }
+            cp_async_mbarrier_arrive_noinc(&memory->keys_ready);
+            return;
+        }
         const bool is_new = current == 0 || key != key_in_generation(current - 1);
         uint32_t left = __ballot_sync(~0u, is_new && own_slot() < config::slots);
         for (; left != 0; left &= left - 1) {
@@ -485,35 +529,52 @@ template <class config> struct backward_producer {
         if (pass.visits == descending)
             return {at.block - 1, 0};
         if (pass.visits == by_head)
-            return next < memory->work.end ? loaded_block{next, at.head}
-                                           : loaded_block{progress()->first, at.head + 1};
+            return next < visits().y ? loaded_block{next, at.head}
+                                           : loaded_block{visits().x, at.head + 1};
         const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
-        return {skips ? find_query_block<config>(plan, memory->work, next) : next, 0};
+        return {skips ? find_query_block(plan, memory->work, memory->work.first_slot, next,
+                                         memory->work.end)
+                      : next,
+                0};
     }
 
     /* The key of this thread's slot in a block after the current one. */
     __device__ int32_t key_after(const backward_plan &plan, const backward_pass &pass,
                                  const loaded_block &at) const {
-        const bool is_fixed =
-            generation >= 0 && !plan.is_rolling && !config::is_listed && !is_over(plan, pass, at);
+        const bool begins_slots = at.block == visits().x && at.head == 0;
+        const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
+                              !begins_slots && !is_over(plan, pass, at);
         return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
     }
 
     __device__ void begin(const backward_plan &plan, const backward_pass &pass) {
-        const backward_work &work = memory->work;
-        int32_t first = work.query_block, before = first - 1;
-        if (config::is_listed) {
-            before = first - pass.list_splits;
-        } else if (config::is_slot) {
-            first = find_query_block<config>(plan, work, first);
-            before = pass.visits == descending ? work.end : first - 1;
-        }
-        generation = -1;
+        const int2 own = memory->visits[0];
         load_progress begun = {};
-        begun.next = {before, 0};
-        begun.first = first;
+        begun.next.block = config::is_slot && pass.visits == descending
+                               ? own.y
+                               : own.x - (config::is_listed ? pass.list_splits : 1);
         begun.steps_ahead = no_keys;
         *progress() = begun;
+        generation = -1;
+    }
+
+    /* Finds the next block to visit: of this slot block or, behind its last one, of the next slot
+     * block that visits any. */
+    __device__ void find_next(const backward_plan &plan, const backward_pass &pass) {
+        progress()->next = block_after(plan, pass, progress()->now);
+        __syncwarp();
+        if (!config::is_slot || !is_over(plan, pass, progress()->next))
+            return;
+        int32_t n = progress()->slot_block + 1;
+        __syncwarp(); // all lanes have read it
+#pragma unroll 1
+        for (; n < memory->work.slot_blocks; n++)
+            if (memory->visits[n].x < memory->visits[n].y) {
+                progress()->slot_block = n;
+                progress()->next = {memory->visits[n].x, 0};
+                break;
+            }
+        __syncwarp();
     }
 
     /* Gives each warp the first key of the next block. The barrier also makes the slot records of
@@ -531,8 +592,7 @@ template <class config> struct backward_producer {
             __syncwarp();
             progress()->now = progress()->next;
             __syncwarp();
-            progress()->next = block_after(plan, pass, progress()->now);
-            __syncwarp();
+            find_next(plan, pass);
             memory->next[own_slot()] = key_after(plan, pass, progress()->next);
             if (config::is_diagonal)
                 share_keys();
