@@ -191,12 +191,6 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
-    if (!plan.is_rolling && plan.forward.sequences.ranges == NULL &&
-        task.pass.dq_semaphore == NULL) {
-        const char *const text = getenv("FDMA_CHAIN");
-        const int64_t each = text != NULL ? atoi(text) : 1;
-        task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.pass.slot_blocks, each);
-    }
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;
@@ -264,6 +258,16 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     backward_task task = lay_out<config>(problem, &arena, slot_per_key);
     const backward_plan &plan = task.plan;
     backward_pass &pass = task.pass;
+    if (!plan.is_rolling && plan.forward.sequences.ranges == NULL && plan.key_sums == NULL &&
+        pass.dq_semaphore == NULL) {
+        const char *const text = getenv("FDMA_CHAIN");
+        const int64_t each = text != NULL ? atoi(text) : 1;
+        task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.pass.slot_blocks, each);
+        pass.owns_dq = config::is_long && pass.slot_blocks == 1 && problem->causal &&
+                       problem->q_len <= problem->kv_len && getenv("FDMA_OWN") != NULL;
+        if (pass.owns_dq)
+            task.plan.cleared[1] = {};
+    }
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
         return FDMA_OK;
@@ -276,7 +280,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
-    if (plan.key_sums != NULL || !plan.is_rolling)
+    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq))
         FDMA_TRY(launch("backward", write_dq<config>,
                         {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
                         pass));
@@ -344,7 +348,7 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "a call in which no slot changes its key";
     if (is_present(&problem->starts) || is_present(&problem->attn_mask))
         return "packed sequences or attn_mask";
-    if (forces_kernel(problem, form_names[by_key]))
+    if (forces_kernel(problem, form_names[by_key]) || getenv("FDMA_KEY") != NULL)
         return NULL;
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;

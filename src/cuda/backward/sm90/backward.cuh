@@ -133,6 +133,7 @@ struct backward_pass {
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     int32_t list_splits;    // thread blocks that share a list in the listed pass
     float *dq_sum;          // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
+    bool owns_dq;           // all slot blocks of a head are one thread block's, which writes dq
     uint32_t *dq_semaphore; // of each tile: the number of slot blocks that have added to dq_sum; a
                             // step uses the semaphore of its first tile; NULL: they add in any
                             // order
@@ -174,9 +175,10 @@ struct alignas(16) step_header {
     int32_t first;  // position of its first query; 0 if all queries see the same keys
     bool is_last;   // of its generation
     bool is_odd;    // the position of its first query is odd
-    bool writes_dq; // in the diagonal pass: it is the last step that adds to dq of its queries
-    bool is_only;   // it is also the first one, so the sums are loaded to shared memory
-    bool dq_phase;  // if is_only: the parity of dq_ready to wait for
+    bool writes_dq; // it is the last step that adds to dq of its queries, and no kernel follows
+    bool is_first;  // it is the first one; in the diagonal pass with writes_dq: the sums are loaded
+                    // to shared memory
+    bool dq_phase;  // if they are loaded: the parity of dq_ready to wait for
     int32_t h, head_tile; // of the tile
 };
 
@@ -193,12 +195,12 @@ static constexpr int slots_buffers = 3;
 struct loaded_block {
     int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
     int32_t head;  // by_head: in the group; otherwise 0
+    int32_t slot_block; // the n-th one of this thread block
 };
 
 /* The progress of a warp of the producer, in shared memory because it has few registers. */
 struct load_progress {
     loaded_block now, next;
-    int32_t slot_block;  // that `next` belongs to: the n-th one of this thread block
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
@@ -410,7 +412,7 @@ __device__ static int32_t end_of_visits(const backward_plan &plan, const backwar
                                         const backward_work &work, int32_t first_slot) {
     const forward_plan &forward = plan.forward;
     int32_t expiry = INT32_MIN;
-    if (!plan.slot_per_key || pass.dq_semaphore != NULL)
+    if (!plan.slot_per_key || pass.dq_semaphore != NULL || (pass.owns_dq && first_slot == 0))
         return work.end;
     const int32_t end_key = min(first_slot + config::slots, forward.kv_len);
     for (int32_t key = first_slot + threadIdx.x % 32; key < end_key; key += 32)

@@ -95,11 +95,11 @@ template <class config> struct backward_producer {
     }
 
     /* The query blocks that the slot block of the next block visits. */
-    __device__ const int2 &visits(void) const { return memory->visits[progress()->slot_block]; }
+    __device__ const int2 &visits(void) const { return memory->visits[progress()->next.slot_block]; }
 
     /* The first slot of that slot block. */
     __device__ int32_t first_slot(const backward_pass &pass) const {
-        return (memory->work.slot_block + progress()->slot_block * pass.slot_blocks) *
+        return (memory->work.slot_block + progress()->next.slot_block * pass.slot_blocks) *
                config::slots;
     }
 
@@ -313,6 +313,16 @@ template <class config> struct backward_producer {
         return (tile * q_tile_rows & (plan.forward.block_queries - 1)) + q_tile_rows;
     }
 
+    /* True if no later slot block of this thread block visits the current query block. */
+    __device__ bool is_last_visit(void) const {
+        const loaded_block at = progress()->now;
+#pragma unroll 1
+        for (int32_t n = at.slot_block + 1; n < memory->work.slot_blocks; n++)
+            if (at.block >= memory->visits[n].x && at.block < memory->visits[n].y)
+                return false;
+        return true;
+    }
+
     /* Copies q and lse, or dout and delta, of a step's queries of head h. By one thread. */
     __device__ void copy_queries(const backward_plan &plan, const row_map &rows,
                                  const float *numbers, const uint8_t *to_rows,
@@ -335,15 +345,18 @@ template <class config> struct backward_producer {
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
-        const bool writes = config::is_diagonal && writes_dq(plan, tile);
-        const bool is_first = progress()->now.block % config::diagonal_blocks == 0;
+        const bool writes = config::is_diagonal ? writes_dq(plan, tile)
+                                                : pass.owns_dq && is_last_visit();
+        const bool is_first = config::is_diagonal
+                                  ? progress()->now.block % config::diagonal_blocks == 0
+                                  : pass.owns_dq && progress()->now.slot_block == 0;
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         memory->header[stage] = {head * pass.tiles + tile,
                                  plan.forward.by_position ? first : 0,
                                  progress()->changes != 0,
                                  first % 2 != 0,
                                  writes,
-                                 config::loads_dq && writes && is_first,
+                                 is_first,
                                  progress()->dq_loads % 2 != 0,
                                  h,
                                  tile};
@@ -352,7 +365,7 @@ template <class config> struct backward_producer {
     /* Loads the sums of dq for the step whose header has been written. By one thread. */
     __device__ void load_dq(const backward_pass &pass, const step_header &header) {
         constexpr uint32_t bytes = sizeof memory->dq;
-        if (!header.is_only)
+        if (!header.writes_dq || !header.is_first)
             return;
         wait(&memory->dq_free, header.dq_phase ^ 1);
         mbarrier_arrive_expect_tx(&memory->dq_ready, bytes);
@@ -529,8 +542,8 @@ template <class config> struct backward_producer {
         if (pass.visits == descending)
             return {at.block - 1, 0};
         if (pass.visits == by_head)
-            return next < visits().y ? loaded_block{next, at.head}
-                                           : loaded_block{visits().x, at.head + 1};
+            return next < visits().y ? loaded_block{next, at.head, at.slot_block}
+                                     : loaded_block{visits().x, at.head + 1, at.slot_block};
         const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
         return {skips ? find_query_block(plan, memory->work, memory->work.first_slot, next,
                                          memory->work.end)
@@ -565,13 +578,12 @@ template <class config> struct backward_producer {
         __syncwarp();
         if (!config::is_slot || !is_over(plan, pass, progress()->next))
             return;
-        int32_t n = progress()->slot_block + 1;
+        int32_t n = progress()->next.slot_block + 1;
         __syncwarp(); // all lanes have read it
 #pragma unroll 1
         for (; n < memory->work.slot_blocks; n++)
             if (memory->visits[n].x < memory->visits[n].y) {
-                progress()->slot_block = n;
-                progress()->next = {memory->visits[n].x, 0};
+                progress()->next = {memory->visits[n].x, 0, n};
                 break;
             }
         __syncwarp();
