@@ -263,7 +263,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
         const char *const text = getenv("FDMA_CHAIN");
         const int64_t each = text != NULL ? atoi(text) : 1;
         task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.pass.slot_blocks, each);
-        pass.owns_dq = config::is_long && pass.slot_blocks == 1 && problem->causal &&
+        pass.owns_dq = config::may_own_dq && pass.slot_blocks == 1 && problem->causal &&
                        problem->q_len <= problem->kv_len && getenv("FDMA_OWN") != NULL;
         if (pass.owns_dq)
             task.plan.cleared[1] = {};

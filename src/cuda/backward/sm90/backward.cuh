@@ -82,6 +82,8 @@ struct backward_config {
     // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
     // for it, and with 64, where adding from registers is faster
     static constexpr bool stages_dq = channels == 128 && !is_diagonal;
+    // a thread block that takes all slot blocks of a head writes dq
+    static constexpr bool may_own_dq = is_slot && !is_wide;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight

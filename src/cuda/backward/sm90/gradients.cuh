@@ -244,7 +244,9 @@ template <class config> struct dq_adder {
         constexpr int stored = config::stored_registers, block = warpgroup_warps * stored * 32;
         const step_header &header = memory->header[opaque(step) % config::stages];
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
-        float *const to = dq_sum_of<config>(pass, header.tile + index, 0, thread / 32) + thread % 32 * 4;
+        const int own_tile = config::is_long ? index : 0, first = config::is_long ? 0 : index;
+        float *const to = dq_sum_of<config>(pass, header.tile + own_tile, first, thread / 32) +
+                          thread % 32 * 4;
         if (!header.writes_dq && !header.is_first) {
             add_vectors(dq, to);
             return;
@@ -265,8 +267,9 @@ template <class config> struct dq_adder {
                     sums[32 * k] = four[k];
             }
             if (header.writes_dq)
-                write_dq_columns<config>(plan, memory->work.b, header.h, header.head_tile + index,
-                                         2 * i, four);
+                write_dq_columns<config>(plan, memory->work.b, header.h,
+                                         header.head_tile + own_tile,
+                                         first * config::dq_channels + 2 * i, four);
         }
     }
 
@@ -274,7 +277,7 @@ template <class config> struct dq_adder {
      * to it. */
     __device__ void add(const backward_plan &plan, const backward_pass &pass, int32_t step,
                         const step_header &header, const dq_tile &dq, int n = 0) {
-        if constexpr (config::is_long)
+        if constexpr (config::may_own_dq)
             if (pass.owns_dq) {
                 add_own(plan, pass, step, dq);
                 return;
