@@ -207,6 +207,9 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     const int32_t lane = threadIdx.x % row_lanes;
     if (j >= forward.kv_len)
         return;
+    if (plan.slot_per_key && forward.records[head * forward.kv_len + j].expiry >
+                                 query_position(forward, (int32_t)b, 0))
+        return; // the pass writes them
     // a call without keys of its own may lack memory for dbias and have it for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
     if (has_dbias && lane == 0 && !adds_dbias(plan, j))
@@ -451,7 +454,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     backward_plan plan = {};
     plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
-                       ? fdma_cuda_plan_records(problem, arena, list_queries)
+                       ? fdma_cuda_plan_kept(problem, arena)
                        : fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem, shape));
     describe_gradients(problem, &plan);
     const forward_plan *const forward = &plan.forward;

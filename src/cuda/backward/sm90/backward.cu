@@ -316,16 +316,34 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
 using any_config = backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>;
 
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
-    return lay_out<any_config>(problem, arena, false);
+    fdma_arena other = *arena;
+    const backward_task task = lay_out<any_config>(problem, arena, false);
+    if (problem->causal && rolls_lists(problem))
+        lay_out<any_config>(problem, &other, true);
+    arena->used = max(arena->used, other.used);
+    return task;
 }
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
-/* The pairs that by_key visits at most: the visible ones, in whole slot blocks. */
+/* The pairs of a position before `position` with a key up to it that some query keeps, if the
+ * scores are random: the key at position p is kept at first if it is among the best `window` of
+ * p + 1 keys. With recent keys all are kept. */
+static double count_pairs_before(const fdma_problem *problem, double position) {
+    const double window = (double)max(problem->slots - problem->recent, (int64_t)1);
+    if (problem->recent > 0 || position <= window)
+        return position * position / 2;
+    return window * window / 2 + window * position * log(position / window);
+}
+
+/* The pairs that by_key visits: those of a query with a visible key that some query keeps, in whole
+ * slot blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
-    return queries * ((double)problem->kv_len - queries / 2 + any_config::slots / 2);
+    return count_pairs_before(problem, (double)problem->kv_len) -
+           count_pairs_before(problem, (double)problem->kv_len - queries) +
+           queries * any_config::slots / 2;
 }
 
 /* The number of kept pairs if the query at position p keeps min(p + 1, slots) keys. */

@@ -343,8 +343,10 @@ __device__ static tile_list kept_list_of(const backward_plan &plan, const backwa
     return tile_list_of(plan.forward, work.b, work.g, work.list * list_queries, 0);
 }
 
-__device__ static int32_t key_expiry(const forward_plan &plan, int32_t head, int32_t j) {
-    return plan.records[(int64_t)head * plan.kv_len + j].expiry;
+/* The expiry of the key of entry n of the list that all query blocks share. */
+__device__ static int32_t entry_expiry(const forward_plan &plan, int32_t head, int32_t n) {
+    const int32_t key = key_of(plan, list_entry(plan, head, 0, n));
+    return key < 0 ? INT32_MIN : plan.records[(int64_t)head * plan.kv_len + key].expiry;
 }
 
 /* The key of a slot in a query block, or the slot-th key that arrives inside the block, or the key
@@ -366,9 +368,6 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_mem
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
     if (slot >= shared_entries(forward, memory.work.b, head))
         return -1;
-    if (plan.slot_per_key &&
-        key_expiry(forward, head, slot) <= query_position(forward, memory.work.b, 0))
-        return -1; // no query keeps it
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
@@ -416,9 +415,9 @@ __device__ static int32_t end_of_visits(const backward_plan &plan, const backwar
     int32_t expiry = INT32_MIN;
     if (!plan.slot_per_key || pass.dq_semaphore != NULL || (pass.owns_dq && first_slot == 0))
         return work.end;
-    const int32_t end_key = min(first_slot + config::slots, forward.kv_len);
-    for (int32_t key = first_slot + threadIdx.x % 32; key < end_key; key += 32)
-        expiry = max(expiry, key_expiry(forward, work.head, key));
+    const int32_t end = min(first_slot + config::slots, shared_entries(forward, work.b, work.head));
+    for (int32_t n = first_slot + threadIdx.x % 32; n < end; n += 32)
+        expiry = max(expiry, entry_expiry(forward, work.head, n));
     expiry = __reduce_max_sync(~0u, expiry);
     const int32_t first_position = query_position(forward, work.b, 0);
     if (expiry <= first_position)

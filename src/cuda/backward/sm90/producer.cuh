@@ -193,24 +193,24 @@ template <class config> struct backward_producer {
             load_row(plan, forward.k, forward.v, slot, key - forward.carried_len);
     }
 
-    /* Loads the rows of k or of v of a warp's slots if a slot's key has the number of the slot.
-     * kept: bits of the slots that have a key; the rows of the others become 0. By a whole warp. */
-    __device__ void load_run(const backward_plan &plan, const head_view &view, const uint8_t *rows,
-                             int32_t first, uint32_t kept) {
+    /* Loads the rows of k or of v of a warp's slots, and zeros if a slot has no key. By a whole
+     * warp. */
+    __device__ void load_rows(const backward_plan &plan, const head_view &view, const uint8_t *rows,
+                              int32_t buffer) {
         constexpr int vecs = config::channels * 2 / vec_bytes, at_once = 32 / vecs; // rows
+        constexpr int unrolled = config::channels > 64 ? 1 : 4; // with few registers
         const backward_work &work = memory->work;
         const int lane = opaque(threadIdx.x) % 32, vec = lane % vecs;
-        const int32_t slots = own_slot() / 32 * 32;
-        const uint32_t to =
-            shared_address(rows) + vec / line_lanes * config::slots * line_bytes;
+        const int32_t first = own_slot() / 32 * 32;
+        const uint32_t to = shared_address(rows) + vec / line_lanes * config::slots * line_bytes;
         const char *const head =
             (const char *)view.data + 2 * (work.b * view.batch + work.g * view.head);
-        const bool has_vec = vec * vec_channels < plan.forward.head_dim;
-#pragma unroll 2
+#pragma unroll unrolled
         for (int row = lane / vecs; row < 32; row += at_once) {
-            const bool is_there = has_vec && kept >> row & 1;
-            cp_async_16(to + swizzled(slots + row, vec % line_lanes),
-                        head + (is_there ? 2 * (first + row) * view.row + vec * vec_bytes : 0),
+            const int32_t key = memory->slots[buffer][first + row].key;
+            const bool is_there = key >= 0 && vec * vec_channels < plan.forward.head_dim;
+            cp_async_16(to + swizzled(first + row, vec % line_lanes),
+                        head + (is_there ? 2 * key * view.row + vec * vec_bytes : 0),
                         is_there ? vec_bytes : 0);
         }
     }
@@ -220,19 +220,15 @@ template <class config> struct backward_producer {
         const forward_plan &forward = plan.forward;
         const int32_t current = opaque(generation);
         wait(&memory->keys_free, current & 1);
-        const int32_t key = key_in_generation(current);
-        if (!plan.is_rolling && !config::is_listed && forward.list == NULL &&
-            forward.carried_len == 0) {
-            const uint32_t kept = __ballot_sync(~0u, key >= 0);
-            const int32_t first = __shfl_sync(~0u, key, kept == 0 ? 0 : __ffs(kept) - 1) -
-                                  (kept == 0 ? 0 : __ffs(kept) - 1);
-            if (own_slot() / 32 * 32 < config::slots) {
-                load_run(plan, forward.k, memory->k, first, kept);
-                load_run(plan, forward.v, memory->v, first, kept);
+        if (config::is_slot && !plan.is_rolling && forward.carried_len == 0) {
+            if (own_slot() < config::slots) {
+                load_rows(plan, forward.k, memory->k, current % slots_buffers);
+                load_rows(plan, forward.v, memory->v, current % slots_buffers);
             }
             cp_async_mbarrier_arrive_noinc(&memory->keys_ready);
             return;
         }
+        const int32_t key = key_in_generation(current);
         const bool is_new = current == 0 || key != key_in_generation(current - 1);
         uint32_t left = __ballot_sync(~0u, is_new && own_slot() < config::slots);
         for (; left != 0; left &= left - 1) {
