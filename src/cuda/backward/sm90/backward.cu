@@ -253,6 +253,23 @@ using listed_config = backward_config<typename config::element, config::channels
                                       config::has_softcap, config::drops, listed_pass>;
 
 template <class config>
+using narrow_config = backward_config<typename config::element, config::channels,
+                                      config::has_softcap, config::drops, narrow_pass>;
+
+template <class config>
+static fdma_status run_slot_pass_of(const fdma_problem *problem, backward_task task) {
+    if constexpr (!config::is_wide && !config::has_softcap && !config::drops) {
+        if (task.plan.slot_per_key && task.pass.dq_semaphore == NULL && getenv("FDMA_NARROW") != NULL) {
+            const char *const text = getenv("FDMA_CHAIN");
+            const int64_t each = text != NULL ? atoi(text) : 1;
+            task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.plan.slots / narrow_config<config>::slots, each);
+            return run_slot_pass<narrow_config<config>>(problem, task);
+        }
+    }
+    return run_slot_pass<config>(problem, task);
+}
+
+template <class config>
 static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     fdma_arena arena = fdma_arena_of(problem);
     backward_task task = lay_out<config>(problem, &arena, slot_per_key);
@@ -276,7 +293,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
-        FDMA_TRY(run_slot_pass<config>(problem, task));
+        FDMA_TRY(run_slot_pass_of<config>(problem, task));
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }

@@ -33,7 +33,7 @@ static constexpr int q_tile_rows = 64; // queries of one head in a tile
 /* The passes. slot_pass takes the keys that are live at the first position of a query block, slot
  * by slot; diagonal_pass the keys that arrive inside one; listed_pass, in place of both with
  * attn_mask, the lists of kept keys. */
-enum pass_kind { slot_pass, diagonal_pass, listed_pass };
+enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two
  * consumers split the slots of a block between them, each step has 64 queries, and each consumer
@@ -51,16 +51,16 @@ struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, drops = drops_;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
-    static constexpr bool is_slot = kind == slot_pass;
+    static constexpr bool is_slot = kind == slot_pass || kind == narrow_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
-    static constexpr bool is_narrow = is_diagonal && channels <= 64;
+    static constexpr bool is_narrow = kind == narrow_pass || (is_diagonal && channels <= 64);
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
-    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap;
+    static constexpr bool is_long = kind == slot_pass && channels == 64 && !has_softcap;
     static constexpr int q_tiles = is_long ? 2 : 1;      // of a step
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
@@ -81,13 +81,14 @@ struct backward_config {
     static constexpr int diagonal_blocks = (most_queries - 1 + slots - 1) / slots;
     // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
     // for it, and with 64, where adding from registers is faster
-    static constexpr bool stages_dq = channels == 128 && !is_diagonal;
+    static constexpr bool stages_dq = channels == 128 && !is_diagonal && !is_narrow;
     // a thread block that takes all slot blocks of a head writes dq
-    static constexpr bool may_own_dq = is_slot && !is_wide;
+    static constexpr bool may_own_dq = kind == slot_pass && !is_wide;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
-    static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
+    static constexpr int stages = kind == narrow_pass && channels <= 64           ? 3
+                                  : is_wide || is_narrow || stages_dq || loads_dq ? 2
                                   : channels > 64 || is_long                    ? 3
                                                                                 : 4;
     // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
@@ -102,7 +103,7 @@ struct backward_config {
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
     // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
     static constexpr int producer_registers = is_wide                           ? 56
-                                              : is_narrow                       ? 48
+                                              : is_narrow                       ? (channels > 64 ? 24 : 48)
                                               : channels == 64 && !is_long      ? 104
                                               : drops || is_diagonal || is_long ? 40
                                                                                 : 24;
