@@ -191,6 +191,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
+    if (!task.pass.owns_dq)
+        task.pass.slot_blocks = plan.slots / config::slots;
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;
@@ -256,17 +258,35 @@ template <class config>
 using narrow_config = backward_config<typename config::element, config::channels,
                                       config::has_softcap, config::drops, narrow_pass>;
 
+static int64_t knob(const char *name, int64_t otherwise) {
+    const char *const text = getenv(name);
+    return text == NULL ? otherwise : atoi(text);
+}
+
+/* True if the slot pass takes narrow slot blocks, so that few of them fill the device. */
 template <class config>
-static fdma_status run_slot_pass_of(const fdma_problem *problem, backward_task task) {
-    if constexpr (!config::is_wide && !config::has_softcap && !config::drops) {
-        if (task.plan.slot_per_key && task.pass.dq_semaphore == NULL && getenv("FDMA_NARROW") != NULL) {
-            const char *const text = getenv("FDMA_CHAIN");
-            const int64_t each = text != NULL ? atoi(text) : 1;
-            task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.plan.slots / narrow_config<config>::slots, each);
-            return run_slot_pass<narrow_config<config>>(problem, task);
-        }
-    }
-    return run_slot_pass<config>(problem, task);
+static bool is_narrow_call(const fdma_problem *problem, const backward_task &task) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    if (config::is_wide || config::has_softcap || config::drops || !task.plan.slot_per_key ||
+        task.pass.dq_semaphore != NULL)
+        return false;
+    return knob("FDMA_NARROW", 2 * heads * task.pass.slot_blocks <= device);
+}
+
+/* True if one thread block takes all slot blocks of a head, and writes dq: where there are enough
+ * heads to keep nearly all multiprocessors busy. Each thread block takes as long as the others. */
+template <class config>
+static bool has_head_blocks(const fdma_problem *problem, const backward_task &task) {
+    const int64_t most = 8; // slot blocks; with more, what they share leaves the L2 cache
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const bool fills = 8 * heads >= 7 * divide_up(heads, device) * device;
+    if (!config::may_own_dq || task.plan.is_rolling || task.plan.key_sums != NULL ||
+        is_present(&problem->starts) || task.pass.dq_semaphore != NULL ||
+        task.pass.slot_blocks > config::most_slot_blocks)
+        return false;
+    return knob("FDMA_OWN", fills && task.pass.slot_blocks <= most);
 }
 
 template <class config>
@@ -275,15 +295,10 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     backward_task task = lay_out<config>(problem, &arena, slot_per_key);
     const backward_plan &plan = task.plan;
     backward_pass &pass = task.pass;
-    if (!plan.is_rolling && plan.forward.sequences.ranges == NULL && plan.key_sums == NULL &&
-        pass.dq_semaphore == NULL) {
-        const char *const text = getenv("FDMA_CHAIN");
-        const int64_t each = text != NULL ? atoi(text) : 1;
-        task.pass.slot_blocks = (int32_t)divide_up((int64_t)task.pass.slot_blocks, each);
-        pass.owns_dq = config::may_own_dq && pass.slot_blocks == 1 && problem->causal &&
-                       problem->q_len <= problem->kv_len && getenv("FDMA_OWN") != NULL;
-        if (pass.owns_dq)
-            task.plan.cleared[1] = {};
+    if (has_head_blocks<config>(problem, task) && pass.slot_blocks > 0) {
+        pass.owns_dq = true;
+        pass.slot_blocks = 1;
+        task.plan.cleared[1] = {}; // its first addition to a sum is a store
     }
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
@@ -293,7 +308,10 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
-        FDMA_TRY(run_slot_pass_of<config>(problem, task));
+        if (pass.owns_dq || !is_narrow_call<config>(problem, task))
+            FDMA_TRY(run_slot_pass<config>(problem, task));
+        else if constexpr (!config::is_wide && !config::has_softcap && !config::drops)
+            FDMA_TRY(run_slot_pass<narrow_config<config>>(problem, task));
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
@@ -383,8 +401,10 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "a call in which no slot changes its key";
     if (is_present(&problem->starts) || is_present(&problem->attn_mask))
         return "packed sequences or attn_mask";
-    if (forces_kernel(problem, form_names[by_key]) || getenv("FDMA_KEY") != NULL)
+    if (forces_kernel(problem, form_names[by_key]) || knob("FDMA_KEY", 0) == 1)
         return NULL;
+    if (knob("FDMA_KEY", 0) == 2)
+        return "knob";
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
     return count_visible_pairs(problem) < by_list_pairs

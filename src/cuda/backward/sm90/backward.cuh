@@ -414,7 +414,7 @@ __device__ static int32_t end_of_visits(const backward_plan &plan, const backwar
                                         const backward_work &work, int32_t first_slot) {
     const forward_plan &forward = plan.forward;
     int32_t expiry = INT32_MIN;
-    if (!plan.slot_per_key || pass.dq_semaphore != NULL || (pass.owns_dq && first_slot == 0))
+    if (!plan.slot_per_key || pass.dq_semaphore != NULL)
         return work.end;
     const int32_t end = min(first_slot + config::slots, shared_entries(forward, work.b, work.head));
     for (int32_t n = first_slot + threadIdx.x % 32; n < end; n += 32)
@@ -506,8 +506,9 @@ __device__ static void find_visits(const backward_plan &plan, const backward_pas
                                    const backward_work &work, int2 *visits) {
     for (int32_t n = threadIdx.x / 32; n < work.slot_blocks; n += config::threads / 32) {
         const int32_t first_slot = work.first_slot + n * pass.slot_blocks * config::slots;
+        const bool visits_all = !config::is_slot || (pass.owns_dq && n == 0);
         int32_t first = work.query_block, end = work.end;
-        if (config::is_slot) {
+        if (!visits_all) {
             end = end_of_visits<config>(plan, pass, work, first_slot);
             first = find_query_block(plan, work, first_slot, first, end);
         }
