@@ -272,6 +272,8 @@ static __global__ void __launch_bounds__(row_threads)
         return;
     for (const cleared_range &range : plan.cleared)
         clear_slice(range, head * gridDim.x + blockIdx.x, heads * gridDim.x);
+    if (n < 0 && plan.slot_per_key)
+        griddepcontrol_wait(); // for the records
     const int64_t q_head = head * plan.forward.group + n / row_blocks;
     const int32_t first = n % row_blocks * list_queries;
 #pragma unroll 1
@@ -551,12 +553,13 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // roll_lists starts later kernels only after it has waited for the work before this call
-    const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
+    // roll_lists and list_kept start later kernels only after they have waited for the work before
+    // this call
+    const bool lists = has_rows && (plan->is_rolling || plan->slot_per_key) && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
-    FDMA_TRY(launch_begin_rows(problem, plan, rolls ? start_early : start_after));
+    FDMA_TRY(launch_begin_rows(problem, plan, lists ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,
                         {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));
