@@ -44,7 +44,13 @@ NORM_EPS = 1e-5
 STD = 0.02  # of the initial weights
 FORMS = ("dense", "selected", "recent", "sliding", "random", "random-recent")
 LEARNED = ("selected", "recent")  # forms whose scores are trained
-SIZES = {"large": (8, 8, 4), "small": (6, 6, 3), "tiny": (2, 2, 1)}  # layers, q_heads, kv_heads
+SIZES = {  # layers, q_heads, kv_heads: 59, 23, 10, 5 and 0.5 million parameters
+    "huge": (9, 12, 6),
+    "large": (8, 8, 4),
+    "small": (6, 6, 3),
+    "mini": (7, 4, 2),
+    "tiny": (2, 2, 1),
+}
 DENSE_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

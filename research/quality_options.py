@@ -8,7 +8,8 @@ from pathlib import Path
 import quality_model
 import torch
 
-RATES = {"large": 1e-3, "small": 1.5e-3, "tiny": 2e-3}  # peak learning rates
+# peak learning rates
+RATES = {"huge": 7e-4, "large": 1e-3, "small": 1.5e-3, "mini": 1.7e-3, "tiny": 2e-3}
 # usual settings of NoPE heads; with this A their bias hardly changes attention
 NOPE = {"nope_rotary_dim": 0, "nope_a": 0.005, "nope_rate": 0.03}
 # usual settings of scores that learn from targets
