@@ -548,7 +548,7 @@ selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const f
     selection.table_fits = room >= list_bytes;
     selection.block_lists = (int32_t)max(min(wanted, most), (int64_t)1);
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
-    // in backward also with slot_per_key, where there are no lists
+    // in backward also for the list of a plan with slot_per_key
     const bool is_backward = problem->operation == operation_backward;
     selection.checks_slots = plan->count != NULL || (is_backward && rolls_lists(problem));
     return selection;

@@ -5,7 +5,8 @@
  * shared memory, dk and dv in the consumers' registers, and the queries are streamed past, one or
  * two tiles of 64 queries of one head per step. At the start of a query block a slot may change its
  * key. Then a new generation of keys begins: the gradients of the keys that leave are written, and
- * the new keys take their rows. */
+ * the new keys take their rows. A generation also begins where a thread block that takes all slot
+ * blocks of a head goes on to the next one. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
@@ -31,8 +32,9 @@ __device__ static void copy_box(uint32_t shared, const row_map &rows, int32_t b,
 static constexpr int q_tile_rows = 64; // queries of one head in a tile
 
 /* The passes. slot_pass takes the keys that are live at the first position of a query block, slot
- * by slot; diagonal_pass the keys that arrive inside one; listed_pass, in place of both with
- * attn_mask, the lists of kept keys. */
+ * by slot; narrow_pass the same with half as many slots in a block, for calls with few blocks;
+ * diagonal_pass the keys that arrive inside one; listed_pass, in place of all with attn_mask, the
+ * lists of kept keys. */
 enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two
@@ -40,9 +42,9 @@ enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
  * makes dq of half of the channels. There are three exceptions:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
- *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
- *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
- *           it too few registers
+ *   narrow  in the narrow pass, and with 64 channels in the diagonal pass, which rarely has more
+ *           than 64 keys, a block has 64 slots and one consumer, and two blocks share a
+ *           multiprocessor
  *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
  *           queries, because a step of one tile mostly waits for its products. Each consumer makes
  *           dq of one of the tiles, with all channels. With softcap there are too few registers. */
@@ -249,7 +251,7 @@ static constexpr int32_t no_keys = -1;
  * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
  * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
  * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
- * used only with loads_dq, for steps whose header has is_only. The last phase of slots_ready comes
+ * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of slots_ready comes
  * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
  * pass at once.
  *
