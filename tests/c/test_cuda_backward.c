@@ -1,6 +1,7 @@
 /* test_cuda_backward.c - gradients for windows with which backward on 9.0 takes query blocks of
  * 256 and of 512 queries, so that keys arrive and leave in different tiles of queries; for head_dim
- * 64, with steps of 128 queries; and for many query heads on one kv head. Deterministic gradients
+ * 64, with steps of 128 queries; for many query heads on one kv head; and for many kv heads, whose
+ * gradients are equal from run to run. Deterministic gradients
  * of random calls on 9.0, where thread blocks add to dq in turns, are right and equal in two runs,
  * and there is no deadlock. */
 #include "device.h"
@@ -73,6 +74,40 @@ static void large_groups_are_right(const char *kernel, fdma_dtype dtype) {
         check_right(&p, kernel);
 }
 
+/* With so many kv heads a thread block takes all slot blocks of one, and writes dq. The second and
+ * third case have queries that see no key: those before all keys, and those with absent keys alone.
+ * For the groups only a device with few multiprocessors, such as the emulated one, has enough heads;
+ * there a tile has up to three slot blocks. With few heads slot blocks are narrow. */
+static const shape_case head_cases[] = {
+    SHAPE("selected", 16, 33, 150, 16, 16, 64, 140, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("more queries", 16, 150, 140, 16, 16, 72, 135, CAUSAL, EXP, 0, RISING, SWAP, NONE),
+    SHAPE("dense", 16, 70, 140, 16, 16, 64, -1, CAUSAL, LINEAR, 0, IID, PACK, LEFT),
+    SHAPE("full", 16, 40, 140, 16, 16, 48, -1, FULL, NONE, 0, IID, PLAIN, HOLES),
+    SHAPE("softcap", 16, 30, 140, 16, 16, 64, 130, CAUSAL, LINEAR, 5, IID, PLAIN, NONE),
+    SHAPE("groups", 4, 300, 335, 8, 4, 64, 290, CAUSAL, LINEAR, 0, IID, PLAIN, LEFT),
+    SHAPE("groups/128", 4, 260, 300, 8, 4, 128, 290, CAUSAL, LINEAR, 0, SAW, PACK, NONE),
+    SHAPE("few", 1, 300, 335, 4, 2, 64, 290, CAUSAL, LINEAR, 0, IID, PLAIN, HOLES),
+    SHAPE("few/128", 1, 300, 335, 2, 2, 96, 290, CAUSAL, EXP, 0, RISING, SWAP, NONE),
+};
+enum { sure_cases = 5 }; /* the first ones */
+
+static void many_heads_are_right(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < TEST_COUNT(head_cases); n++) {
+        if (dtype == FDMA_FLOAT32 || strstr(kernel, "cuda/sm90") == NULL ||
+            is_left_out(n, (int)dtype))
+            continue;
+        const problem x = shape_problem(&head_cases[n], first_seed, dtype);
+        const gradient_problem p = gradient_of(&x, 1);
+        test_context("%s, %s", kernel, head_cases[n].name);
+        if (!gradient_is_taken(&p, kernel))
+            continue;
+        check_right(&p, kernel);
+        if (n < sure_cases && (x.window < 0 || strstr(kernel, "by_key") != NULL))
+            check_repeats(&p, kernel);
+        test_free_all();
+    }
+}
+
 /* ---- thread blocks that add to dq in turns ---- */
 
 enum { random_calls = 24, random_seed = 4100 };
@@ -139,6 +174,7 @@ static const test_entry tests[] = {
     EACH_KERNEL("backward", gradients_are_right),
     EACH_KERNEL("backward", long_steps_are_right),
     EACH_KERNEL("backward", large_groups_are_right),
+    EACH_KERNEL("backward", many_heads_are_right),
     EACH_KERNEL("backward", random_calls_are_right),
 };
 

@@ -143,13 +143,13 @@ static bool is_by_key(const fdma_kernel *kernel) {
     return strncmp(kernel->name, "cuda/sm90/by_key/", 17) == 0;
 }
 
-/* True if cuda/sm90/by_key refuses a causal call of 1024 keys. name: exec.kernel, or NULL. */
+/* True if cuda/sm90/by_key refuses a causal call of 8192 keys. name: exec.kernel, or NULL. */
 static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t window,
                            const char *name) {
     static _Alignas(256) char line[512];
     const shape n = {{.batch = batch,
-                      .q_len = 1024,
-                      .kv_len = 1024,
+                      .q_len = 8192,
+                      .kv_len = 8192,
                       .q_heads = 8,
                       .kv_heads = 2,
                       .head_dim = strstr(kernel->name, "d256") != NULL   ? 256
@@ -161,7 +161,7 @@ static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t win
     return refuses(kernel, &problem);
 }
 
-/* by_key visits all visible pairs, which is faster where most are kept. The choice must not depend
+/* by_key visits all visible pairs of kept keys, which is faster where most are kept. The choice must not depend
  * on the batch, because the kernels differ by rounding. A caller may choose it by name. */
 static void by_key_takes_calls_that_keep_most_pairs(void) {
     int found = 0;
@@ -172,10 +172,10 @@ static void by_key_takes_calls_that_keep_most_pairs(void) {
                 continue;
             test_context("%s", kernel->name);
             for (int64_t batch = 1; batch <= 64; batch *= 64) {
-                CHECK(!by_key_refuses(kernel, batch, 768, NULL));
-                CHECK(by_key_refuses(kernel, batch, 64, NULL));
-                CHECK(!by_key_refuses(kernel, batch, 64, "cuda/sm90/by_key"));
-                CHECK(by_key_refuses(kernel, batch, 64, "cuda/sm90"));
+                CHECK(!by_key_refuses(kernel, batch, 7680, NULL));
+                CHECK(by_key_refuses(kernel, batch, 512, NULL));
+                CHECK(!by_key_refuses(kernel, batch, 512, "cuda/sm90/by_key"));
+                CHECK(by_key_refuses(kernel, batch, 512, "cuda/sm90"));
                 CHECK(by_key_refuses(kernel, batch, -1, NULL));
                 CHECK(by_key_refuses(kernel, batch, -1, "cuda/sm90/by_key"));
             }

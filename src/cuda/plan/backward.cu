@@ -126,30 +126,16 @@ __device__ static bool is_empty_beside_sink(const backward_plan &plan,
 }
 
 /* Writes row_lse, row_delta and the element of empty_blocks of the rows of a query head from row
- * `first` on. row_lanes lanes take a row. */
+ * `first` on. row_lanes lanes take a row. lse, delta: of this thread's row; delta of its lane's
+ * channels. */
 template <typename element>
-__device__ static void find_row_stats(const backward_plan &plan, const selection_view &selection,
-                                      int64_t head, int32_t first, bool aligned) {
+__device__ static void write_row_stats(const backward_plan &plan, const selection_view &selection,
+                                       int64_t head, int32_t first, float lse, float delta) {
     const forward_plan &forward = plan.forward;
     const int64_t b = head / forward.q_heads, h = head % forward.q_heads;
     const int32_t i = first + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
     const bool there = i < forward.q_len;
-    const float lse = there ? forward.lse.at(b, h)[i] : -INFINITY;
-    float delta = 0;
-    if (there) { // if it is empty too: waiting for lse first would take longer
-        const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
-        const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
-#pragma unroll 2
-        for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
-            float x[vec_channels], y[vec_channels];
-            load_vec(x, dout + d, aligned);
-            load_vec(y, out + d, aligned);
-#pragma unroll
-            for (int n = 0; n < vec_channels; n++)
-                delta = fmaf(x[n], y[n], delta);
-        }
-    }
     delta = row_sum(delta);
     if (there && plan.dlse.data != NULL)
         delta -= plan.dlse.at(b, h)[i];
@@ -163,6 +149,42 @@ __device__ static void find_row_stats(const backward_plan &plan, const selection
         return;
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
+}
+
+/* write_row_stats() of list_queries rows, whose numbers are all loaded first: a thread block with
+ * fewer would mostly wait. */
+template <typename element, bool aligned>
+__device__ static void find_row_stats(const backward_plan &plan, const selection_view &selection,
+                                      int64_t head, int32_t first) {
+    constexpr int rounds = list_queries / block_rows;
+    const forward_plan &forward = plan.forward;
+    const float *const lse_row = forward.lse.at(head / forward.q_heads, head % forward.q_heads);
+    const int32_t own = first + threadIdx.x / row_lanes;
+    float lse[rounds], delta[rounds] = {};
+#pragma unroll
+    for (int r = 0; r < rounds; r++)
+        lse[r] = own + r * block_rows < forward.q_len ? lse_row[own + r * block_rows] : -INFINITY;
+    // of empty rows, too: waiting for lse first would take longer
+#pragma unroll 1
+    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
+         d += row_lanes * vec_channels) {
+        float x[rounds][vec_channels], y[rounds][vec_channels];
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const int32_t i = min(own + r * block_rows, forward.q_len - 1);
+            load_vec(x[r], row_of<element>(plan.dout, head, forward.q_heads, i) + d, aligned);
+            load_vec(y[r], row_of<element>(forward.out, head, forward.q_heads, i) + d, aligned);
+        }
+#pragma unroll
+        for (int r = 0; r < rounds; r++)
+#pragma unroll
+            for (int n = 0; n < vec_channels; n++)
+                delta[r] = fmaf(x[r][n], y[r][n], delta[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < rounds; r++)
+        write_row_stats<element>(plan, selection, head, first + r * block_rows, lse[r],
+                                 own + r * block_rows < forward.q_len ? delta[r] : 0);
 }
 
 /* The term of an empty row, or of one past q_len, in dsink_logit. */
@@ -207,6 +229,9 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     const int32_t lane = threadIdx.x % row_lanes;
     if (j >= forward.kv_len)
         return;
+    if (plan.slot_per_key && forward.records[head * forward.kv_len + j].expiry >
+                                 query_position(forward, (int32_t)b, 0))
+        return; // the pass writes them
     // a call without keys of its own may lack memory for dbias and have it for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
     if (has_dbias && lane == 0 && !adds_dbias(plan, j))
@@ -229,22 +254,14 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
-/* The least number of thread blocks of begin_rows on a multiprocessor; 0: the compiler's choice,
- * which on 10.0 is five and spills a register. */
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 1000
-static constexpr int begin_blocks = 4;
-#else
-static constexpr int begin_blocks = 0;
-#endif
-
 /* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. The
  * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
  * each.
  *
- * It may run while write_lists makes the lists. One block waits for them at its end, so a kernel
- * that waits for this one has them. */
+ * It may run while write_lists or list_kept makes the lists. One block waits for them at its end, so
+ * a kernel that waits for this one has them. */
 template <typename element>
-static __global__ void __launch_bounds__(row_threads, begin_blocks)
+static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan,
                const __grid_constant__ selection_view selection, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
@@ -255,11 +272,17 @@ static __global__ void __launch_bounds__(row_threads, begin_blocks)
         return;
     for (const cleared_range &range : plan.cleared)
         clear_slice(range, head * gridDim.x + blockIdx.x, heads * gridDim.x);
-    if (n < 0)
-        clear_keys(plan, head, (int32_t)blockIdx.x * block_rows, aligned_keys);
-    else
-        find_row_stats<element>(plan, selection, head * plan.forward.group + n / row_blocks,
-                                n % row_blocks * block_rows, aligned_rows);
+    if (n < 0 && plan.slot_per_key)
+        griddepcontrol_wait(); // for the records
+    const int64_t q_head = head * plan.forward.group + n / row_blocks;
+    const int32_t first = n % row_blocks * list_queries;
+#pragma unroll 1
+    for (int32_t j = 0; n < 0 && j < list_queries; j += block_rows)
+        clear_keys(plan, head, (int32_t)blockIdx.x * list_queries + j, aligned_keys);
+    if (n >= 0 && aligned_rows)
+        find_row_stats<element, true>(plan, selection, q_head, first);
+    else if (n >= 0)
+        find_row_stats<element, false>(plan, selection, q_head, first);
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0)
         griddepcontrol_wait();
 }
@@ -453,7 +476,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     backward_plan plan = {};
     plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
-                       ? fdma_cuda_plan_records(problem, arena, list_queries)
+                       ? fdma_cuda_plan_kept(problem, arena)
                        : fdma_cuda_plan_lists(problem, arena, choose_block_queries(problem, shape));
     describe_gradients(problem, &plan);
     const forward_plan *const forward = &plan.forward;
@@ -517,8 +540,8 @@ void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma
 static fdma_status launch_begin_rows(const fdma_problem *problem, const backward_plan *plan,
                                      launch_start start) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
-    const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)block_rows);
-    const int64_t row_blocks = divide_up((int64_t)plan->rows, (int64_t)block_rows);
+    const int64_t key_blocks = divide_up(problem->kv_len, (int64_t)list_queries);
+    const int64_t row_blocks = plan->rows / list_queries;
     const int64_t blocks = key_blocks + problem->group * row_blocks;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
     if (blocks == 0 || key_heads == 0)
@@ -532,12 +555,13 @@ static fdma_status launch_begin_rows(const fdma_problem *problem, const backward
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const bool has_rows = plan->rows > 0 && problem->batch > 0;
-    // write_lists starts later kernels only after it has waited for the work before this call
-    const bool rolls = has_rows && plan->is_rolling && problem->kv_len > 0;
+    // write_lists and list_kept start later kernels only after they have waited for the work before
+    // this call
+    const bool lists = has_rows && (plan->is_rolling || plan->slot_per_key) && problem->kv_len > 0;
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
-    FDMA_TRY(launch_begin_rows(problem, plan, rolls ? start_early : start_after));
+    FDMA_TRY(launch_begin_rows(problem, plan, lists ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,
                         {dim3((uint32_t)problem->q_heads), dim3(row_threads)}, problem, *plan));

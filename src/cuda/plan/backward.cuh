@@ -20,8 +20,9 @@
  * matter. fdma_cuda_end_backward() adds a key's boundary sums in order. So results are bit-equal
  * from run to run.
  *
- * With slot_per_key there are no lists and one pass: key j has slot j, and pairs are masked by
- * expiry. That is faster where most visible pairs are kept. */
+ * With slot_per_key there is one list, of all keys that some query keeps, and one pass: each key has
+ * a slot of its own, and pairs are masked by expiry. That is faster for short sequences, and where
+ * most visible pairs are kept. */
 #pragma once
 
 #include "cuda/plan/plan.cuh"
@@ -89,7 +90,7 @@ struct backward_plan {
     int32_t partitions;
     int32_t partition_lists; // query blocks of a partition; the last may have fewer
     bool is_rolling;         // each query block has a list; otherwise a slot never changes its key
-    bool slot_per_key;       // a causal selection is a mask by expiry, without lists
+    bool slot_per_key;       // a slot has one key, and a causal selection is a mask by expiry
     bool accumulate, deterministic;
     bool add_dbias_carried; // adds to the tensor instead of overwriting it
 };

@@ -41,9 +41,9 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena,
                                   int32_t block_queries);
 
-/* fdma_cuda_plan_lists() without lists: entry j is key j, kept or not. */
-forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
-                                    int32_t block_queries);
+/* fdma_cuda_plan_lists() with one list for all query blocks, of the keys that any query keeps. Only
+ * for selections whose lists would roll. */
+forward_plan fdma_cuda_plan_kept(const fdma_problem *problem, fdma_arena *arena);
 
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);

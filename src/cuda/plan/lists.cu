@@ -333,6 +333,17 @@ __device__ static key_record misfit_record(const forward_plan &plan, const head_
     return {end == of.kv_len ? INT32_MAX : end, NAN};
 }
 
+__device__ static key_record record_of(const forward_plan &plan, const selection_view &selection,
+                                       const head_selection &of, int32_t j) {
+    const bool exists = j < of.kv_len;
+    const float bias = exists ? record_bias(plan, of, j) : 0;
+    // the first position at which a query may keep the key
+    const int32_t first = max(j, list_position(plan, of, 0));
+    const bool fits = !selection.checks_slots || !exists || of.expiry[j] <= first ||
+                      table_entry(selection, of, j) < selection.slots;
+    return fits ? key_record{record_expiry(plan, of, j), bias} : misfit_record(plan, of, j);
+}
+
 /* Writes a key of a global selection to its entry of the list, as ~j if it is absent. */
 __device__ static void list_global_key(const selection_view &selection, const head_selection &of,
                                        int32_t *list, int32_t j) {
@@ -347,13 +358,7 @@ __device__ static void write_record(const forward_plan &plan, const selection_vi
     const head_selection of = selection_of(plan, selection, head);
     const bool exists = j < of.kv_len;
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
-    const float bias = exists ? record_bias(plan, of, (int32_t)j) : 0;
-    // the first position at which a query may keep the key
-    const int64_t first = max(j, (int64_t)list_position(plan, of, 0));
-    const bool fits = !selection.checks_slots || !exists || of.expiry[j] <= first ||
-                      table_entry(selection, of, (int32_t)j) < selection.slots;
-    plan.records[(int64_t)head * plan.kv_len + j] =
-        fits ? key_record{expiry, bias} : misfit_record(plan, of, (int32_t)j);
+    plan.records[(int64_t)head * plan.kv_len + j] = record_of(plan, selection, of, (int32_t)j);
     if (plan.list == NULL || plan.list_tile > 0 || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
@@ -445,12 +450,28 @@ static __global__ void __launch_bounds__(count_threads)
     }
 }
 
+/* The number of keys before a thread's own of those that the threads of a block keep, after
+ * `before`; `before` becomes their number. */
+__device__ static int32_t count_before(bool kept, int32_t *before) {
+    __shared__ int32_t counts[compact_threads / 32];
+    const int warp = threadIdx.x / 32;
+    const unsigned mask = __ballot_sync(~0u, kept);
+    __syncthreads(); // every thread has read the counts of the round before
+    if (threadIdx.x % 32 == 0)
+        counts[warp] = __popc(mask);
+    __syncthreads();
+    int32_t n = *before + __popc(mask & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < compact_threads / 32; w++) {
+        n += w < warp ? counts[w] : 0;
+        *before += counts[w];
+    }
+    return n;
+}
+
 /* For a global selection of packed sequences, where slots start at 0 in each, a thread block lists
  * the kept keys of one (b, g) in ascending order, and counts them up to each position. */
 static __global__ void __launch_bounds__(compact_threads) compact_kept(const forward_plan plan) {
-    __shared__ int32_t counts[compact_threads / 32];
     const int64_t head = blockIdx.x, positions = (int64_t)plan.kv_len + 1;
-    const int warp = threadIdx.x / 32;
     int32_t *const list = plan.list + head * plan.list_head;
     int32_t *const entries_before = plan.entries_before + head * positions;
     int32_t listed = 0;
@@ -460,20 +481,45 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
         const int64_t j = from + threadIdx.x;
         const bool kept =
             j < plan.kv_len && plan.records[head * plan.kv_len + j].expiry != INT32_MIN;
-        const unsigned mask = __ballot_sync(~0u, kept);
-        if (threadIdx.x % 32 == 0)
-            counts[warp] = __popc(mask);
-        __syncthreads();
-        int32_t n = listed + __popc(mask & ((1u << threadIdx.x % 32) - 1));
-        for (int w = 0; w < compact_threads / 32; w++) {
-            n += w < warp ? counts[w] : 0;
-            listed += counts[w];
-        }
+        const int32_t n = count_before(kept, &listed);
         if (j < positions)
             entries_before[j] = n;
         if (kept)
             list[n] = (int32_t)j;
-        __syncthreads(); // every thread has read the counts
+    }
+}
+
+/* For one list of all keys that some query keeps, ascending, a thread block writes the list of one
+ * (b, g), the records of its keys, and the counts of each query block. */
+static __global__ void __launch_bounds__(compact_threads)
+    list_kept(const forward_plan plan, const selection_view selection) {
+    const int64_t head = blockIdx.x;
+    const head_selection of = selection_of(plan, selection, (int)head);
+    const int32_t first = list_position(plan, of, 0);
+    int32_t *const list = plan.list + head * plan.list_head;
+    int2 *const count = plan.count + head * plan.lists;
+    int32_t listed = 0;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    for (int32_t t = threadIdx.x; list_position(plan, of, t + 1) <= 0 && t < plan.lists;
+         t += compact_threads)
+        count[t] = make_int2(0, 0); // its queries stand before all keys
+    for (int64_t from = 0; from <= plan.kv_len; from += compact_threads) {
+        const int32_t j = (int32_t)from + threadIdx.x;
+        key_record record = {INT32_MIN, 0};
+        if (j < plan.kv_len) {
+            record = record_of(plan, selection, of, j);
+            plan.records[head * plan.kv_len + j] = record;
+        }
+        const bool kept = record.expiry > first;
+        const int32_t n = count_before(kept, &listed);
+        if (kept)
+            list[n] = j;
+        if (j > of.kv_len || j <= max(first, 0))
+            continue;
+        // key j is the first that the queries before it do not see
+        if ((j - first) % plan.block_queries == 0 || j == of.kv_len)
+            count[(j - first - 1) / plan.block_queries] = make_int2(0, n);
     }
 }
 
@@ -503,7 +549,7 @@ selection_view fdma_cuda_describe_selection(const fdma_problem *problem, const f
     selection.table_fits = room >= list_bytes;
     selection.block_lists = (int32_t)max(min(wanted, most), (int64_t)1);
     selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
-    // in backward also with slot_per_key, where there are no lists
+    // in backward also for the list of a plan with slot_per_key
     const bool is_backward = problem->operation == operation_backward;
     selection.checks_slots = plan->count != NULL || (is_backward && rolls_lists(problem));
     return selection;
@@ -515,6 +561,10 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
     if (problem->fused.plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
+    if (plan->list_tile == 0 && plan->count != NULL && !selection.is_global)
+        return launch("forward", list_kept,
+                      {dim3((unsigned)heads), dim3(compact_threads), 0, start_early}, problem,
+                      *plan, selection);
     const bool rolls = plan->list_tile > 0;
     const int64_t roll_blocks = rolls ? divide_up(plan->lists, selection.block_lists) : 0;
     const int64_t record_blocks = divide_up(problem->kv_len, (int64_t)roll_threads);

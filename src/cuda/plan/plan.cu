@@ -180,14 +180,24 @@ static forward_plan begin_plan(const fdma_problem *problem, int32_t block_querie
     return plan;
 }
 
-forward_plan fdma_cuda_plan_records(const fdma_problem *problem, fdma_arena *arena,
-                                    int32_t block_queries) {
+/* A plan with records and without lists. */
+static forward_plan plan_records(const fdma_problem *problem, fdma_arena *arena,
+                                 int32_t block_queries) {
     forward_plan plan = begin_plan(problem, block_queries);
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
     if (!is_plain(problem) || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records =
             take<key_record>(arena, problem->batch * problem->kv_heads * problem->kv_len);
     plan.kept = kept_lists_of(problem, arena);
+    return plan;
+}
+
+forward_plan fdma_cuda_plan_kept(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    forward_plan plan = plan_records(problem, arena, list_queries);
+    plan.list_head = round_up(problem->kv_len, 4);
+    plan.list = take<int32_t>(arena, heads * plan.list_head);
+    plan.count = take<int2>(arena, heads * plan.lists);
     return plan;
 }
 
@@ -199,7 +209,7 @@ forward_plan fdma_cuda_plan_lists(const fdma_problem *problem, fdma_arena *arena
         take_last_keys(problem->fused.last_keys, &plan);
         return plan;
     }
-    forward_plan plan = fdma_cuda_plan_records(problem, arena, block_queries);
+    forward_plan plan = plan_records(problem, arena, block_queries);
     // forward needs only the lists of kept keys
     if (is_plain(problem) ||
         (is_present(&problem->attn_mask) && problem->operation == operation_forward))

@@ -7,7 +7,6 @@
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
-
 #include <stdlib.h>
 
 static constexpr int most_partitions = 32;
@@ -22,14 +21,14 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
     griddepcontrol_wait(); // for lists, row statistics and zeros, or for the slot pass
+    const backward_work work = find_work<config>(plan, pass);
     if (threadIdx.x == 0) {
         init_barriers(memory);
-        memory->work = find_work<config>(plan, pass);
+        memory->work = work;
         if (config::is_listed)
-            memory->kept_list = kept_list_of(plan, memory->work);
+            memory->kept_list = kept_list_of(plan, work);
     }
-    if (config::is_slot && plan.slot_per_key && threadIdx.x < 32)
-        shorten_work<config>(plan, pass, &memory->work);
+    find_visits<config>(plan, pass, work, memory->visits);
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
     __syncthreads();
@@ -202,6 +201,8 @@ static bool prefetches_pairs(const backward_plan &plan) {
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
+    if (!task.pass.owns_dq)
+        task.pass.slot_blocks = plan.slots / config::slots;
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;
@@ -275,11 +276,54 @@ using plain_config =
     backward_config<typename config::element, config::channels, false, false, false, slot_pass>;
 
 template <class config>
+using narrow_config =
+    backward_config<typename config::element, config::channels, false, false, false, narrow_pass>;
+
+static int64_t knob(const char *name, int64_t otherwise) {
+    const char *const text = getenv(name);
+    return text == NULL ? otherwise : atoi(text);
+}
+
+template <class config>
+static constexpr bool may_be_narrow =
+    !config::is_wide && !config::has_softcap && !config::drops && !config::has_pairs;
+
+/* True if the slot pass takes narrow slot blocks, so that few of them fill the device. */
+template <class config>
+static bool is_narrow_call(const fdma_problem *problem, const backward_task &task) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    if (!may_be_narrow<config> || !task.plan.slot_per_key || task.pass.dq_semaphore != NULL)
+        return false;
+    return knob("FDMA_NARROW", 2 * heads * task.pass.slot_blocks <= device);
+}
+
+/* True if one thread block takes all slot blocks of a head, and writes dq: where there are enough
+ * heads to keep nearly all multiprocessors busy. Each thread block takes as long as the others. */
+template <class config>
+static bool has_head_blocks(const fdma_problem *problem, const backward_task &task) {
+    const int64_t most = 8; // slot blocks; with more, what they share leaves the L2 cache
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const bool fills = 8 * heads >= 7 * divide_up(heads, device) * device;
+    if (!config::may_own_dq || task.plan.is_rolling || task.plan.key_sums != NULL ||
+        is_present(&problem->starts) || task.pass.dq_semaphore != NULL ||
+        task.pass.slot_blocks > config::most_slot_blocks)
+        return false;
+    return knob("FDMA_OWN", fills && task.pass.slot_blocks <= most);
+}
+
+template <class config>
 static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     fdma_arena arena = fdma_arena_of(problem);
     backward_task task = lay_out<config>(problem, &arena, slot_per_key);
     const backward_plan &plan = task.plan;
     backward_pass &pass = task.pass;
+    if (has_head_blocks<config>(problem, task) && pass.slot_blocks > 0) {
+        pass.owns_dq = true;
+        pass.slot_blocks = 1;
+        task.plan.cleared[1] = {}; // its first addition to a sum is a store
+    }
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
         return FDMA_OK;
@@ -288,11 +332,14 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
-        FDMA_TRY(run_slot_pass<config>(problem, task));
+        if (pass.owns_dq || !is_narrow_call<config>(problem, task))
+            FDMA_TRY(run_slot_pass<config>(problem, task));
+        else if constexpr (may_be_narrow<config>)
+            FDMA_TRY(run_slot_pass<narrow_config<config>>(problem, task));
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
-    if (plan.key_sums != NULL || !plan.is_rolling)
+    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq))
         FDMA_TRY(launch("backward", write_dq<plain_config<config>>,
                         {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
                         pass));
@@ -337,16 +384,34 @@ template <backward_form form> static fdma_status run(const fdma_problem *problem
 using any_config = slot_config<__half, false, false, false>;
 
 static backward_task lay_out_any(const fdma_problem *problem, fdma_arena *arena) {
-    return lay_out<any_config>(problem, arena, false);
+    fdma_arena other = *arena;
+    const backward_task task = lay_out<any_config>(problem, arena, false);
+    if (problem->causal && rolls_lists(problem))
+        lay_out<any_config>(problem, &other, true);
+    arena->used = max(arena->used, other.used);
+    return task;
 }
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
-/* The pairs that by_key visits at most: the visible ones, in whole slot blocks. */
+/* The pairs of a position before `position` with a key up to it that some query keeps, if the
+ * scores are random: the key at position p is kept at first if it is among the best `window` of
+ * p + 1 keys. With recent keys all are kept. */
+static double count_pairs_before(const fdma_problem *problem, double position) {
+    const double window = (double)max(problem->slots - problem->recent, (int64_t)1);
+    if (problem->recent > 0 || position <= window)
+        return position * position / 2;
+    return window * window / 2 + window * position * log(position / window);
+}
+
+/* The pairs that by_key visits: those of a query with a visible key that some query keeps, in whole
+ * slot blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
-    return queries * ((double)problem->kv_len - queries / 2 + any_config::slots / 2);
+    return count_pairs_before(problem, (double)problem->kv_len) -
+           count_pairs_before(problem, (double)problem->kv_len - queries) +
+           queries * any_config::slots / 2;
 }
 
 /* The number of kept pairs if the query at position p keeps min(p + 1, slots) keys. */
@@ -369,8 +434,10 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "a call in which no slot changes its key";
     if (is_present(&problem->starts) || is_present(&problem->attn_mask))
         return "packed sequences or attn_mask";
-    if (forces_kernel(problem, form_names[by_key]))
+    if (forces_kernel(problem, form_names[by_key]) || knob("FDMA_KEY", 0) == 1)
         return NULL;
+    if (knob("FDMA_KEY", 0) == 2)
+        return "knob";
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
     return count_visible_pairs(problem) < by_list_pairs

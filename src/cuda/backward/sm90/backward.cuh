@@ -5,7 +5,8 @@
  * shared memory, dk and dv in the consumers' registers, and the queries are streamed past, one or
  * two tiles of 64 queries of one head per step. At the start of a query block a slot may change its
  * key. Then a new generation of keys begins: the gradients of the keys that leave are written, and
- * the new keys take their rows. */
+ * the new keys take their rows. A generation also begins where a thread block that takes all slot
+ * blocks of a head goes on to the next one. */
 #pragma once
 
 #include "cuda/device/gather.cuh"
@@ -31,18 +32,19 @@ __device__ static void copy_box(uint32_t shared, const row_map &rows, int32_t b,
 static constexpr int q_tile_rows = 64; // queries of one head in a tile
 
 /* The passes. slot_pass takes the keys that are live at the first position of a query block, slot
- * by slot; diagonal_pass the keys that arrive inside one; listed_pass, in place of both with
- * attn_mask, the lists of kept keys. */
-enum pass_kind { slot_pass, diagonal_pass, listed_pass };
+ * by slot; narrow_pass the same with half as many slots in a block, for calls with few blocks;
+ * diagonal_pass the keys that arrive inside one; listed_pass, in place of all with attn_mask, the
+ * lists of kept keys. */
+enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two
  * consumers split the slots of a block between them, each step has 64 queries, and each consumer
  * makes dq of half of the channels. There are three exceptions:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
- *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
- *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
- *           it too few registers
+ *   narrow  in the narrow pass, and with 64 channels in the diagonal pass, which rarely has more
+ *           than 64 keys, a block has 64 slots and one consumer, and two blocks share a
+ *           multiprocessor
  *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
  *           queries, because a step of one tile mostly waits for its products. Each consumer makes
  *           dq of one of the tiles, with all channels. With softcap there are too few registers. */
@@ -52,16 +54,17 @@ struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, drops = drops_, has_pairs = pairs;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
-    static constexpr bool is_slot = kind == slot_pass;
+    static constexpr bool is_slot = kind == slot_pass || kind == narrow_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
-    static constexpr bool is_narrow = is_diagonal && channels <= 64;
+    static constexpr bool is_narrow = kind == narrow_pass || (is_diagonal && channels <= 64);
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
-    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap && !has_pairs;
+    static constexpr bool is_long =
+        kind == slot_pass && channels == 64 && !has_softcap && !has_pairs;
     static constexpr int q_tiles = is_long ? 2 : 1;      // of a step
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
@@ -82,16 +85,20 @@ struct backward_config {
     static constexpr int diagonal_blocks = (most_queries - 1 + slots - 1) / slots;
     // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
     // for it, and with 64, where adding from registers is faster
-    static constexpr bool stages_dq = channels == 128 && !is_diagonal;
+    static constexpr bool stages_dq = channels == 128 && !is_diagonal && !is_narrow;
+    // a thread block that takes all slot blocks of a head writes dq
+    static constexpr bool may_own_dq = kind == slot_pass && !is_wide && !has_pairs;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
-    static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
+    static constexpr int stages = kind == narrow_pass && channels <= 64           ? 3
+                                  : is_wide || is_narrow || stages_dq || loads_dq ? 2
                                   : channels > 64 || is_long                    ? 3
                                                                                 : 4;
     // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
     // waits in the third step until the consumers have ended the first one, which needs the keys.
     static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
+    static constexpr int most_slot_blocks = is_slot ? 32 : 1; // of a thread block
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -100,7 +107,7 @@ struct backward_config {
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
     // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
     static constexpr int producer_registers = is_wide                           ? 56
-                                              : is_narrow                       ? 48
+                                              : is_narrow                       ? (channels > 64 ? 24 : 48)
                                               : channels == 64 && !is_long      ? 104
                                               : drops || is_diagonal || is_long ? 40
                                                                                 : 24;
@@ -133,13 +140,15 @@ struct backward_pass {
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     int32_t list_splits;    // thread blocks that share a list in the listed pass
     float *dq_sum;          // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
+    bool owns_dq;           // all slot blocks of a head are one thread block's, which writes dq
     uint32_t *dq_semaphore; // of each tile: the number of slot blocks that have added to dq_sum; a
                             // step uses the semaphore of its first tile; NULL: they add in any
                             // order
     int32_t tiles;          // of a head
-    int32_t slot_blocks;
-    const int32_t *order;  // of the blocks of a head; see order_blocks(); NULL: as in the grid
-    int32_t head_group;    // heads whose blocks alternate, see work_in_group(); 0: none do
+    int32_t slot_blocks;  // thread blocks for the slots of a head: the n-th one takes slot block n,
+                          // then each slot block that is slot_blocks after the one before
+    const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
+    int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
     float pair_factor;     // turns attn_bias into what S is added to
     bool prefetches_pairs; // the producer moves attn_bias of a step to the L2 cache
 };
@@ -152,6 +161,7 @@ template <class config> __device__ static bool takes_turns(const backward_pass &
 struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
     int32_t slot_block, first_slot;
+    int32_t slot_blocks; // slot_block and others, see backward_pass
     int32_t partition;
     int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
                               // blocks; in the listed pass, of blocks of a list's entries
@@ -174,9 +184,10 @@ struct alignas(16) step_header {
     int32_t first;  // position of its first query; 0 if all queries see the same keys
     bool is_last;   // of its generation
     bool is_odd;    // the position of its first query is odd
-    bool writes_dq; // in the diagonal pass: it is the last step that adds to dq of its queries
-    bool is_only;   // it is also the first one, so the sums are loaded to shared memory
-    bool dq_phase;  // if is_only: the parity of dq_ready to wait for
+    bool writes_dq; // it is the last step that adds to dq of its queries, and no kernel follows
+    bool is_first;  // it is the first one; in the diagonal pass with writes_dq: the sums are loaded
+                    // to shared memory
+    bool dq_phase;  // if they are loaded: the parity of dq_ready to wait for
     int32_t h, head_tile; // of the tile
 };
 
@@ -193,12 +204,12 @@ static constexpr int slots_buffers = 3;
 struct loaded_block {
     int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
     int32_t head;  // by_head: in the group; otherwise 0
+    int32_t slot_block; // the n-th one of this thread block
 };
 
 /* The progress of a warp of the producer, in shared memory because it has few registers. */
 struct load_progress {
     loaded_block now, next;
-    int32_t first;       // first query block that sees one of the slots
     int32_t end;         // of the queries that may see a key of the slots, see end_of_queries()
     int32_t step;        // since the start of the kernel
     int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
@@ -244,7 +255,7 @@ static constexpr int32_t no_keys = -1;
  * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
  * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
  * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
- * used only with loads_dq, for steps whose header has is_only. The last phase of slots_ready comes
+ * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of slots_ready comes
  * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
  * pass at once.
  *
@@ -287,6 +298,7 @@ template <class config> struct backward_memory {
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
     backward_work work;
+    int2 visits[config::most_slot_blocks]; // of each slot block: blocks x to y - 1
     tile_list kept_list;       // of the listed pass
     dq_turn turns[most_turns]; // of the last steps
     int32_t is_over;           // 1: no generation follows
@@ -338,8 +350,10 @@ __device__ static tile_list kept_list_of(const backward_plan &plan, const backwa
     return tile_list_of(plan.forward, work.b, work.g, work.list * list_queries, 0);
 }
 
-__device__ static int32_t key_expiry(const forward_plan &plan, int32_t head, int32_t j) {
-    return plan.records[(int64_t)head * plan.kv_len + j].expiry;
+/* The expiry of the key of entry n of the list that all query blocks share. */
+__device__ static int32_t entry_expiry(const forward_plan &plan, int32_t head, int32_t n) {
+    const int32_t key = key_of(plan, list_entry(plan, head, 0, n));
+    return key < 0 ? INT32_MIN : plan.records[(int64_t)head * plan.kv_len + key].expiry;
 }
 
 /* The key of a slot in a query block, or the slot-th key that arrives inside the block, or the key
@@ -361,9 +375,6 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_mem
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
     if (slot >= shared_entries(forward, memory.work.b, head))
         return -1;
-    if (plan.slot_per_key &&
-        key_expiry(forward, head, slot) <= query_position(forward, memory.work.b, 0))
-        return -1; // no query keeps it
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
@@ -385,44 +396,41 @@ __device__ static int32_t visible_slots(const backward_plan &plan, const backwar
     return max(0, query_position(forward, work.b, queries));
 }
 
-/* The first query block of the work, from block `from` on, in which some query sees one of its
- * slots. By a whole warp. */
-template <class config>
+/* The first query block from `from` to `end` - 1 in which some query sees a slot from first_slot
+ * on; otherwise `end`. By a whole warp. */
 __device__ static int32_t find_query_block(const backward_plan &plan, const backward_work &work,
-                                           int32_t from) {
-    for (int32_t base = from; base < work.end; base += 32) {
+                                           int32_t first_slot, int32_t from, int32_t end) {
+    for (int32_t base = from; base < end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
-        if (query_block < work.end)
+        if (query_block < end)
             slots = visible_slots(plan, work, query_block);
-        const uint32_t mask = __ballot_sync(~0u, slots > work.first_slot);
+        const uint32_t mask = __ballot_sync(~0u, slots > first_slot);
         if (mask != 0)
             return base + __ffs(mask) - 1;
     }
-    return work.end;
+    return end;
 }
 
-/* With slot_per_key, leaves out the last query blocks if they keep none of the slot block's keys,
- * unless slot blocks add to dq in a fixed order, see dq_order(). By the warp whose first thread has
- * found the work. */
+/* The end of the query blocks that a slot block visits: with slot_per_key the last ones are left
+ * out if they keep none of its keys, unless slot blocks add to dq in a fixed order, see dq_order().
+ * By a whole warp. */
 template <class config>
-__device__ static void shorten_work(const backward_plan &plan, const backward_pass &pass,
-                                    backward_work *work) {
+__device__ static int32_t end_of_visits(const backward_plan &plan, const backward_pass &pass,
+                                        const backward_work &work, int32_t first_slot) {
     const forward_plan &forward = plan.forward;
     int32_t expiry = INT32_MIN;
-    __syncwarp();
-    if (pass.dq_semaphore != NULL)
-        return;
-    for (int32_t slot = threadIdx.x; slot < config::slots; slot += 32) {
-        const int32_t key = work->first_slot + slot;
-        if (key < forward.kv_len)
-            expiry = max(expiry, key_expiry(forward, work->head, key));
-    }
+    if (!plan.slot_per_key || pass.dq_semaphore != NULL)
+        return work.end;
+    const int32_t end = min(first_slot + config::slots, shared_entries(forward, work.b, work.head));
+    for (int32_t n = first_slot + threadIdx.x % 32; n < end; n += 32)
+        expiry = max(expiry, entry_expiry(forward, work.head, n));
     expiry = __reduce_max_sync(~0u, expiry);
-    const int64_t end_query = (int64_t)expiry - query_position(forward, work->b, 0);
-    const int64_t blocks = (end_query + forward.block_queries - 1) / forward.block_queries;
-    if (threadIdx.x == 0)
-        work->end = (int32_t)max(min((int64_t)work->end, blocks), (int64_t)0);
+    const int32_t first_position = query_position(forward, work.b, 0);
+    if (expiry <= first_position)
+        return 0;
+    const uint32_t queries = (uint32_t)expiry - (uint32_t)first_position;
+    return min(work.end, (int32_t)((queries - 1) / list_queries + 1));
 }
 
 __device__ static int32_t count_arrivals(const backward_plan &plan, int32_t head, int32_t t) {
@@ -463,6 +471,9 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     const bool is_reversed = pass.dq_semaphore != NULL && pass.visits == by_head;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
     work.first_slot = work.slot_block * config::slots;
+    work.slot_blocks = 1;
+    if (config::is_slot)
+        work.slot_blocks += (plan.slots / config::slots - 1 - work.slot_block) / pass.slot_blocks;
     work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
@@ -493,4 +504,21 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
         work.end = seen.end;
     }
     return work;
+}
+
+/* Finds the query blocks that each slot block of the work visits. By all warps. */
+template <class config>
+__device__ static void find_visits(const backward_plan &plan, const backward_pass &pass,
+                                   const backward_work &work, int2 *visits) {
+    for (int32_t n = threadIdx.x / 32; n < work.slot_blocks; n += config::threads / 32) {
+        const int32_t first_slot = work.first_slot + n * pass.slot_blocks * config::slots;
+        const bool visits_all = !config::is_slot || (pass.owns_dq && n == 0);
+        int32_t first = work.query_block, end = work.end;
+        if (!visits_all) {
+            end = end_of_visits<config>(plan, pass, work, first_slot);
+            first = find_query_block(plan, work, first_slot, first, end);
+        }
+        if (threadIdx.x % 32 == 0)
+            visits[n] = make_int2(first, end);
+    }
 }

@@ -237,17 +237,58 @@ template <class config> struct dq_adder {
         }
     }
 
+    /* Adds dq of this consumer's tile to sums that no other thread block has: the first step of the
+     * tile stores them, and the last one writes dq instead. */
+    __device__ void add_own(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                            const dq_tile &dq) const {
+        constexpr int stored = config::stored_registers, block = warpgroup_warps * stored * 32;
+        const step_header &header = memory->header[opaque(step) % config::stages];
+        const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
+        const int own_tile = config::is_long ? index : 0, first = config::is_long ? 0 : index;
+        float *const to = dq_sum_of<config>(pass, header.tile + own_tile, first, thread / 32) +
+                          thread % 32 * 4;
+        if (!header.writes_dq && !header.is_first) {
+            add_vectors(dq, to);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < config::dq_registers; i += 16) {
+            float4 *const sums = (float4 *)(to + i / stored * block + i % stored * 32);
+            float4 four[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                four[k] = header.is_first ? make_float4(0, 0, 0, 0) : __ldcg(sums + 32 * k);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float *const own = &dq[i + 4 * k];
+                four[k] = make_float4(four[k].x + own[0], four[k].y + own[1], four[k].z + own[2],
+                                      four[k].w + own[3]);
+                if (!header.writes_dq)
+                    sums[32 * k] = four[k];
+            }
+            if (header.writes_dq)
+                write_dq_columns<config>(plan, memory->work.b, header.h,
+                                         header.head_tile + own_tile,
+                                         first * config::dq_channels + 2 * i, four);
+        }
+    }
+
     /* Adds the n-th product of dq of this consumer to dq_sum, or writes it if nothing more is added
      * to it. */
     __device__ void add(const backward_plan &plan, const backward_pass &pass, int32_t step,
                         const step_header &header, const dq_tile &dq, int n = 0) {
+        if constexpr (config::may_own_dq)
+            if (pass.owns_dq) {
+                add_own(plan, pass, step, dq);
+                return;
+            }
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
         // in the long form a consumer has all channels of one tile
         const int32_t tile = header.tile + (config::is_long ? index : 0);
         const int first = config::is_long ? 0 : index * config::dq_products + n;
         float *const to = dq_sum_of<config>(pass, tile, first, thread / 32);
         float *const own = to + thread % 32 * 4;
-        if (config::loads_dq && header.is_only) {
+        if (config::loads_dq && header.writes_dq && header.is_first) {
             write_loaded_dq(plan, header, dq, n);
             return;
         }

@@ -94,23 +94,32 @@ template <class config> struct backward_producer {
         return &memory->progress[opaque(threadIdx.x) / 32];
     }
 
+    /* The query blocks that the slot block of the next block visits. */
+    __device__ const int2 &visits(void) const { return memory->visits[progress()->next.slot_block]; }
+
+    /* The first slot of that slot block. */
+    __device__ int32_t first_slot(const backward_pass &pass) const {
+        return (memory->work.slot_block + progress()->next.slot_block * pass.slot_blocks) *
+               config::slots;
+    }
+
     __device__ bool is_over(const backward_plan &plan, const backward_pass &pass,
                             const loaded_block &at) const {
         if (config::is_slot && pass.visits == descending)
-            return at.block < progress()->first;
+            return at.block < visits().x;
         if (config::is_slot && pass.visits == by_head && at.head == plan.forward.group)
             return true;
-        return at.block >= memory->work.end;
+        return at.block >= visits().y;
     }
 
     __device__ int32_t key_in_block(const backward_plan &plan, const backward_pass &pass,
                                     const loaded_block &at) const {
-        const backward_work &work = memory->work;
         const int32_t slot = own_slot();
         if (is_over(plan, pass, at))
             return past_end;
-        return slot < config::slots ? slot_key(plan, *memory, at.block, work.first_slot + slot)
-                                    : -1;
+        return slot < config::slots
+                   ? slot_key(plan, *memory, at.block, first_slot(pass) + slot)
+                   : -1;
     }
 
     __device__ int32_t key_in_generation(int32_t which) const {
@@ -184,10 +193,41 @@ template <class config> struct backward_producer {
             load_row(plan, forward.k, forward.v, slot, key - forward.carried_len);
     }
 
+    /* Loads the rows of k or of v of a warp's slots, and zeros if a slot has no key. By a whole
+     * warp. */
+    __device__ void load_rows(const backward_plan &plan, const head_view &view, const uint8_t *rows,
+                              int32_t buffer) {
+        constexpr int vecs = config::channels * 2 / vec_bytes, at_once = 32 / vecs; // rows
+        constexpr int unrolled = config::channels > 64 ? 1 : 4; // with few registers
+        const backward_work &work = memory->work;
+        const int lane = opaque(threadIdx.x) % 32, vec = lane % vecs;
+        const int32_t first = own_slot() / 32 * 32;
+        const uint32_t to = shared_address(rows) + vec / line_lanes * config::slots * line_bytes;
+        const char *const head =
+            (const char *)view.data + 2 * (work.b * view.batch + work.g * view.head);
+#pragma unroll unrolled
+        for (int row = lane / vecs; row < 32; row += at_once) {
+            const int32_t key = memory->slots[buffer][first + row].key;
+            const bool is_there = key >= 0 && vec * vec_channels < plan.forward.head_dim;
+            cp_async_16(to + swizzled(first + row, vec % line_lanes),
+                        head + (is_there ? 2 * key * view.row + vec * vec_bytes : 0),
+                        is_there ? vec_bytes : 0);
+        }
+    }
+
     /* Loads the new keys of a generation once the consumers have released the old ones. */
     __device__ void load_keys(const backward_plan &plan) {
+        const forward_plan &forward = plan.forward;
         const int32_t current = opaque(generation);
         wait(&memory->keys_free, current & 1);
+        if (config::is_slot && !plan.is_rolling && forward.carried_len == 0) {
+            if (own_slot() < config::slots) {
+                load_rows(plan, forward.k, memory->k, current % slots_buffers);
+                load_rows(plan, forward.v, memory->v, current % slots_buffers);
+            }
+            cp_async_mbarrier_arrive_noinc(&memory->keys_ready);
+            return;
+        }
         const int32_t key = key_in_generation(current);
         const bool is_new = current == 0 || key != key_in_generation(current - 1);
         uint32_t left = __ballot_sync(~0u, is_new && own_slot() < config::slots);
@@ -269,6 +309,16 @@ template <class config> struct backward_producer {
         return (tile * q_tile_rows & (plan.forward.block_queries - 1)) + q_tile_rows;
     }
 
+    /* True if no later slot block of this thread block visits the current query block. */
+    __device__ bool is_last_visit(void) const {
+        const loaded_block at = progress()->now;
+#pragma unroll 1
+        for (int32_t n = at.slot_block + 1; n < memory->work.slot_blocks; n++)
+            if (at.block >= memory->visits[n].x && at.block < memory->visits[n].y)
+                return false;
+        return true;
+    }
+
     /* Copies q and lse, or dout and delta, of a step's queries of head h. By one thread. */
     __device__ void copy_queries(const backward_plan &plan, const row_map &rows,
                                  const float *numbers, const uint8_t *to_rows,
@@ -291,15 +341,18 @@ template <class config> struct backward_producer {
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
-        const bool writes = config::is_diagonal && writes_dq(plan, tile);
-        const bool is_first = progress()->now.block % config::diagonal_blocks == 0;
+        const bool writes = config::is_diagonal ? writes_dq(plan, tile)
+                                                : pass.owns_dq && is_last_visit();
+        const bool is_first = config::is_diagonal
+                                  ? progress()->now.block % config::diagonal_blocks == 0
+                                  : pass.owns_dq && progress()->now.slot_block == 0;
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         memory->header[stage] = {head * pass.tiles + tile,
                                  plan.forward.by_position ? first : 0,
                                  progress()->changes != 0,
                                  first % 2 != 0,
                                  writes,
-                                 config::loads_dq && writes && is_first,
+                                 is_first,
                                  progress()->dq_loads % 2 != 0,
                                  h,
                                  tile};
@@ -308,7 +361,7 @@ template <class config> struct backward_producer {
     /* Loads the sums of dq for the step whose header has been written. By one thread. */
     __device__ void load_dq(const backward_pass &pass, const step_header &header) {
         constexpr uint32_t bytes = sizeof memory->dq;
-        if (!header.is_only)
+        if (!header.writes_dq || !header.is_first)
             return;
         wait(&memory->dq_free, header.dq_phase ^ 1);
         mbarrier_arrive_expect_tx(&memory->dq_ready, bytes);
@@ -502,35 +555,51 @@ template <class config> struct backward_producer {
         if (pass.visits == descending)
             return {at.block - 1, 0};
         if (pass.visits == by_head)
-            return next < memory->work.end ? loaded_block{next, at.head}
-                                           : loaded_block{progress()->first, at.head + 1};
+            return next < visits().y ? loaded_block{next, at.head, at.slot_block}
+                                     : loaded_block{visits().x, at.head + 1, at.slot_block};
         const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
-        return {skips ? find_query_block<config>(plan, memory->work, next) : next, 0};
+        return {skips ? find_query_block(plan, memory->work, memory->work.first_slot, next,
+                                         memory->work.end)
+                      : next,
+                0};
     }
 
     /* The key of this thread's slot in a block after the current one. */
     __device__ int32_t key_after(const backward_plan &plan, const backward_pass &pass,
                                  const loaded_block &at) const {
-        const bool is_fixed =
-            generation >= 0 && !plan.is_rolling && !config::is_listed && !is_over(plan, pass, at);
+        const bool begins_slots = at.block == visits().x && at.head == 0;
+        const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
+                              !begins_slots && !is_over(plan, pass, at);
         return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
     }
 
     __device__ void begin(const backward_plan &plan, const backward_pass &pass) {
-        const backward_work &work = memory->work;
-        int32_t first = work.query_block, before = first - 1;
-        if (config::is_listed) {
-            before = first - pass.list_splits;
-        } else if (config::is_slot) {
-            first = find_query_block<config>(plan, work, first);
-            before = pass.visits == descending ? work.end : first - 1;
-        }
-        generation = -1;
+        const int2 own = memory->visits[0];
         load_progress begun = {};
-        begun.next = {before, 0};
-        begun.first = first;
+        begun.next.block = config::is_slot && pass.visits == descending
+                               ? own.y
+                               : own.x - (config::is_listed ? pass.list_splits : 1);
         begun.steps_ahead = no_keys;
         *progress() = begun;
+        generation = -1;
+    }
+
+    /* Finds the next block to visit: of this slot block or, behind its last one, of the next slot
+     * block that visits any. */
+    __device__ void find_next(const backward_plan &plan, const backward_pass &pass) {
+        progress()->next = block_after(plan, pass, progress()->now);
+        __syncwarp();
+        if (!config::is_slot || !is_over(plan, pass, progress()->next))
+            return;
+        int32_t n = progress()->next.slot_block + 1;
+        __syncwarp(); // all lanes have read it
+#pragma unroll 1
+        for (; n < memory->work.slot_blocks; n++)
+            if (memory->visits[n].x < memory->visits[n].y) {
+                progress()->next = {memory->visits[n].x, 0, n};
+                break;
+            }
+        __syncwarp();
     }
 
     /* Gives each warp the first key of the next block. The barrier also makes the slot records of
@@ -548,8 +617,7 @@ template <class config> struct backward_producer {
             __syncwarp();
             progress()->now = progress()->next;
             __syncwarp();
-            progress()->next = block_after(plan, pass, progress()->now);
-            __syncwarp();
+            find_next(plan, pass);
             memory->next[own_slot()] = key_after(plan, pass, progress()->next);
             if (config::is_diagonal)
                 share_keys();
