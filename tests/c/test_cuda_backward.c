@@ -48,8 +48,6 @@ static void long_steps_are_right(const char *kernel, fdma_dtype dtype) {
             is_left_out(n, (int)dtype))
             continue;
         problem x = shape_problem(of, first_seed, dtype);
-        if (n % 2 && x.softcap != 0) /* sm90 does not take both together */
-            continue;
         x.dropout = n % 2 ? 0.3 : 0;
         gradient_problem p = gradient_of(&x, 1);
         test_context("%s, %s%s", kernel, of->name, n % 2 ? ", dropout" : "");
@@ -154,7 +152,7 @@ static void random_calls_are_right(const char *kernel, fdma_dtype dtype) {
         if (dtype == FDMA_FLOAT32 || strstr(kernel, "cuda/sm90") == NULL)
             return;
         problem x = shape_problem(&of, (uint64_t)(random_seed + n), dtype);
-        x.dropout = x.softcap == 0 && n % 3 == 0 ? 0.25 : 0;
+        x.dropout = n % 3 == 0 ? 0.25 : 0;
         gradient_problem p = gradient_of(&x, 1);
         p.deterministic = 1;
         test_context("%s, call %d, %s: q_len %lld, kv_len %lld, window %lld, head_dim %lld", kernel,
