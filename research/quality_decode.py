@@ -7,8 +7,7 @@ The models have the shapes of docs/quality.md (8 layers, width 512, 8 query head
 head_dim 64, bytes) and random bfloat16 weights. Their first seven layers keep the 256 newest keys,
 by the same code. The last one selects --keys keys, half of them the newest, or keeps all keys in
 tensors of the context's length, which PyTorch's fastest back end attends to. A step takes a byte of
-each sequence to the likeliest next one. On a CUDA device it is one CUDA graph, with --compile of a
-compiled model.
+each sequence to the likeliest next one. On a CUDA device it is one CUDA graph.
 
 Each row has the tokens a second of a batch and the bytes of its cache and, for one sequence, the
 time of one call with the whole context (prefill) and the most memory that it took.
@@ -146,9 +145,6 @@ class Decoder:
             for number in range(model.cached):
                 x = x + model.attentions[number](x, cache=model.cache, layer=number)
 
-    def compile(self) -> None:
-        self.model.compile(dynamic=False)
-
     def run(self) -> None:
         self.text.copy_(self.model(self.text).argmax(2))
 
@@ -186,13 +182,11 @@ def measure(options: argparse.Namespace, batch: int, context: int) -> list[Row]:
         model = Model(options.size, batch, context, keys, way, device)
         name = "all" if keys is None else str(keys)
         rows[name] = {"context": context, "batch": batch, "keys": keys}
-        rows[name].update(attention=way.name if keys is None else "fdma", compiled=options.compile)
+        rows[name].update(attention=way.name if keys is None else "fdma")
         rows[name].update(cache_bytes=model.cache_bytes)
         if batch == 1:
             rows[name].update(prefill(model, context, device))
         decoder = Decoder(model, batch, context, device)
-        if options.compile:
-            decoder.compile()
         timers[name] = functools.partial(time_pass, make_pass(Decoder.run, decoder), device)
         decoders.append(decoder)
     times = alternate(timers, ROUNDS, warm_up=2)
@@ -213,7 +207,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", **many, default=[8192, 65536], help="bytes (8192 65536)")
     parser.add_argument("--batches", **many, default=[1, 16, 64], help="sequences (1 16 64)")
     parser.add_argument("--keys", **many, default=[2304, 4608, 9216], help="(2304 4608 9216)")
-    parser.add_argument("--compile", action="store_true", help="steps by torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda, if there is one)")
     parser.add_argument("--json", type=Path, help="file of the rows")
     options = parser.parse_args(arguments)
