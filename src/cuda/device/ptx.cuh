@@ -85,11 +85,6 @@ __device__ static void cp_reduce_async_bulk_add(float *global, uint32_t shared, 
         : "memory");
 }
 
-/* Moves a line of 128 bytes to the L2 cache. */
-__device__ static void prefetch_l2(const void *global) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 __device__ static void cp_async_bulk_commit_group(void) {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -7,7 +7,6 @@
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
-#include <stdlib.h>
 
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
@@ -191,13 +190,6 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
                   problem, task.plan, task.pass, softcap_scale);
 }
 
-/* True if slot n has key n, and the biases of neighbouring keys are neighbours. */
-static bool prefetches_pairs(const backward_plan &plan) {
-    const pair_view &bias = plan.forward.pair_bias;
-    return bias.data != NULL && bias.key == 1 && !plan.is_rolling &&
-           (plan.forward.list == NULL || plan.slot_per_key);
-}
-
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
@@ -210,11 +202,7 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
     if (plan.is_rolling)
         task.pass.visits = is_packed ? ascending : descending;
     else // in order, all slot blocks begin with the last query block, which all of them see
-        task.pass.visits = is_packed || !is_ordered ? by_head : descending;
-    if (is_present(&problem->attn_bias) && getenv("FDMA_V") != NULL)
-        task.pass.visits = is_packed ? ascending : descending;
-    task.pass.prefetches_pairs =
-        getenv("FDMA_P") != NULL && !plan.is_rolling && prefetches_pairs(plan);
+        task.pass.visits = is_packed || !(is_ordered || config::has_pairs) ? by_head : descending;
     if (plan.forward.causal && !plan.is_rolling && plan.partitions == 1 && slot_blocks > 0 &&
         !(is_packed && is_ordered)) // twice the blocks that run at the same time
         task.pass.head_group = (int32_t)divide_up(
@@ -445,6 +433,16 @@ static const char *refuses_by_key(const fdma_problem *problem) {
                : "few kept keys, for which there is a faster kernel";
 }
 
+/* True if cuda/sm80 stores the gradient of a bias that the heads of a group share, because one
+ * thread has all of them. This kernel would add it to float32 numbers, in the workspace if it has
+ * 16 bits. */
+static bool is_better_stored(const fdma_problem *problem) {
+    const short_axes axes = short_axes_of(problem);
+    return FDMA_HEAD_DIM <= 128 && is_present(&problem->attn_mask) && axes.any && !axes.not_heads &&
+           problem->dattn_bias.shape[1] == problem->kv_heads &&
+           (problem->group == 2 || problem->group == 4);
+}
+
 template <backward_form form> static const char *refuses(const fdma_problem *problem) {
     const double least_scale = 1e-6;
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
@@ -457,6 +455,8 @@ template <backward_form form> static const char *refuses(const fdma_problem *pro
         return reason;
     if (is_present(&problem->attn_bias) && problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";
+    if (is_better_stored(problem) && !forces_kernel(problem, form_names[form]))
+        return "a mask with a dattn_bias that the heads of a group share, which cuda/sm80 stores";
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
     if (is_present(&problem->attn_bias) && problem->softcap != 0 && problem->dropout.threshold != 0)

@@ -47,7 +47,8 @@ enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
  *           multiprocessor
  *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
  *           queries, because a step of one tile mostly waits for its products. Each consumer makes
- *           dq of one of the tiles, with all channels. With softcap there are too few registers. */
+ *           dq of one of the tiles, with all channels. With softcap or attn_bias there are too few
+ *           registers. */
 template <typename element_, int most_channels, bool softcap, bool drops_, bool pairs,
           pass_kind kind>
 struct backward_config {
@@ -130,7 +131,8 @@ struct backward_config {
 enum block_order {
     ascending,
     descending, // if slots change their keys, or if they do not but slot blocks add in order: all
-                // see the last query block, and so begin with the same one
+                // see the last query block, and so begin with the same one. Also with attn_bias,
+                // which the heads of a query block share
     by_head,    // otherwise: all query blocks of one query head, then of the next head
 };
 
@@ -150,7 +152,6 @@ struct backward_pass {
     const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
     int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
     float pair_factor;     // turns attn_bias into what S is added to
-    bool prefetches_pairs; // the producer moves attn_bias of a step to the L2 cache
 };
 
 /* True if the thread blocks of a pass add to dq in turns, as deterministic calls do. */

@@ -391,21 +391,6 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* Moves attn_bias of a step to the L2 cache, where the keys of the slots are neighbours in
-     * memory. By a whole warp. */
-    __device__ void prefetch_pairs(const backward_plan &plan, int32_t h, int32_t tile) {
-        const pair_view &bias = plan.forward.pair_bias;
-        const int32_t size = bias.dtype == pair_view::float32 ? 4 : 2;
-        const int32_t line_keys = line_bytes / size, lines = config::slots / line_keys;
-        const int32_t key = memory->work.first_slot + threadIdx.x % lines * line_keys;
-        const int64_t from = bias.offset(memory->work.b, h, tile * q_tile_rows, key);
-        const int32_t queries = min(plan.forward.q_len - tile * q_tile_rows, config::q_rows);
-        if (key >= plan.forward.kv_len)
-            return;
-        for (int32_t i = threadIdx.x % 32 / lines; i < queries; i += 32 / lines)
-            prefetch_l2((const char *)bias.data + (from + i * bias.query) * size);
-    }
-
     /* Counts a step. True if keys that wait for room must be loaded after it. */
     __device__ bool count_step(bool ends_block) {
         const load_progress was = *progress();
@@ -426,15 +411,13 @@ template <class config> struct backward_producer {
         uint32_t ahead[own_words];
         if constexpr (config::reads_mask_ahead)
             read_mask(plan, h, tile, progress()->now.block, ahead);
-        if (warp < config::step_loaders || config::step_writers > 0 || config::has_pairs)
+        if (warp < config::step_loaders || config::step_writers > 0)
             wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_queries(plan, pass, h, tile, stage);
         for (int x = 0; config::reads_mask_ahead && x < own_words; x++)
             write_mask(ahead[x], warp + x * warpgroup_warps, stage);
         if constexpr (config::is_listed && !config::reads_mask_ahead)
             copy_mask(plan, h, tile, progress()->now.block, stage);
-        if (config::has_pairs && config::is_slot && warp == 3 && pass.prefetches_pairs)
-            prefetch_pairs(plan, h, tile);
         if (config::drops && warp == 3)
             write_codes(plan, h, tile, stage);
         if constexpr (config::step_writers > 0)

@@ -317,8 +317,6 @@ static inline void red_add_v4(float *address, float x, float y, float z, float w
         atomicAdd(address + i, added[i]);
 }
 
-static inline void prefetch_l2(const void *) {}
-
 static inline void cp_reduce_async_bulk_add(float *global, uint32_t shared, uint32_t bytes) {
     if (shared % 16 != 0 || (uintptr_t)global % 16 != 0 || bytes % 16 != 0)
         emulated_fail("cp.reduce.async.bulk of 16 bytes");
