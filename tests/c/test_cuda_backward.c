@@ -171,10 +171,8 @@ static void random_calls_are_right(const char *kernel, fdma_dtype dtype) {
 }
 
 static const test_entry tests[] = {
-    EACH_KERNEL("backward", gradients_are_right),
-    EACH_KERNEL("backward", long_steps_are_right),
-    EACH_KERNEL("backward", large_groups_are_right),
-    EACH_KERNEL("backward", many_heads_are_right),
+    EACH_KERNEL("backward", gradients_are_right),    EACH_KERNEL("backward", long_steps_are_right),
+    EACH_KERNEL("backward", large_groups_are_right), EACH_KERNEL("backward", many_heads_are_right),
     EACH_KERNEL("backward", random_calls_are_right),
 };
 

@@ -84,19 +84,21 @@ struct backward_config {
     // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
     // for it, and with 64, where adding from registers is faster
     static constexpr bool stages_dq = channels == 128 && !is_diagonal && !is_narrow;
-    // a thread block that takes all slot blocks of a head writes dq
+    // a thread block may take all slot blocks of a head, and then writes dq
     static constexpr bool may_own_dq = kind == slot_pass && !is_wide;
+    // narrow_pass is built for it
+    static constexpr bool has_narrow = kind == slot_pass && !is_wide && !has_softcap && !drops;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
     static constexpr int stages = kind == narrow_pass && channels <= 64           ? 3
                                   : is_wide || is_narrow || stages_dq || loads_dq ? 2
-                                  : channels > 64 || is_long                    ? 3
-                                                                                : 4;
+                                  : channels > 64 || is_long                      ? 3
+                                                                                  : 4;
     // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
     // waits in the third step until the consumers have ended the first one, which needs the keys.
     static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
-    static constexpr int most_slot_blocks = is_slot ? 32 : 1; // of a thread block
+    static constexpr int most_slot_blocks = is_slot ? 8 : 1; // of a thread block
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -104,8 +106,8 @@ struct backward_config {
     static constexpr bool reads_mask_ahead = is_listed && channels <= 64;
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
     // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
-    static constexpr int producer_registers = is_wide                           ? 56
-                                              : is_narrow                       ? (channels > 64 ? 24 : 48)
+    static constexpr int producer_registers = is_wide     ? 56
+                                              : is_narrow ? (channels > 64 ? 24 : 48)
                                               : channels == 64 && !is_long      ? 104
                                               : drops || is_diagonal || is_long ? 40
                                                                                 : 24;
@@ -198,8 +200,8 @@ static constexpr int most_turns = 4; // a power of 2; at most three have not end
 static constexpr int slots_buffers = 3;
 
 struct loaded_block {
-    int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
-    int32_t head;  // by_head: in the group; otherwise 0
+    int32_t block;      // a query block, or a slot block of the diagonal pass, or a part of a list
+    int32_t head;       // by_head: in the group; otherwise 0
     int32_t slot_block; // the n-th one of this thread block
 };
 
@@ -295,9 +297,9 @@ template <class config> struct backward_memory {
     load_progress progress[warpgroup_warps];
     backward_work work;
     int2 visits[config::most_slot_blocks]; // of each slot block: blocks x to y - 1
-    tile_list kept_list;       // of the listed pass
-    dq_turn turns[most_turns]; // of the last steps
-    int32_t is_over;           // 1: no generation follows
+    tile_list kept_list;                   // of the listed pass
+    dq_turn turns[most_turns];             // of the last steps
+    int32_t is_over;                       // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t dq_ready, dq_free;
     uint64_t turn_begun, dq_added, all_dq_added;
