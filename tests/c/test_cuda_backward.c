@@ -76,7 +76,7 @@ static void large_groups_are_right(const char *kernel, fdma_dtype dtype) {
 
 /* With so many kv heads a thread block takes all slot blocks of one, and writes dq. The second and
  * third case have queries that see no key: those before all keys, and those with absent keys alone.
- * For the groups only a device with few multiprocessors, such as the emulated one, has enough heads;
+ * Only the emulated device has so few multiprocessors that the heads of the groups are enough;
  * there a tile has up to three slot blocks. With few heads slot blocks are narrow. */
 static const shape_case head_cases[] = {
     SHAPE("selected", 16, 33, 150, 16, 16, 64, 140, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),

@@ -367,8 +367,8 @@ static double count_pairs_before(const fdma_problem *problem, double position) {
     return window * window / 2 + window * position * log(position / window);
 }
 
-/* The pairs that by_key visits: those of a query with a visible key that some query keeps, in whole
- * slot blocks. */
+/* The pairs that by_key visits, of a query and a visible key that some query keeps, in whole slot
+ * blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
     return count_pairs_before(problem, (double)problem->kv_len) -

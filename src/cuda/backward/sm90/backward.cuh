@@ -253,9 +253,9 @@ static constexpr int32_t no_keys = -1;
  * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
  * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
  * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
- * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of slots_ready comes
- * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
- * pass at once.
+ * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of
+ * slots_ready comes with is_over. P waits for the opposite parity of step_free and dq_free, so that
+ * its first waits pass at once.
  *
  * Named barriers, at which every thread that arrives also waits:
  *
