@@ -77,7 +77,7 @@ static void large_groups_are_right(const char *kernel, fdma_dtype dtype) {
 /* With so many kv heads a thread block takes all slot blocks of one, and writes dq. The second and
  * third case have queries that see no key: those before all keys, and those with absent keys alone.
  * Only the emulated device has so few multiprocessors that the heads of the groups are enough;
- * there a tile has up to three slot blocks. With few heads slot blocks are narrow. */
+ * there a tile has up to three slot blocks. */
 static const shape_case head_cases[] = {
     SHAPE("selected", 16, 33, 150, 16, 16, 64, 140, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
     SHAPE("more queries", 16, 150, 140, 16, 16, 72, -1, CAUSAL, EXP, 0, IID, SWAP, NONE),
@@ -86,8 +86,6 @@ static const shape_case head_cases[] = {
     SHAPE("softcap", 16, 30, 140, 16, 16, 64, 130, CAUSAL, LINEAR, 5, IID, PLAIN, NONE),
     SHAPE("groups", 4, 300, 335, 8, 4, 64, 290, CAUSAL, LINEAR, 0, IID, PLAIN, LEFT),
     SHAPE("groups/128", 4, 260, 300, 8, 4, 128, 290, CAUSAL, LINEAR, 0, SAW, PACK, NONE),
-    SHAPE("few", 1, 300, 335, 4, 2, 64, 290, CAUSAL, LINEAR, 0, IID, PLAIN, HOLES),
-    SHAPE("few/128", 1, 300, 335, 2, 2, 96, 290, CAUSAL, EXP, 0, RISING, SWAP, NONE),
 };
 enum { sure_cases = 5 }; /* the first ones */
 

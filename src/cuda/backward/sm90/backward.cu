@@ -192,8 +192,6 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
-    if (!task.pass.owns_dq)
-        task.pass.slot_blocks = plan.slots / config::slots;
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;
@@ -255,26 +253,6 @@ template <class config>
 using listed_config = backward_config<typename config::element, config::channels,
                                       config::has_softcap, config::drops, listed_pass>;
 
-template <class config>
-using narrow_config = backward_config<typename config::element, config::channels,
-                                      config::has_softcap, config::drops, narrow_pass>;
-
-/* True if wide slot blocks would leave half of the multiprocessors idle. */
-template <class config>
-static bool is_narrow_call(const fdma_problem *problem, const backward_task &task) {
-    const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
-    return task.plan.slot_per_key && task.pass.dq_semaphore == NULL && !task.pass.owns_dq &&
-           2 * blocks <= fdma_cuda_device(problem->exec.device)->multiprocessors;
-}
-
-template <class config>
-static fdma_status run_any_slot_pass(const fdma_problem *problem, const backward_task &task) {
-    if constexpr (config::has_narrow)
-        if (is_narrow_call<config>(problem, task))
-            return run_slot_pass<narrow_config<config>>(problem, task);
-    return run_slot_pass<config>(problem, task);
-}
-
 /* True if a thread block takes all slot blocks of a head, and writes dq: where slots do not change
  * their keys, and there are enough heads to keep nearly all multiprocessors busy. */
 template <class config>
@@ -306,7 +284,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
-        FDMA_TRY(run_any_slot_pass<config>(problem, task));
+        FDMA_TRY(run_slot_pass<config>(problem, task));
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
