@@ -161,8 +161,9 @@ static bool by_key_refuses(const fdma_kernel *kernel, int64_t batch, int64_t win
     return refuses(kernel, &problem);
 }
 
-/* by_key visits all visible pairs of kept keys, which is faster where most are kept. The choice must not depend
- * on the batch, because the kernels differ by rounding. A caller may choose it by name. */
+/* by_key visits all visible pairs of kept keys, which is faster where most are kept. The choice
+ * must not depend on the batch, because the kernels differ by rounding. A caller may choose it by
+ * name. */
 static void by_key_takes_calls_that_keep_most_pairs(void) {
     int found = 0;
     for (const kernel_table *const *table = fdma_cuda_backend.tables; *table != NULL; table++)

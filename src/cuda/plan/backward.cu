@@ -229,8 +229,8 @@ __device__ static void clear_keys(const backward_plan &plan, int64_t head, int32
     const int32_t lane = threadIdx.x % row_lanes;
     if (j >= forward.kv_len)
         return;
-    if (plan.slot_per_key && forward.records[head * forward.kv_len + j].expiry >
-                                 query_position(forward, (int32_t)b, 0))
+    if (plan.slot_per_key &&
+        forward.records[head * forward.kv_len + j].expiry > query_position(forward, (int32_t)b, 0))
         return; // the pass writes them
     // a call without keys of its own may lack memory for dbias and have it for carried keys
     const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;

@@ -20,9 +20,9 @@
  * matter. fdma_cuda_end_backward() adds a key's boundary sums in order. So results are bit-equal
  * from run to run.
  *
- * With slot_per_key there is one list, of all keys that some query keeps, and one pass: each key has
- * a slot of its own, and pairs are masked by expiry. That is faster for short sequences, and where
- * most visible pairs are kept. */
+ * With slot_per_key there is one list, of all keys that some query keeps, and one pass: each key
+ * has a slot of its own, and pairs are masked by expiry. That is faster for short sequences, and
+ * where most visible pairs are kept. */
 #pragma once
 
 #include "cuda/plan/plan.cuh"

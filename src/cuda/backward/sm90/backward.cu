@@ -8,6 +8,8 @@
 #include "cuda/backward/sm90/producer.cuh"
 #include "cuda/plan/backward_host.cuh"
 
+#include <math.h>
+
 static constexpr int most_partitions = 32;
 static constexpr int most_ordered = 1024; // blocks of a head
 
@@ -193,8 +195,6 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 template <class config>
 static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
     const backward_plan &plan = task.plan;
-    if (!task.pass.owns_dq)
-        task.pass.slot_blocks = plan.slots / config::slots;
     const int64_t slot_blocks = task.pass.slot_blocks;
     task.pass.order = task.order;
     const bool is_packed = plan.forward.sequences.ranges != NULL;
@@ -263,42 +263,16 @@ template <class config>
 using plain_config =
     backward_config<typename config::element, config::channels, false, false, false, slot_pass>;
 
+/* True if a thread block takes all slot blocks of a head, and writes dq: where slots do not change
+ * their keys, and there are enough heads to keep nearly all multiprocessors busy. */
 template <class config>
-using narrow_config =
-    backward_config<typename config::element, config::channels, false, false, false, narrow_pass>;
-
-static int64_t knob(const char *name, int64_t otherwise) {
-    const char *const text = getenv(name);
-    return text == NULL ? otherwise : atoi(text);
-}
-
-template <class config>
-static constexpr bool may_be_narrow =
-    !config::is_wide && !config::has_softcap && !config::drops && !config::has_pairs;
-
-/* True if the slot pass takes narrow slot blocks, so that few of them fill the device. */
-template <class config>
-static bool is_narrow_call(const fdma_problem *problem, const backward_task &task) {
+static bool owns_dq(const fdma_problem *problem, const backward_task &task) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    if (!may_be_narrow<config> || !task.plan.slot_per_key || task.pass.dq_semaphore != NULL)
-        return false;
-    return knob("FDMA_NARROW", 2 * heads * task.pass.slot_blocks <= device);
-}
-
-/* True if one thread block takes all slot blocks of a head, and writes dq: where there are enough
- * heads to keep nearly all multiprocessors busy. Each thread block takes as long as the others. */
-template <class config>
-static bool has_head_blocks(const fdma_problem *problem, const backward_task &task) {
-    const int64_t most = 8; // slot blocks; with more, what they share leaves the L2 cache
-    const int64_t heads = problem->batch * problem->kv_heads;
-    const int64_t device = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const bool fills = 8 * heads >= 7 * divide_up(heads, device) * device;
-    if (!config::may_own_dq || task.plan.is_rolling || task.plan.key_sums != NULL ||
-        is_present(&problem->starts) || task.pass.dq_semaphore != NULL ||
-        task.pass.slot_blocks > config::most_slot_blocks)
-        return false;
-    return knob("FDMA_OWN", fills && task.pass.slot_blocks <= most);
+    return config::may_own_dq && !task.plan.is_rolling && task.plan.key_sums == NULL &&
+           !is_present(&problem->starts) && task.pass.dq_semaphore == NULL &&
+           task.pass.slot_blocks > 0 && task.pass.slot_blocks <= config::most_slot_blocks &&
+           8 * heads >= 7 * round_up(heads, device);
 }
 
 template <class config>
@@ -307,10 +281,10 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     backward_task task = lay_out<config>(problem, &arena, slot_per_key);
     const backward_plan &plan = task.plan;
     backward_pass &pass = task.pass;
-    if (has_head_blocks<config>(problem, task) && pass.slot_blocks > 0) {
+    if (owns_dq<config>(problem, task)) {
         pass.owns_dq = true;
         pass.slot_blocks = 1;
-        task.plan.cleared[1] = {}; // its first addition to a sum is a store
+        task.plan.cleared[1] = {}; // the first step of a tile stores its sums
     }
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
     if (task.tiles == 0)
@@ -320,10 +294,7 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
     if (plan.key_sums != NULL) {
         FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
     } else {
-        if (pass.owns_dq || !is_narrow_call<config>(problem, task))
-            FDMA_TRY(run_slot_pass<config>(problem, task));
-        else if constexpr (may_be_narrow<config>)
-            FDMA_TRY(run_slot_pass<narrow_config<config>>(problem, task));
+        FDMA_TRY(run_slot_pass<config>(problem, task));
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
@@ -393,8 +364,8 @@ static double count_pairs_before(const fdma_problem *problem, double position) {
     return window * window / 2 + window * position * log(position / window);
 }
 
-/* The pairs that by_key visits: those of a query with a visible key that some query keeps, in whole
- * slot blocks. */
+/* The pairs that by_key visits, of a query and a visible key that some query keeps, in whole slot
+ * blocks. */
 static double count_visible_pairs(const fdma_problem *problem) {
     const double queries = (double)min(problem->q_len, problem->kv_len); // that see keys
     return count_pairs_before(problem, (double)problem->kv_len) -
@@ -422,10 +393,8 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "a call in which no slot changes its key";
     if (is_present(&problem->starts) || is_present(&problem->attn_mask))
         return "packed sequences or attn_mask";
-    if (forces_kernel(problem, form_names[by_key]) || knob("FDMA_KEY", 0) == 1)
+    if (forces_kernel(problem, form_names[by_key]))
         return NULL;
-    if (knob("FDMA_KEY", 0) == 2)
-        return "knob";
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
     return count_visible_pairs(problem) < by_list_pairs

@@ -32,19 +32,18 @@ __device__ static void copy_box(uint32_t shared, const row_map &rows, int32_t b,
 static constexpr int q_tile_rows = 64; // queries of one head in a tile
 
 /* The passes. slot_pass takes the keys that are live at the first position of a query block, slot
- * by slot; narrow_pass the same with half as many slots in a block, for calls with few blocks;
- * diagonal_pass the keys that arrive inside one; listed_pass, in place of all with attn_mask, the
- * lists of kept keys. */
-enum pass_kind { slot_pass, narrow_pass, diagonal_pass, listed_pass };
+ * by slot; diagonal_pass the keys that arrive inside one; listed_pass, in place of both with
+ * attn_mask, the lists of kept keys. */
+enum pass_kind { slot_pass, diagonal_pass, listed_pass };
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two
  * consumers split the slots of a block between them, each step has 64 queries, and each consumer
  * makes dq of half of the channels. There are three exceptions:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
- *   narrow  in the narrow pass, and with 64 channels in the diagonal pass, which rarely has more
- *           than 64 keys, a block has 64 slots and one consumer, and two blocks share a
- *           multiprocessor
+ *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
+ *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
+ *           it too few registers
  *   long    in the slot pass with 64 channels and without softcap, a step has two tiles, 128
  *           queries, because a step of one tile mostly waits for its products. Each consumer makes
  *           dq of one of the tiles, with all channels. With softcap or attn_bias there are too few
@@ -55,17 +54,16 @@ struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap, drops = drops_, has_pairs = pairs;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
-    static constexpr bool is_slot = kind == slot_pass || kind == narrow_pass;
+    static constexpr bool is_slot = kind == slot_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
-    static constexpr bool is_narrow = kind == narrow_pass || (is_diagonal && channels <= 64);
+    static constexpr bool is_narrow = is_diagonal && channels <= 64;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
-    static constexpr bool is_long =
-        kind == slot_pass && channels == 64 && !has_softcap && !has_pairs;
+    static constexpr bool is_long = is_slot && channels == 64 && !has_softcap && !has_pairs;
     static constexpr int q_tiles = is_long ? 2 : 1;      // of a step
     static constexpr int q_rows = q_tiles * q_tile_rows; // queries of a step
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
@@ -86,20 +84,20 @@ struct backward_config {
     static constexpr int diagonal_blocks = (most_queries - 1 + slots - 1) / slots;
     // dq is added to dq_sum from shared memory, except with 256 channels, where there is no room
     // for it, and with 64, where adding from registers is faster
-    static constexpr bool stages_dq = channels == 128 && !is_diagonal && !is_narrow;
-    // a thread block that takes all slot blocks of a head writes dq
-    static constexpr bool may_own_dq = kind == slot_pass && !is_wide && !has_pairs;
+    static constexpr bool stages_dq = channels == 128 && !is_diagonal;
+    // a thread block may take all slot blocks of a head, and then writes dq
+    static constexpr bool may_own_dq = is_slot && !is_wide && !has_pairs;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
-    static constexpr int stages = kind == narrow_pass && channels <= 64           ? 3
-                                  : is_wide || is_narrow || stages_dq || loads_dq ? 2
+    static constexpr int stages = is_wide || is_narrow || stages_dq || loads_dq ? 2
                                   : channels > 64 || is_long                    ? 3
                                                                                 : 4;
     // The keys of a generation are loaded after this many of its steps. With semaphores dq_turns
     // waits in the third step until the consumers have ended the first one, which needs the keys.
     static constexpr int steps_before_keys = stages > 2 ? 2 : 1;
-    static constexpr int most_slot_blocks = is_slot ? 32 : 1; // of a thread block
+    // of a thread block; with more of them, what they share leaves the L2 cache
+    static constexpr int most_slot_blocks = !is_slot ? 1 : channels > 64 ? 8 : 16;
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
@@ -108,7 +106,7 @@ struct backward_config {
     // With 128 channels the consumers need 240 registers, which leaves 24 for the producer. With
     // dropout, in the diagonal pass and for steps of 128 queries the producer needs 40.
     static constexpr int producer_registers = is_wide                           ? 56
-                                              : is_narrow                       ? (channels > 64 ? 24 : 48)
+                                              : is_narrow                       ? 48
                                               : channels == 64 && !is_long      ? 104
                                               : drops || is_diagonal || is_long ? 40
                                                                                 : 24;
@@ -203,8 +201,8 @@ static constexpr int most_turns = 4; // a power of 2; at most three have not end
 static constexpr int slots_buffers = 3;
 
 struct loaded_block {
-    int32_t block; // a query block, or a slot block of the diagonal pass, or a part of a list
-    int32_t head;  // by_head: in the group; otherwise 0
+    int32_t block;      // a query block, or a slot block of the diagonal pass, or a part of a list
+    int32_t head;       // by_head: in the group; otherwise 0
     int32_t slot_block; // the n-th one of this thread block
 };
 
@@ -256,9 +254,9 @@ static constexpr int32_t no_keys = -1;
  * whose slot blocks add to dq in order. Other calls do not use turn_begun, dq_added and
  * all_dq_added. The latter two are used only with stages_dq, where lane 0 of each warp waits for
  * turn_begun. Without it all of C does, and dq_turns waits for step_free. dq_ready and dq_free are
- * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of slots_ready comes
- * with is_over. P waits for the opposite parity of step_free and dq_free, so that its first waits
- * pass at once.
+ * used only with loads_dq, for steps whose header has is_first and writes_dq. The last phase of
+ * slots_ready comes with is_over. P waits for the opposite parity of step_free and dq_free, so that
+ * its first waits pass at once.
  *
  * Named barriers, at which every thread that arrives also waits:
  *
@@ -300,9 +298,9 @@ template <class config> struct backward_memory {
     load_progress progress[warpgroup_warps];
     backward_work work;
     int2 visits[config::most_slot_blocks]; // of each slot block: blocks x to y - 1
-    tile_list kept_list;       // of the listed pass
-    dq_turn turns[most_turns]; // of the last steps
-    int32_t is_over;           // 1: no generation follows
+    tile_list kept_list;                   // of the listed pass
+    dq_turn turns[most_turns];             // of the last steps
+    int32_t is_over;                       // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t dq_ready, dq_free;
     uint64_t turn_begun, dq_added, all_dq_added;

@@ -245,8 +245,8 @@ template <class config> struct dq_adder {
         const step_header &header = memory->header[opaque(step) % config::stages];
         const int32_t thread = opaque(threadIdx.x) % warpgroup_threads;
         const int own_tile = config::is_long ? index : 0, first = config::is_long ? 0 : index;
-        float *const to = dq_sum_of<config>(pass, header.tile + own_tile, first, thread / 32) +
-                          thread % 32 * 4;
+        float *const to =
+            dq_sum_of<config>(pass, header.tile + own_tile, first, thread / 32) + thread % 32 * 4;
         if (!header.writes_dq && !header.is_first) {
             add_vectors(dq, to);
             return;

@@ -95,7 +95,9 @@ template <class config> struct backward_producer {
     }
 
     /* The query blocks that the slot block of the next block visits. */
-    __device__ const int2 &visits(void) const { return memory->visits[progress()->next.slot_block]; }
+    __device__ const int2 &visits(void) const {
+        return memory->visits[progress()->next.slot_block];
+    }
 
     /* The first slot of that slot block. */
     __device__ int32_t first_slot(const backward_pass &pass) const {
@@ -117,9 +119,8 @@ template <class config> struct backward_producer {
         const int32_t slot = own_slot();
         if (is_over(plan, pass, at))
             return past_end;
-        return slot < config::slots
-                   ? slot_key(plan, *memory, at.block, first_slot(pass) + slot)
-                   : -1;
+        return slot < config::slots ? slot_key(plan, *memory, at.block, first_slot(pass) + slot)
+                                    : -1;
     }
 
     __device__ int32_t key_in_generation(int32_t which) const {
@@ -341,8 +342,8 @@ template <class config> struct backward_producer {
     __device__ void write_header(const backward_plan &plan, const backward_pass &pass, int32_t h,
                                  int32_t tile, int32_t stage) {
         const int32_t first = query_position(plan.forward, memory->work.b, tile * q_tile_rows);
-        const bool writes = config::is_diagonal ? writes_dq(plan, tile)
-                                                : pass.owns_dq && is_last_visit();
+        const bool writes =
+            config::is_diagonal ? writes_dq(plan, tile) : pass.owns_dq && is_last_visit();
         const bool is_first = config::is_diagonal
                                   ? progress()->now.block % config::diagonal_blocks == 0
                                   : pass.owns_dq && progress()->now.slot_block == 0;
