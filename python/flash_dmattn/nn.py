@@ -346,7 +346,7 @@ class DynamicMaskAttention(nn.Module):
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
         call = None
-        if cache is positions is starts is lengths is None and self._takes_rotated():
+        if cache is positions is starts is lengths is None and self._takes_rotated(query):
             call = self._rotated_call(query, key, value, key_valid)
             out = rotated.repeat(call)
             if out is not NotImplemented:
@@ -503,12 +503,12 @@ class DynamicMaskAttention(nn.Module):
         query = rotation.normalized(query, self.q_norm, self._nope_heads_of(query))
         return query, rotation.normalized(key, self.k_norm, self._nope_heads_of(key))
 
-    def _takes_rotated(self) -> bool:
+    def _takes_rotated(self, query: torch.Tensor) -> bool:
         """True if rotation and attention may be one call, because nothing stands between them or
         has to see their tensors."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
-        if self.rope_base is None or self.window is None:
+        if self.rope_base is None or self.window is None or type(query) is not torch.Tensor:
             return False
         norms = (self.q_norm, self.k_norm)
         return (

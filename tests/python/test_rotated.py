@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
+from cases import on_device
 from flash_dmattn import DynamicMaskAttention, rotary, rotated
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -85,6 +86,18 @@ def test_results_are_equal(name: str, padded: bool, made: list[bool]) -> None:
         for _ in range(2):
             assert torch.equal(layer(x, key_valid=key_valid), wanted[0])
     assert made[3:] == [False, True]
+
+
+@records
+@on_device
+@pytest.mark.parametrize("name", LAYERS)
+def test_results_on_a_device(name: str, made: list[bool], deterministic: None) -> None:
+    layer = make_layer(**LAYERS[name], device="cuda", dtype=torch.bfloat16)
+    x = make_states().to("cuda", torch.bfloat16)
+    wanted = run(layer, x)
+    for _ in range(2):
+        assert_same(run(layer, x), wanted)
+    assert made == [False, True, True]
 
 
 @records

@@ -457,14 +457,14 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
-    if (params.is_split)
-        split_panel<config>(panel, params);
-    else
+    if (!params.is_split)
         copy_panel<config>(panel, params, 0, 0);
     if (has_keys(params))
         fill_ring(ring, params);
     else
         cp_async_commit_group();
+    if (params.is_split) // while keys arrive
+        split_panel<config>(panel, params);
     for (int round = 0; round < rounds; round++) {
         const key_tile tile = find_tile(params, round);
         const int head = round % params.head_blocks * config::heads;

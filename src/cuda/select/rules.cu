@@ -380,27 +380,29 @@ static __global__ void __launch_bounds__(chain_threads)
     }
 }
 
-/* Moves the expiries of a segment that one block takes, and makes shared.root the parents. */
+/* Moves the expiries of a segment that one block takes, and makes shared.root the parents. A thread
+ * has `items` keys. */
+template <int items>
 __device__ static void move_in_block(const select_call &call, const slot_chains &chains,
                                      const rules_space &rules, root_memory &shared) {
     const select_segment here = segment_of(call, blockIdx.x);
-    uint32_t by_score[chain_items];
+    uint32_t by_score[items];
 #pragma unroll
-    for (int r = 0; r < chain_items; r++) {
+    for (int r = 0; r < items; r++) {
         const uint32_t j = r * chain_threads + threadIdx.x;
         shared.root[j] = j;
         by_score[r] = j < call.kv_len ? (uint32_t)here.expiry[j] : 0;
     }
     __syncthreads();
 #pragma unroll 1
-    for (int r = 0; r < chain_items; r++) {
+    for (int r = 0; r < items; r++) {
         const uint32_t j = r * chain_threads + threadIdx.x;
         const moved_key key =
             j < call.kv_len ? move_expiry(call, rules, blockIdx.x, j, by_score[0]) : moved_key{};
         if (key.leaves)
             shared.root[key.arriving] = key.number;
 #pragma unroll
-        for (int next = 1; next < chain_items; next++)
+        for (int next = 1; next < items; next++)
             by_score[next - 1] = by_score[next];
     }
     __syncthreads();
@@ -408,25 +410,25 @@ __device__ static void move_in_block(const select_call &call, const slot_chains 
 
 /* In place of the other kernels where a segment has at most chain_keys keys: a block takes one. The
  * first key of a chain then has the slot of its own number. */
-template <bool moves>
+template <bool moves, int items>
 static __global__ void __launch_bounds__(chain_threads)
     hand_down_in_block(const select_call call, const slot_chains chains, const rules_space rules) {
     root_memory &shared = shared_memory<root_memory>();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (moves)
-        move_in_block(call, chains, rules, shared);
+        move_in_block<items>(call, chains, rules, shared);
     const chain_work work = find_work(call, chains);
     const uint32_t *const parent = chains.space.parent + work.keys;
-    uint32_t root[chain_items]; // entries past the end are their own roots
+    uint32_t root[items]; // entries past the end are their own roots
 #pragma unroll
-    for (int r = 0; r < chain_items; r++) {
+    for (int r = 0; r < items; r++) {
         const uint32_t n = r * chain_threads + threadIdx.x;
         const bool follows = n < work.end && number_of(call, chains, work, n) >= chains.slots;
         root[r] = !follows ? n : moves ? shared.root[n] : parent[n];
     }
 #pragma unroll
-    for (int r = 0; r < chain_items; r++)
+    for (int r = 0; r < items; r++)
         shared.root[r * chain_threads + threadIdx.x] = root[r];
     jump_to_roots(shared.root, root, threadIdx.x, chain_threads);
     const select_segment segment = segment_of(call, work.segment);
@@ -483,7 +485,10 @@ static __global__ void __launch_bounds__(chain_threads)
 template <bool moves>
 static fdma_status launch_in_block(const fdma_problem *problem, const select_call &call,
                                    const slot_chains &chains, const rules_space &rules) {
-    return launch("select", hand_down_in_block<moves>,
+    const bool is_short = call.kv_len <= chain_keys / 2;
+    return launch("select",
+                  is_short ? hand_down_in_block<moves, chain_items / 2>
+                           : hand_down_in_block<moves, chain_items>,
                   {dim3(chains.segments), dim3(chain_threads), sizeof(root_memory), start_early},
                   problem, call, chains, rules);
 }
