@@ -258,8 +258,8 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
  * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
  * each.
  *
- * It may run while write_lists or list_kept makes the lists. One block waits for them at its end, so
- * a kernel that waits for this one has them. */
+ * It may run while write_lists or list_kept makes the lists. One block waits for them at its end,
+ * so a kernel that waits for this one has them. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan,

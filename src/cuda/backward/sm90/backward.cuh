@@ -149,7 +149,7 @@ struct backward_pass {
                           // then each slot block that is slot_blocks after the one before
     const int32_t *order; // of the blocks of a head; see order_blocks(); NULL: as in the grid
     int32_t head_group;   // heads whose blocks alternate, see work_in_group(); 0: none do
-    float pair_factor;     // turns attn_bias into what S is added to
+    float pair_factor;    // turns attn_bias into what S is added to
 };
 
 /* True if the thread blocks of a pass add to dq in turns, as deterministic calls do. */
