@@ -23,6 +23,33 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks_path  # noqa: F401
+import program
+
+SLIDING = 256
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
+    many: dict[str, Any] = {"type": int, "nargs": "+"}
+    parser.add_argument("--size", default="large", help="of the model, as in quality.py (large)")
+    parser.add_argument("--contexts", **many, default=[8192, 65536], help="bytes (8192 65536)")
+    parser.add_argument("--batches", **many, default=[1, 16, 64], help="sequences (1 16 64)")
+    parser.add_argument("--keys", **many, default=[2304, 4608, 9216], help="(2304 4608 9216)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda, if there is one)")
+    parser.add_argument("--json", type=Path, help="file of the rows")
+    options = parser.parse_args(arguments)
+    for name, least in (("contexts", 2 * SLIDING), ("batches", 1), ("keys", 2)):
+        for value in getattr(options, name):
+            if value < least:
+                parser.error(f"--{name}: has {value}, want {least} or more")
+    options.parser = parser
+    return options
+
+
+if __name__ == "__main__":
+    program.begin(parse)
+
 import torch
 from benchmarking import Rounds, Row, alternate, choose_device, find_machine, time_pass, write_whole
 from decode import make_pass
@@ -36,7 +63,6 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 DTYPE = torch.bfloat16
-SLIDING = 256
 PIECE = 65536  # bytes of a call that fills caches
 ROUNDS = Rounds(3, 15, 2.0)
 
@@ -197,30 +223,11 @@ def measure(options: argparse.Namespace, batch: int, context: int) -> list[Row]:
     return list(rows.values())
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=head, allow_abbrev=False)
-    many: dict[str, Any] = {"type": int, "nargs": "+"}
-    parser.add_argument(
-        "--size", choices=tuple(SIZES), default="large", help="of the model (large)"
-    )
-    parser.add_argument("--contexts", **many, default=[8192, 65536], help="bytes (8192 65536)")
-    parser.add_argument("--batches", **many, default=[1, 16, 64], help="sequences (1 16 64)")
-    parser.add_argument("--keys", **many, default=[2304, 4608, 9216], help="(2304 4608 9216)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda, if there is one)")
-    parser.add_argument("--json", type=Path, help="file of the rows")
-    options = parser.parse_args(arguments)
-    for name, least in (("contexts", 2 * SLIDING), ("batches", 1), ("keys", 2)):
-        for value in getattr(options, name):
-            if value < least:
-                parser.error(f"--{name}: has {value}, want {least} or more")
-    options.parser = parser
-    choose_device(options)
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.size not in SIZES:
+        options.parser.error(f"--size: is {options.size}, want one of {', '.join(SIZES)}")
+    choose_device(options)
     lines: list[Row] = [find_machine(options.device)]
     for context in options.contexts:
         for batch in options.batches:

@@ -171,6 +171,8 @@ def rotate(
 
     Source: arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm.
     """
+    if type(eps) is not float and not _types.is_number(eps):
+        raise _types.refusal("eps", eps, "a number")
     given: tuple[Any, ...] = (x, weight, table, positions, starts)
     options = (first, offset, nope_heads, interleaved, backend)
     if not torch.compiler.is_compiling():
@@ -181,8 +183,6 @@ def rotate(
             return out
     refuse_tangents("rotate", x, weight, table)
     refuse_gradients("table", table)
-    if type(eps) is not float and not _types.is_number(eps):
-        raise _types.refusal("eps", eps, "a number")
     (x,), _, head_dim = pad_head_dim((x,))
     if head_dim is not None:
         weight, eps = pad_norm(weight, eps, head_dim, x)

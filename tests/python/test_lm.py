@@ -798,7 +798,8 @@ def test_bad_usage(message: str, write: Write, monkeypatch: pytest.MonkeyPatch) 
 def test_the_demo_ends_with_the_model(tmp_path: Path) -> None:
     """The model's part runs only if the file exists."""
     model = tmp_path / "model.safetensors"
-    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "-n", "demo", f"LM_MODEL={model}")
+    make = ("make", "--no-print-directory", "-n", "demo", f"LM_MODEL={model}")
+    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", *make)
     assert "examples/lm" not in output_of(run(*bare, cwd=ROOT))
     model.touch()
     *_, last = output_of(run(*bare, cwd=ROOT)).splitlines()
