@@ -241,7 +241,7 @@ def test_greedy_text_is_that_of_pytorch(
     the bytes before it, so it would write the same text."""
     model, start = write(form), bytes(RANDOM_BYTES[: PROMPTS[prompt]].tolist())
     written = generate(model, start, "--temperature", "0", "--bytes", "200")
-    assert len(written) == 200 and len(set(written)) > 20
+    assert len(written) == 200 and len(set(written)) > 8  # no loop of a few bytes
     assert_likeliest(logits_before(lm, model, start, written), written)
 
 

@@ -21,7 +21,8 @@ def commands(target: str, *, smi: str | None, folder: Path, argument: str = "") 
     program.chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     # variables that a make which runs the tests exports
-    bare = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "-u", "WERROR", "-u", "FDMA_FULL")
+    exported = ("MAKEFLAGS", "MFLAGS", "WERROR", "FDMA_FULL", "PART")
+    bare = ("env", *(word for name in exported for word in ("-u", name)))
     made = run(*bare, "make", "-n", target, *argument.split(), cwd=ROOT, env={"PATH": path})
     return output_of(made)
 
