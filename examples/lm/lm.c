@@ -186,7 +186,8 @@ static int generate(const model *of, const lm_options *options) {
 
 /* ---- remembering ---- */
 
-/* The model without its scores: of equal ones the newest keys rank first. */
+/* The same model with A = 0: all its scores are equal, and of equal scores the newest keys rank
+ * first. */
 static model without_scores(const model *of) {
     model made = *of;
     made.layer = allocate((size_t)of->layers * sizeof *made.layer);
@@ -222,7 +223,7 @@ static void ask(run_state *state, const char *pair, const uint8_t *text, int64_t
     }
 }
 
-/* Rows of a table, of pairs that have ever more bytes of the text behind them. */
+/* Prints the table. The distance of a pair grows from row to row. */
 static void print_answers(run_state states[2], const lm_options *options, const uint8_t *text) {
     static const int parts[ROWS] = {16, 4, 2, 1};
     uint64_t random = (uint64_t)options->seed;
