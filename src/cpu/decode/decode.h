@@ -9,23 +9,30 @@
 #include "cpu/common/math.h"
 #include "cpu/parallel.h"
 
-/* ---- the keys that a split visits, a block of one head at a time, and the state of a task ---- */
+/* ---- the keys that a split visits, a list of one head at a time, and the state of a task ---- */
 
 enum {
     shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
-    decode_keys = 32, /* keys of a block, whose weights are held between the two products */
+    decode_keys = 16, /* keys of a block, whose weights are held between the two products */
+    listed_keys = 64,   /* most keys of a list */
     decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
+    key_vectors = decode_keys / vf_width,
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
     usual_split = 512,             /* keys; more if max_splits would be exceeded */
     max_splits = 32,               /* splits of a sequence */
+    page_bytes = 4096,
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
 
 _Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
-_Static_assert(decode_keys % scan_keys == 0, "whole scans fill a block");
+_Static_assert(decode_keys % scan_keys == 0 && listed_keys % decode_keys == 0, "blocks are whole");
+
+/* A logit may exceed the maximum of its row by this before the maximum is raised, so that few blocks
+ * rescale what was summed before. */
+static const float most_excess = 8;
 
 static const float zero_row[256]; /* the most channels of a row, in any dtype */
 
@@ -37,6 +44,7 @@ typedef struct decode_context {
     int64_t heads;     /* heads of a task */
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
     int64_t split;     /* keys of a split */
+    float scale, cap;  /* of logits; cap is 0 without a softcap */
     int64_t splits;
     bool dense; /* tasks use the products in the order of memory */
     int32_t threads;
@@ -59,23 +67,24 @@ typedef struct decode_cursor {
     const uint8_t *valid;  /* or NULL */
 } decode_cursor;
 
-/* A block of keys of one head. Behind the last of its `count` keys, k repeats this key and v is a
- * row of zeros, because the last word of weights may have a second term that belongs to no key. */
-typedef struct decode_block {
+/* Keys of one head, in blocks of decode_keys. Behind the last of its `count` keys, k repeats this
+ * key up to the end of the block and v is a row of zeros, because the last word of weights may have
+ * a second term that belongs to no key. Then come rows to prefetch. */
+typedef struct decode_list {
     int32_t count;
     bool masked;           /* some row may not keep some key */
     int64_t head;          /* within the task */
     const int32_t *expiry; /* NULL: dense */
-    int32_t key[decode_keys];
-    const void *k[decode_keys], *v[decode_keys];
-    float bias[decode_keys];
-} decode_block;
+    int32_t key[listed_keys];
+    const void *k[listed_keys + decode_keys], *v[listed_keys + decode_keys];
+    float bias[listed_keys];
+} decode_list;
 
-/* One split of some heads. Blocks alternate between the heads, so that memory is read in order. */
+/* One split of some heads. Lists alternate between the heads, so that memory is read in order. */
 typedef struct decode_task {
     const decode_context *decode;
     int64_t b, first_head, heads, split;
-    int64_t next_head; /* whose block comes next */
+    int64_t next_head; /* whose list comes next */
     decode_cursor cursor[dense_heads];
     float *q;       /* [heads][padded][width] */
     float *weights; /* [padded][decode_keys]; without a selection see below */
@@ -87,11 +96,14 @@ static int64_t head_of(const decode_task *task, int64_t head) {
 
 static int64_t partial_length(const decode_context *decode) { return decode->width + 2 * vf_width; }
 
+static decode_partial partial_at(const decode_context *decode, float *out) {
+    return (decode_partial){out, out + decode->width, out + decode->width + vf_width};
+}
+
 static decode_partial partial_of(const decode_context *decode, int64_t head, int64_t split,
                                  int64_t row) {
     const int64_t index = (head * decode->splits + split) * decode->padded + row;
-    float *const out = decode->partial + index * partial_length(decode);
-    return (decode_partial){out, out + decode->width, out + decode->width + vf_width};
+    return partial_at(decode, decode->partial + index * partial_length(decode));
 }
 
 static decode_cursor start_split(const decode_task *task, int64_t head) {
@@ -118,11 +130,28 @@ static int32_t count_kept(const decode_cursor *cursor) {
     return count;
 }
 
-/* Writes the next keys, up to decode_keys, and returns their number; 0 at the end. */
-static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
+/* True if the next `count` keys are kept at the first position, as nearly always in a cache. */
+static bool are_kept(const decode_cursor *cursor, int32_t count) {
+    const int32_t position = cursor->first_position;
+    bool kept = true;
+    if (cursor->valid != NULL || cursor->next + count > min(cursor->end, (int64_t)position + 1))
+        return false;
+    for (int32_t n = 0; cursor->expiry != NULL && n < count; n++)
+        kept &= cursor->expiry[cursor->next + n] > position;
+    return kept;
+}
+
+/* Writes the next keys, up to `most`, and returns their number; 0 at the end. */
+static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys, int32_t most) {
     decode_cursor here = *cursor; // a local copy stays in registers
     int32_t count = 0;
-    while (here.next < here.end && count < decode_keys) {
+    if (are_kept(cursor, most)) {
+        for (; count < most; count++)
+            keys[count] = (int32_t)here.next + count;
+        cursor->next += count;
+        return count;
+    }
+    while (here.next < here.end && count < most) {
         const int64_t end = min(here.next + scan_keys, here.end);
         const int32_t kept = end - here.next == scan_keys ? count_kept(&here) : 1;
         if (kept == 0) {
@@ -130,14 +159,14 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
             continue;
         }
         if (kept == scan_keys && here.valid == NULL && end - 1 <= here.first_position &&
-            count + scan_keys <= decode_keys) {
+            count + scan_keys <= most) {
             for (int n = 0; n < scan_keys; n++)
                 keys[count + n] = (int32_t)here.next + n;
             count += scan_keys;
             here.next = end;
             continue;
         }
-        for (; here.next < end && count < decode_keys; here.next++) {
+        for (; here.next < end && count < most; here.next++) {
             const int32_t j = (int32_t)here.next;
             keys[count] = j;
             count += outlives(here.expiry, here.valid, here.first_position, j);
@@ -147,8 +176,10 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
     return count;
 }
 
-/* False if every row keeps all keys of a block. */
-static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
+static int32_t whole_blocks(int32_t keys) { return (int32_t)round_up(keys, decode_keys); }
+
+/* False if every row keeps all keys of a list. */
+static bool is_masked(const decode_cursor *cursor, const decode_list *keys) {
     bool masked = false;
     if (cursor->first_position == cursor->last_position)
         return false;
@@ -160,26 +191,50 @@ static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
     return masked;
 }
 
-static void list_decode_keys(decode_task *task, decode_block *keys) {
+/* Prefetches one line of each page of a list, so that the processor has the addresses of the pages
+ * when their rows are prefetched. */
+static void open_pages(const fdma_problem *problem, const decode_list *keys) {
+    const fdma_tensor *const rows = problem->carried_len > 0 ? &problem->k_carried : &problem->k;
+    const int64_t bytes = rows->stride[1] * (int64_t)fdma_dtype_size(rows->dtype);
+    const int32_t step = (int32_t)max(page_bytes / max(bytes, 1), 1);
+    for (int32_t n = 0; n < keys->count; n += step) {
+        __builtin_prefetch(keys->k[n]);
+        __builtin_prefetch(keys->v[n]);
+    }
+}
+
+/* Lists the next keys of the head whose turn it is; the list is empty at the end. */
+static void list_decode_keys(decode_task *task, int32_t most, decode_list *keys) {
     const fdma_problem *const problem = task->decode->problem;
     keys->count = 0;
     for (int64_t tried = 0; tried < task->heads && keys->count == 0; tried++) {
         keys->head = task->next_head;
-        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key);
+        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key, most);
         task->next_head = keys->head + 1 < task->heads ? keys->head + 1 : 0;
     }
     if (keys->count == 0)
         return;
     const int64_t g = task->first_head + keys->head;
-    for (int32_t n = keys->count; n < decode_keys; n++)
+    const int32_t end = whole_blocks(keys->count);
+    for (int32_t n = keys->count; n < end; n++) {
         keys->key[n] = keys->key[keys->count - 1];
+        keys->bias[n] = 0;
+    }
     keys->expiry = task->cursor[keys->head].expiry;
     keys->masked = is_masked(&task->cursor[keys->head], keys);
-    find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
+    find_k(problem, task->b, g, keys->key, end, keys->k);
     find_v(problem, task->b, g, keys->key, keys->count, keys->v);
-    for (int32_t n = keys->count; n < decode_keys; n++)
+    for (int32_t n = keys->count; n < end; n++)
         keys->v[n] = zero_row;
-    find_bias(problem, task->b, g, keys->key, decode_keys, keys->bias);
+    find_bias(problem, task->b, g, keys->key, keys->count, keys->bias);
+    open_pages(problem, keys);
+}
+
+/* Puts the rows of the first block of a list behind those of another. */
+static void add_rows_ahead(decode_list *keys, const decode_list *next) {
+    const int32_t end = whole_blocks(keys->count);
+    memcpy(keys->k + end, next->k, sizeof *keys->k * decode_keys);
+    memcpy(keys->v + end, next->v, sizeof *keys->v * decode_keys);
 }
 
 /* ---- the two products ---- */
@@ -306,16 +361,19 @@ INLINE void multiply_keys(float *products, const float *q, int64_t width, const 
     store_products(products, sums, rows);
 }
 
-/* The first product of a block of keys, while k of the next one is prefetched. */
-INLINE void multiply_block(const decode_task *task, const decode_block *now,
-                           const decode_block *next, fdma_dtype dtype, int rows) {
+/* The first product of the block of keys from `first` on, while k of the next one is prefetched. */
+INLINE void multiply_block(const decode_task *task, const decode_list *keys, int32_t first,
+                           fdma_dtype dtype, int rows) {
     const decode_context *const decode = task->decode;
-    const float *const q = task->q + now->head * decode->padded * decode->width;
-    for (int n = 0; n < now->count; n += decode_sums / rows)
+    const float *const q = task->q + keys->head * decode->padded * decode->width;
+    const int64_t count = min(keys->count - first, decode_keys);
+    for (int n = 0; n < count; n += decode_sums / rows) {
+        const void *const *const k = keys->k + first + n;
         for (int64_t r = 0; r < decode->padded; r += rows)
             multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
-                          now->k + n, r == 0 ? next->k + n : NULL, dtype, rows,
+                          k, r == 0 ? k + decode_keys : NULL, dtype, rows,
                           decode->problem->head_dim);
+    }
 }
 
 /* ---- P V ---- */
@@ -389,13 +447,14 @@ INLINE void add_rows(float *out, int64_t length, const float *weights, const voi
 }
 
 /* The second product of a block of keys, while v of the next one is prefetched. */
-INLINE void add_block(const decode_task *task, const decode_block *now, const decode_block *next,
+INLINE void add_block(const decode_task *task, const decode_list *keys, int32_t first, float *out,
                       fdma_dtype dtype, int rows) {
     const decode_context *const decode = task->decode;
+    const void *const *const v = keys->v + first;
+    const int32_t count = (int32_t)min(keys->count - first, decode_keys);
     for (int64_t r = 0; r < decode->padded; r += rows)
-        add_rows(partial_of(decode, head_of(task, now->head), task->split, r).out,
-                 partial_length(decode), task->weights + r * decode_keys, now->v, now->count,
-                 r == 0 ? next->v : NULL, dtype, rows, false, decode->problem->head_dim);
+        add_rows(out + r * partial_length(decode), partial_length(decode), task->weights + r * decode_keys, v, count,
+                 r == 0 ? v + decode_keys : NULL, dtype, rows, false, decode->problem->head_dim);
 }
 
 /* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
@@ -480,7 +539,7 @@ INLINE vf multiply_key(const float *q, const void *k, fdma_dtype dtype, int64_t 
 }
 
 INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
-                           const decode_block *keys, fdma_dtype dtype) {
+                           const decode_list *keys, fdma_dtype dtype) {
     const decode_context *const decode = task->decode;
     const dense_rows k = dense_rows_of(task, &decode->problem->k);
     const int64_t count = round_up(keys->count, decode_sums);
@@ -504,14 +563,14 @@ INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
 
 /* ---- P V ---- */
 
-static void prefetch_first_values(const decode_task *task, const decode_block *keys, int64_t head) {
+static void prefetch_first_values(const decode_task *task, const decode_list *keys, int64_t head) {
     const dense_rows v = dense_rows_of(task, &task->decode->problem->v);
     for (int64_t n = 0; n < min(v.keys, keys->count); n++)
         prefetch_row((const uint8_t *)keys->v[n] + head * v.head_bytes, v.bytes);
 }
 
 /* The second product of a block of keys, into the arrays' sums. */
-INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const decode_block *keys,
+INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const decode_list *keys,
                       fdma_dtype dtype) {
     const decode_context *const decode = task->decode;
     const dense_rows v = dense_rows_of(task, &decode->problem->v);
@@ -534,24 +593,41 @@ INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const
         }
 }
 
-/* Turns products into logits, -inf where the row does not keep the key. */
-static void find_row_logits(const decode_task *task, const decode_block *keys, int64_t row) {
-    const fdma_problem *const problem = task->decode->problem;
-    const float cap = softcap_of(problem), scale = (float)problem->scale;
-    const int32_t position = row_position(problem, row);
-    const int32_t *const expiry = keys->expiry;
-    float *const logits = task->weights + row * decode_keys;
-    for (int32_t n = 0; n < keys->count; n += vf_width) {
-        vf s = vf_load(logits + n);
-        if (cap > 0)
-            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(scale_over_cap(scale, cap)))));
-        s = vf_fma(s, vf_set(cap > 0 ? 1 : scale), vf_load(keys->bias + n));
-        vf_store(logits + n, vf_keep(s, 0, keys->count - n));
-    }
-    for (int32_t n = 0; keys->masked && n < keys->count; n++) {
-        const int32_t j = keys->key[n];
-        if (j > position || (expiry != NULL && expiry[j] <= position))
+/* Makes the logits of a block -inf where the row does not keep the key. */
+NOINLINE void mask_row(const decode_task *task, const decode_list *keys, int32_t first, int64_t row,
+                       float *logits) {
+    const int32_t position = row_position(task->decode->problem, row);
+    for (int32_t n = 0; n < min(keys->count - first, decode_keys); n++) {
+        const int32_t j = keys->key[first + n];
+        if (j > position || (keys->expiry != NULL && keys->expiry[j] <= position))
             logits[n] = -INFINITY;
+    }
+}
+
+/* cap * tanh(products * scale / cap) */
+NOINLINE void cap_row(float *products, float scale, float cap) {
+    for (int64_t n = 0; n < decode_keys; n += vf_width) {
+        const vf scaled = vf_mul(vf_load(products + n), vf_set(scale_over_cap(scale, cap)));
+        vf_store(products + n, vf_mul(vf_set(cap), tanh_of(scaled)));
+    }
+}
+
+/* Turns products into logits, -inf where the row does not keep the key. */
+INLINE void find_row_logits(vf *s, const decode_task *task, const decode_list *keys, int32_t first,
+                            int64_t row, float *products) {
+    const float cap = task->decode->cap, scale = task->decode->scale;
+    if (cap > 0)
+        cap_row(products, scale, cap);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++) {
+        const vf bias = vf_load(keys->bias + first + m * vf_width);
+        s[m] = vf_fma(vf_load(products + m * vf_width), vf_set(cap > 0 ? 1 : scale), bias);
+        s[m] = vf_keep(s[m], 0, keys->count - first - m * vf_width);
+    }
+    if (keys->masked) {
+        store_vectors(products, s, 0, key_vectors);
+        mask_row(task, keys, first, row, products);
+        load_vectors(s, products, 0, key_vectors);
     }
 }
 
@@ -572,76 +648,81 @@ NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf
 }
 
 /* Turns the products of a row and a block of keys into weights, stored as words of keys. */
-static void weigh_row(const decode_task *task, const decode_block *keys, int64_t row) {
-    const decode_partial partial =
-        partial_of(task->decode, head_of(task, keys->head), task->split, row);
+INLINE void weigh_row(const decode_task *task, const decode_list *keys, int32_t first,
+                      int64_t row, decode_partial partial) {
     float *const weights = task->weights + row * decode_keys;
-    find_row_logits(task, keys, row);
-    vf top = vf_load(partial.max), sum = vf_set(0);
-    for (int32_t n = 0; n < keys->count; n += vf_width)
-        top = vf_max(vf_load(weights + n), top);
-    if (vf_any_greater(top, vf_load(partial.max)))
+    vf s[key_vectors], top = vf_load(partial.max), sum = vf_set(0);
+    find_row_logits(s, task, keys, first, row, weights);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++)
+        top = vf_max(s[m], top);
+    if (vf_any_greater(top, vf_add(vf_load(partial.max), vf_set(most_excess))))
         raise_row_max(task->decode, partial, top);
     const vf max = vf_load(partial.max);
-    for (int32_t n = 0; n < keys->count; n += vf_width) {
-        const vf weight = exp2_of(vf_mul(vf_sub(vf_load(weights + n), max), vf_set(log2e)));
-        vf_store_terms(weights + n / terms, weight);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++) {
+        const vf weight = exp2_of(vf_mul(vf_sub(s[m], max), vf_set(log2e)));
+        vf_store_terms(weights + m * vf_width / terms, weight);
         sum = vf_add(sum, weight);
     }
     vf_store(partial.sum, vf_add(vf_load(partial.sum), sum));
 }
 
-INLINE void attend_block_as(const decode_task *task, const decode_block *now,
-                            const decode_block *next, fdma_dtype dtype, int rows) {
-    multiply_block(task, now, next, dtype, rows);
-    for (int64_t row = 0; row < task->decode->padded; row++)
-        weigh_row(task, now, row);
-    add_block(task, now, next, dtype, rows);
+INLINE void attend_list_as(const decode_task *task, const decode_list *keys, fdma_dtype dtype,
+                           int rows) {
+    const decode_context *const decode = task->decode;
+    float *const out = partial_of(decode, head_of(task, keys->head), task->split, 0).out;
+    const int64_t length = partial_length(decode), padded = decode->padded;
+    for (int32_t first = 0; first < keys->count; first += decode_keys) {
+        multiply_block(task, keys, first, dtype, rows);
+        for (int64_t row = 0; row < padded; row++)
+            weigh_row(task, keys, first, row, partial_at(decode, out + row * length));
+        add_block(task, keys, first, out, dtype, rows);
+    }
 }
 
-INLINE void attend_block_of(const decode_task *task, const decode_block *now,
-                            const decode_block *next, fdma_dtype dtype) {
+INLINE void attend_list_of(const decode_task *task, const decode_list *keys, fdma_dtype dtype) {
     if (task->decode->padded == 1)
-        attend_block_as(task, now, next, dtype, 1);
+        attend_list_as(task, keys, dtype, 1);
     else if (task->decode->padded == 2)
-        attend_block_as(task, now, next, dtype, 2);
+        attend_list_as(task, keys, dtype, 2);
     else
-        attend_block_as(task, now, next, dtype, shared_rows);
+        attend_list_as(task, keys, dtype, shared_rows);
 }
 
 /* The loops are compiled for each dtype and for one, two and more rows. */
-static void attend_decode_block(const decode_task *task, const decode_block *now,
-                                const decode_block *next) {
+static void attend_list(const decode_task *task, const decode_list *keys) {
     if (task->decode->problem->dtype == FDMA_FLOAT32)
-        attend_block_of(task, now, next, FDMA_FLOAT32);
+        attend_list_of(task, keys, FDMA_FLOAT32);
     else if (task->decode->problem->dtype == FDMA_FLOAT16)
-        attend_block_of(task, now, next, FDMA_FLOAT16);
+        attend_list_of(task, keys, FDMA_FLOAT16);
     else
-        attend_block_of(task, now, next, FDMA_BFLOAT16);
+        attend_list_of(task, keys, FDMA_BFLOAT16);
 }
 
 /* Turns the products of all heads and a block of keys into weights, and prefetches the first rows
  * of v. */
-static void weigh_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+static void weigh_heads(const decode_task *task, const dense_arrays *arrays, decode_list *keys) {
     decode_task one = *task;
     for (int64_t head = 0; head < task->heads; head++) {
         prefetch_first_values(task, keys, head);
-        find_bias(task->decode->problem, task->b, task->first_head + head, keys->key, decode_keys,
+        find_bias(task->decode->problem, task->b, task->first_head + head, keys->key, keys->count,
                   keys->bias);
         keys->head = head;
         one.weights = arrays->weights + head * decode_keys;
-        weigh_row(&one, keys, 0);
+        weigh_row(&one, keys, 0, 0,
+                  partial_of(task->decode, head_of(task, head), task->split, 0));
     }
 }
 
-INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays, decode_block *keys,
+INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays, decode_list *keys,
                             fdma_dtype dtype) {
     multiply_heads(task, arrays, keys, dtype);
     weigh_heads(task, arrays, keys);
     add_heads(task, arrays, keys, dtype);
 }
 
-static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_list *keys) {
     const decode_context *const decode = task->decode;
     if (decode->problem->dtype == FDMA_FLOAT32)
         attend_heads_of(task, arrays, keys, FDMA_FLOAT32);
@@ -660,11 +741,11 @@ static void attend_heads(const decode_task *task, const dense_arrays *arrays, de
 static void attend_dense_split(const decode_task *task) {
     const dense_arrays arrays = dense_arrays_of(task);
     decode_task first = *task; // all heads have the keys of one
-    decode_block keys;
+    decode_list keys;
     first.heads = 1;
     for (;;) {
         first.next_head = 0;
-        list_decode_keys(&first, &keys);
+        list_decode_keys(&first, decode_keys, &keys);
         if (keys.count == 0)
             return;
         attend_heads(task, &arrays, &keys);
@@ -692,26 +773,28 @@ static void begin_head(const decode_task *task, int64_t head) {
 }
 
 /* Lists the first block of the next split, which this thread will probably take next. */
-static void list_next_split(const decode_task *task, decode_block *keys) {
+static void list_next_split(const decode_task *task, decode_list *keys) {
     decode_task next = *task;
     next.split++;
     next.next_head = 0;
     for (int64_t head = 0; head < next.heads; head++)
         next.cursor[head] = start_split(&next, head);
-    list_decode_keys(&next, keys);
+    list_decode_keys(&next, decode_keys, keys);
 }
 
 static void attend_selected_split(decode_task *task) {
-    decode_block blocks[2], after;
-    list_decode_keys(task, &blocks[0]);
-    for (int now = 0; blocks[now].count > 0; now = 1 - now) {
-        const decode_block *next = &blocks[1 - now];
-        list_decode_keys(task, &blocks[1 - now]);
+    const int32_t most = task->heads > 1 ? decode_keys : listed_keys;
+    decode_list lists[2], after;
+    list_decode_keys(task, most, &lists[0]);
+    for (int now = 0; lists[now].count > 0; now = 1 - now) {
+        const decode_list *next = &lists[1 - now];
+        list_decode_keys(task, most, &lists[1 - now]);
         if (next->count == 0) {
             list_next_split(task, &after);
-            next = after.count > 0 ? &after : &blocks[now];
+            next = after.count > 0 ? &after : &lists[now];
         }
-        attend_decode_block(task, &blocks[now], next);
+        add_rows_ahead(&lists[now], next);
+        attend_list(task, &lists[now]);
     }
 }
 
@@ -827,6 +910,8 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
         .rows = rows,
         .padded = rows > 2 ? round_up(rows, shared_rows) : rows,
         .width = round_up(problem->head_dim, vf_width),
+        .scale = (float)problem->scale,
+        .cap = softcap_of(problem),
     };
     const int64_t most = most_splits(problem);
     decode->split = round_up(max(divide_up(problem->kv_len, most), 1), decode_keys);
