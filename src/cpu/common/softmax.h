@@ -41,6 +41,8 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
                             const tile_state *tile) {
     return (tile_step){
         .tile = tile,
+        .weights = tile->weights,
+        .products = tile->products,
         .dim = tile_dim(problem),
         .scale = (float)problem->scale,
         .cap = softcap_of(problem),
@@ -115,7 +117,7 @@ INLINE void weigh(product_block s, int from, const float *max, float *weights, v
             total[m] = vf_add(total[m], s[key][m]);
             if (key % terms == terms - 1)
                 vf_store(weights + key / terms * block_lanes + m * vf_width,
-                         vf_join(s[key - terms + 1][m], s[key][m]));
+                         vf_join_weights(s[key - terms + 1][m], s[key][m]));
         }
     }
 }
@@ -164,5 +166,5 @@ static void raise_max(const tile_step *step, int block, const vf *top, int32_t w
     }
     if (step->begun) // before, out is not set
         scale_out(block_out(step, block), step->dim, factor);
-    scale_weights(tile->weights, weighed / terms, factor);
+    scale_weights(step->weights, weighed / terms, factor);
 }

@@ -44,6 +44,9 @@ enum {
     /* v of a key block is divided into strips: a few channels of every key, side by side */
     strip_channels = (int)vf_width > (int)value_channels ? (int)vf_width : (int)value_channels,
     strip_length = key_block / terms * strip_channels,
+    block_weights = block_lanes * key_block / terms, /* words of weights of a block of lanes */
+    /* blocks of weights and of products: AMX writes one while it reads another */
+    held_blocks = (int)key_step > (int)group_keys ? 2 : 1,
 };
 
 _Static_assert(key_block % key_step == 0, "steps of keys fill a block");
@@ -63,8 +66,9 @@ typedef struct row_range {
 typedef struct tile_state {
     float *q;         /* [blocks][dim / terms][block_lanes] */
     float *out;       /* [blocks][dim][block_lanes], not yet divided by sum */
-    float *weights;   /* [key_block / terms][block_lanes], of one block of lanes at a time */
-    float *products;  /* [key_step][block_lanes], for products that leave them in memory */
+    float *weights;   /* [held_blocks][key_block / terms][block_lanes] */
+    float *products;  /* [held_blocks][key_step][block_lanes], for products that leave them in
+                         memory */
     float *capped;    /* [group_keys][block_lanes] */
     float *pair_bias; /* [key_block][block_lanes]: attn_bias, of one block of lanes; NULL: none */
     float *max;       /* [tile lanes], may lag behind the true maximum: see most_weight */
@@ -91,8 +95,8 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile_state tile;
     tile.q = take_floats(arena, lanes * dim / terms);
     tile.out = take_floats(arena, lanes * dim);
-    tile.weights = take_floats(arena, block_lanes * key_block / terms);
-    tile.products = take_floats(arena, block_lanes * key_step);
+    tile.weights = take_floats(arena, held_blocks * block_weights);
+    tile.products = take_floats(arena, held_blocks * block_lanes * key_step);
     tile.capped = take_floats(arena, block_lanes * group_keys);
     tile.pair_bias = NULL;
     if (is_present(&problem->attn_bias))
