@@ -93,6 +93,7 @@ typedef struct tile_step {
     const key_list *next; /* prefetched during the step; NULL: none */
     int64_t dim;
     float scale;
+    float unit;         /* logits are multiplied by it, and so is the bias of `keys` */
     float cap;          /* 0: no softcap */
     uint32_t threshold; /* dropout threshold; 0: off */
     int blocks;         /* blocks of lanes with rows */

@@ -23,6 +23,9 @@ enum {
     usual_split = 512,             /* keys; more if max_splits would be exceeded */
     max_splits = 32,               /* splits of a sequence */
     page_bytes = 4096,
+    line_size = 64, /* bytes of a cache line */
+    near_keys = 8,              /* from a multiplied row to the one that comes into the L1 cache */
+    far_keys = 2 * decode_keys, /* to the one that comes into the L2 cache */
     scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
@@ -76,7 +79,7 @@ typedef struct decode_list {
     int64_t head;          /* within the task */
     const int32_t *expiry; /* NULL: dense */
     int32_t key[listed_keys];
-    const void *k[listed_keys + decode_keys], *v[listed_keys + decode_keys];
+    const void *k[listed_keys + far_keys], *v[listed_keys + far_keys];
     float bias[listed_keys];
 } decode_list;
 
@@ -230,11 +233,14 @@ static void list_decode_keys(decode_task *task, int32_t most, decode_list *keys)
     open_pages(problem, keys);
 }
 
-/* Puts the rows of the first block of a list behind those of another. */
+/* Puts the first rows of a list behind those of another. */
 static void add_rows_ahead(decode_list *keys, const decode_list *next) {
     const int32_t end = whole_blocks(keys->count);
-    memcpy(keys->k + end, next->k, sizeof *keys->k * decode_keys);
-    memcpy(keys->v + end, next->v, sizeof *keys->v * decode_keys);
+    for (int32_t n = 0; n < far_keys; n += decode_keys) {
+        const int32_t from = n < next->count ? n : 0;
+        memcpy(keys->k + end + n, next->k + from, sizeof *keys->k * decode_keys);
+        memcpy(keys->v + end + n, next->v + from, sizeof *keys->v * decode_keys);
+    }
 }
 
 /* ---- the two products ---- */
@@ -265,11 +271,20 @@ INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
     }
 }
 
+/* Prefetches channels of the rows near_keys behind rows[0], ... into the L1 cache, and of those
+ * far_keys behind into the L2 cache. */
 INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
                               int vectors) {
     UNROLL
-    for (int m = 0; rows != NULL && m < vectors; m++)
-        prefetch_rows(rows, count, (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2));
+    for (int m = 0; rows != NULL && m < vectors; m++) {
+        const int64_t byte = (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2);
+        if (byte % line_size != 0)
+            continue;
+        UNROLL
+        for (int n = 0; n < count; n++)
+            __builtin_prefetch((const uint8_t *)rows[near_keys + n] + byte);
+        prefetch_rows(rows + far_keys, count, byte);
+    }
 }
 
 /* ---- Q K^T ---- */
@@ -371,7 +386,7 @@ INLINE void multiply_block(const decode_task *task, const decode_list *keys, int
         const void *const *const k = keys->k + first + n;
         for (int64_t r = 0; r < decode->padded; r += rows)
             multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
-                          k, r == 0 ? k + decode_keys : NULL, dtype, rows,
+                          k, r == 0 ? k : NULL, dtype, rows,
                           decode->problem->head_dim);
     }
 }
@@ -454,7 +469,7 @@ INLINE void add_block(const decode_task *task, const decode_list *keys, int32_t 
     const int32_t count = (int32_t)min(keys->count - first, decode_keys);
     for (int64_t r = 0; r < decode->padded; r += rows)
         add_rows(out + r * partial_length(decode), partial_length(decode), task->weights + r * decode_keys, v, count,
-                 r == 0 ? v + decode_keys : NULL, dtype, rows, false, decode->problem->head_dim);
+                 r == 0 ? v : NULL, dtype, rows, false, decode->problem->head_dim);
 }
 
 /* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
@@ -480,7 +495,6 @@ static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
 
 enum {
     ahead_bytes = 4096, /* bytes of k or v from the multiplied row to the prefetched one */
-    line_size = 64,     /* bytes of a cache line */
 };
 
 /* Arrays of a task, in the scratch memory of its thread. */

@@ -47,9 +47,12 @@ static void attend_keys(const fdma_problem *problem, tile_step *step) {
 static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
                             const row_range *rows, const tile_state *tile, key_blocks *blocks) {
     tile_step step = first_step(problem, rows, tile);
+    step.unit = logit_unit;
     start_keys(problem, all, rows, &blocks->cursor);
     start_key_blocks(problem, rows, tile, blocks);
     while (advance_keys(problem, rows, tile, blocks)) {
+        for (int32_t n = 0; n < key_block; n++)
+            blocks->now->bias[n] *= logit_unit;
         step.keys = blocks->now;
         step.next = blocks->next;
         attend_keys(problem, &step);
