@@ -9,7 +9,7 @@
  * is almost never rescaled. */
 static const float most_weight = 2048;
 
-/* Forward multiplies logits by this: by log2(e) where weights are rounded to bfloat16, which saves a
+/* Forward multiplies logits by this: by log2(e) where weights are rounded to bfloat16, to save a
  * multiplication for each weight. Float32 needs the exact difference of two logits. */
 static const float logit_unit = terms == 2 ? 1.4426950408889634f : 1;
 

@@ -71,9 +71,9 @@ typedef struct tile_state {
                          memory */
     float *capped;    /* [group_keys][block_lanes] */
     float *pair_bias; /* [key_block][block_lanes]: attn_bias, of one block of lanes; NULL: none */
-    float *max;       /* [tile lanes], of logits times logit_unit; may lag behind the true maximum: see
+    float *max; /* [tile lanes], of logits times logit_unit; may lag behind the true maximum: see
                          most_weight */
-    float *sum;       /* [tile lanes], of the weights of all key blocks before */
+    float *sum; /* [tile lanes], of the weights of all key blocks before */
     float *block_sum; /* [block_lanes], of the weights of this key block, for one block of lanes */
     float *k_rows;    /* [key_block][padded_row(dim)]: k of a key block */
     float *values;    /* [strips][key_block / terms][strip_channels]: v of a key block */

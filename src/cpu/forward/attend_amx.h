@@ -1,7 +1,6 @@
-/* The blocks of lanes of a tile attend to one key block: products on AMX. The unit of tiles and the
- * vectors work at the same time: between the softmaxes of groups stand pieces of other products,
- * first those of the scores that the softmax needs next, then those of O += V P of the block
- * before. */
+/* The blocks of lanes of a tile attend to one key block: products on AMX. Tiles and vectors work at
+ * the same time: after the softmax of each group come pieces of other products, first of the scores
+ * that the next softmax needs, then of O += V P for the block of lanes before. */
 #pragma once
 
 #include "cpu/forward/weigh.h"
@@ -15,7 +14,7 @@ typedef struct tile_sums {
     int64_t left;             /* steps */
 } tile_sums;
 
-/* The products of which some pieces are still to be computed. */
+/* Products whose pieces are computed between softmaxes. */
 typedef struct product_queue {
     tile_sums at;    /* these are in tile registers */
     bool are_scores; /* `at` */
@@ -173,10 +172,8 @@ static void queue_out(product_queue *queue, int block, const group_list *groups)
 
 static void attend_blocks(tile_step *step) {
     group_list groups[2];
-    product_queue queue = {.step = step,
-                           .score_block = -1,
-                           .score_lane = block_lanes,
-                           .out_channel = step->dim};
+    product_queue queue = {
+        .step = step, .score_block = -1, .score_lane = block_lanes, .out_channel = step->dim};
     classify_groups(step->keys, 0, &groups[0]);
     for (int block = 0; block < step->blocks; block++) {
         const group_list *const now = &groups[block % 2];

@@ -75,7 +75,7 @@ static void clear_out(const tile_step *step, int block) {
     memset(block_out(step, block), 0, sizeof(float) * (size_t)(step->dim * block_lanes));
 }
 
-/* What precedes the weights of a block of lanes. */
+/* Prepares the weights of a block of lanes. */
 static void begin_block(const tile_step *step, int block, const group_list *groups) {
     memset(step->tile->block_sum, 0, sizeof(float) * block_lanes);
     if ((int)key_step > (int)group_keys)
@@ -84,7 +84,7 @@ static void begin_block(const tile_step *step, int block, const group_list *grou
         load_pair_bias(step, block, groups);
 }
 
-/* What follows them. */
+/* Adds up its weights, and drops some. */
 static void end_block(const tile_step *step, int block, const group_list *groups) {
     add_block_sum(step->tile, block);
     if (step->threshold != 0)
