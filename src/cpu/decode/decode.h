@@ -435,7 +435,7 @@ INLINE void weigh_row(const decode_task *task, const decode_list *keys, int32_t 
     UNROLL
     for (int m = 0; m < key_vectors; m++)
         top = vf_max(s[m], top);
-    if (vf_any_greater(top, vf_add(vf_load(partial.max), vf_set(most_excess))))
+    if (vf_any_greater(top, vf_load(partial.max)))
         raise_row_max(task->decode, partial, top);
     const vf max = vf_load(partial.max);
     UNROLL

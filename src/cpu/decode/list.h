@@ -26,10 +26,6 @@ enum {
 _Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
 _Static_assert(decode_keys % scan_keys == 0 && listed_keys % decode_keys == 0, "blocks are whole");
 
-/* A logit may exceed the maximum of its row by this before the maximum is raised, so that out is
- * rarely rescaled. */
-static const float most_excess = 8;
-
 static const float zero_row[256]; /* the most channels of a row, in any dtype */
 
 typedef struct decode_context {
