@@ -561,7 +561,7 @@ static void list_next_split(const decode_task *task, decode_list *keys) {
 }
 
 static void attend_selected_split(decode_task *task) {
-    const int32_t most = task->heads > 1 ? decode_keys : listed_keys;
+    const int32_t most = task->heads > 1 ? far_keys : listed_keys;
     decode_list lists[2], after;
     list_decode_keys(task, most, &lists[0]);
     for (int now = 0; lists[now].count > 0; now = 1 - now) {

@@ -113,7 +113,7 @@ static decode_cursor start_split(const decode_task *task, int64_t head) {
 
 /* Number of the next scan_keys keys that are kept at the first position: in a cache nearly always
  * all, in a long sequence mostly none. */
-static int32_t count_kept(const decode_cursor *cursor) {
+INLINE int32_t count_kept(const decode_cursor *cursor) {
     int32_t count = 0;
     if (cursor->expiry == NULL)
         return scan_keys;
@@ -123,7 +123,7 @@ static int32_t count_kept(const decode_cursor *cursor) {
 }
 
 /* True if the next `count` keys are kept at the first position, as nearly always in a cache. */
-static bool are_kept(const decode_cursor *cursor, int32_t count) {
+INLINE bool are_kept(const decode_cursor *cursor, int32_t count) {
     const int32_t position = cursor->first_position;
     bool kept = true;
     if (cursor->valid != NULL || cursor->next + count > min(cursor->end, (int64_t)position + 1))
