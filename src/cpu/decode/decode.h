@@ -37,7 +37,7 @@ INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
 }
 
 /* Prefetches channels of the rows near_keys behind rows[0], ... into the L1 cache, and of those
- * far_keys behind into the L2 cache. */
+ * decode_keys behind into the L2 cache. */
 INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
                               int vectors) {
     UNROLL
@@ -48,7 +48,7 @@ INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dty
         UNROLL
         for (int n = 0; n < count; n++)
             __builtin_prefetch((const uint8_t *)rows[near_keys + n] + byte);
-        prefetch_rows(rows + far_keys, count, byte);
+        prefetch_rows(rows + decode_keys, count, byte);
     }
 }
 
@@ -141,18 +141,16 @@ INLINE void multiply_keys(float *products, const float *q, int64_t width, const 
     store_products(products, sums, rows);
 }
 
-/* The first product of the block of keys from `first` on, while k of the next one is prefetched. */
-INLINE void multiply_block(const decode_task *task, const decode_list *keys, int32_t first,
-                           fdma_dtype dtype, int rows) {
+/* The first product of a list of keys, while k of the next one is prefetched. */
+INLINE void multiply_list(const decode_task *task, const decode_list *keys, fdma_dtype dtype,
+                          int rows) {
     const decode_context *const decode = task->decode;
     const float *const q = task->q + keys->head * decode->padded * decode->width;
-    const int64_t count = min(keys->count - first, decode_keys);
-    for (int n = 0; n < count; n += decode_sums / rows) {
-        const void *const *const k = keys->k + first + n;
+    for (int n = 0; n < keys->count; n += decode_sums / rows)
         for (int64_t r = 0; r < decode->padded; r += rows)
             multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
-                          k, r == 0 ? k : NULL, dtype, rows, decode->problem->head_dim);
-    }
+                          keys->k + n, r == 0 ? keys->k + n : NULL, dtype, rows,
+                          decode->problem->head_dim);
 }
 
 /* ---- P V ---- */
@@ -225,16 +223,14 @@ INLINE void add_rows(float *out, int64_t length, const float *weights, const voi
         add_channels(out, length, weights, v, count, ahead, dtype, rows, 1, resumed, d, dim);
 }
 
-/* The second product of a block of keys, while v of the next one is prefetched. */
-INLINE void add_block(const decode_task *task, const decode_list *keys, int32_t first, float *out,
-                      fdma_dtype dtype, int rows) {
+/* The second product of a list of keys, while v of the next one is prefetched. */
+INLINE void add_list(const decode_task *task, const decode_list *keys, float *out, fdma_dtype dtype,
+                     int rows) {
     const decode_context *const decode = task->decode;
-    const void *const *const v = keys->v + first;
-    const int32_t count = (int32_t)min(keys->count - first, decode_keys);
     for (int64_t r = 0; r < decode->padded; r += rows)
         add_rows(out + r * partial_length(decode), partial_length(decode),
-                 task->weights + r * decode_keys, v, count, r == 0 ? v : NULL, dtype, rows, false,
-                 decode->problem->head_dim);
+                 task->weights + r * decode_keys, keys->v, keys->count, r == 0 ? keys->v : NULL,
+                 dtype, rows, false, decode->problem->head_dim);
 }
 
 /* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
@@ -373,11 +369,11 @@ INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const
 }
 
 /* Makes the logits of a block -inf where the row does not keep the key. */
-NOINLINE void mask_row(const decode_task *task, const decode_list *keys, int32_t first, int64_t row,
+NOINLINE void mask_row(const decode_task *task, const decode_list *keys, int64_t row,
                        float *logits) {
     const int32_t position = row_position(task->decode->problem, row);
-    for (int32_t n = 0; n < min(keys->count - first, decode_keys); n++) {
-        const int32_t j = keys->key[first + n];
+    for (int32_t n = 0; n < keys->count; n++) {
+        const int32_t j = keys->key[n];
         if (j > position || (keys->expiry != NULL && keys->expiry[j] <= position))
             logits[n] = -INFINITY;
     }
@@ -392,20 +388,20 @@ NOINLINE void cap_row(float *products, float scale, float cap) {
 }
 
 /* Turns products into logits, -inf where the row does not keep the key. */
-INLINE void find_row_logits(vf *s, const decode_task *task, const decode_list *keys, int32_t first,
-                            int64_t row, float *products) {
+INLINE void find_row_logits(vf *s, const decode_task *task, const decode_list *keys, int64_t row,
+                            float *products) {
     const float cap = task->decode->cap, scale = task->decode->scale;
     if (cap > 0)
         cap_row(products, scale, cap);
     UNROLL
     for (int m = 0; m < key_vectors; m++) {
-        const vf bias = vf_load(keys->bias + first + m * vf_width);
+        const vf bias = vf_load(keys->bias + m * vf_width);
         s[m] = vf_fma(vf_load(products + m * vf_width), vf_set(cap > 0 ? 1 : scale), bias);
-        s[m] = vf_keep(s[m], 0, keys->count - first - m * vf_width);
+        s[m] = vf_keep(s[m], 0, keys->count - m * vf_width);
     }
     if (keys->masked) {
         store_vectors(products, s, 0, key_vectors);
-        mask_row(task, keys, first, row, products);
+        mask_row(task, keys, row, products);
         load_vectors(s, products, 0, key_vectors);
     }
 }
@@ -427,11 +423,11 @@ NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf
 }
 
 /* Turns the products of a row and a block of keys into weights, stored as words of keys. */
-INLINE void weigh_row(const decode_task *task, const decode_list *keys, int32_t first, int64_t row,
+INLINE void weigh_row(const decode_task *task, const decode_list *keys, int64_t row,
                       decode_partial partial) {
     float *const weights = task->weights + row * decode_keys;
     vf s[key_vectors], top = vf_load(partial.max), sum = vf_set(0);
-    find_row_logits(s, task, keys, first, row, weights);
+    find_row_logits(s, task, keys, row, weights);
     UNROLL
     for (int m = 0; m < key_vectors; m++)
         top = vf_max(s[m], top);
@@ -452,12 +448,10 @@ INLINE void attend_list_as(const decode_task *task, const decode_list *keys, fdm
     const decode_context *const decode = task->decode;
     float *const out = partial_of(decode, head_of(task, keys->head), task->split, 0).out;
     const int64_t length = partial_length(decode), padded = decode->padded;
-    for (int32_t first = 0; first < keys->count; first += decode_keys) {
-        multiply_block(task, keys, first, dtype, rows);
-        for (int64_t row = 0; row < padded; row++)
-            weigh_row(task, keys, first, row, partial_at(decode, out + row * length));
-        add_block(task, keys, first, out, dtype, rows);
-    }
+    multiply_list(task, keys, dtype, rows);
+    for (int64_t row = 0; row < padded; row++)
+        weigh_row(task, keys, row, partial_at(decode, out + row * length));
+    add_list(task, keys, out, dtype, rows);
 }
 
 INLINE void attend_list_of(const decode_task *task, const decode_list *keys, fdma_dtype dtype) {
@@ -489,7 +483,7 @@ static void weigh_heads(const decode_task *task, const dense_arrays *arrays, dec
                   keys->bias);
         keys->head = head;
         one.weights = arrays->weights + head * decode_keys;
-        weigh_row(&one, keys, 0, 0, partial_of(task->decode, head_of(task, head), task->split, 0));
+        weigh_row(&one, keys, 0, partial_of(task->decode, head_of(task, head), task->split, 0));
     }
 }
 
@@ -523,7 +517,7 @@ static void attend_dense_split(const decode_task *task) {
     first.heads = 1;
     for (;;) {
         first.next_head = 0;
-        list_decode_keys(&first, decode_keys, &keys);
+        list_decode_keys(&first, &keys);
         if (keys.count == 0)
             return;
         attend_heads(task, &arrays, &keys);
@@ -557,16 +551,15 @@ static void list_next_split(const decode_task *task, decode_list *keys) {
     next.next_head = 0;
     for (int64_t head = 0; head < next.heads; head++)
         next.cursor[head] = start_split(&next, head);
-    list_decode_keys(&next, decode_keys, keys);
+    list_decode_keys(&next, keys);
 }
 
 static void attend_selected_split(decode_task *task) {
-    const int32_t most = task->heads > 1 ? far_keys : listed_keys;
     decode_list lists[2], after;
-    list_decode_keys(task, most, &lists[0]);
+    list_decode_keys(task, &lists[0]);
     for (int now = 0; lists[now].count > 0; now = 1 - now) {
         const decode_list *next = &lists[1 - now];
-        list_decode_keys(task, most, &lists[1 - now]);
+        list_decode_keys(task, &lists[1 - now]);
         if (next->count == 0) {
             list_next_split(task, &after);
             next = after.count > 0 ? &after : &lists[now];

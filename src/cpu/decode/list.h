@@ -6,8 +6,7 @@
 
 enum {
     shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
-    decode_keys = 16, /* keys of a block, whose weights are held between the two products */
-    listed_keys = 64, /* most keys of a list */
+    decode_keys = 32, /* keys of a list, whose weights are held between the two products */
     decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
     dense_heads = 32, /* the same where all heads keep the same keys */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
@@ -17,14 +16,13 @@ enum {
     max_splits = 32,   /* splits of a sequence */
     page_bytes = 4096,
     line_size = 64,             /* bytes of a cache line */
-    near_keys = 8,              /* from a multiplied row to the one that comes into the L1 cache */
-    far_keys = 2 * decode_keys, /* to the one that comes into the L2 cache */
+    near_keys = 24, /* from a multiplied row to the one that comes into the L1 cache */
     scan_keys = 16,             /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
 
-_Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
-_Static_assert(decode_keys % scan_keys == 0 && listed_keys % decode_keys == 0, "blocks are whole");
+_Static_assert(decode_keys % decode_sums == 0, "whole products fill a list");
+_Static_assert(decode_keys % scan_keys == 0, "whole scans fill a list");
 
 static const float zero_row[256]; /* the most channels of a row, in any dtype */
 
@@ -59,17 +57,17 @@ typedef struct decode_cursor {
     const uint8_t *valid;  /* or NULL */
 } decode_cursor;
 
-/* Keys of one head, in blocks of decode_keys. Behind the last of its `count` keys, k repeats this
- * key up to the end of the block and v is a row of zeros, because the last word of weights may have
- * a second term that belongs to no key. Then come rows to prefetch. */
+/* Keys of one head. Behind the last of its `count` keys, k repeats this key up to decode_keys and v
+ * is a row of zeros, because the last word of weights may have a second term that belongs to no key.
+ * Then come the rows of the next list, to prefetch them. */
 typedef struct decode_list {
     int32_t count;
     bool masked;           /* some row may not keep some key */
     int64_t head;          /* within the task */
     const int32_t *expiry; /* NULL: dense */
-    int32_t key[listed_keys];
-    const void *k[listed_keys + far_keys], *v[listed_keys + far_keys];
-    float bias[listed_keys];
+    int32_t key[decode_keys];
+    const void *k[2 * decode_keys], *v[2 * decode_keys];
+    float bias[decode_keys];
 } decode_list;
 
 /* One split of some heads. Lists alternate between the heads, so that memory is read in order. */
@@ -133,17 +131,17 @@ INLINE bool are_kept(const decode_cursor *cursor, int32_t count) {
     return kept;
 }
 
-/* Writes the next keys, up to `most`, and returns their number; 0 at the end. */
-static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys, int32_t most) {
+/* Writes the next keys, up to decode_keys, and returns their number; 0 at the end. */
+static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
     decode_cursor here = *cursor; // a local copy stays in registers
     int32_t count = 0;
-    if (are_kept(cursor, most)) {
-        for (; count < most; count++)
+    if (are_kept(cursor, decode_keys)) {
+        for (; count < decode_keys; count++)
             keys[count] = (int32_t)here.next + count;
         cursor->next += count;
         return count;
     }
-    while (here.next < here.end && count < most) {
+    while (here.next < here.end && count < decode_keys) {
         const int64_t end = min(here.next + scan_keys, here.end);
         const int32_t kept = end - here.next == scan_keys ? count_kept(&here) : 1;
         if (kept == 0) {
@@ -151,14 +149,14 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys, int32_t mo
             continue;
         }
         if (kept == scan_keys && here.valid == NULL && end - 1 <= here.first_position &&
-            count + scan_keys <= most) {
+            count + scan_keys <= decode_keys) {
             for (int n = 0; n < scan_keys; n++)
                 keys[count + n] = (int32_t)here.next + n;
             count += scan_keys;
             here.next = end;
             continue;
         }
-        for (; here.next < end && count < most; here.next++) {
+        for (; here.next < end && count < decode_keys; here.next++) {
             const int32_t j = (int32_t)here.next;
             keys[count] = j;
             count += outlives(here.expiry, here.valid, here.first_position, j);
@@ -167,8 +165,6 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys, int32_t mo
     cursor->next = here.next;
     return count;
 }
-
-static int32_t whole_blocks(int32_t keys) { return (int32_t)round_up(keys, decode_keys); }
 
 /* False if every row keeps all keys of a list. */
 static bool is_masked(const decode_cursor *cursor, const decode_list *keys) {
@@ -196,38 +192,33 @@ static void open_pages(const fdma_problem *problem, const decode_list *keys) {
 }
 
 /* Lists the next keys of the head whose turn it is; the list is empty at the end. */
-static void list_decode_keys(decode_task *task, int32_t most, decode_list *keys) {
+static void list_decode_keys(decode_task *task, decode_list *keys) {
     const fdma_problem *const problem = task->decode->problem;
     keys->count = 0;
     for (int64_t tried = 0; tried < task->heads && keys->count == 0; tried++) {
         keys->head = task->next_head;
-        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key, most);
+        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key);
         task->next_head = keys->head + 1 < task->heads ? keys->head + 1 : 0;
     }
     if (keys->count == 0)
         return;
     const int64_t g = task->first_head + keys->head;
-    const int32_t end = whole_blocks(keys->count);
-    for (int32_t n = keys->count; n < end; n++) {
+    for (int32_t n = keys->count; n < decode_keys; n++) {
         keys->key[n] = keys->key[keys->count - 1];
         keys->bias[n] = 0;
     }
     keys->expiry = task->cursor[keys->head].expiry;
     keys->masked = is_masked(&task->cursor[keys->head], keys);
-    find_k(problem, task->b, g, keys->key, end, keys->k);
+    find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
     find_v(problem, task->b, g, keys->key, keys->count, keys->v);
-    for (int32_t n = keys->count; n < end; n++)
+    for (int32_t n = keys->count; n < decode_keys; n++)
         keys->v[n] = zero_row;
     find_bias(problem, task->b, g, keys->key, keys->count, keys->bias);
     open_pages(problem, keys);
 }
 
-/* Puts the first rows of a list behind those of another. */
+/* Puts the rows of a list behind those of another. */
 static void add_rows_ahead(decode_list *keys, const decode_list *next) {
-    const int32_t end = whole_blocks(keys->count);
-    for (int32_t n = 0; n < far_keys; n += decode_keys) {
-        const int32_t from = n < next->count ? n : 0;
-        memcpy(keys->k + end + n, next->k + from, sizeof *keys->k * decode_keys);
-        memcpy(keys->v + end + n, next->v + from, sizeof *keys->v * decode_keys);
-    }
+    memcpy(keys->k + decode_keys, next->k, sizeof *keys->k * decode_keys);
+    memcpy(keys->v + decode_keys, next->v, sizeof *keys->v * decode_keys);
 }
