@@ -15,9 +15,9 @@ enum {
     usual_split = 512, /* keys; more if max_splits would be exceeded */
     max_splits = 32,   /* splits of a sequence */
     page_bytes = 4096,
-    line_size = 64,             /* bytes of a cache line */
+    line_size = 64, /* bytes of a cache line */
     near_keys = 24, /* from a multiplied row to the one that comes into the L1 cache */
-    scan_keys = 16,             /* keys that are listed together if all are kept */
+    scan_keys = 16, /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* read by one thread, roughly */
 };
 
@@ -58,7 +58,7 @@ typedef struct decode_cursor {
 } decode_cursor;
 
 /* Keys of one head. Behind the last of its `count` keys, k repeats this key up to decode_keys and v
- * is a row of zeros, because the last word of weights may have a second term that belongs to no key.
+ * is a row of zeros, because the last word of weights may have a second term that has no key.
  * Then come the rows of the next list, to prefetch them. */
 typedef struct decode_list {
     int32_t count;
