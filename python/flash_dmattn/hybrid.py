@@ -187,7 +187,7 @@ class HybridPlan:
         layers = self._layers_of(model)
         chosen = [layers[number] for number in self._selecting]
         gates = [layer.lifetime_gate for layer in chosen if layer.lifetime_gate is not None]
-        scores = [one for gate in gates for one in gate.parameters()]
+        scores: list[Any] = [one for gate in gates for one in gate.parameters()]
         scores = scores or [layer.dt_proj.weight for layer in chosen]
         known = {id(weight) for weight in scores}
         others = [one for one in model.parameters() if one.requires_grad and id(one) not in known]

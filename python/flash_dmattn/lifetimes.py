@@ -210,10 +210,12 @@ def lifetime_loss(
     """
     _types.check_call(lifetime_loss, locals())
     tensors = {"query": query, "key": key, "value": value}
-    check_loss(tensors, log_lifetime, predict, keys, progress, queries)
+    numbers = {"keys": keys, "queries": queries}
+    check_loss(tensors, log_lifetime, predict, numbers, progress, capacity_weight)
     length, device = query.shape[1], query.device
+    for name, one in (("weight", weight), ("key_valid", key_valid)):
+        check_places(name, one, query)
     begins, valid, starts = places_of(starts, key_valid, length, device)
-    check_weight(weight, length)
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap}
     options["sink_logit"] = sink_logit
     given = {**options, "causal": True, "key_valid": key_valid, "starts": starts}
@@ -224,7 +226,7 @@ def lifetime_loss(
         whole, few = (attention(*rows, selection=one, **given)[0] for one in (None, newest))
         missed = torch.cat(
             [
-                divergences(predict(few[:, one], one), predict(whole[:, one], one))
+                divergences(predict(few[:, one], one), predict(whole[:, one], one), len(one))
                 for one in torch.arange(length, device=device).split(PLACES)
             ]
         )
@@ -246,7 +248,7 @@ def lifetime_loss(
             )
             found = predict(out[None].to(whole.dtype), one)
             require(found.requires_grad, "predict: its logits have no gradient, want one for out")
-            part = (divergences(found, wanted) * factor).sum()
+            part = (divergences(found, wanted, len(one)) * factor).sum()
             part = part + capacity_weight * (excess * share).sum()
             gradient += torch.autograd.grad(part, fixed)[0]
         loss += part.detach()
@@ -309,9 +311,12 @@ def attend_fading(
     return out, excess
 
 
-def divergences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The divergence [n] of predictions from the wanted ones, from logits [1, n, vocabulary]."""
-    require(found.shape == wanted.shape and found.dim() == 3, "predict: want logits of rank 3")
+def divergences(found: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tensor:
+    """The divergence [count] of predictions from the wanted ones, from logits [1, count,
+    vocabulary]."""
+    fits = found.dim() == 3 and found.shape == wanted.shape and found.shape[:2] == (1, count)
+    shape = list(found.shape)
+    require(fits, f"predict: shape of its logits is {shape}, want [1, {count}, vocabulary]")
     one, other = (x[0].to(_arguments.wide(x.dtype)).log_softmax(-1) for x in (found, wanted))
     return kl_div(one, other, reduction="none", log_target=True).sum(-1)
 
@@ -348,8 +353,6 @@ def places_of(
         at = torch.searchsorted(starts, places.int(), right=True) - 1
         begins, valid = starts[at].long(), places < found[-1]
     if key_valid is not None:
-        shape = list(key_valid.shape)
-        require(shape == [1, length], f"key_valid: shape is {shape}, want {[1, length]}")
         valid = valid & key_valid[0].bool()
     require(bool(valid.any()), "key_valid: has no valid token, want one or more")
     return begins, valid, starts
@@ -359,29 +362,49 @@ def check_loss(
     tensors: dict[str, torch.Tensor],
     log_lifetime: torch.Tensor,
     predict: Any,
-    keys: int,
+    numbers: dict[str, int],
     progress: float,
-    queries: int,
+    capacity_weight: float,
 ) -> None:
-    given = {**tensors, "log_lifetime": log_lifetime}
-    _arguments.check_same_device(given)
+    _arguments.check_same_device({**tensors, "log_lifetime": log_lifetime})
     for name, one in tensors.items():
         require(one.dim() == 4, f"{name}: rank is {one.dim()}, want 4")
         require(one.shape[0] == 1, f"{name}: batch is {one.shape[0]}, want 1")
     length, kv_heads = tensors["key"].shape[1:3]
-    require(tensors["query"].shape[1] == length, f"query: axis 1 is not key's, {length}")
+    found = tensors["query"].shape[1]
+    require(found == length, f"query: axis 1 has {found} elements, want {length}, as key has")
     shape = list(log_lifetime.shape)
     fits = len(shape) == 3 and shape[0] == 1 and 1 <= shape[1] <= kv_heads and shape[2] == length
     wanted = f"want [1, 1 to {kv_heads}, {length}]"
     require(fits, f"log_lifetime: shape is {shape}, {wanted}")
-    if not callable(predict):
-        raise _types.refusal("predict", predict, "a function")
-    for name, number in (("keys", keys), ("queries", queries)):
+    check_wide("log_lifetime", log_lifetime, tensors["query"])
+    check_predict(predict)
+    for name, number in numbers.items():
         require(_arguments.check_int(name, number) >= 1, f"{name}: is {number}, want 1 or more")
     require(0 <= progress <= 1, f"progress: is {progress}, want 0 to 1")
+    is_weight = 0 <= capacity_weight < torch.inf
+    wanted = "want a finite number, 0 or more"
+    require(is_weight, f"capacity_weight: is {capacity_weight}, {wanted}")
 
 
-def check_weight(weight: torch.Tensor | None, length: int) -> None:
-    if weight is not None:
-        shape = list(weight.shape)
-        require(shape == [1, length], f"weight: shape is {shape}, want {[1, length]}")
+def check_predict(predict: Any) -> None:
+    if not callable(predict):
+        raise _types.refusal("predict", predict, "a function")
+
+
+def check_wide(name: str, x: torch.Tensor, query: torch.Tensor) -> None:
+    found, want = (_arguments.name_of_dtype(d) for d in (x.dtype, _arguments.wide(query.dtype)))
+    if found != want:
+        raise NotImplementedError(f"{name}: dtype is {found}, want {want}")
+
+
+def check_places(name: str, x: torch.Tensor | None, query: torch.Tensor) -> None:
+    """Check a tensor that has a number for each position of query [1, len, ...]."""
+    if x is None:
+        return
+    _types.check_tensor(name, x)
+    shape, want = list(x.shape), [1, query.shape[1]]
+    require(shape == want, f"{name}: shape is {shape}, want {want}")
+    require(x.device == query.device, f"{name}: is on {x.device}, want {query.device}")
+    if name == "weight":
+        check_wide(name, x, query)

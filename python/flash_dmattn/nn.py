@@ -34,7 +34,7 @@ from ._layer_checks import (
 )
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
-from .lifetimes import LifetimeGate, Predict, lifetime_loss
+from .lifetimes import LifetimeGate, Predict, check_places, check_predict, lifetime_loss
 from .options import DynamicMaskOptions
 from .rotary import is_unhooked, rotate_heads, rotation_for, shared_table
 from .score_targets import no_loss, score_target_loss
@@ -541,6 +541,8 @@ class DynamicMaskAttention(nn.Module):
         with torch.no_grad():
             query, key, value = self._project(x, x)
             query, key = self._place(query, key, positions, starts)
+        check_predict(predict)
+        check_places("key_valid", key_valid, x)
         own = x.detach()
         own = own if key_valid is None else own.masked_fill(~key_valid.bool()[..., None], 0)
 
@@ -577,6 +579,7 @@ class DynamicMaskAttention(nn.Module):
         """
         gate = self._gate("calibrate_lifetimes")
         check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
         assert self.window is not None
         keys = self.window + self.recent if keys is None else _arguments.check_int("keys", keys)
         require(keys >= 1, f"keys: is {keys}, want 1 or more")
@@ -717,6 +720,9 @@ class DynamicMaskAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]. A layer with
         lifetimes has a score [batch, kv_heads, kv_len]."""
+        wants = "None" if self.lifetime_gate is None else "a torch.Tensor"
+        fits = (score is None) == (self.lifetime_gate is None)
+        require(fits, f"score: is {'None' if score is None else 'given'}, want {wants}")
         if self.keeps_states:
             q, k, v = (x.detach() for x in _arguments.autocast("query", (query, key, value)))
             self.states = States(q, k, v, key_valid, starts)

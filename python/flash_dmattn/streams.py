@@ -6,7 +6,7 @@ many there are. fdma.h, "Streams", says which these are and why no others are ne
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -262,16 +262,17 @@ def attend_by_score(
     """The same with the tokens' own scores."""
     query, key, value, _, _, key_valid, _, sink_logit, options, score = tokens
     _, scale, softcap, backend = options
+    assert score is not None
+    scope = (*rules, "causal")
     if carried is None:
-        expiry, slot = ops.SELECT(score, key_valid, None, None, *rules, "causal", 0.0, backend)
-        absent = (None,) * 4  # rng_state, attn_mask, attn_bias, mask_lists
-        rows = (query, key, value, None, key_valid, None, None, sink_logit, *absent)
-        numbers = (True, scale, softcap, 0.0, False, backend)
-        out, _ = ops.ATTENTION(*rows, expiry, slot, *rules, "causal", *numbers)
-        return out, score, expiry, slot
-    table = (carried.score, carried.position, carried.seen)
-    kept = ops.SELECT_CARRIED(score, key_valid, *table, *rules, "causal", backend)
-    rows = (query, key, value, None, carried.key, carried.value, None, sink_logit)
-    numbers = (True, scale, softcap, False, backend)
-    out, _ = ops.CARRIED_ATTENTION(*rows, *kept, *rules, "causal", *numbers)
+        kept = ops.SELECT(score, key_valid, None, None, *scope, 0.0, backend)
+        rows: tuple[Any, ...] = (query, key, value, None, key_valid, None, None, sink_logit)
+        rows = (*rows, *(None,) * 4)  # rng_state, attn_mask, attn_bias, mask_lists
+        out, _ = ops.ATTENTION(*rows, *kept, *scope, True, scale, softcap, 0.0, False, backend)
+    else:
+        table = (carried.score, carried.position, carried.seen)
+        kept = ops.SELECT_CARRIED(score, key_valid, *table, *scope, backend)
+        rows = (query, key, value, None, carried.key, carried.value, None, sink_logit)
+        numbers = (True, scale, softcap, False, backend)
+        out, _ = ops.CARRIED_ATTENTION(*rows, *kept, *scope, *numbers)
     return out, score, *kept
