@@ -20,7 +20,7 @@ from .functional import attention, select
 
 STD = 0.02  # of initial weights
 LONGEST = 1 << 23  # a lifetime, so that its sum with a position up to this is exact in float32
-MOST_LOG = 40.0  # exp() of it is finite in float32, and above LONGEST
+MOST_LOG = 40.0  # of lifetimes and factors: far above any length
 SHARPNESS = (2.0, 32.0)  # at the beginning and at the end of the training
 PAIRS = 1 << 26  # of a query head and a key, whose logits are in memory at once
 PLACES = 2048  # queries whose predictions are in memory at once
@@ -90,9 +90,10 @@ class LifetimeGate(nn.Module):
     def score(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Scores [batch, kv_heads, len] of tokens with hidden states [batch, len, hidden] at
         `positions` [batch or 1, len]."""
-        lifetime = lifetimes_of(self(x)).round().clamp(max=LONGEST)
-        lifetime = nn.functional.pad(lifetime, (0, 0, self.sliding_heads, 0))
-        return positions[:, None].to(lifetime.dtype) + lifetime
+        lifetime = self(x).exp().clamp(max=LONGEST).round()
+        if self.sliding_heads > 0:
+            lifetime = nn.functional.pad(lifetime, (0, 0, self.sliding_heads, 0))
+        return positions[:, None] + lifetime
 
     @torch.no_grad()
     def calibrate(self, x: torch.Tensor, keys: int) -> None:
@@ -107,16 +108,12 @@ def apply(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 
-def lifetimes_of(log_lifetime: torch.Tensor) -> torch.Tensor:
-    return log_lifetime.clamp(max=MOST_LOG).exp()
-
-
 def lifetime_scale(log_lifetime: torch.Tensor, keys: int) -> torch.Tensor:
     """Factors of lifetimes [heads], in float64, from [sequences, heads, len]: with them as many
     keys live as `keys` says, in the mean over the second half of the sequences."""
     length, half = log_lifetime.shape[2], log_lifetime.shape[2] // 2
     begin = torch.arange(length, device=log_lifetime.device, dtype=torch.float64)
-    lives = lifetimes_of(log_lifetime.double())
+    lives = log_lifetime.double().clamp(max=MOST_LOG).exp()
     low = lives.new_full((lives.shape[1],), -MOST_LOG)
     high = -low
     for _ in range(60):  # bisection
