@@ -110,6 +110,7 @@ import quality_options
 import torch
 from benchmarking import find_machine, write_whole
 from flash_dmattn import attention, select
+from flash_dmattn.lifetimes import lifetime_scale
 from quality_evaluate import Evaluation
 from quality_limits import attend_with, restricted_heads
 from quality_model import Model, to_device
@@ -120,29 +121,6 @@ from quality_rivals import Rows, Rule
 
 CALIBRATION = 4  # sequences from which c is found
 NO_SETTINGS = ("rules", "untrained", "state")  # options that other rows show
-MOST_SCORE = 40.0  # exp() of it is finite in float32
-
-
-def lifetimes_of(scores: torch.Tensor) -> torch.Tensor:
-    return scores.clamp(max=MOST_SCORE).exp()
-
-
-def scales_of(scores: torch.Tensor, keys: int) -> torch.Tensor:
-    """c for each kv head, [kv_heads], with scores [sequences, kv_heads, len]: with lifetimes of
-    c * exp(score), as many keys live as the cache has rows, in the mean over the second half of the
-    sequences."""
-    length = scores.shape[2]
-    begin = torch.arange(length, device=scores.device, dtype=torch.float64)
-    lives = lifetimes_of(scores.double())
-    low = torch.full((scores.shape[1],), -30.0, device=scores.device, dtype=torch.float64)
-    high = -low
-    for _ in range(60):
-        middle = (low + high) / 2
-        end = (begin + middle.exp()[:, None] * lives).clamp(max=length)
-        alive = (end - begin.clamp(min=length // 2)).clamp(min=0).sum(2).mean(0)
-        is_more = alive > keys * (length - length // 2)
-        low, high = torch.where(is_more, low, middle), torch.where(is_more, middle, high)
-    return middle.exp().float()
 
 
 def attend_in_order(
@@ -154,7 +132,7 @@ def attend_in_order(
         recent = keys // 2 if scale is None else RECENT
         if scale is not None:
             places = torch.arange(scores.shape[2], device=scores.device)
-            scores = places + scale[:, None] * lifetimes_of(scores)
+            scores = places + scale[:, None] * scores.exp()
         selection = select(scores, keys - recent, recent=recent)
     return attention(query, key, value, selection=selection, causal=True)[0]
 
@@ -253,7 +231,8 @@ class Trial:
         if not order.has_gate:
             return partial(attend_with, "newest", order.keys, order.keys - 1), None
         gate = self.gates[order.name]
-        scale = None if order.is_half else scales_of(self.scores[order.name], order.keys)
+        scores = self.scores[order.name]
+        scale = None if order.is_half else lifetime_scale(scores, order.keys).float()
         return partial(attend_in_order, gate, scale, order.keys), gate
 
     def measure(self, order: Order, trained: int) -> None:

@@ -240,12 +240,13 @@ def lifetime_loss(
             wanted = predict(whole[:, one], one)
         sees = Sees(one, begins[one], valid)
         with torch.enable_grad():
-            out, excess = attend_fading(
+            out, held = attend_fading(
                 (q[one], k, v), fixed, sees, keys, sharpness_at(progress), options
             )
             found = predict(out[None].to(whole.dtype), one)
             require(found.requires_grad, "predict: its logits have no gradient, want one for out")
             part = (divergences(found, wanted, len(one)) * factor).sum()
+            excess = ((held - keys).clamp(min=0) / sees.counts()).mean(0)
             part = part + capacity_weight * (excess * share).sum()
             gradient += torch.autograd.grad(part, fixed)[0]
         loss += part.detach()
@@ -266,6 +267,11 @@ class Sees(NamedTuple):
         ages = self.places[:, None] - keys
         return ages, (ages >= 0) & (keys >= self.begins[:, None]) & self.valid[: len(keys)]
 
+    def counts(self) -> torch.Tensor:
+        """How many keys are visible to each query [queries]."""
+        before = nn.functional.pad(self.valid.long().cumsum(0), (1, 0))
+        return before[self.places + 1] - before[self.begins]
+
 
 def sharpness_at(progress: float) -> float:
     """The exponent n, which grows by the same factor in every step."""
@@ -282,8 +288,8 @@ def attend_fading(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention [queries, q_heads, head_dim] of queries to keys that fade, with lifetimes
-    [heads, len]. Also the part of each query's keys that is more than `keys`, the mean of the
-    heads."""
+    [heads, len]; the first kv heads, which have none, keep the `keys` newest. Also the sum of the
+    keys' factors for each query, [heads, queries]."""
     query, key, value = rows
     kv_heads, (ages, visible) = key.shape[1], sees.ages()
     end, dtype = ages.shape[1], query.dtype
@@ -291,7 +297,6 @@ def attend_fading(
         distance = log_lifetime[:, None, :end] - ages.clamp(min=1).to(dtype).log()
         log_factor = logsigmoid(sharpness * distance)
         held = log_factor.exp().masked_fill(~visible, 0).sum(-1)
-        excess = ((held - keys).clamp(min=0) / visible.sum(-1)).mean(0)
         sliding = torch.where(ages < keys, 0.0, -torch.inf).to(dtype)
         sliding = sliding.expand(kv_heads - len(log_lifetime), -1, -1)
         log_factor = torch.cat((sliding, log_factor))[:, None]
@@ -305,7 +310,7 @@ def attend_fading(
         if (sink := options["sink_logit"]) is not None:
             lse = torch.logaddexp(lse, sink.detach().to(dtype).view(kv_heads, -1, 1, 1))
         out = torch.einsum("ghqk,kgd->qghd", (logits - lse).exp(), value[:end]).flatten(1, 2)
-    return out, excess
+    return out, held
 
 
 def divergences(found: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tensor:
