@@ -104,7 +104,10 @@ class LifetimeGate(nn.Module):
 
 
 def apply(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """The layer in the dtype of x."""
+    """The layer in the dtype of x. Only a call of the layer sees hooks and adapters."""
+    if layer.weight.dtype == x.dtype:
+        found: torch.Tensor = layer(x)
+        return found
     return linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 

@@ -61,8 +61,8 @@ class HybridConfig(LlamaConfig):
             v_proj.
         target_every: in training, every so many calls with labels teach the scores; 0 for none.
         target_start: the first such call.
-        lifetime_units: as in HybridPlan, and initial_lifetime. Such scores learn from
-            lifetime_loss() of the model.
+        lifetime_units: as in HybridPlan. Such scores learn from lifetime_loss() of the model.
+        initial_lifetime: as in HybridPlan.
 
     Raises:
         TypeError, ValueError: as HybridPlan, when a model is made.
