@@ -58,7 +58,7 @@ class HybridPlan:
         target_every: scores learn in every so many steps, 1 or more.
         target_start: the first step in which they learn.
         lifetime_units: as in DynamicMaskAttention, of the layers that select; 0 for scores from
-            values, which learn from targets.
+            values, which learn from targets. lifetime_loss() serves the last layer alone.
         initial_lifetime: as in DynamicMaskAttention, if lifetime_units is not 0.
 
     Raises:

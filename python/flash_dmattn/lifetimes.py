@@ -164,7 +164,9 @@ def lifetime_loss(
     which a position sees others. predict() is called with attention's output for some positions,
     and with these positions: it has to give the logits that the rest of the model computes there.
     The model should be in eval mode. This computes all pairs of the sampled queries and the keys,
-    and twice the predictions of all positions. The host reads key_valid and starts.
+    and twice the predictions of all positions. The host reads key_valid and starts. Under autocast,
+    call it where attention is called, as query and key have to be of a dtype that attention()
+    supports on their device.
 
     Args:
         query: [1, len, q_heads, head_dim], as attention() gets it (after rotary embedding).

@@ -295,7 +295,7 @@ class DynamicMaskAttention(nn.Module):
 
     @property
     def _has_weights(self) -> bool:
-        """Whether scores come from dt_proj and A."""
+        """True if scores come from dt_proj and A."""
         return self.window is not None and self.lifetime_gate is None
 
     @property
@@ -368,7 +368,8 @@ class DynamicMaskAttention(nn.Module):
                 Causality depends on the order in x, not on these numbers. With a cache None
                 continues after the tokens before x.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
-                sinks. The layer has to be causal, without a gap and options, and starts None.
+                sinks, and bias_form "none" if it has lifetimes. The layer has to be causal, without
+                a gap and options, and starts None.
             layer: the number of this layer in the cache.
             index: with a cache: as in its attend(). x is then [streams, len, hidden].
             n_tokens: with a cache: as in its attend().

@@ -513,7 +513,7 @@ def test_the_gate_learns_alone(trains: None, gated: Any) -> None:
 
 
 def test_predictions_are_those_of_the_model(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lifetime_loss() hands on gives the model's logits, from attention to all keys."""
+    """The function that lifetime_loss() gets computes the model's logits from attention's."""
     tokens, found = make_tokens(1), []
     monkeypatch.setattr(hybrids, "lifetime_loss", lambda *given, **_: found.append(given))
     gated.lifetime_loss(tokens, progress=0.5)
