@@ -157,8 +157,9 @@ def lifetime_loss(
     grows from 2 to 32 during the training: at last a key is gone when it is as old as its lifetime.
     The loss is the divergence of the model's predictions from its predictions with all keys, plus
     capacity_weight times the part of a query's keys by which the sum of these factors exceeds
-    `keys`. Both are estimates of the mean over all queries from a sample, half of which is drawn in
-    proportion to the divergence with the `keys` newest keys. `recent` and sinks have no part in it.
+    `keys`. Both are estimates of the mean over all queries from a sample. Half of the sample is
+    drawn in proportion to the divergence with the `keys` newest keys. `recent` and sinks have no
+    part in it.
 
     The loss has a gradient for log_lifetime alone. The layer has to be the last of the model in
     which a position sees others. predict() is called with attention's output for some positions,
