@@ -85,10 +85,9 @@ def check_lifetimes(
     selects = module.causal and module.window is not None
     selects = selects and module.sliding_heads < module.kv_heads
     require(selects, f"lifetime_units: is {units}, {wants}")
-    for name in ("gap", "options", "ranks"):
-        shown = "process_group" if name == "ranks" else name
+    for name in ("gap", "options"):
         is_absent = getattr(module, name) is None
-        require(is_absent, f"{shown}: is given, want None with lifetime_units")
+        require(is_absent, f"{name}: is given, want None with lifetime_units")
     flags = {"dt_bias": dt_bias, "targets_only": module.targets_only}
     for name, flag in flags.items():
         require(not flag, f"{name}: is True, want False with lifetime_units")

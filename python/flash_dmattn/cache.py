@@ -212,17 +212,18 @@ class DynamicMaskCache:
         """
         self._check_layer(layer)
         _types.check_flag("draft", draft)
-        self._check_score(score, {"dt_proj": dt_proj, "a_coef": a_coef}, dt_bias)
+        weights: dict[str, Any] = {"dt_proj": dt_proj, "a_coef": a_coef}
+        _arguments.check_score(score, weights, dt_bias, self.bias_form, "in a cache of")
         if key_valid is not None:
             _types.check_tensor("key_valid", key_valid)
-        query, key, value, dt_proj, *weights = autocast(
+        query, key, value, dt_proj, *others = autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
         rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
         if not torch.compiler.is_compiling() and head_dim not in (None, self._head_dim):
             raise ValueError(f"key: head_dim is {head_dim}, want the cache's, {self._head_dim}")
         query, key, value = rows
-        learned = (dt_proj, *weights)
+        learned = (dt_proj, *others)
         count = streams.counts("n_tokens", n_tokens, key)
         options = (self.bias_form, kernel_scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
@@ -243,20 +244,6 @@ class DynamicMaskCache:
         out = self._prefill(layer, tokens)
         self._count(layer, length)
         return finish(out, head_dim)
-
-    def _check_score(
-        self, score: MaybeTensor, weights: dict[str, MaybeTensor], dt_bias: MaybeTensor
-    ) -> None:
-        """Check that a call has either a score or the weights that scores are computed from."""
-        if score is None:
-            for name, weight in weights.items():
-                _types.check_tensor(name, weight)
-            return
-        _types.check_tensor("score", score)
-        for name, weight in {**weights, "dt_bias": dt_bias}.items():
-            require(weight is None, f"{name}: is given, want None beside a score")
-        form = self.bias_form
-        require(form == "none", f"score: is given, want None in a cache of bias_form {form!r}")
 
     def _rules(self) -> tuple[int | bool, ...]:
         """The arguments of ops.DECODE between the tensors and the options of a call."""

@@ -118,9 +118,8 @@ class DynamicMaskAttention(nn.Module):
         targets_only: whether scores learn from score_target_loss() alone: A stays as it is, and the
             bias passes no gradient on to dt_proj.
         lifetime_units: width of the gate that gives lifetimes of keys, in place of dt_proj and A; 0
-            for none. The layer then has a window, a head that does not slide, no gap, no options
-            and no process_group, and causal is True. Lifetimes count the tokens in x, whatever
-            `positions` says.
+            for none. The layer then has a window, a head that does not slide, no gap and no
+            options, and causal is True. Lifetimes count the tokens in x, whatever `positions` says.
         initial_lifetime: lifetimes before training, about: a number above 0.
         head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
@@ -402,13 +401,12 @@ class DynamicMaskAttention(nn.Module):
                 return self.o_proj(out.flatten(2))
         counted, gate = None, self.lifetime_gate
         rotates = self.rope_base is not None and positions is None
-        if cache is not None and (rotates or gate is not None):
-            counted = cache.positions(layer, x.shape[1], index)
-        if rotates:
+        if rotates or gate is not None:
             if cache is not None:
-                positions = counted
+                counted = cache.positions(layer, x.shape[1], index)
             elif self.ranks is not None:
-                positions = self.ranks.positions(x, starts, lengths)
+                counted = self.ranks.positions(x, starts, lengths)
+        positions = counted if rotates else positions
         query, key = self._place(query, key, positions, starts)
         scored: dict[str, Any] = {}
         if gate is not None:
@@ -532,7 +530,8 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             TypeError, NotImplementedError: as flash_dmattn.lifetime_loss().
-            ValueError: as that function; or a layer without lifetime_units.
+            ValueError: as that function; or a layer without lifetime_units, or with a
+                process_group.
         """
         gate = self._gate("lifetime_loss")
         _types.check_call(DynamicMaskAttention.lifetime_loss, locals())
@@ -576,7 +575,8 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             TypeError: keys is not an int.
-            ValueError: a layer without lifetime_units, a shape of x, or keys below 1.
+            ValueError: a layer without lifetime_units or with a process_group, a shape of x, or
+                keys below 1.
         """
         gate = self._gate("calibrate_lifetimes")
         check_hidden("x", "len", x, self.hidden)
@@ -587,7 +587,9 @@ class DynamicMaskAttention(nn.Module):
         gate.calibrate(x, keys)
 
     def _gate(self, method: str) -> LifetimeGate:
-        require(self.lifetime_gate is not None, f"{method}: want a layer with lifetime_units")
+        has_gate = self.lifetime_gate is not None and self.ranks is None
+        wanted = "want a layer with lifetime_units, without process_group"
+        require(has_gate, f"{method}: {wanted}")
         assert self.lifetime_gate is not None
         return self.lifetime_gate
 
@@ -728,7 +730,7 @@ class DynamicMaskAttention(nn.Module):
             q, k, v = (x.detach() for x in _arguments.autocast("query", (query, key, value)))
             self.states = States(q, k, v, key_valid, starts)
         if self.ranks is not None:
-            return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
+            return self._attend_over_ranks(query, key, value, key_valid, starts, lengths, score)
         require(lengths is None, "lengths: is given, want None without a process_group")
         options: dict[str, Any] = {
             "key_valid": key_valid,
@@ -762,6 +764,7 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None,
         starts: torch.Tensor | Sequence[int] | None,
         lengths: Sequence[int] | None,
+        score: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.ranks is not None
         options: dict[str, Any] = {
@@ -776,8 +779,12 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             require(starts is None, "starts: is given, want None if window is None")
             return self.ranks.attend_to_all(rows, options)
-        *weights, dt_bias = self._bias_weights()
-        rules = {"recent": self.recent, "sinks": self.sinks, "starts": starts, "dt_bias": dt_bias}
+        rules: dict[str, Any] = {"recent": self.recent, "sinks": self.sinks, "starts": starts}
+        weights: list[torch.Tensor | None] = [None, None]
+        if score is None:
+            *weights, rules["dt_bias"] = self._bias_weights()
+        else:
+            rules |= {"score": score, "bias_form": "none"}
         return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})
 
 

@@ -330,17 +330,6 @@ def test_parameters() -> None:
     assert_close(again.lifetime_gate(x).exp(), torch.full((1, 1, LENGTH), 9.0), rtol=0.05, atol=0)
 
 
-def test_ranks_are_refused() -> None:
-    """One rank is a group, too."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="process_group: is given, want None with lifetime_u"):
-            make_layer(process_group=torch.distributed.group.WORLD)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # ---- how many keys live ----
 
 
