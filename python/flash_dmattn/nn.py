@@ -745,11 +745,11 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         rules: dict[str, Any] = {"recent": self.recent, "sinks": self.sinks}
         if score is not None:
-            rules |= {"key_valid": key_valid, "starts": starts}
+            rules.update({"key_valid": key_valid, "starts": starts})
             selection = functional.select(score, self.window, **rules)
             return functional.attention(query, key, value, selection=selection, **options)[0]
         *weights, dt_bias = self._bias_weights()
-        rules |= {"gap": self.gap, "dt_bias": dt_bias}
+        rules.update({"gap": self.gap, "dt_bias": dt_bias})
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
         given["bias_form"] = self._bias_form
@@ -784,7 +784,7 @@ class DynamicMaskAttention(nn.Module):
         if score is None:
             *weights, rules["dt_bias"] = self._bias_weights()
         else:
-            rules |= {"score": score, "bias_form": "none"}
+            rules.update({"score": score, "bias_form": "none"})
         return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})
 
 
