@@ -336,7 +336,7 @@ def sample_places(
     drawn in proportion to `missed` [len]. Also weights, whose sum is 1, with which a sum over them
     estimates the mean over all valid places."""
     even = valid.to(missed.dtype)
-    missed = missed.clamp(min=0) * even
+    missed = missed.clamp(min=0).masked_fill(~valid, 0)  # of padding it may be NaN
     chance = even / even.sum() + missed / missed.sum().clamp(min=1e-9)
     places = chance.multinomial(count, replacement=True, generator=generator).sort().values
     shares = 1 / chance[places]

@@ -202,7 +202,7 @@ def test_no_other_parameter_has_a_gradient() -> None:
 
 def test_a_sample_estimates_the_mean() -> None:
     """Half of it is drawn in proportion to what is missed; invalid places are not drawn."""
-    missed = torch.tensor([0.0, 3.0, 1.0, -1.0, 0.0, 4.0], dtype=torch.float64)
+    missed = torch.tensor([0.0, 3.0, 1.0, -1.0, 0.0, torch.nan], dtype=torch.float64)
     valid = torch.tensor([True, True, True, True, True, False])
     values = torch.tensor([1.0, 5.0, -2.0, 0.5, 3.0, torch.nan], dtype=torch.float64)
     count = 200_000
