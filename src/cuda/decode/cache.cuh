@@ -173,7 +173,8 @@ struct decode_plan {
     int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for shared memory
+    uint32_t *removed;   // [batch * kv_heads][removed_words()], if shared memory has no room for
+                         // the rows
 };
 
 struct decode_task {
@@ -226,7 +227,7 @@ __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t 
 /* Writes a token of (b, g) to a row of the cache, or empties the row if its page is missing. */
 __device__ static void store_token(const forward_plan &plan, const decode_plan &cached,
                                    const decode_stream &stream, int32_t b, int32_t g, int32_t token,
-                                   int32_t row, thread_group threads) {
+                                   float score, int32_t row, thread_group threads) {
     const int32_t sequence = stream.sequence;
     const row_indices to = indices_of(cached.pages, sequence, row);
     const bool is_lost = to.first < 0;
@@ -236,7 +237,6 @@ __device__ static void store_token(const forward_plan &plan, const decode_plan &
     }
     if (threads.rank > 0)
         return;
-    const float score = cached.new_score.at(b, g)[token];
     cached.score.at(sequence, g)[row] = is_lost ? -INFINITY : score;
     cached.position.at(sequence, g)[row] = is_lost ? -1 : token_position(stream, token);
     if (cached.bias_form != FDMA_BIAS_NONE && !is_lost)

@@ -1,12 +1,21 @@
-/* The second of the two kernels of fdma_decode() on 9.0, for a call of many heads: a thread block
- * attends for a whole (b, g), and then for the next one. Every warp has a pipeline of its own. It
- * continues from one (b, g) to the next, so memory is read while results are merged. */
+/* fdma_decode() on 9.0 for a call of many heads, or of short rows: a thread block places the tokens
+ * of a (b, g) and attends for it, and then for the next one. Every warp has a pipeline of its own.
+ * It continues from one (b, g) to the next, so memory is read while tokens are placed and results
+ * are merged.
+ *
+ * A stream's heads read how many tokens it has seen before one of them counts the new ones. Where
+ * they are a cluster, its barrier sees to that. Elsewhere count_tokens() follows.
+ *
+ *   barrier          arrivals      who arrives                        who waits
+ *   of the cluster   all threads   all, once the tokens are placed    all, before they count them */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
 #include "cuda/mma/attention.cuh"
 
 enum { head_keys = 16 }; // of a warp's key block
+
+static constexpr int32_t most_head_rows = 65536; // of a cache; a bit each in shared memory
 
 /* wide: one thread block per multiprocessor, for calls with at most one head for each of them. */
 template <typename type, int tiles, bool wide, bool paged> struct heads_config {
@@ -33,7 +42,7 @@ template <typename config> struct heads_stage {
     alignas(8) float bias[config::keys];
 };
 
-/* The output of place_tokens() for the tokens of a (b, g). */
+/* The tokens of a (b, g). */
 struct placed_tokens {
     int32_t slot[most_new_tokens], expiry[most_new_tokens];
     float score[most_new_tokens];
@@ -59,10 +68,16 @@ struct heads_item {
 template <typename config> struct heads_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     heads_stage<config> stages[config::warps][2];
-    partial_rows<config> partials[config::warps / 2];
-    // of this item and of the next one
-    heads_item items[2];
-    placed_tokens tokens[2];
+    union {
+        struct {
+            token_memory<config::warps> placing;
+            uint32_t removed[most_head_rows / 32];
+        };
+        partial_rows<config> partials[config::warps / 2];
+    };
+    heads_item items[2]; // this one and the next one
+    decode_stream stream;
+    placed_tokens tokens;
     alignas(8) int32_t token[most_new_tokens]; // 0, 1, ...
     int32_t position[config::rows];
 };
@@ -183,24 +198,45 @@ __device__ static void load_values(heads_stage<config> &stage, const forward_pla
     cp_async_commit_group();
 }
 
-/* Starts loading q of an item, and the tokens of its (b, g). */
+/* Starts loading q of an item, and the rows of its (b, g) that tokens compete with. */
 template <typename config>
-__device__ static void load_item(heads_memory<config> &shared, placed_tokens &tokens,
-                                 const forward_plan &plan, const decode_plan &cached,
-                                 const heads_item &item, bool aligned) {
+__device__ static void load_item(heads_memory<config> &shared, const forward_plan &plan,
+                                 const decode_plan &cached, const heads_item &item, bool aligned) {
+    constexpr int32_t line = 32; // rows of a cache line
     if (item.tokens > 0) {
         write_positions<config::rows>(shared.position, plan, item.range, plan.kv_len);
         load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, item.range,
                                                  aligned);
-        const int64_t first = (int64_t)item.head * cached.new_len;
-        const float *const score = cached.new_score.at(item.range.b, item.range.g);
-        for (int32_t token = threadIdx.x; token < item.tokens; token += config::threads) {
-            cp_async_4(shared_address(&tokens.slot[token]), cached.slot + first + token);
-            cp_async_4(shared_address(&tokens.expiry[token]), cached.expiry + first + token);
-            cp_async_4(shared_address(&tokens.score[token]), score + token);
+        const float *const score = cached.score.at(item.sequence, item.range.g);
+        const int32_t *const position = cached.position.at(item.sequence, item.range.g);
+        for (int32_t row = threadIdx.x * line; row < cached.rows; row += config::threads * line) {
+            prefetch_l2(score + row);
+            prefetch_l2(position + row);
         }
     }
     cp_async_commit_group();
+}
+
+/* Places the tokens of an item's (b, g). */
+template <typename config>
+__device__ static void place_item(heads_memory<config> &shared, const forward_plan &plan,
+                                  const decode_plan &cached, const token_scores &from,
+                                  const heads_item &item) {
+    const int32_t b = item.range.b, g = item.range.g, token = threadIdx.x;
+    const decode_stream stream = stream_of(cached, b);
+    barrier_cluster_arrive(); // this head has read how many tokens its stream has seen
+    if (token == 0)
+        shared.stream = stream;
+    if (stream.tokens == 0)
+        return;
+    evict_state<unstaged_rows<config::threads>> state = {shared.removed};
+    place_tokens_of_head<typename config::element>(shared.placing, state, cached, plan.v, from,
+                                                   stream, b, g);
+    if (token < stream.tokens) {
+        shared.tokens.slot[token] = shared.placing.evict.slot[token];
+        shared.tokens.expiry[token] = shared.placing.expiry[token];
+        shared.tokens.score[token] = shared.placing.evict.score[token];
+    }
 }
 
 /* Sets expiry and bias of a key block. The first token that takes a row evicts its key. Bit n of
@@ -253,7 +289,6 @@ __device__ static void attend_item(heads_memory<config> &shared, int turn, row_s
                                    const forward_plan &plan, const decode_plan &cached,
                                    heads_cursor &cursor, int &stage, bool aligned) {
     const heads_item &item = shared.items[turn];
-    const placed_tokens &tokens = shared.tokens[turn];
     const int warp = threadIdx.x / warp_lanes;
     const logit_params logits = logit_params_of(plan);
     for (int32_t block = warp; block < item.blocks; block += config::warps) {
@@ -265,7 +300,7 @@ __device__ static void attend_item(heads_memory<config> &shared, int turn, row_s
         cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
         const uint32_t unkept =
-            prepare_entries(own, tokens, cached, item, block, shared.position[0]);
+            prepare_entries(own, shared.tokens, cached, item, block, shared.position[0]);
         mma_abt<config>(s, down_first<config::head_dim>(shared.q),
                         right_first<config::head_dim>(own.k)); // S = Q K^T
         find_logits<config>(s, own.bias, logits);
@@ -370,7 +405,7 @@ __device__ static void finish_item(heads_memory<config> &shared, int turn, row_s
     if (warp >= half)
         write_partial(shared.partials[warp - half], state);
     __syncthreads(); // q is no longer read
-    load_item(shared, shared.tokens[turn ^ 1], plan, cached, shared.items[turn ^ 1], aligned);
+    load_item(shared, plan, cached, shared.items[turn ^ 1], aligned);
     if (warp < half)
         add_partial(state, shared.partials[warp]);
 #pragma unroll 1
@@ -386,53 +421,76 @@ __device__ static void finish_item(heads_memory<config> &shared, int turn, row_s
 }
 
 /* Writes the committed tokens to their rows of the cache, unless a committed token evicts them. */
-__device__ static void commit_tokens(const placed_tokens &tokens, const forward_plan &plan,
-                                     const decode_plan &cached, const heads_item &item) {
+__device__ static void commit_tokens(const placed_tokens &tokens, const decode_stream &stream,
+                                     const forward_plan &plan, const decode_plan &cached,
+                                     const heads_item &item) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    const decode_stream stream = cached.streams[item.head];
     for (int32_t token = warp; token < stream.committed; token += blockDim.x / warp_lanes)
         if (tokens.slot[token] >= 0 && tokens.expiry[token] >= stream.committed)
-            store_token(plan, cached, stream, item.range.b, item.range.g, token, tokens.slot[token],
-                        {lane, warp_lanes});
-    if (item.range.g == 0 && threadIdx.x == 0 && stream.tokens > 0)
+            store_token(plan, cached, stream, item.range.b, item.range.g, token,
+                        tokens.score[token], tokens.slot[token], {lane, warp_lanes});
+}
+
+__device__ static void count_tokens_of(const decode_plan &cached, const decode_stream &stream) {
+    if (stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);
 }
 
+static constexpr int count_threads = 128;
+
+/* Counts the committed tokens of all streams. */
+static __global__ void __launch_bounds__(count_threads, 1)
+    count_tokens(const __grid_constant__ decode_plan cached) {
+    const int32_t b = blockIdx.x * count_threads + threadIdx.x;
+    griddepcontrol_wait(); // for attend_heads()
+    griddepcontrol_launch_dependents();
+    if (b < cached.batch)
+        count_tokens_of(cached, stream_of(cached, b));
+}
+
+/* counts: the heads of a stream are a cluster, which counts its committed tokens. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_heads(const __grid_constant__ forward_plan plan,
-                 const __grid_constant__ decode_plan cached, const bool aligned) {
+                 const __grid_constant__ decode_plan cached,
+                 const __grid_constant__ token_scores from, const bool counts, const bool aligned) {
     heads_memory<config> &shared = shared_memory<heads_memory<config>>();
     const int warp = threadIdx.x / warp_lanes;
     for (int token = threadIdx.x; token < most_new_tokens; token += config::threads)
         shared.token[token] = token;
+    griddepcontrol_wait(); // for the output of the caller's kernels
+    griddepcontrol_launch_dependents();
     heads_cursor cursor = {item_of(plan, cached, blockIdx.x, 0), warp};
     if (threadIdx.x == 0)
         shared.items[0] = cursor.item;
+    __syncthreads();
+    load_item(shared, plan, cached, shared.items[0], aligned);
     skip_items<config>(plan, cached, cursor);
-    // no kernel before place_tokens() is still running, so the cache is as the last call left it
     for (int n = 0; n < 2; n++) {
         load_keys(shared.stages[warp][n], plan, cached, cursor, aligned);
         load_values(shared.stages[warp][n], plan, cached, cursor, aligned);
         go_on<config>(plan, cached, cursor);
     }
-    griddepcontrol_wait(); // for place_tokens()
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    load_item(shared, shared.tokens[0], plan, cached, shared.items[0], aligned);
     for (int turn = 0, stage = 0;; turn ^= 1) {
         const heads_item &item = shared.items[turn], &next = shared.items[turn ^ 1];
         row_state<config> state;
-        clear_rows(state);
-        cp_async_wait_group<0>();
-        __syncthreads(); // the item, its q and its tokens have arrived
         if (item.head >= plan.batch * plan.kv_heads)
             return;
+        if (item.range.first == 0)
+            place_item(shared, plan, cached, from, item);
+        clear_rows(state);
+        cp_async_wait_group<0>();
+        __syncthreads(); // the item's q has arrived, and its tokens have their rows
         if (threadIdx.x == 0)
             shared.items[turn ^ 1] = next_item<config>(plan, cached, item);
         attend_item(shared, turn, state, plan, cached, cursor, stage, aligned);
         finish_item(shared, turn, state, plan, cached, aligned);
-        if (next.head != item.head)
-            commit_tokens(shared.tokens[turn], plan, cached, item);
+        if (next.head != item.head) {
+            commit_tokens(shared.tokens, shared.stream, plan, cached, item);
+            barrier_cluster_wait(); // every head of the stream has read the count
+            if (counts && item.range.g == 0 && threadIdx.x == 0)
+                count_tokens_of(cached, shared.stream);
+        }
+        __syncthreads(); // no warp reads the item, its tokens or partial results any more
     }
 }

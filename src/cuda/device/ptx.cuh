@@ -207,6 +207,11 @@ __device__ static void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
+/* Starts to load the cache line of an address to the L2 cache. */
+__device__ static void prefetch_l2(const void *global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 __device__ static void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -192,6 +192,8 @@ static inline float ex2_approx(float x) {
     return y < 0x1p-126f ? 0 : y;
 }
 
+static inline void prefetch_l2(const void *) {}
+
 static inline void cp_async_4(uint32_t shared, const void *global) {
     if (shared % 4 != 0 || (uintptr_t)global % 4 != 0)
         emulated_fail("cp.async of 4 bytes");
