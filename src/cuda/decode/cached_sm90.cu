@@ -127,9 +127,9 @@ static fdma_status attend_rows(const fdma_problem *problem, const decode_task &t
 template <attend_form form, typename element, int tiles>
 static fdma_status attend(const fdma_problem *problem, const decode_task &task,
                           const token_scores &from) {
-    return has_pages(&problem->cache) ? attend_rows<form, element, tiles, true>(problem, task, from)
-                                      : attend_rows<form, element, tiles, false>(problem, task,
-                                                                                 from);
+    return has_pages(&problem->cache)
+               ? attend_rows<form, element, tiles, true>(problem, task, from)
+               : attend_rows<form, element, tiles, false>(problem, task, from);
 }
 
 template <attend_form form, typename element>
@@ -174,8 +174,8 @@ template <attend_form form> static const char *refuses(const fdma_problem *probl
     if (reason != NULL)
         return reason;
     constexpr int64_t of_cluster = (int64_t)(most_ranks >> form) * most_rank_rows;
-    if (problem->carried_len > (form > by_two ? most_head_rows
-                                              : min(of_cluster, most_staged_rows(few_heads_warps))))
+    if (problem->carried_len >
+        (form > by_two ? most_head_rows : min(of_cluster, most_staged_rows(few_heads_warps))))
         return "a cache of so many rows";
     if (problem->batch * problem->kv_heads > INT32_MAX / most_ranks)
         return "2^28 or more pairs of a stream and a kv head";

@@ -65,6 +65,15 @@ struct heads_item {
     int32_t blocks;
 };
 
+/* The key block that a warp copies next and, with pages, the page of each row, or -1. It is in
+ * shared memory to save registers. */
+struct heads_cursor {
+    heads_item item;
+    int32_t block;
+    int32_t stage; // 0 or 1
+    int32_t page[head_keys];
+};
+
 template <typename config> struct heads_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     heads_stage<config> stages[config::warps][2];
@@ -75,7 +84,8 @@ template <typename config> struct heads_memory {
         };
         partial_rows<config> partials[config::warps / 2];
     };
-    heads_item items[2]; // this one and the next one
+    heads_item item, next;
+    heads_cursor cursors[config::warps];
     decode_stream stream;
     placed_tokens tokens;
     alignas(8) int32_t token[most_new_tokens]; // 0, 1, ...
@@ -106,13 +116,6 @@ __device__ static heads_item next_item(const forward_plan &plan, const decode_pl
                                     : item_of(plan, cached, item.head + gridDim.x, 0);
 }
 
-/* The key block that a warp copies next and, with pages, the page of this lane's row, or -1. */
-struct heads_cursor {
-    heads_item item;
-    int32_t block;
-    int32_t page;
-};
-
 /* The row of a lane, if its key block belongs to the cache. */
 __device__ static int32_t own_row(const heads_cursor &cursor) {
     return cursor.block * head_keys + threadIdx.x % head_keys;
@@ -123,26 +126,28 @@ __device__ static int32_t own_row(const heads_cursor &cursor) {
 __device__ static void find_page(const decode_plan &cached, heads_cursor &cursor) {
     const int32_t row = own_row(cursor);
     const bool is_row = cursor.block < cursor.item.blocks && row < cached.rows;
-    cursor.page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
+    const int32_t page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
+    if (threadIdx.x % warp_lanes < head_keys)
+        cursor.page[threadIdx.x % head_keys] = page;
+    __syncwarp();
 }
 
-/* Advances to an item that has key blocks for this warp, if the cursor has none left. */
+/* Moves the cursor to a key block, or to an item that has key blocks for this warp if the cursor's
+ * item has none left. */
 template <typename config>
-__device__ static void skip_items(const forward_plan &plan, const decode_plan &cached,
-                                  heads_cursor &cursor) {
-    while (cursor.block >= cursor.item.blocks && cursor.item.head < plan.batch * plan.kv_heads) {
-        cursor.item = next_item<config>(plan, cached, cursor.item);
-        cursor.block = threadIdx.x / warp_lanes;
+__device__ static void move_to(const forward_plan &plan, const decode_plan &cached,
+                               heads_cursor &cursor, int32_t block) {
+    __syncwarp(); // every lane has read the cursor
+    if (threadIdx.x % warp_lanes == 0) {
+        for (; block >= cursor.item.blocks && cursor.item.head < plan.batch * plan.kv_heads;
+             block = threadIdx.x / warp_lanes)
+            cursor.item = next_item<config>(plan, cached, cursor.item);
+        cursor.block = block;
+        cursor.stage ^= 1;
     }
+    __syncwarp();
     if (config::in_pages)
         find_page(cached, cursor);
-}
-
-template <typename config>
-__device__ static void go_on(const forward_plan &plan, const decode_plan &cached,
-                             heads_cursor &cursor) {
-    cursor.block += config::warps;
-    skip_items<config>(plan, cached, cursor);
 }
 
 /* Starts copying k or v of the cursor's key block, if there is one. */
@@ -155,9 +160,9 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
         return;
     const bool is_new = cursor.block >= row_blocks(cached);
     if (config::in_pages && !is_new) {
-        copy_rows_of_pages<config>(to, source_of(rows, 0, item.range.g, plan.head_dim, aligned),
-                                   2 * rows.batch,
-                                   {cursor.page, row_of_page(cached.pages, own_row(cursor))});
+        copy_rows_of_pages<config>(
+            to, source_of(rows, 0, item.range.g, plan.head_dim, aligned), 2 * rows.batch,
+            {cursor.page[threadIdx.x % head_keys], row_of_page(cached.pages, own_row(cursor))});
         return;
     }
     const row_source source =
@@ -180,7 +185,7 @@ __device__ static void load_keys(heads_stage<config> &stage, const forward_plan 
     const int32_t row = cursor.block * config::keys + entry;
     if (cursor.block < min(row_blocks(cached), item.blocks) && row < cached.rows) {
         const int32_t sequence = item.sequence, g = item.range.g;
-        if (threadIdx.x % warp_lanes < config::keys && config::in_pages && cursor.page < 0)
+        if (threadIdx.x % warp_lanes < config::keys && config::in_pages && cursor.page[entry] < 0)
             stage.expiry[entry] = -1;
         else if (threadIdx.x % warp_lanes < config::keys)
             cp_async_4(shared_address(&stage.expiry[entry]), cached.position.at(sequence, g) + row);
@@ -198,10 +203,19 @@ __device__ static void load_values(heads_stage<config> &stage, const forward_pla
     cp_async_commit_group();
 }
 
-/* Starts loading q of an item, and the rows of its (b, g) that tokens compete with. */
+/* Starts to load the weights of a kv head's scores. */
+__device__ static void prefetch_weights(const token_scores &from, int32_t g) {
+    const int32_t bytes = from.wide_dt_proj ? 4 : 2;
+    const char *const weights = (const char *)from.dt_proj + g * from.dt_row * bytes;
+    for (int32_t at = threadIdx.x * 128; at < from.channels * bytes; at += blockDim.x * 128)
+        prefetch_l2(weights + at);
+}
+
+/* Starts loading q of an item, and what its tokens compete with. A call saves registers. */
 template <typename config>
-__device__ static void load_item(heads_memory<config> &shared, const forward_plan &plan,
-                                 const decode_plan &cached, const heads_item &item, bool aligned) {
+__device__ static __noinline__ void load_item(heads_memory<config> &shared,
+                                              const forward_plan &plan, const decode_plan &cached,
+                                              const heads_item &item, bool aligned) {
     constexpr int32_t line = 32; // rows of a cache line
     if (item.tokens > 0) {
         write_positions<config::rows>(shared.position, plan, item.range, plan.kv_len);
@@ -213,18 +227,19 @@ __device__ static void load_item(heads_memory<config> &shared, const forward_pla
             prefetch_l2(score + row);
             prefetch_l2(position + row);
         }
+        if (threadIdx.x == 0)
+            prefetch_l2(cached.seen + item.sequence);
     }
     cp_async_commit_group();
 }
 
-/* Places the tokens of an item's (b, g). */
+/* Places the tokens of an item's (b, g). A call saves registers. */
 template <typename config>
-__device__ static void place_item(heads_memory<config> &shared, const forward_plan &plan,
-                                  const decode_plan &cached, const token_scores &from,
-                                  const heads_item &item) {
+__device__ static __noinline__ void place_item(heads_memory<config> &shared,
+                                               const forward_plan &plan, const decode_plan &cached,
+                                               const token_scores &from, const heads_item &item) {
     const int32_t b = item.range.b, g = item.range.g, token = threadIdx.x;
     const decode_stream stream = stream_of(cached, b);
-    barrier_cluster_arrive(); // this head has read how many tokens its stream has seen
     if (token == 0)
         shared.stream = stream;
     if (stream.tokens == 0)
@@ -283,16 +298,16 @@ __device__ static void clear_values(typename config::element *v, uint32_t entrie
 }
 
 /* A warp's key blocks for the rows of an item. As soon as k or v of a stage has been read, it is
- * loaded for the cursor's key block. `stage` is 0 or 1. */
+ * loaded for the cursor's key block. */
 template <typename config>
-__device__ static void attend_item(heads_memory<config> &shared, int turn, row_state<config> &state,
+__device__ static void attend_item(heads_memory<config> &shared, row_state<config> &state,
                                    const forward_plan &plan, const decode_plan &cached,
-                                   heads_cursor &cursor, int &stage, bool aligned) {
-    const heads_item &item = shared.items[turn];
+                                   heads_cursor &cursor, bool aligned) {
+    const heads_item &item = shared.item;
     const int warp = threadIdx.x / warp_lanes;
     const logit_params logits = logit_params_of(plan);
     for (int32_t block = warp; block < item.blocks; block += config::warps) {
-        heads_stage<config> &own = shared.stages[warp][stage];
+        heads_stage<config> &own = shared.stages[warp][cursor.stage];
         const bool is_new = block >= row_blocks(cached);
         const int32_t *const token =
             shared.token + (is_new ? (block - row_blocks(cached)) * config::keys : 0);
@@ -314,8 +329,7 @@ __device__ static void attend_item(heads_memory<config> &shared, int turn, row_s
         mma_ab<config>(state.out, s, down_first<config::head_dim>(own.v)); // O += P V
         __syncwarp();                                                      // every lane has read v
         load_values(own, plan, cached, cursor, aligned);
-        go_on<config>(plan, cached, cursor);
-        stage ^= 1;
+        move_to<config>(plan, cached, cursor, cursor.block + config::warps);
     }
 }
 
@@ -394,7 +408,7 @@ __device__ static void write_rows(const forward_plan &plan, const heads_item &it
 /* Merges the partial results of the warps, which have read q and their stages, and writes them.
  * Meanwhile the next item is loaded. */
 template <typename config>
-__device__ static void finish_item(heads_memory<config> &shared, int turn, row_state<config> &state,
+__device__ static void finish_item(heads_memory<config> &shared, row_state<config> &state,
                                    const forward_plan &plan, const decode_plan &cached,
                                    bool aligned) {
     constexpr int half = config::warps / 2;
@@ -402,22 +416,19 @@ __device__ static void finish_item(heads_memory<config> &shared, int turn, row_s
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++)
         state.row_sum[r] = quad_sum(state.row_sum[r]);
-    if (warp >= half)
-        write_partial(shared.partials[warp - half], state);
-    __syncthreads(); // q is no longer read
-    load_item(shared, plan, cached, shared.items[turn ^ 1], aligned);
-    if (warp < half)
-        add_partial(state, shared.partials[warp]);
 #pragma unroll 1
-    for (int left = half / 2; left > 0; left /= 2) {
+    for (int left = half; left > 0; left /= 2) {
+        const int first = left == half ? half : 0; // the warp that writes partial result 0
         if (warp >= left && warp < 2 * left)
-            write_partial(shared.partials[warp], state);
+            write_partial(shared.partials[warp - first], state);
         __syncthreads();
+        if (left == half) // q is no longer read
+            load_item(shared, plan, cached, shared.next, aligned);
         if (warp < left)
-            add_partial(state, shared.partials[warp + left]);
+            add_partial(state, shared.partials[warp + left - first]);
     }
     if (warp == 0)
-        write_rows(plan, shared.items[turn], state);
+        write_rows(plan, shared.item, state);
 }
 
 /* Writes the committed tokens to their rows of the cache, unless a committed token evicts them. */
@@ -425,7 +436,9 @@ __device__ static void commit_tokens(const placed_tokens &tokens, const decode_s
                                      const forward_plan &plan, const decode_plan &cached,
                                      const heads_item &item) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    for (int32_t token = warp; token < stream.committed; token += blockDim.x / warp_lanes)
+    const int warps = blockDim.x / warp_lanes;
+    // not with warp 0 first, which writes the results
+    for (int32_t token = warps - 1 - warp; token < stream.committed; token += warps)
         if (tokens.slot[token] >= 0 && tokens.expiry[token] >= stream.committed)
             store_token(plan, cached, stream, item.range.b, item.range.g, token,
                         tokens.score[token], tokens.slot[token], {lane, warp_lanes});
@@ -455,42 +468,50 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
                  const __grid_constant__ decode_plan cached,
                  const __grid_constant__ token_scores from, const bool counts, const bool aligned) {
     heads_memory<config> &shared = shared_memory<heads_memory<config>>();
+    const heads_item &item = shared.item;
     const int warp = threadIdx.x / warp_lanes;
     for (int token = threadIdx.x; token < most_new_tokens; token += config::threads)
         shared.token[token] = token;
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
-    heads_cursor cursor = {item_of(plan, cached, blockIdx.x, 0), warp};
+    heads_cursor &cursor = shared.cursors[warp];
+    const heads_item first = item_of(plan, cached, blockIdx.x, 0);
     if (threadIdx.x == 0)
-        shared.items[0] = cursor.item;
+        shared.item = first;
+    if (threadIdx.x % warp_lanes == 0)
+        cursor = {first, warp, 1};
     __syncthreads();
-    load_item(shared, plan, cached, shared.items[0], aligned);
-    skip_items<config>(plan, cached, cursor);
+    if (from.dt_proj != NULL)
+        prefetch_weights(from, item.range.g);
+    load_item(shared, plan, cached, shared.item, aligned);
+    move_to<config>(plan, cached, cursor, warp);
     for (int n = 0; n < 2; n++) {
         load_keys(shared.stages[warp][n], plan, cached, cursor, aligned);
         load_values(shared.stages[warp][n], plan, cached, cursor, aligned);
-        go_on<config>(plan, cached, cursor);
+        move_to<config>(plan, cached, cursor, cursor.block + config::warps);
     }
-    for (int turn = 0, stage = 0;; turn ^= 1) {
-        const heads_item &item = shared.items[turn], &next = shared.items[turn ^ 1];
+    while (item.head < plan.batch * plan.kv_heads) {
         row_state<config> state;
-        if (item.head >= plan.batch * plan.kv_heads)
-            return;
-        if (item.range.first == 0)
+        if (item.range.first == 0) {
             place_item(shared, plan, cached, from, item);
+            barrier_cluster_arrive_relaxed(); // this head has used the count of its stream
+        }
         clear_rows(state);
         cp_async_wait_group<0>();
         __syncthreads(); // the item's q has arrived, and its tokens have their rows
         if (threadIdx.x == 0)
-            shared.items[turn ^ 1] = next_item<config>(plan, cached, item);
-        attend_item(shared, turn, state, plan, cached, cursor, stage, aligned);
-        finish_item(shared, turn, state, plan, cached, aligned);
-        if (next.head != item.head) {
+            shared.next = next_item<config>(plan, cached, item);
+        attend_item(shared, state, plan, cached, cursor, aligned);
+        finish_item(shared, state, plan, cached, aligned);
+        if (shared.next.head != item.head) {
             commit_tokens(shared.tokens, shared.stream, plan, cached, item);
             barrier_cluster_wait(); // every head of the stream has read the count
             if (counts && item.range.g == 0 && threadIdx.x == 0)
                 count_tokens_of(cached, shared.stream);
         }
         __syncthreads(); // no warp reads the item, its tokens or partial results any more
+        if (threadIdx.x == 0)
+            shared.item = shared.next;
+        __syncthreads();
     }
 }

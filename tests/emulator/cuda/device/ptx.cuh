@@ -298,6 +298,7 @@ template <typename T> static inline void st_async(uint32_t address, T value, uin
 }
 
 static inline void barrier_cluster_arrive() { emulated_cluster_arrive(); }
+static inline void barrier_cluster_arrive_relaxed() { emulated_cluster_arrive(); }
 static inline void barrier_cluster_wait() { emulated_cluster_wait(); }
 
 /* ---- device memory ---- */
