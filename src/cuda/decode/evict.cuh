@@ -91,7 +91,7 @@ template <int threads> struct unstaged_rows {
     }
 };
 
-static constexpr int64_t removed_words(int64_t rows, int threads) {
+static __host__ __device__ int64_t removed_words(int64_t rows, int threads) {
     return (rows + 32 * threads - 1) / (32 * threads) * threads;
 }
 
