@@ -7,8 +7,7 @@ enum { batch = 3, group = 2, head_dim = 64 };
 
 static const struct {
     int64_t kv_heads, window, recent, sinks, tokens;
-} shapes[] = {
-    {9, 61, 9, 0, 1}, {3, 190, 10, 4, 3}, {1, 5000, 4213, 0, 2}, {1, 16000, 700, 3, 2}};
+} shapes[] = {{9, 61, 9, 0, 1}, {3, 190, 10, 4, 3}, {1, 5000, 4213, 0, 2}, {1, 16000, 700, 3, 2}};
 
 /* A full sequence, one with an empty row, and an empty one. The newest keys have the first rows
  * after the sinks. */
@@ -27,8 +26,8 @@ static fdma_cache new_cache(int n, fdma_dtype dtype) {
     CHECK_OK(fdma_cache_init(&cache, test_alloc(bytes)));
     fdma_tensor *const random[] = {&cache.k, &cache.v, &cache.bias, &cache.table.score};
     for (int i = 0; i < TEST_COUNT(random); i++)
-        fill_random(fdma_tensor_1d(random[i]->data, random[i]->dtype, count_of(*random[i])),
-                    &state, 1);
+        fill_random(fdma_tensor_1d(random[i]->data, random[i]->dtype, count_of(*random[i])), &state,
+                    1);
     for (int64_t i = 0; i < count_of(cache.table.position); i++) {
         const int64_t row = i % rows, end = filled[i / rows / cache.kv_heads];
         const int64_t position = row < cache.sinks ? row : end - 1 - (row - cache.sinks);

@@ -65,6 +65,7 @@ static constexpr const char *form_names[] = {
 };
 
 static constexpr size_t most_shared_bytes = 227 * 1024; // of a thread block
+static constexpr size_t half_shared_bytes = 113 * 1024; // of each of two thread blocks
 
 template <typename config>
 static fdma_status attend_by_clusters(const fdma_problem *problem, const decode_task &task,
@@ -96,6 +97,9 @@ static bool are_clusters(const fdma_problem *problem, int64_t most_blocks) {
 template <typename config>
 static fdma_status attend_by_heads(const fdma_problem *problem, const decode_task &task,
                                    const token_scores &from) {
+    static_assert(sizeof(heads_memory<config>) <=
+                      (config::blocks == 1 ? most_shared_bytes : half_shared_bytes),
+                  "as many thread blocks fit");
     const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t most_blocks = (int64_t)config::blocks * multiprocessors;
     const bool counts = are_clusters<config>(problem, most_blocks);
