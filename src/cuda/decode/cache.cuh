@@ -1,19 +1,21 @@
-/* The plan of fdma_decode(): its streams and keys. On 9.0 a call has two of these three kernels.
- * The kernels of fdma_score() precede them if place_tokens() cannot compute the scores.
+/* The plan of fdma_decode(): its streams and keys. On 9.0 a call for few pairs (b, g) has the first
+ * two of these kernels, and one for many the third, and the fourth where the heads of a stream are
+ * no cluster. The kernels of fdma_score() precede them if they cannot compute the scores.
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
  *   attend_cluster()  attends, merges, and writes the committed tokens to the cache; each pair
  *                     (b, g) has a cluster of thread blocks
- *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
+ *   attend_heads()    does all of it for the pairs (b, g), which thread blocks take in turn
+ *   count_tokens()    counts the committed tokens
  *
- * Elsewhere, and for large caches, it has three, after the kernels of fdma_score():
+ * Elsewhere, and for very large caches, it has three, after the kernels of fdma_score():
  *
  *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens
  *   finish_decode()   merges them, and writes the committed tokens to the cache
  *
- * Only the last kernel of a call writes to the cache. Keys and positions count new tokens: token m
- * is at position m, and the rows of the cache are before all of them. */
+ * No kernel reads what another one of the call writes to the cache. Keys and positions count new
+ * tokens: token m is at position m, and the rows of the cache are before all of them. */
 #pragma once
 
 extern "C" {

@@ -12,7 +12,8 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return fdma_cuda_plan_decode(problem, arena, marks_tokens);
 }
 
-/* True if the kernel that places the tokens computes their scores. Otherwise fdma_score()'s do. */
+/* True if the kernel that places the tokens computes their scores. Otherwise fdma_score()'s kernels
+ * do. */
 static bool scores_tokens(const fdma_problem *problem) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
@@ -180,7 +181,7 @@ template <attend_form form> static const char *refuses(const fdma_problem *probl
     constexpr int64_t of_cluster = (int64_t)(most_ranks >> form) * most_rank_rows;
     if (problem->carried_len >
         (form > by_two ? most_head_rows : min(of_cluster, most_staged_rows(few_heads_warps))))
-        return "a cache of so many rows";
+        return "more rows of a cache than fit in shared memory";
     if (problem->batch * problem->kv_heads > INT32_MAX / most_ranks)
         return "2^28 or more pairs of a stream and a kv head";
     const char *const device = fdma_refuses_all_but_sm90a(problem);

@@ -6,8 +6,8 @@
  * A stream's heads read how many tokens it has seen before one of them counts the new ones. Where
  * they are a cluster, its barrier sees to that. Elsewhere count_tokens() follows.
  *
- *   barrier          arrivals      who arrives                        who waits
- *   of the cluster   all threads   all, once the tokens are placed    all, before they count them */
+ *   barrier          arrivals      who arrives                       who waits
+ *   of the cluster   all threads   all, once the tokens are placed   all, before they count them */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
