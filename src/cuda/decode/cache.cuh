@@ -1,21 +1,19 @@
-/* The plan of fdma_decode(): its streams and keys. On 9.0 a call for few pairs (b, g) has the first
- * two of these kernels, and one for many the third, and the fourth where the heads of a stream are
- * no cluster. The kernels of fdma_score() precede them if they cannot compute the scores.
+/* The plan of fdma_decode(): its streams and keys. On 9.0 a call has two of these three kernels.
+ * The kernels of fdma_score() precede them if place_tokens() cannot compute the scores.
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
  *   attend_cluster()  attends, merges, and writes the committed tokens to the cache; each pair
  *                     (b, g) has a cluster of thread blocks
- *   attend_heads()    does all of it for the pairs (b, g), which thread blocks take in turn
- *   count_tokens()    counts the committed tokens
+ *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
  *
- * Elsewhere, and for very large caches, it has three, after the kernels of fdma_score():
+ * Elsewhere, and for large caches, it has three, after the kernels of fdma_score():
  *
  *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens
  *   finish_decode()   merges them, and writes the committed tokens to the cache
  *
- * No kernel reads what another one of the call writes to the cache. Keys and positions count new
- * tokens: token m is at position m, and the rows of the cache are before all of them. */
+ * Only the last kernel of a call writes to the cache. Keys and positions count new tokens: token m
+ * is at position m, and the rows of the cache are before all of them. */
 #pragma once
 
 extern "C" {
@@ -175,8 +173,7 @@ struct decode_plan {
     int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    uint32_t *removed;   // [batch * kv_heads][removed_words()], if shared memory has no room for
-                         // the rows
+    int64_t *row_keys;   // [batch * kv_heads][rows], if there are too many for shared memory
 };
 
 struct decode_task {
@@ -229,7 +226,7 @@ __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t 
 /* Writes a token of (b, g) to a row of the cache, or empties the row if its page is missing. */
 __device__ static void store_token(const forward_plan &plan, const decode_plan &cached,
                                    const decode_stream &stream, int32_t b, int32_t g, int32_t token,
-                                   float score, int32_t row, thread_group threads) {
+                                   int32_t row, thread_group threads) {
     const int32_t sequence = stream.sequence;
     const row_indices to = indices_of(cached.pages, sequence, row);
     const bool is_lost = to.first < 0;
@@ -239,6 +236,7 @@ __device__ static void store_token(const forward_plan &plan, const decode_plan &
     }
     if (threads.rank > 0)
         return;
+    const float score = cached.new_score.at(b, g)[token];
     cached.score.at(sequence, g)[row] = is_lost ? -INFINITY : score;
     cached.position.at(sequence, g)[row] = is_lost ? -1 : token_position(stream, token);
     if (cached.bias_form != FDMA_BIAS_NONE && !is_lost)

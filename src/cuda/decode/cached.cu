@@ -71,8 +71,7 @@ __device__ static void commit_token(const forward_plan &plan, const decode_plan 
     const key_record record = cached.records[head * cached.keys + cached.rows + token];
     const int32_t row = cached.slot[head * cached.new_len + token];
     if (record.expiry >= stream.committed && row >= 0)
-        store_token(plan, cached, stream, range.b, range.g, token,
-                    cached.new_score.at(range.b, range.g)[token], row, threads);
+        store_token(plan, cached, stream, range.b, range.g, token, row, threads);
 }
 
 /* Writes out and lse of one row. The blocks of a (b, g) also divide the tokens to commit. */

@@ -12,8 +12,7 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return fdma_cuda_plan_decode(problem, arena, marks_tokens);
 }
 
-/* True if the kernel that places the tokens computes their scores. Otherwise fdma_score()'s kernels
- * do. */
+/* True if place_tokens() computes the scores. Otherwise fdma_score()'s kernels do. */
 static bool scores_tokens(const fdma_problem *problem) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
@@ -25,25 +24,22 @@ static bool scores_tokens(const fdma_problem *problem) {
            problem->kv_heads * problem->head_dim <= (int64_t)most_sums * sum_channels;
 }
 
-static token_scores token_scores_of(const fdma_problem *problem) {
-    if (is_present(&problem->score) || !scores_tokens(problem))
-        return {};
-    return {problem->dt_proj.data,
-            problem->a.data,
-            problem->dt_bias.data,
-            problem->dt_proj.stride[0],
-            (int32_t)(problem->kv_heads * problem->head_dim),
-            problem->dt_proj.dtype == FDMA_FLOAT32,
-            problem->a.dtype == FDMA_FLOAT32,
-            problem->dt_bias.dtype == FDMA_FLOAT32};
-}
-
 template <typename element>
-static fdma_status launch_tokens(const fdma_problem *problem, const decode_task &task,
-                                 const token_scores &from) {
+static fdma_status launch_tokens(const fdma_problem *problem, const decode_task &task) {
+    token_scores from = {};
+    if (!is_present(&problem->score) && scores_tokens(problem))
+        from = {problem->dt_proj.data,
+                problem->a.data,
+                problem->dt_bias.data,
+                problem->dt_proj.stride[0],
+                task.plan.kv_heads * task.plan.head_dim,
+                problem->dt_proj.dtype == FDMA_FLOAT32,
+                problem->a.dtype == FDMA_FLOAT32,
+                problem->dt_bias.dtype == FDMA_FLOAT32};
+    else if (!is_present(&problem->score))
+        FDMA_TRY(fdma_cuda_score_tokens(problem, task));
     const int64_t heads = problem->batch * problem->kv_heads;
-    const bool are_few = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors ||
-                         task.cached.rows > most_staged_rows(many_heads_warps);
+    const bool are_few = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors;
     return launch("decode",
                   are_few ? place_tokens<element, few_heads_warps>
                           : place_tokens<element, many_heads_warps>,
@@ -65,76 +61,37 @@ static constexpr const char *form_names[] = {
     FDMA_POINT_NAME("cuda/sm90/decode/two_blocks/d", FDMA_HEAD_DIM),
 };
 
-static constexpr size_t most_shared_bytes = 227 * 1024; // of a thread block
-static constexpr size_t half_shared_bytes = 113 * 1024; // of each of two thread blocks
-
-template <typename config>
+template <typename element, int tiles, bool in_pages>
 static fdma_status attend_by_clusters(const fdma_problem *problem, const decode_task &task,
-                                      const token_scores &from, int32_t ranks) {
-    constexpr size_t bytes_of_16 = sizeof(cluster_keys);
-    static_assert(sizeof(cluster_memory<config>) +
-                          (most_rank_rows + most_new_tokens) / 16 * bytes_of_16 <=
-                      most_shared_bytes,
-                  "a partition fits");
+                                      int32_t ranks) {
+    using config = cluster_config<element, tiles, in_pages>;
     const unsigned blocks = (unsigned)(problem->batch * problem->kv_heads * ranks);
-    const size_t keys = (size_t)rank_rows(task.cached.rows, ranks) + most_new_tokens;
-    FDMA_TRY(launch_tokens<typename config::element>(problem, task, from));
     return launch("decode", attend_cluster<config>,
-                  {dim3(blocks), dim3(config::threads),
-                   sizeof(cluster_memory<config>) + keys / 16 * bytes_of_16, start_early,
+                  {dim3(blocks), dim3(config::threads), sizeof(cluster_memory<config>), start_early,
                    (unsigned)ranks},
                   problem, task.plan, task.cached, ranks, is_aligned(task));
 }
 
-/* True if the heads of a stream run as a cluster, which then counts its tokens. Larger clusters
- * than two multiprocessors take would leave some without blocks if there are many heads. */
-template <typename config>
-static bool are_clusters(const fdma_problem *problem, int64_t most_blocks) {
-    const int64_t heads = problem->batch * problem->kv_heads;
-    return problem->kv_heads <= 2 * config::blocks ||
-           (problem->kv_heads <= most_ranks && heads <= most_blocks / 4 * 3);
-}
-
-template <typename config>
-static fdma_status attend_by_heads(const fdma_problem *problem, const decode_task &task,
-                                   const token_scores &from) {
-    static_assert(sizeof(heads_memory<config>) <=
-                      (config::blocks == 1 ? most_shared_bytes : half_shared_bytes),
-                  "as many thread blocks fit");
-    const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t most_blocks = (int64_t)config::blocks * multiprocessors;
-    const bool counts = are_clusters<config>(problem, most_blocks);
-    const int64_t cluster = counts ? problem->kv_heads : 1;
-    const int64_t blocks =
-        min(problem->batch * problem->kv_heads, max(most_blocks / cluster, (int64_t)1) * cluster);
-    FDMA_TRY(launch("decode", attend_heads<config>,
-                    {dim3((unsigned)blocks), dim3(config::threads), sizeof(heads_memory<config>),
-                     start_early, counts && cluster > 1 ? (unsigned)cluster : 0},
-                    problem, task.plan, task.cached, from, counts, is_aligned(task)));
-    if (counts)
-        return FDMA_OK;
-    const unsigned streams = (unsigned)divide_up(problem->batch, count_threads);
-    return launch("decode", count_tokens, {dim3(streams), dim3(count_threads), 0, start_early},
-                  problem, task.cached);
-}
-
 template <attend_form form, typename element, int tiles, bool in_pages>
-static fdma_status attend_rows(const fdma_problem *problem, const decode_task &task,
-                               const token_scores &from) {
-    if constexpr (form <= by_two)
-        return attend_by_clusters<cluster_config<element, tiles, in_pages>>(problem, task, from,
-                                                                            most_ranks >> form);
-    else
-        return attend_by_heads<heads_config<element, tiles, form == by_one_block, in_pages>>(
-            problem, task, from);
+static fdma_status attend_rows(const fdma_problem *problem, const decode_task &task) {
+    if constexpr (form <= by_two) {
+        return attend_by_clusters<element, tiles, in_pages>(problem, task, most_ranks >> form);
+    } else {
+        using config = heads_config<element, tiles, form == by_one_block, in_pages>;
+        const int64_t heads = problem->batch * problem->kv_heads;
+        const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
+        const int64_t blocks = min(heads, (int64_t)config::blocks * multiprocessors);
+        return launch("decode", attend_heads<config>,
+                      {dim3((unsigned)blocks), dim3(config::threads), sizeof(heads_memory<config>),
+                       start_early},
+                      problem, task.plan, task.cached, is_aligned(task));
+    }
 }
 
 template <attend_form form, typename element, int tiles>
-static fdma_status attend(const fdma_problem *problem, const decode_task &task,
-                          const token_scores &from) {
-    return has_pages(&problem->cache)
-               ? attend_rows<form, element, tiles, true>(problem, task, from)
-               : attend_rows<form, element, tiles, false>(problem, task, from);
+static fdma_status attend(const fdma_problem *problem, const decode_task &task) {
+    return has_pages(&problem->cache) ? attend_rows<form, element, tiles, true>(problem, task)
+                                      : attend_rows<form, element, tiles, false>(problem, task);
 }
 
 template <attend_form form, typename element>
@@ -142,12 +99,10 @@ static fdma_status run_type(const fdma_problem *problem) {
     constexpr int most_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
     fdma_arena arena = fdma_arena_of(problem);
     const decode_task task = lay_out(problem, &arena);
-    const token_scores from = token_scores_of(problem);
-    if (!is_present(&problem->score) && from.dt_proj == NULL)
-        FDMA_TRY(fdma_cuda_score_tokens(problem, task));
+    FDMA_TRY(launch_tokens<element>(problem, task));
     return problem->q_len * problem->group <= mma_rows
-               ? attend<form, element, 1>(problem, task, from)
-               : attend<form, element, most_tiles>(problem, task, from);
+               ? attend<form, element, 1>(problem, task)
+               : attend<form, element, most_tiles>(problem, task);
 }
 
 template <attend_form form> static fdma_status run(const fdma_problem *problem) {
@@ -178,10 +133,8 @@ template <attend_form form> static const char *refuses(const fdma_problem *probl
     const char *const reason = fdma_cuda_refuses_decode(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    constexpr int64_t of_cluster = (int64_t)(most_ranks >> form) * most_rank_rows;
-    if (problem->carried_len >
-        (form > by_two ? most_head_rows : min(of_cluster, most_staged_rows(few_heads_warps))))
-        return "more rows of a cache than fit in shared memory";
+    if (problem->carried_len > most_cluster_rows)
+        return "more than 4096 rows of a cache";
     if (problem->batch * problem->kv_heads > INT32_MAX / most_ranks)
         return "2^28 or more pairs of a stream and a kv head";
     const char *const device = fdma_refuses_all_but_sm90a(problem);

@@ -58,12 +58,12 @@ __device__ static void evict_head(const decode_plan &plan, const decode_stream &
                                    plan.bias_form};
     evict_state<keys> state = {rows};
     state.rows.load(plan.score.at(sequence, g), position, plan.rows);
-    state.rows.wait();
+    state.rows.rank(plan.rows);
     write_rows(plan, position, plan.bias.data != NULL ? plan.bias.at(sequence, g) : NULL, marks);
     if (thread >= stream.tokens && thread < plan.new_len)
         marks.add_token(thread, false);
     if (thread < plan.new_len)
-        shared.score[thread] = new_score[thread];
+        shared.order[thread] = signed_order_of(new_score[thread]);
     add_tokens(shared, state, plan, stream, marks);
     if (thread < stream.tokens)
         plan.slot[head * plan.new_len + thread] = shared.slot[thread];
@@ -80,12 +80,11 @@ static __global__ void __launch_bounds__(evict_threads, 1)
     if (stream.tokens == 0)
         return;
     extern __shared__ __align__(128) char bytes[];
-    if (plan.removed == NULL)
+    if (plan.row_keys == NULL)
         evict_head(plan, stream, b, g, staged_rows<evict_threads>(bytes, plan.rows));
     else
         evict_head(plan, stream, b, g,
-                   unstaged_rows<evict_threads>(
-                       plan.removed + blockIdx.x * removed_words(plan.rows, evict_threads)));
+                   listed_rows<evict_threads>(plan.row_keys + (int64_t)blockIdx.x * plan.rows));
 }
 
 const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim) {
@@ -110,7 +109,6 @@ static decode_plan describe_call(const fdma_problem *problem) {
     plan.n_tokens = (const int32_t *)problem->n_tokens.data;
     plan.commit = (const int32_t *)problem->commit.data;
     plan.sequences = (int32_t)cache->sequences;
-    plan.batch = (int32_t)problem->batch;
     plan.kv_heads = (int32_t)problem->kv_heads;
     plan.rows = (int32_t)problem->carried_len;
     plan.new_len = (int32_t)problem->new_len;
@@ -144,7 +142,7 @@ decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
         plan.records = take<key_record>(arena, heads * plan.keys);
         plan.list = take<int32_t>(arena, heads * plan.keys);
         if (plan.rows > most_staged)
-            plan.removed = take<uint32_t>(arena, heads * removed_words(plan.rows, evict_threads));
+            plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     } else {
         plan.expiry = take<int32_t>(arena, heads * new_len);
     }
@@ -166,6 +164,6 @@ fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan
     const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
     return launch(
         "decode", evict_keys,
-        {heads, dim3(evict_threads), plan.removed == NULL ? staged_bytes(plan) : 0, start_early},
+        {heads, dim3(evict_threads), plan.row_keys == NULL ? staged_bytes(plan) : 0, start_early},
         problem, plan);
 }

@@ -36,7 +36,7 @@ template <int threads> struct staged_rows {
     __device__ staged_rows(void *shared, int32_t rows)
         : score((float *)shared), position((int32_t *)shared + rows), removed(0) {}
 
-    /* Starts to load the rows; wait() then waits for them. */
+    /* Starts to load the rows; rank() then waits for them. */
     __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
 #pragma unroll 4
         for (int32_t row = threadIdx.x; row < rows; row += threads) {
@@ -46,7 +46,7 @@ template <int threads> struct staged_rows {
         cp_async_commit_group();
     }
 
-    __device__ void wait() const { cp_async_wait_group<0>(); }
+    __device__ void rank(int32_t) { cp_async_wait_group<0>(); }
 
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
         uint32_t left = removed;
@@ -59,63 +59,48 @@ template <int threads> struct staged_rows {
     __device__ void clear(int32_t row) { removed |= 1u << row / threads; }
 };
 
-/* The same in the cache itself, for any number of rows: a thread reads them again each time. */
-template <int threads> struct unstaged_rows {
-    uint32_t *removed; // removed_words() in shared memory or in the workspace
-    const float *score;
-    const int32_t *position;
+/* The same in the workspace, for any number of rows. */
+template <int threads> struct listed_rows {
+    competitor *keys; // [rows]
 
-    __device__ unstaged_rows(uint32_t *memory) : removed(memory) {}
+    __device__ listed_rows(competitor *workspace) : keys(workspace) {}
 
-    __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
-        score = all_scores;
-        position = all_positions;
-        for (int32_t row = 0; row < rows; row += 32 * threads)
-            removed[row / 32 + threadIdx.x] = 0;
+    __device__ void load(const float *score, const int32_t *position, int32_t rows) {
+#pragma unroll 8
+        for (int32_t row = threadIdx.x; row < rows; row += threads)
+            keys[row] = row_competitor(score[row], position[row], row);
     }
 
-    __device__ void wait() const {}
+    __device__ void rank(int32_t) {}
 
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
-        const uint32_t *const own = removed + threadIdx.x;
 #pragma unroll 8
-        for (int32_t row = threadIdx.x, n = 0; row < rows; row += threads, n++) {
-            const competitor key = row_competitor(score[row], position[row], row);
-            visit(row, (own[n / 32 * threads] >> n % 32 & 1) != 0 ? no_key : key);
-        }
+        for (int32_t row = threadIdx.x; row < rows; row += threads)
+            visit(row, keys[row]);
     }
 
-    __device__ void clear(int32_t row) const {
-        const int32_t n = row / threads;
-        removed[n / 32 * threads + threadIdx.x] |= 1u << n % 32;
-    }
+    __device__ void clear(int32_t row) { keys[row] = no_key; }
 };
-
-static __host__ __device__ int64_t removed_words(int64_t rows, int threads) {
-    return (rows + 32 * threads - 1) / (32 * threads) * threads;
-}
 
 struct worst_key {
     competitor key;        // no_key: none competes
     int32_t index;         // a row, or rows + a token
     int32_t oldest_recent; // the least position from `newest` on
-    int32_t recent;        // keys from there on
 };
 
 template <int threads> struct evict_memory {
     static constexpr int warps = threads / 32;
     worst_key worst[2][warps];
     int32_t count[2][warps];
-    float score[most_new_tokens];  // of the tokens
-    int32_t slot[most_new_tokens]; // the row that a token took, or -1
-    int32_t sink_end;              // with pages, the sinks are the keys before this position
+    int32_t order[most_new_tokens]; // of the tokens
+    int32_t slot[most_new_tokens];  // the row that a token took, or -1
+    int32_t sink_end;               // with pages, the sinks are the keys before this position
 };
 
 template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
     int32_t newest;  // keys from this position on are recent: they do not compete
-    bool is_guess;   // `newest` has not been compared with their number
     int32_t arrived; // tokens so far
     int32_t buffer;  // which of the two in shared memory is in use
     bool is_alive;   // the token of this thread has arrived and is not evicted
@@ -172,10 +157,9 @@ __device__ static bool is_sink(const evict_memory<threads> &shared, const decode
 /* Lets a key compete, unless it is recent or a sink. */
 __device__ static void add_key(worst_key *worst, int32_t newest, competitor key, int32_t index,
                                bool is_sink) {
-    if (!is_empty_row(key) && position_of(key) >= newest) {
+    if (!is_empty_row(key) && position_of(key) >= newest)
         worst->oldest_recent = min(worst->oldest_recent, position_of(key));
-        worst->recent++;
-    } else if ((!is_sink || is_empty_row(key)) && key < worst->key) {
+    else if ((!is_sink || is_empty_row(key)) && key < worst->key) {
         worst->key = key;
         worst->index = index;
     }
@@ -185,8 +169,8 @@ template <int threads, typename keys>
 __device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
                                      const decode_plan &plan) {
     const int32_t token = threadIdx.x;
-    const competitor key = signed_ranked_key_of(signed_order_of(shared.score[token]),
-                                                token_position(state.stream, token));
+    const competitor key =
+        signed_ranked_key_of(shared.order[token], token_position(state.stream, token));
     if (state.is_alive)
         add_key(&state.worst, state.newest, key, plan.rows + token,
                 is_sink(shared, plan, key, shared.slot[token]));
@@ -195,7 +179,7 @@ __device__ static void add_own_token(const evict_memory<threads> &shared, evict_
 template <int threads, typename keys>
 __device__ static void find_own_worst(const evict_memory<threads> &shared, evict_state<keys> &state,
                                       const decode_plan &plan) {
-    worst_key worst = {no_key, -1, INT32_MAX, 0};
+    worst_key worst = {no_key, -1, INT32_MAX};
     if (plan.sinks == 0 && state.newest == INT32_MAX) // all keys compete, which takes less work
         state.rows.each(plan.rows, [&](int32_t row, competitor key) {
             const bool is_worse = key < worst.key;
@@ -217,8 +201,7 @@ __device__ static worst_key worst_of_warp(const worst_key &own) {
     const competitor key = signed_ranked_key_of(order, (int32_t)position);
     const uint32_t lanes = __ballot_sync(~0u, own.key == key);
     return {key, __shfl_sync(~0u, own.index, __ffs(lanes) - 1),
-            __reduce_min_sync(~0u, own.oldest_recent),
-            (int32_t)__reduce_add_sync(~0u, (uint32_t)own.recent)};
+            __reduce_min_sync(~0u, own.oldest_recent)};
 }
 
 template <int threads, typename keys>
@@ -229,10 +212,7 @@ __device__ static worst_key find_worst(evict_memory<threads> &shared, evict_stat
     if (lane == 0)
         shared.worst[state.buffer][threadIdx.x / 32] = own;
     __syncthreads();
-    constexpr int warps = evict_memory<threads>::warps;
-    worst_key worst = worst_of_warp(shared.worst[state.buffer][lane % warps]);
-    worst.recent /= 32 / warps; // as many lanes have read each
-    return worst;
+    return worst_of_warp(shared.worst[state.buffer][lane % evict_memory<threads>::warps]);
 }
 
 /* The row that the next token takes from the worst key; -1: none. */
@@ -241,7 +221,7 @@ __device__ static int32_t row_of_token(const evict_memory<threads> &shared,
                                        const evict_state<keys> &state, const decode_plan &plan,
                                        const worst_key &worst) {
     const bool is_worst = plan.recent == 0 && !is_empty_row(worst.key) &&
-                          signed_order_of(shared.score[state.arrived]) < order_of(worst.key);
+                          shared.order[state.arrived] < order_of(worst.key);
     if (worst.key == no_key || is_worst)
         return -1;
     return worst.index < plan.rows ? worst.index : shared.slot[worst.index - plan.rows];
@@ -269,7 +249,7 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
         marks.add_token(token, row >= 0);
     }
     state.arrived++;
-    if (state.newest < INT32_MAX && !state.is_guess) // the oldest recent key competes from now on
+    if (state.newest < INT32_MAX) // the oldest recent key competes from now on
         state.newest = min(worst.oldest_recent, INT32_MAX - 2) + 1;
     state.is_stale = is_owner || state.worst.oldest_recent < state.newest;
     if (!state.is_stale && token == threadIdx.x)
@@ -277,19 +257,17 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
 }
 
 /* Gives every token of a stream its row. The rows of the cache are loaded, and the caller has
- * written the scores of the tokens. For each key, the thread that has it calls `marks`:
+ * written the orders of the tokens. For each key, the thread that has it calls `marks`:
  * evict_row(row, token), evict_token(token, by) and add_token(token, is_kept). */
 template <int threads, typename keys, typename mark>
 __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<keys> &state,
                                   const decode_plan &plan, const decode_stream &stream,
                                   const mark &marks) {
     static_assert(threads >= most_new_tokens, "every token has a thread");
-    const int32_t token = threadIdx.x, others = plan.recent - 1;
+    const int32_t token = threadIdx.x;
     state.stream = stream;
+    state.newest = INT32_MAX;
     state.arrived = state.buffer = 0;
-    state.is_guess = others > 0;
-    // the (recent - 1)-th last position of the stream, unless padding lies between
-    state.newest = others > 0 ? max(token_position(stream, 0) - others, 1) : INT32_MAX;
     state.is_alive = false;
     state.is_stale = true;
     __syncthreads();                 // for the caller's writes: a row may be another thread's there
@@ -302,32 +280,29 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     while (state.arrived < stream.tokens) {
         if (state.is_stale)
             find_own_worst(shared, state, plan);
-        state.is_stale = false;
         const worst_key worst = find_worst(shared, state);
-        if (state.is_guess && !is_empty_row(worst.key)) { // an empty row would be the worst anyway
-            state.is_guess = false;
-            state.is_stale = worst.recent != others;
-        }
-        if (!state.is_stale) {
-            add_token(shared, state, plan, worst, marks);
-        } else {
+        if (plan.recent > 1 && !is_empty_row(worst.key) && state.newest == INT32_MAX) {
+            // the (recent - 1)-th last position of the stream, unless padding lies between
+            const int32_t others = plan.recent - 1;
             const int32_t likely = max(token_position(stream, state.arrived) - others, 1);
             state.newest = newest_position(shared, state, plan.rows, others, likely);
+            state.is_stale = true;
+        } else {
+            add_token(shared, state, plan, worst, marks);
         }
     }
 }
 
 /* ---- place_tokens() ---- */
 
-/* A thread block computes the scores of the new tokens of one (b, g), and decides which rows they
- * take. It multiplies and adds in the order of score/score.cu, with the same limbs, so the bits are
- * the same. */
+/* The first of the two kernels of fdma_decode() on 9.0: a thread block computes the scores of the
+ * new tokens of one (b, g), and decides which rows they take. It multiplies and adds in the order
+ * of score/score.cu, with the same limbs, so the bits are the same. */
+
+enum { most_cluster_rows = 4096 }; // of a cache
 
 /* For a call of few heads a thread has few rows; of many, a multiprocessor has many blocks. */
 static constexpr int few_heads_warps = 16, many_heads_warps = 8;
-
-/* A bit for each row of a thread. */
-static constexpr int64_t most_staged_rows(int warps) { return 32 * 32 * warps; }
 static constexpr int mma_tokens = 8; // the upper half of the rows of mma, to save registers
 static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
@@ -450,7 +425,7 @@ __device__ static float dot_of_token(const token_memory<warps> &shared, const de
                             plan.kv_heads, head_dim, (const float *)from.dt_proj + g * from.dt_row);
 }
 
-/* Computes the scores of the new tokens. */
+/* Computes the scores of the new tokens, and their orders. */
 template <typename element, int warps>
 __device__ static void score_tokens(token_memory<warps> &shared, const decode_plan &plan,
                                     const head_view &v, const token_scores &from, int32_t b,
@@ -478,7 +453,9 @@ __device__ static void score_tokens(token_memory<warps> &shared, const decode_pl
         const int32_t token = first + threadIdx.x;
         if (threadIdx.x < mma_tokens && token < plan.new_len) {
             const float dot = dot_of_token<element>(shared, plan, v, from, scale, b, g, token);
-            shared.evict.score[token] = a * softplus(dot + dt_bias);
+            const float score = a * softplus(dot + dt_bias);
+            plan.new_score.at(b, g)[token] = score;
+            shared.evict.order[token] = signed_order_of(score);
         }
     }
 }
@@ -494,23 +471,6 @@ struct token_marks {
     }
 };
 
-/* Places the new tokens of a (b, g), with all threads of a thread block. */
-template <typename element, int warps, typename keys>
-__device__ static void place_tokens_of_head(token_memory<warps> &shared, evict_state<keys> &state,
-                                            const decode_plan &plan, const head_view &v,
-                                            const token_scores &from, const decode_stream &stream,
-                                            int32_t b, int32_t g) {
-    const int32_t token = threadIdx.x;
-    state.rows.load(plan.score.at(stream.sequence, g), plan.position.at(stream.sequence, g),
-                    plan.rows);
-    if (from.dt_proj != NULL)
-        score_tokens<element>(shared, plan, v, from, b, g);
-    else if (token < plan.new_len)
-        shared.evict.score[token] = plan.new_score.at(b, g)[token];
-    state.rows.wait();
-    add_tokens(shared.evict, state, plan, stream, token_marks{shared.expiry});
-}
-
 template <typename element, int warps>
 static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
@@ -523,12 +483,20 @@ static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
-    if (stream.tokens > 0)
-        place_tokens_of_head<element>(shared, state, plan, v, from, stream, b, g);
+    if (stream.tokens > 0) {
+        state.rows.load(plan.score.at(stream.sequence, g), plan.position.at(stream.sequence, g),
+                        plan.rows);
+        if (from.dt_proj != NULL)
+            score_tokens<element>(shared, plan, v, from, b, g);
+        else if (token < plan.new_len)
+            shared.evict.order[token] = signed_order_of(plan.new_score.at(b, g)[token]);
+        state.rows.rank(plan.rows);
+        add_tokens(shared.evict, state, plan, stream, token_marks{shared.expiry});
+    } else if (from.dt_proj != NULL && token < plan.new_len) {
+        plan.new_score.at(b, g)[token] = 0;
+    }
     if (threadIdx.x == 0)
         plan.streams[blockIdx.x] = stream;
-    if (from.dt_proj != NULL && token < plan.new_len)
-        plan.new_score.at(b, g)[token] = stream.tokens > 0 ? shared.evict.score[token] : 0;
     if (token < plan.new_len) {
         plan.slot[at] = token < stream.tokens ? shared.evict.slot[token] : -1;
         plan.expiry[at] = token < stream.tokens ? shared.expiry[token] : -1;

@@ -1,21 +1,12 @@
-/* fdma_decode() on 9.0 for a call of many heads, or of short rows: a thread block places the tokens
- * of a (b, g) and attends for it, and then for the next one. Every warp has a pipeline of its own.
- * It continues from one (b, g) to the next, so memory is read while tokens are placed and results
- * are merged.
- *
- * A stream's heads read how many tokens it has seen before one of them counts the new ones. Where
- * they are a cluster, its barrier sees to that. Elsewhere count_tokens() follows.
- *
- *   barrier          arrivals      who arrives                       who waits
- *   of the cluster   all threads   all, once the tokens are placed   all, before they count them */
+/* The second of the two kernels of fdma_decode() on 9.0, for a call of many heads: a thread block
+ * attends for a whole (b, g), and then for the next one. Every warp has a pipeline of its own. It
+ * continues from one (b, g) to the next, so memory is read while results are merged. */
 #pragma once
 
 #include "cuda/decode/evict.cuh"
 #include "cuda/mma/attention.cuh"
 
 enum { head_keys = 16 }; // of a warp's key block
-
-static constexpr int32_t most_head_rows = 65536; // of a cache; a bit each in shared memory
 
 /* wide: one thread block per multiprocessor, for calls with at most one head for each of them. */
 template <typename type, int tiles, bool wide, bool paged> struct heads_config {
@@ -42,7 +33,7 @@ template <typename config> struct heads_stage {
     alignas(8) float bias[config::keys];
 };
 
-/* The tokens of a (b, g). */
+/* The output of place_tokens() for the tokens of a (b, g). */
 struct placed_tokens {
     int32_t slot[most_new_tokens], expiry[most_new_tokens];
     float score[most_new_tokens];
@@ -65,29 +56,13 @@ struct heads_item {
     int32_t blocks;
 };
 
-/* The key block that a warp copies next and, with pages, the page of each row, or -1. It is in
- * shared memory to save registers. */
-struct heads_cursor {
-    heads_item item;
-    int32_t block;
-    int32_t stage; // 0 or 1
-    int32_t page[head_keys];
-};
-
 template <typename config> struct heads_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     heads_stage<config> stages[config::warps][2];
-    union {
-        struct {
-            token_memory<config::warps> placing;
-            uint32_t removed[most_head_rows / 32];
-        };
-        partial_rows<config> partials[config::warps / 2];
-    };
-    heads_item item, next;
-    heads_cursor cursors[config::warps];
-    decode_stream stream;
-    placed_tokens tokens;
+    partial_rows<config> partials[config::warps / 2];
+    // of this item and of the next one
+    heads_item items[2];
+    placed_tokens tokens[2];
     alignas(8) int32_t token[most_new_tokens]; // 0, 1, ...
     int32_t position[config::rows];
 };
@@ -116,6 +91,13 @@ __device__ static heads_item next_item(const forward_plan &plan, const decode_pl
                                     : item_of(plan, cached, item.head + gridDim.x, 0);
 }
 
+/* The key block that a warp copies next and, with pages, the page of this lane's row, or -1. */
+struct heads_cursor {
+    heads_item item;
+    int32_t block;
+    int32_t page;
+};
+
 /* The row of a lane, if its key block belongs to the cache. */
 __device__ static int32_t own_row(const heads_cursor &cursor) {
     return cursor.block * head_keys + threadIdx.x % head_keys;
@@ -126,28 +108,26 @@ __device__ static int32_t own_row(const heads_cursor &cursor) {
 __device__ static void find_page(const decode_plan &cached, heads_cursor &cursor) {
     const int32_t row = own_row(cursor);
     const bool is_row = cursor.block < cursor.item.blocks && row < cached.rows;
-    const int32_t page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
-    if (threadIdx.x % warp_lanes < head_keys)
-        cursor.page[threadIdx.x % head_keys] = page;
-    __syncwarp();
+    cursor.page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
 }
 
-/* Moves the cursor to a key block, or to an item that has key blocks for this warp if the cursor's
- * item has none left. */
+/* Advances to an item that has key blocks for this warp, if the cursor has none left. */
 template <typename config>
-__device__ static void move_to(const forward_plan &plan, const decode_plan &cached,
-                               heads_cursor &cursor, int32_t block) {
-    __syncwarp(); // every lane has read the cursor
-    if (threadIdx.x % warp_lanes == 0) {
-        for (; block >= cursor.item.blocks && cursor.item.head < plan.batch * plan.kv_heads;
-             block = threadIdx.x / warp_lanes)
-            cursor.item = next_item<config>(plan, cached, cursor.item);
-        cursor.block = block;
-        cursor.stage ^= 1;
+__device__ static void skip_items(const forward_plan &plan, const decode_plan &cached,
+                                  heads_cursor &cursor) {
+    while (cursor.block >= cursor.item.blocks && cursor.item.head < plan.batch * plan.kv_heads) {
+        cursor.item = next_item<config>(plan, cached, cursor.item);
+        cursor.block = threadIdx.x / warp_lanes;
     }
-    __syncwarp();
     if (config::in_pages)
         find_page(cached, cursor);
+}
+
+template <typename config>
+__device__ static void go_on(const forward_plan &plan, const decode_plan &cached,
+                             heads_cursor &cursor) {
+    cursor.block += config::warps;
+    skip_items<config>(plan, cached, cursor);
 }
 
 /* Starts copying k or v of the cursor's key block, if there is one. */
@@ -160,9 +140,9 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
         return;
     const bool is_new = cursor.block >= row_blocks(cached);
     if (config::in_pages && !is_new) {
-        copy_rows_of_pages<config>(
-            to, source_of(rows, 0, item.range.g, plan.head_dim, aligned), 2 * rows.batch,
-            {cursor.page[threadIdx.x % head_keys], row_of_page(cached.pages, own_row(cursor))});
+        copy_rows_of_pages<config>(to, source_of(rows, 0, item.range.g, plan.head_dim, aligned),
+                                   2 * rows.batch,
+                                   {cursor.page, row_of_page(cached.pages, own_row(cursor))});
         return;
     }
     const row_source source =
@@ -185,7 +165,7 @@ __device__ static void load_keys(heads_stage<config> &stage, const forward_plan 
     const int32_t row = cursor.block * config::keys + entry;
     if (cursor.block < min(row_blocks(cached), item.blocks) && row < cached.rows) {
         const int32_t sequence = item.sequence, g = item.range.g;
-        if (threadIdx.x % warp_lanes < config::keys && config::in_pages && cursor.page[entry] < 0)
+        if (threadIdx.x % warp_lanes < config::keys && config::in_pages && cursor.page < 0)
             stage.expiry[entry] = -1;
         else if (threadIdx.x % warp_lanes < config::keys)
             cp_async_4(shared_address(&stage.expiry[entry]), cached.position.at(sequence, g) + row);
@@ -203,55 +183,24 @@ __device__ static void load_values(heads_stage<config> &stage, const forward_pla
     cp_async_commit_group();
 }
 
-/* Starts to load the weights of a kv head's scores. */
-__device__ static void prefetch_weights(const token_scores &from, int32_t g) {
-    const int32_t bytes = from.wide_dt_proj ? 4 : 2;
-    const char *const weights = (const char *)from.dt_proj + g * from.dt_row * bytes;
-    for (int32_t at = threadIdx.x * 128; at < from.channels * bytes; at += blockDim.x * 128)
-        prefetch_l2(weights + at);
-}
-
-/* Starts loading q of an item, and what its tokens compete with. A call saves registers. */
+/* Starts loading q of an item, and the tokens of its (b, g). */
 template <typename config>
-__device__ static __noinline__ void load_item(heads_memory<config> &shared,
-                                              const forward_plan &plan, const decode_plan &cached,
-                                              const heads_item &item, bool aligned) {
-    constexpr int32_t line = 32; // rows of a cache line
+__device__ static void load_item(heads_memory<config> &shared, placed_tokens &tokens,
+                                 const forward_plan &plan, const decode_plan &cached,
+                                 const heads_item &item, bool aligned) {
     if (item.tokens > 0) {
         write_positions<config::rows>(shared.position, plan, item.range, plan.kv_len);
         load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, item.range,
                                                  aligned);
-        const float *const score = cached.score.at(item.sequence, item.range.g);
-        const int32_t *const position = cached.position.at(item.sequence, item.range.g);
-        for (int32_t row = threadIdx.x * line; row < cached.rows; row += config::threads * line) {
-            prefetch_l2(score + row);
-            prefetch_l2(position + row);
+        const int64_t first = (int64_t)item.head * cached.new_len;
+        const float *const score = cached.new_score.at(item.range.b, item.range.g);
+        for (int32_t token = threadIdx.x; token < item.tokens; token += config::threads) {
+            cp_async_4(shared_address(&tokens.slot[token]), cached.slot + first + token);
+            cp_async_4(shared_address(&tokens.expiry[token]), cached.expiry + first + token);
+            cp_async_4(shared_address(&tokens.score[token]), score + token);
         }
-        if (threadIdx.x == 0)
-            prefetch_l2(cached.seen + item.sequence);
     }
     cp_async_commit_group();
-}
-
-/* Places the tokens of an item's (b, g). A call saves registers. */
-template <typename config>
-__device__ static __noinline__ void place_item(heads_memory<config> &shared,
-                                               const forward_plan &plan, const decode_plan &cached,
-                                               const token_scores &from, const heads_item &item) {
-    const int32_t b = item.range.b, g = item.range.g, token = threadIdx.x;
-    const decode_stream stream = stream_of(cached, b);
-    if (token == 0)
-        shared.stream = stream;
-    if (stream.tokens == 0)
-        return;
-    evict_state<unstaged_rows<config::threads>> state = {shared.removed};
-    place_tokens_of_head<typename config::element>(shared.placing, state, cached, plan.v, from,
-                                                   stream, b, g);
-    if (token < stream.tokens) {
-        shared.tokens.slot[token] = shared.placing.evict.slot[token];
-        shared.tokens.expiry[token] = shared.placing.expiry[token];
-        shared.tokens.score[token] = shared.placing.evict.score[token];
-    }
 }
 
 /* Sets expiry and bias of a key block. The first token that takes a row evicts its key. Bit n of
@@ -298,16 +247,17 @@ __device__ static void clear_values(typename config::element *v, uint32_t entrie
 }
 
 /* A warp's key blocks for the rows of an item. As soon as k or v of a stage has been read, it is
- * loaded for the cursor's key block. */
+ * loaded for the cursor's key block. `stage` is 0 or 1. */
 template <typename config>
-__device__ static void attend_item(heads_memory<config> &shared, row_state<config> &state,
+__device__ static void attend_item(heads_memory<config> &shared, int turn, row_state<config> &state,
                                    const forward_plan &plan, const decode_plan &cached,
-                                   heads_cursor &cursor, bool aligned) {
-    const heads_item &item = shared.item;
+                                   heads_cursor &cursor, int &stage, bool aligned) {
+    const heads_item &item = shared.items[turn];
+    const placed_tokens &tokens = shared.tokens[turn];
     const int warp = threadIdx.x / warp_lanes;
     const logit_params logits = logit_params_of(plan);
     for (int32_t block = warp; block < item.blocks; block += config::warps) {
-        heads_stage<config> &own = shared.stages[warp][cursor.stage];
+        heads_stage<config> &own = shared.stages[warp][stage];
         const bool is_new = block >= row_blocks(cached);
         const int32_t *const token =
             shared.token + (is_new ? (block - row_blocks(cached)) * config::keys : 0);
@@ -315,7 +265,7 @@ __device__ static void attend_item(heads_memory<config> &shared, row_state<confi
         cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
         const uint32_t unkept =
-            prepare_entries(own, shared.tokens, cached, item, block, shared.position[0]);
+            prepare_entries(own, tokens, cached, item, block, shared.position[0]);
         mma_abt<config>(s, down_first<config::head_dim>(shared.q),
                         right_first<config::head_dim>(own.k)); // S = Q K^T
         find_logits<config>(s, own.bias, logits);
@@ -329,7 +279,8 @@ __device__ static void attend_item(heads_memory<config> &shared, row_state<confi
         mma_ab<config>(state.out, s, down_first<config::head_dim>(own.v)); // O += P V
         __syncwarp();                                                      // every lane has read v
         load_values(own, plan, cached, cursor, aligned);
-        move_to<config>(plan, cached, cursor, cursor.block + config::warps);
+        go_on<config>(plan, cached, cursor);
+        stage ^= 1;
     }
 }
 
@@ -408,7 +359,7 @@ __device__ static void write_rows(const forward_plan &plan, const heads_item &it
 /* Merges the partial results of the warps, which have read q and their stages, and writes them.
  * Meanwhile the next item is loaded. */
 template <typename config>
-__device__ static void finish_item(heads_memory<config> &shared, row_state<config> &state,
+__device__ static void finish_item(heads_memory<config> &shared, int turn, row_state<config> &state,
                                    const forward_plan &plan, const decode_plan &cached,
                                    bool aligned) {
     constexpr int half = config::warps / 2;
@@ -416,102 +367,72 @@ __device__ static void finish_item(heads_memory<config> &shared, row_state<confi
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++)
         state.row_sum[r] = quad_sum(state.row_sum[r]);
+    if (warp >= half)
+        write_partial(shared.partials[warp - half], state);
+    __syncthreads(); // q is no longer read
+    load_item(shared, shared.tokens[turn ^ 1], plan, cached, shared.items[turn ^ 1], aligned);
+    if (warp < half)
+        add_partial(state, shared.partials[warp]);
 #pragma unroll 1
-    for (int left = half; left > 0; left /= 2) {
-        const int first = left == half ? half : 0; // the warp that writes partial result 0
+    for (int left = half / 2; left > 0; left /= 2) {
         if (warp >= left && warp < 2 * left)
-            write_partial(shared.partials[warp - first], state);
+            write_partial(shared.partials[warp], state);
         __syncthreads();
-        if (left == half) // q is no longer read
-            load_item(shared, plan, cached, shared.next, aligned);
         if (warp < left)
-            add_partial(state, shared.partials[warp + left - first]);
+            add_partial(state, shared.partials[warp + left]);
     }
     if (warp == 0)
-        write_rows(plan, shared.item, state);
+        write_rows(plan, shared.items[turn], state);
 }
 
 /* Writes the committed tokens to their rows of the cache, unless a committed token evicts them. */
-__device__ static void commit_tokens(const placed_tokens &tokens, const decode_stream &stream,
-                                     const forward_plan &plan, const decode_plan &cached,
-                                     const heads_item &item) {
+__device__ static void commit_tokens(const placed_tokens &tokens, const forward_plan &plan,
+                                     const decode_plan &cached, const heads_item &item) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    const int warps = blockDim.x / warp_lanes;
-    // not with warp 0 first, which writes the results
-    for (int32_t token = warps - 1 - warp; token < stream.committed; token += warps)
+    const decode_stream stream = cached.streams[item.head];
+    for (int32_t token = warp; token < stream.committed; token += blockDim.x / warp_lanes)
         if (tokens.slot[token] >= 0 && tokens.expiry[token] >= stream.committed)
-            store_token(plan, cached, stream, item.range.b, item.range.g, token,
-                        tokens.score[token], tokens.slot[token], {lane, warp_lanes});
-}
-
-__device__ static void count_tokens_of(const decode_plan &cached, const decode_stream &stream) {
-    if (stream.tokens > 0)
+            store_token(plan, cached, stream, item.range.b, item.range.g, token, tokens.slot[token],
+                        {lane, warp_lanes});
+    if (item.range.g == 0 && threadIdx.x == 0 && stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);
 }
 
-static constexpr int count_threads = 128;
-
-/* Counts the committed tokens of all streams. */
-static __global__ void __launch_bounds__(count_threads, 1)
-    count_tokens(const __grid_constant__ decode_plan cached) {
-    const int32_t b = blockIdx.x * count_threads + threadIdx.x;
-    griddepcontrol_wait(); // for attend_heads()
-    griddepcontrol_launch_dependents();
-    if (b < cached.batch)
-        count_tokens_of(cached, stream_of(cached, b));
-}
-
-/* counts: the heads of a stream are a cluster, which counts its committed tokens. */
 template <typename config>
 static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_heads(const __grid_constant__ forward_plan plan,
-                 const __grid_constant__ decode_plan cached,
-                 const __grid_constant__ token_scores from, const bool counts, const bool aligned) {
+                 const __grid_constant__ decode_plan cached, const bool aligned) {
     heads_memory<config> &shared = shared_memory<heads_memory<config>>();
-    const heads_item &item = shared.item;
     const int warp = threadIdx.x / warp_lanes;
     for (int token = threadIdx.x; token < most_new_tokens; token += config::threads)
         shared.token[token] = token;
-    griddepcontrol_wait(); // for the output of the caller's kernels
-    griddepcontrol_launch_dependents();
-    heads_cursor &cursor = shared.cursors[warp];
-    const heads_item first = item_of(plan, cached, blockIdx.x, 0);
+    heads_cursor cursor = {item_of(plan, cached, blockIdx.x, 0), warp};
     if (threadIdx.x == 0)
-        shared.item = first;
-    if (threadIdx.x % warp_lanes == 0)
-        cursor = {first, warp, 1};
-    __syncthreads();
-    if (from.dt_proj != NULL)
-        prefetch_weights(from, item.range.g);
-    load_item(shared, plan, cached, shared.item, aligned);
-    move_to<config>(plan, cached, cursor, warp);
+        shared.items[0] = cursor.item;
+    skip_items<config>(plan, cached, cursor);
+    // no kernel before place_tokens() is still running, so the cache is as the last call left it
     for (int n = 0; n < 2; n++) {
         load_keys(shared.stages[warp][n], plan, cached, cursor, aligned);
         load_values(shared.stages[warp][n], plan, cached, cursor, aligned);
-        move_to<config>(plan, cached, cursor, cursor.block + config::warps);
+        go_on<config>(plan, cached, cursor);
     }
-    while (item.head < plan.batch * plan.kv_heads) {
+    griddepcontrol_wait(); // for place_tokens()
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    load_item(shared, shared.tokens[0], plan, cached, shared.items[0], aligned);
+    for (int turn = 0, stage = 0;; turn ^= 1) {
+        const heads_item &item = shared.items[turn], &next = shared.items[turn ^ 1];
         row_state<config> state;
-        if (item.range.first == 0) {
-            place_item(shared, plan, cached, from, item);
-            barrier_cluster_arrive_relaxed(); // this head has used the count of its stream
-        }
         clear_rows(state);
         cp_async_wait_group<0>();
-        __syncthreads(); // the item's q has arrived, and its tokens have their rows
+        __syncthreads(); // the item, its q and its tokens have arrived
+        if (item.head >= plan.batch * plan.kv_heads)
+            return;
         if (threadIdx.x == 0)
-            shared.next = next_item<config>(plan, cached, item);
-        attend_item(shared, state, plan, cached, cursor, aligned);
-        finish_item(shared, state, plan, cached, aligned);
-        if (shared.next.head != item.head) {
-            commit_tokens(shared.tokens, shared.stream, plan, cached, item);
-            barrier_cluster_wait(); // every head of the stream has read the count
-            if (counts && item.range.g == 0 && threadIdx.x == 0)
-                count_tokens_of(cached, shared.stream);
-        }
-        __syncthreads(); // no warp reads the item, its tokens or partial results any more
-        if (threadIdx.x == 0)
-            shared.item = shared.next;
-        __syncthreads();
+            shared.items[turn ^ 1] = next_item<config>(plan, cached, item);
+        attend_item(shared, turn, state, plan, cached, cursor, stage, aligned);
+        finish_item(shared, turn, state, plan, cached, aligned);
+        if (next.head != item.head)
+            commit_tokens(shared.tokens[turn], plan, cached, item);
     }
 }

@@ -207,11 +207,6 @@ __device__ static void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-/* Starts to load the cache line of an address to the L2 cache. */
-__device__ static void prefetch_l2(const void *global) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 __device__ static void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -326,11 +321,6 @@ __device__ static void st_async(uint32_t address, float4 value, uint32_t barrier
 
 __device__ static void barrier_cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-/* The same without making this thread's writes visible, which takes a fence. */
-__device__ static void barrier_cluster_arrive_relaxed(void) {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ static void barrier_cluster_wait(void) {

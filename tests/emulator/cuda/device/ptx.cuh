@@ -192,8 +192,6 @@ static inline float ex2_approx(float x) {
     return y < 0x1p-126f ? 0 : y;
 }
 
-static inline void prefetch_l2(const void *) {}
-
 static inline void cp_async_4(uint32_t shared, const void *global) {
     if (shared % 4 != 0 || (uintptr_t)global % 4 != 0)
         emulated_fail("cp.async of 4 bytes");
@@ -298,7 +296,6 @@ template <typename T> static inline void st_async(uint32_t address, T value, uin
 }
 
 static inline void barrier_cluster_arrive() { emulated_cluster_arrive(); }
-static inline void barrier_cluster_arrive_relaxed() { emulated_cluster_arrive(); }
 static inline void barrier_cluster_wait() { emulated_cluster_wait(); }
 
 /* ---- device memory ---- */
