@@ -217,7 +217,7 @@ static void list_decode_keys(decode_task *task, decode_list *keys) {
     open_pages(problem, keys);
 }
 
-/* Puts the rows of a list behind those of another. */
+/* Puts the rows of the next list behind the rows of a list. */
 static void add_rows_ahead(decode_list *keys, const decode_list *next) {
     memcpy(keys->k + decode_keys, next->k, sizeof *keys->k * decode_keys);
     memcpy(keys->v + decode_keys, next->v, sizeof *keys->v * decode_keys);
