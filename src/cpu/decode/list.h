@@ -77,7 +77,7 @@ typedef struct decode_task {
     int64_t next_head; /* whose list comes next */
     decode_cursor cursor[dense_heads];
     float *q;       /* [heads][padded][width] */
-    float *weights; /* [padded][decode_keys]; without a selection see below */
+    float *weights; /* [padded][decode_keys]; without a selection: dense_arrays */
 } decode_task;
 
 static int64_t head_of(const decode_task *task, int64_t head) {
