@@ -18,6 +18,16 @@ static inline vf exp2_of(vf x) {
     return vf_scale2(p, x);
 }
 
+/* The same with a relative error below 3e-6: degree 4. */
+static inline vf rough_exp2_of(vf x) {
+    const vf f = vf_fraction(x);
+    vf p = vf_fma(f, vf_set(0x1.b7f732p-7f), vf_set(0x1.abf868p-5f));
+    p = vf_fma(p, f, vf_set(0x1.ee2450p-3f));
+    p = vf_fma(p, f, vf_set(0x1.62d6c6p-1f));
+    p = vf_fma(p, f, vf_set(1));
+    return vf_scale2(p, x);
+}
+
 /* tanh(x): an odd polynomial where |x| < 0.625 (coefficients of Cephes), exponentials elsewhere.
  * The relative error is below 2.5e-7. */
 static inline vf tanh_of(vf x) {

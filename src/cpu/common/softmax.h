@@ -16,6 +16,9 @@ static const float logit_unit = terms == 2 ? 1.4426950408889634f : 1;
 /* e^x of a difference of logits times logit_unit. */
 INLINE vf power_of(vf x) { return exp2_of(terms == 2 ? x : vf_mul(x, vf_set(log2e))); }
 
+/* The same for a weight that is rounded to bfloat16. */
+INLINE vf rough_power_of(vf x) { return terms == 2 ? rough_exp2_of(x) : power_of(x); }
+
 /* scale * s + bias. Scaling q instead would round every channel once more. */
 INLINE void scale_and_bias(product_block s, int from, float scale, const float *bias) {
     UNROLL
@@ -113,21 +116,33 @@ INLINE void mask_lanes(product_block s, int from, const key_list *keys, int32_t 
     }
 }
 
+/* Turns differences of logits and maximum into weights, for a vector of lanes, and stores them in
+ * words of keys. Returns their sum. */
+INLINE vf weigh_vector(product_block s, int m, float *weights) {
+    UNROLL
+    for (int key = 0; key < group_keys; key++)
+        s[key][m] = rough_power_of(s[key][m]);
+    vf total = s[0][m];
+    UNROLL
+    for (int key = 1; key < group_keys; key++)
+        total = vf_add(total, s[key][m]);
+    UNROLL
+    for (int key = terms - 1; key < group_keys; key += terms)
+        vf_store(weights + key / terms * block_lanes + m * vf_width,
+                 vf_join_weights(s[key - terms + 1][m], s[key][m]));
+    return total;
+}
+
 /* Turns logits into weights, P = e^(S - max), stores them in words of keys, and sums them up in
  * `total`. */
 INLINE void weigh(product_block s, int from, const float *max, float *weights, vf *total) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         const vf top = vf_load(max + m * vf_width);
-        total[m] = vf_set(0);
         UNROLL
-        for (int key = 0; key < group_keys; key++) {
-            s[key][m] = power_of(vf_sub(s[key][m], top));
-            total[m] = vf_add(total[m], s[key][m]);
-            if (key % terms == terms - 1)
-                vf_store(weights + key / terms * block_lanes + m * vf_width,
-                         vf_join_weights(s[key - terms + 1][m], s[key][m]));
-        }
+        for (int key = 0; key < group_keys; key++)
+            s[key][m] = vf_sub(s[key][m], top);
+        total[m] = weigh_vector(s, m, weights);
     }
 }
 

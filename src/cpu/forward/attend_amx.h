@@ -1,6 +1,6 @@
 /* The blocks of lanes of a tile attend to one key block: products on AMX. Tiles and vectors work at
- * the same time: after the softmax of each group come pieces of other products, first of the scores
- * that the next softmax needs, then of O += V P for the block of lanes before. */
+ * the same time: the softmax of each group alternates with pieces of other products, first of the
+ * scores that the next softmax needs, then of O += V P for the block of lanes before. */
 #pragma once
 
 #include "cpu/forward/weigh.h"
@@ -96,6 +96,11 @@ INLINE void multiply_piece(product_queue *queue) {
         store_sums(at->sums);
 }
 
+INLINE void multiply_pieces(product_queue *queue, int64_t count) {
+    for (int64_t piece = 0; piece < count; piece++)
+        multiply_piece(queue);
+}
+
 static void finish_scores(product_queue *queue) {
     while (queue->score_lane < block_lanes || (queue->are_scores && queue->at.left > 0))
         multiply_piece(queue);
@@ -140,6 +145,40 @@ static void take_scores(product_queue *queue, tile_step *step, int block, int32_
     step->products = queue->scores;
 }
 
+/* True if the logits of a group are its products times a factor. */
+static bool is_plain(const tile_step *step, const key_group *group) {
+    return !group->masked && step->cap == 0 && step->tile->pair_bias == NULL &&
+           !is_present(&step->problem->bias);
+}
+
+/* Weighs such a group, with the pieces after each half of its vectors: so many instructions are
+ * under way that tiles and vectors wait for each other after more. */
+INLINE void weigh_plain(product_queue *queue, const tile_step *step, const key_group *group,
+                        int block, int64_t pieces) {
+    const tile_state *const tile = step->tile;
+    const float *const max = tile->max + block * block_lanes;
+    float *const weights = step->weights + group->first / terms * block_lanes;
+    const vf factor = vf_set(step->scale * step->unit);
+    vf total[tile_vectors];
+    product_block s;
+    multiply_group(s, 0, step, group->first, block);
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++) {
+        const vf below = vf_sub(vf_set(0), vf_load(max + m * vf_width));
+        UNROLL
+        for (int key = 0; key < group_keys; key++)
+            s[key][m] = vf_fma(s[key][m], factor, below);
+        total[m] = weigh_vector(s, m, weights);
+        if (m == tile_vectors / 2 - 1)
+            multiply_pieces(queue, pieces / 2);
+    }
+    if (has_outgrown(total, 0))
+        raise_group(step, group, block);
+    else
+        add_vectors(tile->block_sum, total, 0, tile_vectors);
+    multiply_pieces(queue, pieces - pieces / 2);
+}
+
 /* Weights of the kept groups, while pieces of other products are computed: as many as there are on
  * average for each group. */
 NOINLINE void weigh_groups(product_queue *queue, tile_step *step, int block,
@@ -151,9 +190,13 @@ NOINLINE void weigh_groups(product_queue *queue, tile_step *step, int block,
             take_scores(queue, step, block, step_of_group(group));
             queue_next_scores(queue, block, groups, n, next);
         }
-        weigh_group(step, group, block, !step->begun && n == 0);
-        for (int64_t piece = 0; piece < pieces; piece++)
-            multiply_piece(queue);
+        const bool is_first = !step->begun && n == 0;
+        if (!is_first && is_plain(step, group)) {
+            weigh_plain(queue, step, group, block, pieces);
+        } else {
+            weigh_group(step, group, block, is_first);
+            multiply_pieces(queue, pieces);
+        }
     }
 }
 
