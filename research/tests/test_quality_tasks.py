@@ -128,6 +128,16 @@ def test_frequent(made: list[Task]) -> None:
             assert one.stated == text[:head].rindex(word)
 
 
+def test_few_other_words() -> None:
+    """In the shortest text for 10 words there are as many others, and each is a wrong answer."""
+    length = 2 * 10 * (30 + quality_tasks.OTHERS) * 7
+    text = source_of(length + 1)
+    asked = quality_tasks.frequent(text, np.random.default_rng(0), 10, 30, 3 * length // 8)
+    counts = Counter(text.tobytes().split(b" "))
+    assert len({one.wrong for one in asked}) == 10
+    assert all(counts[one.wrong] == quality_tasks.OTHERS for one in asked)
+
+
 def test_copying(made: list[Task]) -> None:
     kinds = set()
     for row, text, _, questions in texts_of(made, "copying"):
@@ -163,7 +173,9 @@ def test_niah(made: list[Task], name: str) -> None:
             assert (value_at(wrong, one) in values) == (
                 kind.names > 1 or kind.haystack == "needles"
             )
-        assert len({one.stated for one in questions}) == kind.asked
+        places = [one.stated for one in questions]
+        assert len(set(places)) == kind.asked
+        assert kind.values == 1 or places == sorted(places)
 
 
 def results_of(bits: Any, is_right: Any) -> quality_evaluate.Results:
@@ -210,11 +222,12 @@ def test_octaves_of_documents() -> None:
     assert quality_tasks.documents(source, 600, 2)[:, 0].tolist() == [1, 5]
     assert quality_tasks.documents(source[:-1], 600, 9)[:, 0].tolist() == [1, 4]  # no end
     assert len(quality_tasks.documents(source, 6000, 9)) == 0
-    bits = np.repeat([[1.0, 2.0, 5.0], [3.0, 2.0, 5.0]], (256, 256, 88), 1)
+    bits = np.repeat([[1.0, 2.0, 4.0, 5.0], [3.0, 2.0, 4.0, 5.0]], (256, 256, 512, 88), 1)
     assert quality_tasks.by_octave(bits) == [
         {"task": "position", "to": 256, "texts": 2, "bits": 2.0, "error": 1.0},
         {"task": "position", "to": 512, "texts": 2, "bits": 2.0, "error": 0.0},
-        {"task": "position", "to": 600, "texts": 2, "bits": 5.0, "error": 0.0},
+        {"task": "position", "to": 1024, "texts": 2, "bits": 4.0, "error": 0.0},
+        {"task": "position", "to": 1112, "texts": 2, "bits": 5.0, "error": 0.0},
     ]
 
 
