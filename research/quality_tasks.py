@@ -25,10 +25,11 @@ bytes, without instructions, and with another wording:
     niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery
             the tasks of these names. Values of niah_multivalue are asked for in the order in which
             they were stated; its wrong answers are values that do not occur
-    vt      chains with 4 hops, but of four chains, and from the last name to the value
-    cwe     frequent with 10 words: 30 times against 3
-    fwe     frequent with 3 words: 12 or 48 times against 3, where RULER draws from a zeta
-            distribution
+    variable tracking       chains with 4 hops, but of four chains, and from the last name to the
+                            value
+    common words            frequent with 10 words: 30 times against 3
+    frequent words          frequent with 3 words: 12 or 48 times against 3, where RULER draws from
+                            a zeta distribution
 """
 
 from __future__ import annotations
