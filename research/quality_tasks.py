@@ -1,9 +1,9 @@
 """Harder tasks than quality_recall.py and quality_needles.py have, for quality.py.
 
-Each task writes statements into held-out text and asks for something at its end. Names and values
-are random. Models are trained with marked pairs alone, each stated and asked for once; everything
-else here is new to them. So some tasks offer two answers: the right one, and a wrong one that the
-same text suggests as well. A model that knows nothing prefers the right one in half of the cases.
+Each task writes statements into held-out text and asks for something behind them; all but "copying"
+ask at the end of the text. Names and values are random. Models are trained with marked pairs alone,
+each stated and asked for once; everything else here is new to them. So some tasks have a wrong
+answer beside the right one. A model that knows neither prefers each in half of the cases.
 
     capacity    16 to 1,024 marked pairs, side by side at a random place or spread over the text;
                 ASKED of them are asked for
