@@ -151,8 +151,8 @@ static bool is_plain(const tile_step *step, const key_group *group) {
            !is_present(&step->problem->bias);
 }
 
-/* Weighs such a group, with the pieces after each half of its vectors: so many instructions are
- * under way that tiles and vectors wait for each other after more. */
+/* Weighs such a group, with pieces after each half of its vectors. After a whole group the CPU
+ * computes less of both at the same time. */
 INLINE void weigh_plain(product_queue *queue, const tile_step *step, const key_group *group,
                         int block, int64_t pieces) {
     const tile_state *const tile = step->tile;
