@@ -18,16 +18,6 @@ static inline vf exp2_of(vf x) {
     return vf_scale2(p, x);
 }
 
-/* The same with a relative error below 3.5e-6: degree 4, with p(1) = 2, so that it is continuous. */
-static inline vf rough_exp2_of(vf x) {
-    const vf f = vf_fraction(x);
-    vf p = vf_fma(f, vf_set(0x1.bc31dap-7f), vf_set(0x1.aa3fcap-5f));
-    p = vf_fma(p, f, vf_set(0x1.ee5884p-3f));
-    p = vf_fma(p, f, vf_set(0x1.62d51cp-1f));
-    p = vf_fma(p, f, vf_set(1));
-    return vf_scale2(p, x);
-}
-
 /* tanh(x): an odd polynomial where |x| < 0.625 (coefficients of Cephes), exponentials elsewhere.
  * The relative error is below 2.5e-7. */
 static inline vf tanh_of(vf x) {

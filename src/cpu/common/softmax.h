@@ -16,9 +16,6 @@ static const float logit_unit = terms == 2 ? 1.4426950408889634f : 1;
 /* e^x of a difference of logits times logit_unit. */
 INLINE vf power_of(vf x) { return exp2_of(terms == 2 ? x : vf_mul(x, vf_set(log2e))); }
 
-/* The same for a weight that is rounded to bfloat16. */
-INLINE vf rough_power_of(vf x) { return terms == 2 ? rough_exp2_of(x) : power_of(x); }
-
 /* scale * s + bias. Scaling q instead would round every channel once more. */
 INLINE void scale_and_bias(product_block s, int from, float scale, const float *bias) {
     UNROLL
@@ -121,7 +118,7 @@ INLINE void mask_lanes(product_block s, int from, const key_list *keys, int32_t 
 INLINE vf weigh_vector(product_block s, int m, float *weights) {
     UNROLL
     for (int key = 0; key < group_keys; key++)
-        s[key][m] = rough_power_of(s[key][m]);
+        s[key][m] = power_of(s[key][m]);
     vf total = s[0][m];
     UNROLL
     for (int key = 1; key < group_keys; key++)
