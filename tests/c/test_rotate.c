@@ -424,21 +424,26 @@ static void in_place_changes_no_bit(const char *kernel, fdma_dtype dtype) {
     }
 }
 
+/* A tensor like an output that no call has written, or none. */
+static fdma_tensor another(fdma_tensor output) {
+    return output.rank > 0 ? copy_tensor(output) : output;
+}
+
 /* Gives a turn the rows of another as k, with results of their own. */
 static turn with_keys(const turn *q, const turn *k) {
     turn both = *q;
-    both.forward.out = copy_tensor(q->forward.out);
+    both.forward.out = another(q->forward.out);
     both.forward.k = k->forward.x;
     both.forward.k_weight = k->forward.weight;
-    both.forward.k_out = copy_tensor(k->forward.out);
+    both.forward.k_out = another(k->forward.out);
     both.forward.k_nope_heads = k->forward.nope_heads;
-    both.backward.dx = copy_tensor(q->backward.dx);
-    both.backward.dweight = copy_tensor(q->backward.dweight);
+    both.backward.dx = another(q->backward.dx);
+    both.backward.dweight = another(q->backward.dweight);
     both.backward.dk_out = k->backward.dout;
     both.backward.k = k->backward.x;
     both.backward.k_weight = k->backward.weight;
-    both.backward.dk = copy_tensor(k->backward.dx);
-    both.backward.dk_weight = copy_tensor(k->backward.dweight);
+    both.backward.dk = another(k->backward.dx);
+    both.backward.dk_weight = another(k->backward.dweight);
     both.backward.k_nope_heads = k->backward.nope_heads;
     return both;
 }
@@ -468,7 +473,7 @@ static void check_q_and_k(const turn_case *n, int64_t k_heads, fdma_dtype dtype,
 static void one_call_has_the_bits_of_two(const char *kernel, fdma_dtype dtype) {
     for (int c = 0; c < TEST_COUNT(turn_cases); c++) {
         test_context("%s %s, case %d", kernel, dtype_name(dtype), c);
-        check_q_and_k(&turn_cases[c], 1 + c % 4, dtype, kernel);
+        check_q_and_k(&turn_cases[c], c % 2 == 0 ? 4 : 2, dtype, kernel);
         test_free_all();
     }
 }
