@@ -240,20 +240,20 @@ static fdma_status take_rotation(const rotary_options *options, fdma_problem *pr
     return FDMA_OK;
 }
 
-/* Of two tensors both are normalized, or none is. */
-static fdma_status check_k_weight(const fdma_problem *problem) {
-    const fdma_tensor absent = {0};
-    const fdma_tensor *const weight = rotates_k(problem) ? &problem->weight : &absent;
+/* Of two tensors both are normalized, or none is. `rows` is the name of k's rows. */
+static fdma_status check_k_weight(const fdma_problem *problem, const char *rows) {
     FDMA_REQUIRE(rotates_k(problem) || !is_present(&problem->k_weight), FDMA_INVALID_ARGUMENT,
-                 "k_weight: is given, want none without rows of k");
-    return check_both("k_weight", &problem->k_weight, "weight", weight);
+                 "k_weight: is given, want none without %s", rows);
+    if (!rotates_k(problem))
+        return FDMA_OK;
+    return check_both("k_weight", &problem->k_weight, "weight", &problem->weight);
 }
 
 static fdma_status take_rotate(const any_args *args, fdma_problem *problem) {
     const rotary_options options = ROTARY_OPTIONS(&args->rotate);
     FDMA_TRY(take_rotation(&options, problem));
     FDMA_TRY(check_both("k_out", &problem->k_out, "k", &problem->k));
-    return check_k_weight(problem);
+    return check_k_weight(problem, "k");
 }
 
 static fdma_status take_rotate_backward(const any_args *args, fdma_problem *problem) {
@@ -264,7 +264,7 @@ static fdma_status take_rotate_backward(const any_args *args, fdma_problem *prob
                  FDMA_INVALID_ARGUMENT, "dweight: is given, want none without weight");
     FDMA_TRY(take_rotation(&options, problem));
     FDMA_TRY(check_both("dk", &problem->dk, "dk_out", &problem->dk_out));
-    FDMA_TRY(check_k_weight(problem));
+    FDMA_TRY(check_k_weight(problem, "dk_out"));
     FDMA_REQUIRE(is_present(&problem->k) || !is_present(&problem->k_weight), FDMA_INVALID_ARGUMENT,
                  "k: is absent, want it with k_weight");
     FDMA_REQUIRE(!is_present(&problem->dk_weight) || is_present(&problem->k_weight),

@@ -185,9 +185,11 @@ static void options_of_rotations_are_checked(void) {
     REJECTS(rotate, args->k_out = absent, INVALID("k_out", "absent", "with k"));
     REJECTS(rotate, args->k_weight = absent, INVALID("k_weight", "absent", "with weight"));
     REJECTS(rotate, args->weight = absent, INVALID("k_weight", "none without weight"));
-    REJECTS(rotate, args->k = args->k_out = absent, INVALID("k_weight", "none without rows of k"));
+    REJECTS(rotate, args->k = args->k_out = absent, INVALID("k_weight", "none without k"));
     REJECTS(rotate_backward, args->dk_out = absent, INVALID("dk", "none without dk_out"));
     REJECTS(rotate_backward, args->dk = absent, INVALID("dk", "absent", "with dk_out"));
+    REJECTS(rotate_backward, args->dk = args->dk_out = absent,
+            INVALID("k_weight", "none without dk_out"));
     REJECTS(rotate_backward, args->k = absent, INVALID("k", "absent", "with k_weight"));
     REJECTS(rotate_backward, args->k_weight = absent, INVALID("k_weight", "absent", "weight"));
     REJECTS(rotate, args->positions.data = right.memory, FDMA_INVALID_ARGUMENT,
