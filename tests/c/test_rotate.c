@@ -478,6 +478,26 @@ static void one_call_has_the_bits_of_two(const char *kernel, fdma_dtype dtype) {
     }
 }
 
+/* Kernels of a device may take many rows in another way than few. */
+static void many_rows_have_the_bits_of_few(const char *kernel) {
+    static const turn_case cases[] = {
+        {1, 4200, 16, 64, 64, 3, false, no_weight, by_offset, 0, 4300},
+        {1, 4200, 16, 64, 48, 0, true, own_weight, by_offset, 0, 4300},
+    };
+    for (int c = 0; c < TEST_COUNT(cases); c++) {
+        turn t =
+            make_turn(&cases[c], is_device_kernel(kernel) ? FDMA_BFLOAT16 : FDMA_FLOAT32, kernel);
+        fdma_rotate_args few = t.forward;
+        test_context("%s, case %d", kernel, c);
+        few.x = positions_of(t.forward.x, 1, 0, 90);
+        few.out = positions_of(copy_tensor(t.forward.out), 1, 0, 90);
+        CHECK_OK(run_rotate(&t.forward));
+        CHECK_OK(run_rotate(&few));
+        CHECK(same_tensor(few.out, positions_of(t.forward.out, 1, 0, 90)));
+        test_free_all();
+    }
+}
+
 static void threads_change_no_bit(const char *kernel) {
     for (int c = 0; c < TEST_COUNT(turn_cases); c++) {
         turn one = make_turn(&turn_cases[c], backend_dtype(), kernel);
@@ -596,6 +616,7 @@ static const test_entry tests[] = {
     EACH_KERNEL("rotate", in_place_changes_no_bit),
     EACH_KERNEL("rotate", one_call_has_the_bits_of_two),
     EACH_KERNEL("rotate", other_channels_are_copied),
+    EACH_KERNEL_ONCE("rotate", many_rows_have_the_bits_of_few),
     EACH_KERNEL_ONCE("rotate_backward", threads_change_no_bit),
     EACH_KERNEL_ONCE("rotate", positions_outside_the_table),
     EACH_KERNEL_ONCE("rotate", wrong_starts_do_no_harm),

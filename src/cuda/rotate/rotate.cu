@@ -7,8 +7,6 @@
 #include "cuda/device/grid.cuh"
 #include "cuda/device/host.cuh"
 
-#include <stdlib.h>
-
 extern "C" {
 #include "core/rotary.h"
 }
@@ -83,12 +81,12 @@ static constexpr int element_lanes = 32;
 
 /* The thread blocks that rotate a tensor. The order of dweight's sums follows from them. */
 struct rotate_blocks {
-    int32_t heads, tokens, sequences; // the number of blocks along each
-    int32_t heads_log;                // 2^heads_log threads side by side take heads of a token
+    int32_t head_blocks, token_blocks, sequences; // how many along each axis
+    int32_t heads_log;    // 2^heads_log threads side by side take heads of a token
     int32_t row_log;      // 2^row_log blocks, of successive tokens, are side by side in the grid
     int64_t block_tokens; // of a thread block
 
-    int64_t count() const { return (int64_t)heads * tokens * sequences; }
+    int64_t count() const { return (int64_t)head_blocks * token_blocks * sequences; }
 };
 
 /* The rows of q or of k. */
@@ -427,25 +425,27 @@ enum row_work {
     differentiates_norm // after the rotation
 };
 
+/* Heads of a token that a thread takes where there are many rows. */
+static constexpr int most_heads(bool is_wide, row_work work) {
+    return is_wide || work == differentiates_norm ? 1 : 4;
+}
+
 /* Thread blocks that share a multiprocessor at least, so that enough loads are under way. */
-template <typename element>
 static constexpr int blocks_at_once(bool vectors, row_work work, int heads) {
-    const bool wide = sizeof(element) > 2;
     if (!vectors)
         return 1;
     if (work == rotates)
-        return heads == 1 ? 8 : heads == 2 ? (wide ? 5 : 7) : wide ? 3 : 5;
-    return work == normalizes ? (heads == 1 ? 6 : heads == 2 ? 5 : wide ? 3 : 4) : 4;
+        return heads == 1 ? 8 : 5;
+    return work == normalizes && heads == 1 ? 6 : 4;
 }
 
 /* Rotates all rows. `lanes` lanes hold a row, each some of its pairs; a thread takes `heads` rows
- * of a token. The grid has the axes of grid_of_rows(). Threads past the last head or token load the
+ * of a token. The grid has the axes of grid_of(). Threads past the last head or token load the
  * last one's row. vectors: rows are in whole vectors and aligned. */
 template <typename element, int lanes, bool vectors, row_work work, int heads>
-static __global__ void __launch_bounds__(rotate_threads,
-                                         blocks_at_once<element>(vectors, work, heads))
+static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors, work, heads))
     rotate_rows(const __grid_constant__ rotate_params params) {
-    const int32_t before = params.rows[0].blocks.heads << params.rows[0].blocks.row_log;
+    const int32_t before = params.rows[0].blocks.head_blocks << params.rows[0].blocks.row_log;
     const bool is_k = blockIdx.x >= before;
     const rotated_rows &rows = params.rows[is_k];
     const rotate_blocks &blocks = rows.blocks;
@@ -453,7 +453,7 @@ static __global__ void __launch_bounds__(rotate_threads,
     const int32_t head_block = column >> blocks.row_log;
     const int32_t token_block =
         (blockIdx.y << blocks.row_log) + (column & ((1 << blocks.row_log) - 1));
-    if (token_block >= blocks.tokens || blockIdx.z >= blocks.sequences)
+    if (token_block >= blocks.token_blocks || blockIdx.z >= blocks.sequences)
         return;
     const lane_channels channels = channels_of(params, threadIdx.x % lanes);
     const int32_t row = threadIdx.x / lanes, heads_log = blocks.heads_log;
@@ -463,10 +463,11 @@ static __global__ void __launch_bounds__(rotate_threads,
     lane_row sums = {};
     for (int64_t b = blockIdx.z; b < params.batch; b += blocks.sequences)
         for (int64_t first = token_block * blocks.block_tokens; first < params.len;
-             first += blocks.tokens * blocks.block_tokens) {
+             first += blocks.token_blocks * blocks.block_tokens) {
             const int64_t own_i = first + (row >> heads_log);
             const int64_t i = min(own_i, (int64_t)params.len - 1);
             const bool there = own_h == h && own_i == i;
+            // first, because they are behind branches, before which the compiler would convert rows
             const lane_factors factors =
                 find_factors<vectors>(params, angles_of(params, b, (int32_t)i), channels);
             memory_weight found_weight;
@@ -502,10 +503,9 @@ static __global__ void __launch_bounds__(rotate_threads,
                     store_row<vectors>(to + n * head_step * rows.to.head, y, channels);
             }
         }
+    const int64_t block_row = token_block + (int64_t)blocks.token_blocks * blockIdx.z;
     if (work == differentiates_norm && rows.sums != NULL)
-        write_sums<lanes>(sums, params, rows.sums,
-                          head_block + (int64_t)blocks.heads *
-                                           (token_block + (int64_t)blocks.tokens * blockIdx.z));
+        write_sums<lanes>(sums, params, rows.sums, head_block + blocks.head_blocks * block_row);
 }
 
 /* The threads that add the blocks' sums: each takes every sum_slices-th block of a channel. */
@@ -539,18 +539,30 @@ static int lanes_of(const fdma_problem *problem) {
     return dim % 16 != 0 ? element_lanes : lanes <= 4 ? 4 : lanes <= 8 ? 8 : 16;
 }
 
-/* A call as one for q and, if it is given, one for k. */
-struct rotation_parts {
-    fdma_problem of[2];
-    int count;
+/* The tensors of q, or of k: without k no heads. */
+struct row_tensors {
+    const fdma_tensor *from, *to, *x, *weight, *dweight;
+    int64_t heads, nope_heads;
 };
 
-static rotation_parts parts_of(const fdma_problem *problem) {
-    rotation_parts parts = {};
-    parts.of[parts.count++] = fdma_rotation_of_q(problem);
-    if (rotates_k(problem))
-        parts.of[parts.count++] = fdma_rotation_of_k(problem);
-    return parts;
+static row_tensors tensors_of(const fdma_problem *problem, bool is_k) {
+    const bool backward = problem->operation == operation_rotate_backward;
+    const rotary_options &options = problem->rotation;
+    if (is_k)
+        return {backward ? &problem->dk_out : &problem->k,
+                backward ? &problem->dk : &problem->k_out,
+                &problem->k,
+                &problem->k_weight,
+                &problem->dk_weight,
+                problem->kv_heads,
+                options.k_nope_heads};
+    return {backward ? &problem->dout : &problem->x,
+            backward ? &problem->dx : &problem->out,
+            &problem->x,
+            &problem->weight,
+            &problem->dweight,
+            problem->q_heads,
+            options.nope_heads};
 }
 
 static row_work work_of(const fdma_problem *problem) {
@@ -559,17 +571,14 @@ static row_work work_of(const fdma_problem *problem) {
     return problem->operation == operation_rotate ? normalizes : differentiates_norm;
 }
 
-/* Heads of a token that each thread takes: one, unless there are more threads than a device runs at
- * once. */
+/* Heads of a token that each thread takes. */
 static int32_t thread_heads_of(const fdma_problem *problem) {
-    const int64_t enough = 1 << 18; // threads
-    const char *const given = getenv("FDMA_THREAD_HEADS");
-    const int32_t heads = work_of(problem) == differentiates_norm ? 1 : given ? atoi(given) : 4;
-    const int64_t all = problem->q_heads + problem->kv_heads;
+    const int64_t enough = 1 << 18; // threads: about as many as a device runs at once
+    const int32_t heads = most_heads(problem->dtype == FDMA_FLOAT32, work_of(problem));
+    const int64_t rows = problem->batch * problem->q_len * (problem->q_heads + problem->kv_heads);
     const bool divides = problem->q_heads % heads == 0 && problem->kv_heads % heads == 0;
-    const int64_t threads = problem->batch * problem->q_len * all * lanes_of(problem);
-    const bool fits = lanes_of(problem) != element_lanes;
-    return fits && divides && (threads >= enough || (given && getenv("FDMA_ALWAYS"))) ? heads : 1;
+    const bool takes = lanes_of(problem) != element_lanes && rows * lanes_of(problem) >= enough;
+    return takes && divides ? heads : 1;
 }
 
 /* As many heads side by side, a power of two, as leave no more threads idle than an eighth of the
@@ -583,48 +592,55 @@ static int32_t heads_log_of(const fdma_problem *problem, int64_t heads) {
     return log;
 }
 
-/* The thread blocks for the rows of x. The order of dweight's sums follows from them, so that they
- * depend on sizes alone. */
-static rotate_blocks blocks_of_rows(const fdma_problem *problem, int32_t thread_heads) {
-    const int64_t heads = problem->q_heads / thread_heads;
+/* The thread blocks for the rows of q or k. The order of dweight's sums follows from them, so that
+ * they depend on sizes alone. */
+static rotate_blocks blocks_of_rows(const fdma_problem *problem, const row_tensors &tensors,
+                                    int32_t thread_heads) {
+    const int64_t heads = tensors.heads / thread_heads;
     rotate_blocks blocks = {};
     blocks.heads_log = heads_log_of(problem, heads);
-    blocks.heads = (int32_t)divide_up(heads, (int64_t)1 << blocks.heads_log);
+    blocks.head_blocks = (int32_t)divide_up(heads, (int64_t)1 << blocks.heads_log);
     blocks.block_tokens = rotate_threads / lanes_of(problem) >> blocks.heads_log;
-    const int64_t most = is_present(&problem->dweight) && blocks.heads > 0
-                             ? divide_up(2048, blocks.heads) // whose sums are added
+    const int64_t most = is_present(tensors.dweight) && blocks.head_blocks > 0
+                             ? divide_up(2048, blocks.head_blocks) // whose sums are added
                              : most_axis * most_axis;
     const int64_t tokens = divide_up(problem->q_len, blocks.block_tokens);
-    blocks.tokens = (int32_t)min(min(tokens, most_axis), most);
-    if (blocks.tokens > 0)
+    blocks.token_blocks = (int32_t)min(min(tokens, most_axis), most);
+    if (blocks.token_blocks > 0)
         blocks.sequences =
-            (int32_t)min(min(problem->batch, most_axis), divide_up(most, blocks.tokens));
+            (int32_t)min(min(problem->batch, most_axis), divide_up(most, blocks.token_blocks));
     return blocks;
 }
 
-static float *lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    const bool is_wanted = is_present(&problem->dweight);
-    const int64_t blocks = is_wanted ? blocks_of_rows(problem, 1).count() : 0;
-    return take<float>(arena, blocks * problem->head_dim);
+/* The sums of dweight in the workspace. */
+struct weight_sums {
+    float *q, *k;
+};
+
+static float *take_sums(const fdma_problem *problem, const row_tensors &tensors,
+                        fdma_arena *arena) {
+    if (!is_present(tensors.dweight))
+        return NULL;
+    return take<float>(arena, blocks_of_rows(problem, tensors, 1).count() * problem->head_dim);
 }
 
-static void lay_out_parts(const fdma_problem *problem, fdma_arena *arena) {
-    const rotation_parts parts = parts_of(problem);
-    for (int n = 0; n < parts.count; n++)
-        lay_out(&parts.of[n], arena);
+static weight_sums lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    weight_sums sums;
+    sums.q = take_sums(problem, tensors_of(problem, false), arena);
+    sums.k = take_sums(problem, tensors_of(problem, true), arena);
+    return sums;
 }
 
-static rotated_rows describe_rows(const fdma_problem *problem, float *sums) {
-    const bool backward = problem->operation == operation_rotate_backward;
+static rotated_rows describe_rows(const row_tensors &tensors, float *sums) {
     rotated_rows rows = {};
-    rows.from = view_of(backward ? &problem->dout : &problem->x);
-    rows.to = view_of(backward ? &problem->dx : &problem->out);
-    rows.x = view_of(&problem->x);
-    rows.weight = problem->weight.data;
-    rows.sums = is_present(&problem->dweight) ? sums : NULL;
-    rows.heads = (int32_t)problem->q_heads;
-    rows.rotated_heads = (int32_t)(problem->q_heads - problem->rotation.nope_heads);
-    rows.wide_weight = problem->weight.dtype == FDMA_FLOAT32;
+    rows.from = view_of(tensors.from);
+    rows.to = view_of(tensors.to);
+    rows.x = view_of(tensors.x);
+    rows.weight = tensors.weight->data;
+    rows.sums = sums;
+    rows.heads = (int32_t)tensors.heads;
+    rows.rotated_heads = (int32_t)(tensors.heads - tensors.nope_heads);
+    rows.wide_weight = tensors.weight->dtype == FDMA_FLOAT32;
     return rows;
 }
 
@@ -641,23 +657,20 @@ static bool is_aligned(const rotate_params &params) {
 
 /* Sets the thread blocks of each tensor. Those that have the same tokens are near each other in the
  * grid, so that they run at about the same time and read the angles from a cache. */
-static void divide_rows(const rotation_parts &parts, rotate_params *params) {
+static void divide_rows(const fdma_problem *problem, rotate_params *params) {
     rotate_blocks &q = params->rows[0].blocks, &k = params->rows[1].blocks;
-    for (int n = 0; n < parts.count; n++)
-        params->rows[n].blocks = blocks_of_rows(&parts.of[n], params->thread_heads);
-    if (parts.count == 2) {
-        q.row_log = q.heads < most_axis ? max(0, q.heads_log - k.heads_log) : 0;
-        k.row_log = k.heads < most_axis ? max(0, k.heads_log - q.heads_log) : 0;
-    }
+    q = blocks_of_rows(problem, tensors_of(problem, false), params->thread_heads);
+    k = blocks_of_rows(problem, tensors_of(problem, true), params->thread_heads);
+    q.row_log = q.head_blocks < most_axis ? max(0, q.heads_log - k.heads_log) : 0;
+    k.row_log = k.head_blocks < most_axis ? max(0, k.heads_log - q.heads_log) : 0;
 }
 
 static rotate_params describe(const fdma_problem *problem) {
-    const bool backward = problem->operation == operation_rotate_backward;
-    const rotation_parts parts = parts_of(problem);
     fdma_arena arena = fdma_arena_of(problem);
+    const weight_sums sums = lay_out(problem, &arena);
     rotate_params params = {};
-    for (int n = 0; n < parts.count; n++)
-        params.rows[n] = describe_rows(&parts.of[n], lay_out(&parts.of[n], &arena));
+    params.rows[0] = describe_rows(tensors_of(problem, false), sums.q);
+    params.rows[1] = describe_rows(tensors_of(problem, true), sums.k);
     params.rotary = (const float *)problem->rotary.data;
     params.positions = (const int32_t *)problem->positions.data;
     params.starts = (const int32_t *)problem->starts.data;
@@ -672,21 +685,22 @@ static rotate_params describe(const fdma_problem *problem) {
     params.dim = (int32_t)rotary_dim(problem);
     params.start_count = (int32_t)problem->starts.shape[0];
     params.eps = (float)problem->rotation.eps;
-    params.sign = backward ? -1.0f : 1.0f;
+    params.sign = problem->operation == operation_rotate_backward ? -1.0f : 1.0f;
     params.interleaved = problem->rotation.interleaved;
     params.thread_heads = is_aligned(params) ? thread_heads_of(problem) : 1;
-    divide_rows(parts, &params);
+    divide_rows(problem, &params);
     return params;
 }
 
 static const char *refuses(const fdma_problem *problem) {
     // so that the numbers of rows fit int32_t
     const int64_t most = INT32_MAX - 1024;
+    const int64_t heads = max(problem->q_heads, problem->kv_heads);
     if (problem->dtype == FDMA_FLOAT64 || problem->rotary.dtype == FDMA_FLOAT64 ||
         problem->weight.dtype == FDMA_FLOAT64 || problem->dweight.dtype == FDMA_FLOAT64 ||
         problem->k_weight.dtype == FDMA_FLOAT64 || problem->dk_weight.dtype == FDMA_FLOAT64)
         return "float64 tensors; supported: float32, float16, bfloat16; for rotary, float32";
-    if (problem->q_len > most || problem->q_heads > most || problem->starts.shape[0] > most)
+    if (problem->q_len > most || heads > most || problem->starts.shape[0] > most)
         return "more than 2^31 - 1025 rows, heads or sequences";
     return fdma_refuses_before_sm80(problem);
 }
@@ -695,8 +709,8 @@ static dim3 grid_of(const rotate_params &params) {
     dim3 grid(0, 0, 0);
     for (const rotated_rows &rows : params.rows) {
         const rotate_blocks &blocks = rows.blocks;
-        grid.x += (unsigned)blocks.heads << blocks.row_log;
-        grid.y = max(grid.y, (unsigned)divide_up(blocks.tokens, 1 << blocks.row_log));
+        grid.x += (unsigned)blocks.head_blocks << blocks.row_log;
+        grid.y = max(grid.y, (unsigned)divide_up(blocks.token_blocks, 1 << blocks.row_log));
         grid.z = max(grid.z, (unsigned)blocks.sequences);
     }
     return grid;
@@ -706,14 +720,10 @@ template <typename element, int lanes, bool vectors, row_work work>
 static fdma_status run_work(const fdma_problem *problem, const rotate_params &params) {
     const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
     const launch_shape shape = {grid_of(params), dim3(rotate_threads)};
-    if constexpr (vectors && work != differentiates_norm) {
-        if (params.thread_heads == 4)
-            return launch(name, rotate_rows<element, lanes, vectors, work, 4>, shape, problem,
-                          params);
-        if (params.thread_heads == 2)
-            return launch(name, rotate_rows<element, lanes, vectors, work, 2>, shape, problem,
-                          params);
-    }
+    constexpr int heads = vectors ? most_heads(sizeof(element) > 2, work) : 1;
+    if (params.thread_heads == heads)
+        return launch(name, rotate_rows<element, lanes, vectors, work, heads>, shape, problem,
+                      params);
     return launch(name, rotate_rows<element, lanes, vectors, work, 1>, shape, problem, params);
 }
 
@@ -730,17 +740,17 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
 }
 
 /* dweight of the rows, or zeros without rows. */
-static fdma_status add_weights(const fdma_problem *problem, const rotated_rows &rows) {
+static fdma_status add_weights(const fdma_problem *problem, const fdma_tensor *dweight,
+                               const rotated_rows &rows) {
     const launch_shape shape = {dim3((unsigned)(problem->head_dim / sum_channels)),
                                 dim3(row_threads)};
-    if (!is_present(&problem->dweight))
+    const int32_t blocks = (int32_t)rows.blocks.count();
+    if (!is_present(dweight))
         return FDMA_OK;
-    if (rows.blocks.count() == 0)
-        return clear("rotate_backward", problem, problem->dweight.data,
-                     problem->head_dim * sizeof(float));
-    return launch("rotate_backward", add_sums, shape, problem, rows.sums,
-                  (float *)problem->dweight.data, (int32_t)rows.blocks.count(),
-                  (int32_t)problem->head_dim);
+    if (blocks == 0)
+        return clear("rotate_backward", problem, dweight->data, problem->head_dim * sizeof(float));
+    return launch("rotate_backward", add_sums, shape, problem, rows.sums, (float *)dweight->data,
+                  blocks, (int32_t)problem->head_dim);
 }
 
 template <typename element, int lanes>
@@ -773,12 +783,10 @@ static fdma_status run_rows(const fdma_problem *problem, const rotate_params &pa
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    const rotation_parts parts = parts_of(problem);
     const rotate_params params = describe(problem);
     FDMA_TRY(run_rows(problem, params));
-    for (int n = 0; n < parts.count; n++)
-        FDMA_TRY(add_weights(&parts.of[n], params.rows[n]));
-    return FDMA_OK;
+    FDMA_TRY(add_weights(problem, &problem->dweight, params.rows[0]));
+    return add_weights(problem, &problem->dk_weight, params.rows[1]);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_rotate,
@@ -787,4 +795,4 @@ FDMA_CUDA_TABLE(fdma_cuda_sm80_rotate,
                 {"cuda/sm80", operation_rotate, fdma_missing_sm80, refuses, no_workspace, run, true,
                  0},
                 {"cuda/sm80", operation_rotate_backward, fdma_missing_sm80, refuses,
-                 workspace_of<lay_out_parts>, run, true, 0});
+                 workspace_of<lay_out>, run, true, 0});
