@@ -573,7 +573,7 @@ static row_work work_of(const fdma_problem *problem) {
 
 /* Heads of a token that each thread takes. */
 static int32_t thread_heads_of(const fdma_problem *problem) {
-    const int64_t enough = 1 << 18; // threads: about as many as a device runs at once
+    const int64_t enough = 1 << 18; // threads: more than most devices run at once
     const int32_t heads = most_heads(problem->dtype == FDMA_FLOAT32, work_of(problem));
     const int64_t rows = problem->batch * problem->q_len * (problem->q_heads + problem->kv_heads);
     const bool divides = problem->q_heads % heads == 0 && problem->kv_heads % heads == 0;
