@@ -33,8 +33,8 @@ template <int threads> struct staged_rows {
     int32_t *position;
     uint32_t removed; // a bit for each row of this thread
 
-    __device__ staged_rows(void *shared, int32_t rows)
-        : score((float *)shared), position((int32_t *)shared + rows), removed(0) {}
+    __device__ staged_rows(const decode_plan &plan, void *shared)
+        : score((float *)shared), position((int32_t *)shared + plan.rows), removed(0) {}
 
     /* Starts to load the rows; rank() then waits for them. */
     __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
@@ -63,7 +63,8 @@ template <int threads> struct staged_rows {
 template <int threads> struct listed_rows {
     competitor *keys; // [rows]
 
-    __device__ listed_rows(competitor *workspace) : keys(workspace) {}
+    __device__ listed_rows(const decode_plan &plan, void *)
+        : keys(plan.row_keys + (int64_t)blockIdx.x * plan.rows) {}
 
     __device__ void load(const float *score, const int32_t *position, int32_t rows) {
 #pragma unroll 8
@@ -299,10 +300,11 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
  * new tokens of one (b, g), and decides which rows they take. It multiplies and adds in the order
  * of score/score.cu, with the same limbs, so the bits are the same. */
 
-enum { most_cluster_rows = 4096 }; // of a cache
-
-/* For a call of few heads a thread has few rows; of many, a multiprocessor has many blocks. */
+/* For a call of few heads, or of many rows, a thread has few rows; otherwise a multiprocessor has
+ * many blocks. */
 static constexpr int few_heads_warps = 16, many_heads_warps = 8;
+static constexpr int many_heads_rows = 4096;                       // more of them are many rows
+static constexpr int most_staged_rows = few_heads_warps * 32 * 32; // as staged_rows can have
 static constexpr int mma_tokens = 8; // the upper half of the rows of mma, to save registers
 static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
@@ -471,7 +473,7 @@ struct token_marks {
     }
 };
 
-template <typename element, int warps>
+template <typename element, int warps, template <int threads> class head_rows>
 static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
                  const __grid_constant__ token_scores from) {
@@ -479,7 +481,7 @@ static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
     const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
     extern __shared__ __align__(128) char bytes[];
-    evict_state<staged_rows<32 * warps>> state = {{bytes, plan.rows}};
+    evict_state<head_rows<32 * warps>> state = {{plan, bytes}};
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
