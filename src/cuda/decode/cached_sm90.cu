@@ -153,8 +153,9 @@ template <attend_form form> static const char *refuses(const fdma_problem *probl
     const char *const device = fdma_refuses_all_but_sm90a(problem);
     if (device != NULL || forces_kernel(problem, form_names[form]))
         return device;
-    return form != fastest_form(problem) ? "a number of heads for which another form is faster"
-                                         : NULL;
+    return form != fastest_form(problem)
+               ? "this number of heads, for which there is a faster kernel"
+               : NULL;
 }
 
 template <attend_form form>
