@@ -137,9 +137,7 @@ static int fastest_form(const fdma_problem *problem) {
     int form = by_eight;
     while (heads > most[form])
         form++;
-    while (form > by_eight && problem->carried_len > most_rows_of(form))
-        form--;
-    return form;
+    return problem->carried_len <= most_rows_of(form) ? form : by_eight;
 }
 
 template <attend_form form> static const char *refuses(const fdma_problem *problem) {
