@@ -227,11 +227,11 @@ def check(inputs: Inputs, name: str) -> None:
         peers_cuda.check_group(inputs, out, g, rows, added, what, b)
 
 
-def measure(case: Case, rounds: Rounds, names: list[str]) -> Iterator[Row]:
-    """The rows of flash_dmattn, of cuDNN over all keys, and of the libraries that are right.
+def prepare(case: Case, names: list[str]) -> tuple[Inputs, list[Peer]]:
+    """flash_dmattn, cuDNN over all keys, and the libraries that are right.
 
     Raises:
-        Disagreement: gradients or outputs of one of the first two are wrong.
+        Disagreement: one of the first two is wrong.
     """
     torch.cuda.empty_cache()
     inputs = Inputs(case)
@@ -243,7 +243,15 @@ def measure(case: Case, rounds: Rounds, names: list[str]) -> Iterator[Row]:
             run = functools.partial(peers_cuda_backward.backward, name=name, forward=attend)
             peers.append(Peer(name, run if case.kind == "backward" else attend, keys))
     torch.cuda.empty_cache()
-    found = peers_cuda.alternate(peers, inputs, rounds)
+    return inputs, peers
+
+
+def measure(case: Case, rounds: Rounds, names: list[str]) -> Iterator[Row]:
+    return time_peers(*prepare(case, names), rounds)
+
+
+def time_peers(inputs: Inputs, peers: list[Peer], rounds: Rounds) -> Iterator[Row]:
+    case, found = inputs.case, peers_cuda.alternate(peers, inputs, rounds)
     times = dict(zip([peer.name for peer in peers], found))
     for peer in peers:
         row = peers_cuda.make_row(case, peer, times, [])
