@@ -35,9 +35,9 @@ SIZES = (
 
 
 class Inputs(peers_cuda_cases.Inputs):
-    """Also the key blocks of each query block, its own included: index [batch, kv_heads, blocks,
-    kept] in rising order, of which the first count [batch, kv_heads, blocks] are kept; and heads by
-    which a library selects blocks: query [batch, kv_heads, length, head_dim], key [batch, 1, ...]
+    """It also holds the key blocks of each query block, its own included: index [batch, kv_heads,
+    blocks, kept] in rising order; the first count [batch, kv_heads, blocks] of them are kept. And
+    heads by which a library selects: query [batch, kv_heads, length, head_dim], key [batch, 1, ...]
     """
 
     def __init__(self, case: Case) -> None:

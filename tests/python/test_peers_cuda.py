@@ -542,7 +542,7 @@ def test_rows_of_sliding_peers(
 
 
 def test_explicit_gradients() -> None:
-    """The gradients are those of the library's own call."""
+    """A library has its own call for gradients."""
     rows = [torch.randn(3, requires_grad=True) for _ in range(3)]
 
     def attend(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
