@@ -19,6 +19,19 @@ def add_options(parser: argparse.ArgumentParser, length: int, pieces: int) -> No
     add("--json", type=Path, metavar="FILE", help="write the rows there, too")
 
 
+def texts_of(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {word}, want 0 or more")
+    return int(word)
+
+
+def add_tasks(parser: argparse.ArgumentParser) -> None:
+    """The option for quality_tasks.py."""
+    given = {"type": texts_of, "nargs": "?", "const": 32, "default": 0, "metavar": "TEXTS"}
+    what = "measure the tasks of quality_tasks.py, each with so many texts (0; --tasks alone: 32)"
+    parser.add_argument("--tasks", help=what, **given)
+
+
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with status 2 where a file is missing or too short. Sets options.held_out and, if it is
     not given, options.device."""
