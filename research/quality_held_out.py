@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import benchmarks_path  # noqa: F401
 import program
 
 
