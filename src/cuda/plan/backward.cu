@@ -474,6 +474,8 @@ static int32_t choose_block_queries(const fdma_problem *problem, const backward_
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape) {
     backward_plan plan = {};
+    if (problem->fused.score_backward != NULL)
+        fdma_cuda_take_dt(problem->fused.score_backward, arena);
     plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
                        ? fdma_cuda_plan_kept(problem, arena)
@@ -561,6 +563,8 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
+    if (problem->fused.score_backward != NULL)
+        FDMA_TRY(fdma_cuda_make_dt(problem->fused.score_backward, lists));
     FDMA_TRY(launch_begin_rows(problem, plan, lists ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,

@@ -412,8 +412,12 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "packed sequences or attn_mask";
     if (forces_kernel(problem, form_names[by_key]))
         return NULL;
-    const double shared_time = // of by_key, if two thread blocks share a slot block
-        shares_heads<any_config>(problem, divide_up(problem->kv_len, any_config::slots)) ? 0.8 : 1;
+    // of a pair in by_key, if two thread blocks share a slot block. With recent keys all slots of
+    // by_list change their keys in every query block
+    const int64_t slot_blocks = divide_up(problem->kv_len, (int64_t)any_config::slots);
+    const double shared_time = !shares_heads<any_config>(problem, slot_blocks) ? 1
+                               : problem->recent > 0                           ? 0.6
+                                                                               : 0.8;
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
     return shared_time * count_visible_pairs(problem) < by_list_pairs
