@@ -68,9 +68,12 @@ typedef struct fused_steps {
                                  bias, and forward reads them in place of expiry and slot. Other
                                  kernels of select ignore them */
     bool plan_is_made; /* forward: select has made the plan of forward */
-    const struct fdma_problem *score_backward; /* backward: the step whose dt it makes beside its own
-                                                  work; NULL: none */
-    bool dt_is_made; /* score_backward: backward has made dt */
+    struct fdma_problem
+        *score_backward;  /* backward: the step whose dt it makes beside its own work;
+                                            NULL: none */
+    bool dt_is_made;      /* score_backward: backward has made dt */
+    bool dbias_is_waited; /* score_backward: the last kernel of backward, which does not change
+                             dbias, has waited for it. Set by backward */
 } fused_steps;
 
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */

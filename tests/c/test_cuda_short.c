@@ -171,8 +171,9 @@ static void random_calls(void) {
 /* The most keys of each block size, and one more; windows of one key, and of as many as fit: the
  * last two on devices with large shared memory. */
 static void sizes_at_the_edge(void) {
-    static const int64_t lengths[][2] = {{1024, 1}, {1024, 1023}, {1025, 700},  {2048, 2047}, {2049, 3},
-                                         {4096, 1}, {4096, 1024}, {2100, 2099}, {4096, 2048}};
+    static const int64_t lengths[][2] = {{1024, 1},    {1024, 1023}, {1025, 700},
+                                         {2048, 2047}, {2049, 3},    {4096, 1},
+                                         {4096, 1024}, {2100, 2099}, {4096, 2048}};
     uint64_t state = 6;
     for (int i = 0; i < TEST_COUNT(lengths); i++) {
         const call_sizes n = sizes_of(1, lengths[i][0], lengths[i][0], 1);

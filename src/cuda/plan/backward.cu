@@ -475,7 +475,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
                                       const backward_shape &shape) {
     backward_plan plan = {};
     if (problem->fused.score_backward != NULL)
-        fdma_cuda_take_dt(problem->fused.score_backward, arena);
+        fdma_cuda_take_score_backward(problem->fused.score_backward, arena);
     plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
                        ? fdma_cuda_plan_kept(problem, arena)

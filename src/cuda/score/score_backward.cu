@@ -532,6 +532,7 @@ static void plan_splits(gradient_params *params) {
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
     gradient_params params = {};
     params.score = fdma_cuda_plan_products(problem, arena);
+    params.score.waits_last = problem->fused.dbias_is_waited;
     params.ddt = params.score.score.data;
     params.a = problem->a.data;
     params.dbias = numbers_of<const float>(&problem->dbias);
@@ -608,8 +609,8 @@ static fdma_status launch_finish(const fdma_problem *problem, const gradient_par
                   {grid, dim3(finish_columns, finish_rows), 0, start}, problem, params);
 }
 
-void fdma_cuda_take_dt(const fdma_problem *problem, fdma_arena *arena) {
-    fdma_cuda_plan_products(problem, arena);
+void fdma_cuda_take_score_backward(const fdma_problem *problem, fdma_arena *arena) {
+    plan_gradients(problem, arena);
 }
 
 fdma_status fdma_cuda_make_dt(const fdma_problem *problem, bool starts_early) {

@@ -180,8 +180,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
     using memory = backward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const forward_plan &forward = task.plan.forward;
-    const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges *
-                           task.pass.head_splits;
+    const int64_t blocks =
+        problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges * task.pass.head_splits;
     const float softcap_scale =
         forward.softcap == 0 ? 0 : scale_over_cap(forward.scale, forward.softcap);
     if (blocks == 0)
@@ -199,8 +199,7 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
  * has so few slot blocks that the first ones, which all queries see, would take longer than an equal
  * part of the work. Not where owns_dq() may be true, because dk and dv then have other last bits:
  * the batch does not count here. */
-template <class config>
-static bool shares_heads(const fdma_problem *problem, int64_t slot_blocks) {
+template <class config> static bool shares_heads(const fdma_problem *problem, int64_t slot_blocks) {
     const int64_t most_blocks = 256; // of a sequence
     return config::may_share_heads && !problem->deterministic && problem->group % 2 == 0 &&
            !is_present(&problem->starts) && slot_blocks > config::most_slot_blocks &&
@@ -315,10 +314,13 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
-    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq))
+    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq)) {
         FDMA_TRY(launch("backward", write_dq<plain_config<config>>,
-                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads), 0, start_early}, problem,
-                        plan, pass));
+                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads), 0, start_early},
+                        problem, plan, pass));
+        if (problem->fused.score_backward != NULL && plan.key_sums == NULL)
+            problem->fused.score_backward->fused.dbias_is_waited = true;
+    }
     return fdma_cuda_end_backward(problem, &plan);
 }
 

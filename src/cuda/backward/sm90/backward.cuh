@@ -139,11 +139,11 @@ enum block_order {
 struct backward_pass {
     row_map q, dout;
     block_order visits;
-    int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
-    int32_t list_splits;    // thread blocks that share a list in the listed pass
-    int32_t head_splits;    // thread blocks, of a cluster, that share the query heads of a slot block
-    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
-    bool owns_dq;           // all slot blocks of a head are one thread block's, which writes dq
+    int32_t query_blocks; // of a thread block of the diagonal pass, one after the other
+    int32_t list_splits;  // thread blocks that share a list in the listed pass
+    int32_t head_splits;  // thread blocks, of a cluster, that share the query heads of a slot block
+    float *dq_sum;        // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
+    bool owns_dq;         // all slot blocks of a head are one thread block's, which writes dq
     uint32_t *dq_semaphore; // of each tile: the number of slot blocks that have added to dq_sum; a
                             // step uses the semaphore of its first tile; NULL: they add in any
                             // order
@@ -166,9 +166,9 @@ struct backward_work {
     int32_t slot_blocks; // slot_block and others, see backward_pass
     int32_t partition;
     int32_t first_head, end_head; // of the group, by_head
-    int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
-                              // blocks; in the listed pass, of blocks of a list's entries
-    int32_t list;             // in the listed pass: the index of its list
+    int32_t query_block, end;     // the range of query blocks; in the diagonal pass, of their slot
+                                  // blocks; in the listed pass, of blocks of a list's entries
+    int32_t list;                 // in the listed pass: the index of its list
 };
 
 struct alignas(16) slot_record {
