@@ -13,13 +13,15 @@ other, are NoPE heads. The program takes these steps:
        chooses in the last layer, and is measured. Gates do not change.
 
 A rule is a name and a number of keys, with a colon between: all, newest:KEYS, GATE:KEYS for the
-gates of quality_retention.py whose keys decay, or GATE/half:KEYS. A gate's score of a key is fixed
-once the token is read, and so is the order of two keys:
+gates of quality_retention.py whose keys decay, GATE/half:KEYS, or GATE+OTHER:KEYS. A gate's score
+of a key is fixed once the token is read, and so is the order of two keys:
 
     GATE       the newest RECENT keys, and the keys of largest position + c * exp(score), at which
                their lifetimes end. c is found for each head so that the keys that live fill the
                rows of the cache in the mean
     GATE/half  half the newest, half by score
+    GATE+OTHER the first half of the kv heads as GATE, the others as OTHER/half, where OTHER may be
+               one of the gates "attention" and "repetition", too
 
 Losses and recall are measured as in quality_gates.py. The rules of --untrained are measured with
 the model of step 1. OUT/NAME.orders.json has a line for each measurement and each gate. --state
@@ -47,6 +49,7 @@ import program
 RECENT = 64  # newest keys beside those by lifetime
 NAMES = ("all", "newest")
 GATES = ("retention", "retention-weights", "lifetime", "lifetime-value")
+OTHERS = (*GATES, "attention", "repetition")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,23 +59,27 @@ class Order:
     name: str
     keys: int | None  # None for all
     is_half: bool = False
+    other: str | None = None
 
     @property
-    def has_gate(self) -> bool:
-        return self.name in GATES
+    def gates(self) -> tuple[str, ...]:
+        return tuple(one for one in (self.name, self.other) if one in OTHERS)
 
 
 def order_of(word: str) -> Order:
     name, _, keys = word.partition(":")
-    gate, slash, half = name.partition("/")
     if word == "all":
         return Order("all", None)
+    gate, slash, half = name.partition("/")
+    first, plus, other = name.partition("+")
     is_known = name == "newest" or (gate in GATES and half == ("half" if slash else ""))
+    is_known = is_known or (first in GATES and other in OTHERS)
     if not is_known or not keys.isdecimal() or int(keys) <= 2 * RECENT:
-        known = f"all, newest:KEYS, GATE:KEYS or GATE/half:KEYS with a gate of {', '.join(GATES)}"
+        known = "all, newest:KEYS, GATE:KEYS, GATE/half:KEYS or GATE+OTHER:KEYS with a gate of "
+        known += f"{', '.join(GATES)} and another of {', '.join(OTHERS)}"
         message = f"is {word}, want {known}, and KEYS above {2 * RECENT}"
         raise argparse.ArgumentTypeError(message)
-    return Order(gate, int(keys), bool(slash))
+    return Order(first if plus else gate, int(keys), bool(slash), other or None)
 
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -146,24 +153,53 @@ def scales_of(scores: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def attend_in_order(
-    gate: Gate, scale: torch.Tensor | None, keys: int, query: Rows, key: Rows, value: Rows
+    gate: Gate,
+    scale: torch.Tensor | None,
+    keys: int,
+    query: Rows,
+    key: Rows,
+    value: Rows,
+    heads: slice = slice(None),
 ) -> Rows:
-    """Attention to `keys` keys of a gate's order: without a scale, half are the newest."""
+    """Attention of the queries of some kv heads to `keys` keys of a gate's order: without a scale,
+    half are the newest."""
     with torch.no_grad():
         scores = gate(value.flatten(2)) if gate.reads_values else gate.scores
         recent = keys // 2 if scale is None else RECENT
         if scale is not None:
             places = torch.arange(scores.shape[2], device=scores.device)
             scores = places + scale[:, None] * lifetimes_of(scores)
-        selection = select(scores, keys - recent, recent=recent)
-    return attention(query, key, value, selection=selection, causal=True)[0]
+        selection = select(scores[:, heads].contiguous(), keys - recent, recent=recent)
+    own = query.unflatten(2, (key.shape[2], -1))[:, :, heads].flatten(2, 3)
+    rows = (own, key[:, :, heads], value[:, :, heads])
+    return attention(*rows, selection=selection, causal=True)[0]
+
+
+def attend_divided(
+    first: Gate,
+    scale: torch.Tensor,
+    other: Gate,
+    keys: int,
+    query: Rows,
+    key: Rows,
+    value: Rows,
+) -> Rows:
+    """Attention to `keys` keys: half of the kv heads in the order of one gate, and the others to
+    half of the newest keys and half by the scores of another gate."""
+    half = key.shape[2] // 2
+    rows = (keys, query, key, value)
+    outs = (
+        attend_in_order(first, scale, *rows, slice(half)),
+        attend_in_order(other, None, *rows, slice(half, None)),
+    )
+    return torch.cat(outs, 2)
 
 
 @contextlib.contextmanager
-def choosing(model: Model, rule: Rule | None, gate: Gate | None) -> Iterator[None]:
+def choosing(model: Model, rule: Rule | None, gates: list[Gate]) -> Iterator[None]:
     """A context in which the last layer has this rule, or, with None, its own keys."""
     with contextlib.ExitStack() as stack:
-        if gate is not None:
+        for gate in gates:
             stack.callback(model.attentions()[-1].register_forward_pre_hook(gate.read).remove)
         if rule is not None:
             stack.enter_context(restricted_heads(model, rule))
@@ -247,21 +283,23 @@ class Trial:
                 found.append(gate.of(run_frozen(self.model, text)))
         self.gates[kind], self.scores[kind] = gate.requires_grad_(False), torch.cat(found)
 
-    def rule_of(self, order: Order) -> tuple[Rule | None, Gate | None]:
+    def rule_of(self, order: Order) -> tuple[Rule | None, list[Gate]]:
         if order.keys is None or order.keys >= self.given.length:
-            return None, None
-        if not order.has_gate:
-            return partial(attend_with, "newest", order.keys, order.keys - 1), None
-        gate = self.gates[order.name]
+            return None, []
+        if not order.gates:
+            return partial(attend_with, "newest", order.keys, order.keys - 1), []
+        gates = [self.gates[name] for name in order.gates]
         scale = None if order.is_half else scales_of(self.scores[order.name], order.keys)
-        return partial(attend_in_order, gate, scale, order.keys), gate
+        if scale is not None and len(gates) == 2:
+            return partial(attend_divided, gates[0], scale, gates[1], order.keys), gates
+        return partial(attend_in_order, gates[0], scale, order.keys), gates
 
     def measure(self, order: Order, trained: int) -> None:
         given = argparse.Namespace(questions=self.given.questions)
-        rule, gate = self.rule_of(order)
+        rule, gates = self.rule_of(order)
         plain = partial(quality_model.attend_to_all, causal=True) if rule is None else rule
         begin = time.perf_counter()
-        with choosing(self.model, None, gate):
+        with choosing(self.model, None, gates):
             found = quality_gates.measure(self.model, self.evaluation, plain, given)
         found["measured_in"] = round(time.perf_counter() - begin, 1)  # seconds
         row = {**dataclasses.asdict(order), "trained": trained}
@@ -282,19 +320,21 @@ class Trial:
             self.restore(state)
             self.prepare(order)
             program.doing(f"goes on with {order.name}, {order.keys} keys")
-            rule, gate = self.rule_of(order)
-            with choosing(self.model, rule, gate):
+            rule, gates = self.rule_of(order)
+            with choosing(self.model, rule, gates):
                 self.train_until(last)
             with eager():
                 self.measure(order, last - start)
 
     def prepare(self, order: Order) -> None:
-        """Trains the gate of an order, unless that was done."""
-        if order.has_gate and order.name not in self.gates:
+        """Trains the gates of an order that were not yet trained."""
+        for name in order.gates:
+            if name in self.gates:
+                continue
             learned = [one for one in self.model.parameters() if one.requires_grad]
             self.model.requires_grad_(False)
             with eager():
-                self.learn(order.name)
+                self.learn(name)
             for parameter in learned:
                 parameter.requires_grad_()
 
@@ -303,7 +343,7 @@ class Trial:
         distances = list(measured[0]["recall"])
         back = list(measured[0]["needles"]["identifier"])
         cells = [
-            (row["name"] + "/half" * row["is_half"], str(row["keys"] or "all"))
+            (rule_name(row), str(row["keys"] or "all"))
             + (str(row["trained"]), f"{row['bits']:.4f}")
             + tuple(f"{row['recall'][one]:.2f}" for one in distances)
             + tuple(f"{row['needles']['identifier'][one]:.2f}" for one in back)
@@ -312,6 +352,11 @@ class Trial:
         names = ("rule", "keys", "trained", "loss", *distances)
         names += tuple(f"identifier {one}" for one in back)
         print(*table_of(names, cells, {"rule"}), sep="\n")
+
+
+def rule_name(row: dict[str, Any]) -> str:
+    other = "" if row["other"] is None else f"+{row['other']}"
+    return row["name"] + "/half" * row["is_half"] + other
 
 
 def eager() -> Any:
@@ -331,6 +376,9 @@ def main(arguments: list[str] | None = None) -> None:
     if any(layer.nope_heads > 0 for layer in others) or last.nope_heads < last.kv_heads:
         message = "want NoPE heads in all of the last layer, and in no other"
         print(f"quality_orders.py: {given.start}: {message}", file=sys.stderr)
+        sys.exit(2)
+    if any(len(order.gates) == 2 for order in (*own.rules, *own.untrained)) and last.kv_heads < 2:
+        print(f"quality_orders.py: {given.start}: want two kv heads or more", file=sys.stderr)
         sys.exit(2)
     with quality_model.prefer_cudnn():
         trial.follow()

@@ -345,6 +345,20 @@ def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] |
     return (weight, eps) if fits and weight.dtype in (x.dtype, torch.float32) else None
 
 
+def rotate_in_graph(
+    x: torch.Tensor, table: torch.Tensor, nope_heads: int, weight: MaybeTensor, eps: float
+) -> torch.Tensor:
+    """rotate() by PyTorch's operations, which torch.compile fuses with those around them."""
+    wide = x.to(table.dtype)
+    if weight is not None:
+        wide = nn.functional.rms_norm(wide, wide.shape[3:], weight.to(wide.dtype), eps)
+    turned, kept = wide.split((x.shape[2] - nope_heads, nope_heads), 2)
+    cos, sin = table[:, None].chunk(2, 2)
+    first, second = turned.chunk(2, 3)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), 3)
+    return torch.cat((turned, kept), 2).to(x.dtype)
+
+
 class Rotation(NamedTuple):
     """The tables that rotate queries and keys of one call. Tables and starts as in rotate()."""
 
@@ -358,6 +372,8 @@ class Rotation(NamedTuple):
     ) -> torch.Tensor:
         """x [batch, len, heads, head_dim] as rotate() returns it."""
         shape = x.shape
+        if self._is_fused(x):
+            return rotate_in_graph(x, self.table, nope_heads, weight, eps)
         if self.by_row:
             x = x.flatten(0, 1)[None]
         norm: dict[str, Any] = {"starts": self.starts, "weight": weight, "eps": eps}
@@ -368,6 +384,13 @@ class Rotation(NamedTuple):
             pairs = ((others, self.table), (nope, self.nope_table))
             out = torch.cat([rotate(part, table, **norm) for part, table in pairs], 2)
         return out.reshape(shape) if self.by_row else out
+
+    def _is_fused(self, x: torch.Tensor) -> bool:
+        """True in a graph of torch.compile if the table has a row for each position of x."""
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return False
+        has_rows = not self.by_row and self.starts is self.nope_table is None
+        return has_rows and type(x) is torch.Tensor and self.table.shape[1] == x.shape[3]
 
     def normalized(self, x: torch.Tensor, norm: Any, nope_heads: int = 0) -> torch.Tensor:
         """The rotated norm(x). One call computes both if it can."""

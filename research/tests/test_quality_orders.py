@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -60,6 +61,29 @@ def test_keys_in_order(is_half: bool) -> None:
             weights = (key[0, kept, g] @ query[0, n, head] / 4).softmax(0)
             wanted = weights @ value[0, kept, g]
             torch.testing.assert_close(out[0, n, head], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_divided_heads() -> None:
+    """Each half of the kv heads attends as if the other had the same rule."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, LEN, h, 16, generator=generator) for h in (4, 2, 2))
+    first, other = gate_with(scores_of(1)), gate_with(scores_of(1).flip(2))
+    scale = torch.tensor([0.5, 2.0])
+    rows = (KEYS, query, key, value)
+    found = quality_orders.attend_divided(first, scale, other, *rows)
+    alone = quality_orders.attend_in_order(first, scale, *rows)
+    half = quality_orders.attend_in_order(other, None, *rows)
+    torch.testing.assert_close(found, torch.cat((alone[:, :, :2], half[:, :, 2:]), 2))
+    assert not torch.allclose(alone[:, :, 2:], half[:, :, 2:])
+
+
+def test_rules_with_two_gates() -> None:
+    order = quality_orders.order_of("lifetime+repetition:4608")
+    assert order == quality_orders.Order("lifetime", 4608, False, "repetition")
+    assert order.gates == ("lifetime", "repetition")
+    for word in ("repetition+lifetime:4608", "lifetime+:4608", "lifetime+newest:4608"):
+        with pytest.raises(argparse.ArgumentTypeError, match="want all, newest:KEYS"):
+            quality_orders.order_of(word)
 
 
 def test_scores_of_values() -> None:
@@ -121,11 +145,12 @@ def test_a_table(
         assert row["bits"] == measured[2]["bits"] and row["trained"] == 2
     for words, message in (
         ([*last, "--rules", "lifetime:128"], "--rules: is lifetime:128, want all, newest:KEYS"),
-        ([*last, "--rules", "oldest:140"], "is oldest:140, want all, newest:KEYS, GATE:KEYS or"),
+        ([*last, "--rules", "oldest:140"], "is oldest:140, want all, newest:KEYS, GATE:KEYS,"),
         ([*last, "--rules", "all", "--queries=0"], "--queries: is 0, want 1 or more"),
         ([*last, "--rules", "all", "--gate-rate=0"], "--gate-rate: is 0, want above 0"),
         ([*start, "--nope-layers=1", "--rules=all"], "want --start and --select-start"),
         ([*last, "--nope-layers", 0, "--rules=all"], "nope is '0 1', want '1 0'"),
+        ([*last, "--rules", "lifetime+repetition:140"], "want two kv heads or more"),
     ):
         assert message in refusal(capsys, quality_orders, tmp_path, *words)
     train(corpus, tmp_path, "sliding", **{**heads, "nope_layers": 0}, name="first", batch=1)

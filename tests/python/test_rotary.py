@@ -399,6 +399,37 @@ def test_compiled_layers_share_tables(no_tables: Any) -> None:
     assert no_tables[(x.device, 8, 1e4, False)] == [table]
 
 
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "nope_heads": 1}, {"starts": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_in_graphs(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A compiled layer rotates by PyTorch's operations, where the table has a row for each one."""
+    options = dict(options)
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32) if options.pop("starts", 0) else None
+    layer = make_layer(**options).to(dtype)
+    x = torch.randn(2 if starts is None else 1, 20, 48, dtype=dtype, requires_grad=True)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, backend=keep)
+    found, want = (one(x, starts=starts) for one in (compiled, layer))
+    names = {str(node.target) for node in graphs[0].graph.nodes}
+    assert any("rotate" in name for name in names) == (starts is not None)
+    parameters = [x, *layer.parameters()]
+    gradients = [torch.autograd.grad(one.cos().sum(), parameters) for one in (found, want)]
+    loose = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found, want, **loose)
+    torch.testing.assert_close(*gradients, **loose)
+
+
+def test_exported_layers_keep_the_operator() -> None:
+    layer = make_layer().requires_grad_(False)
+    graph = torch.export.export(layer, (torch.randn(1, 20, 48),)).graph
+    assert any("rotate" in str(node.target) for node in graph.nodes)
+
+
 def test_threads_share_tables(no_tables: Any) -> None:
     x, found = torch.randn(1, 5000, 1, 64), []
     threads = [
