@@ -57,7 +57,7 @@ typedef struct fdma_last_keys {
                            for the keys of the list */
 } fdma_last_keys;
 
-/* What the steps of a fused call on a device pass to each other, beside tensors. All of it is 0 in
+/* Passed between the steps of a fused call on a device, beside tensors. All of it is 0 in
  * calls of a single operation. */
 typedef struct fused_steps {
     const struct fdma_problem *forward; /* select: the step that uses its selection */

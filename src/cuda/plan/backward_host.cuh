@@ -33,13 +33,6 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
 void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdma_arena *arena,
                           backward_plan *plan);
 
-/* dt for score_backward, which a fused call makes while lists and row statistics are made. The first
- * of two functions of score/score_backward.cu takes the memory of score_backward at the start of the
- * workspace, where it will look for it. starts_early: the kernel before has waited for the inputs,
- * and lets later ones start. */
-void fdma_cuda_take_score_backward(const fdma_problem *problem, fdma_arena *arena);
-fdma_status fdma_cuda_make_dt(const fdma_problem *problem, bool starts_early);
-
 /* Fills in lists, records, row_lse and row_delta. Clears dk and dv (unless they accumulate), dbias,
  * plan->cleared, and dattn_bias or its sums. */
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan);

@@ -562,7 +562,7 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
     if (plan->list_tile == 0 && plan->count != NULL && !selection.is_global) {
-        // many blocks leave room for those of the next kernel
+        // many blocks leave room for the next kernel
         const bool is_many = heads > fdma_cuda_device(problem->exec.device)->multiprocessors;
         const unsigned threads = is_many ? compact_threads / 4 : compact_threads;
         return launch("forward", list_kept, {dim3((unsigned)heads), dim3(threads), 0, start_early},

@@ -9,7 +9,6 @@
  *
  * The number of splits depends only on kv_len, kv_heads and head_dim, so results do not depend on
  * the batch. Source: docs/algorithm.md, backward. */
-#include "cuda/plan/backward_host.cuh"
 #include "cuda/score/score_backward_ddt.cuh"
 
 #include <assert.h>
@@ -567,8 +566,8 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
 }
 
 /* Gives each warp of a thread block channels of its own, as long as there are enough of them. The
- * other warps share channels and take tiles in turn, and so do pairs of warps where one sequence has
- * few thread blocks. The batch does not count: the sums would have another order. */
+ * other warps share channels and take tiles in turn, and so do pairs of warps where one sequence
+ * has few thread blocks. The batch does not count: the sums would have another order. */
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
     static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "every device has as much");

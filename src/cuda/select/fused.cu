@@ -20,8 +20,8 @@ extern "C" {
 
 #include <assert.h>
 
-/* keys: the most keys of a segment; most_entries: the most slots of its lists in all. A partition, of ranks or of positions, is the 32 keys that the
- * lanes of a warp have at once. */
+/* keys: the most keys of a segment; most_entries: the most slots of its lists in all. A partition,
+ * of ranks or of positions, is the 32 keys that the lanes of a warp have at once. */
 template <int keys_, int threads_, int most_entries = 32768> struct short_config {
     static constexpr int threads = threads_, warps = threads / warp_lanes;
     static constexpr int blocks = 1024 / threads; // of a multiprocessor, at least, by registers

@@ -196,7 +196,7 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
 }
 
 /* True if two thread blocks, a cluster, share the query heads of each slot block: where a sequence
- * has so few slot blocks that the first ones, which all queries see, would take longer than an equal
+ * has few slot blocks, and the first ones, which all queries see, would take longer than an equal
  * part of the work. Not where owns_dq() may be true, because dk and dv then have other last bits:
  * the batch does not count here. */
 template <class config> static bool shares_heads(const fdma_problem *problem, int64_t slot_blocks) {
