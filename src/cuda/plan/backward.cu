@@ -254,9 +254,9 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
-/* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. The
- * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
- * each.
+/* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. First
+ * come row_blocks blocks for each query head, then key_blocks for each kv head, which may have to
+ * wait.
  *
  * It may run while write_lists or list_kept makes the lists. One block waits for them at its end,
  * so a kernel that waits for this one has them. */
@@ -265,25 +265,26 @@ static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan,
                const __grid_constant__ selection_view selection, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
-    const int64_t head = head_of_block();
-    const int32_t n = (int32_t)blockIdx.x - key_blocks;
-    const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
-    if (head >= heads)
+    const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
+    const int32_t blocks = heads * gridDim.x, of_rows = heads * plan.forward.group * row_blocks;
+    const int32_t id = (int32_t)head_of_block() * gridDim.x + blockIdx.x, of_keys = id - of_rows;
+    if (id >= blocks)
         return;
     for (const cleared_range &range : plan.cleared)
-        clear_slice(range, head * gridDim.x + blockIdx.x, heads * gridDim.x);
-    if (n < 0 && plan.slot_per_key)
+        clear_slice(range, id, blocks);
+    if (of_keys >= 0 && plan.slot_per_key)
         griddepcontrol_wait(); // for the records
-    const int64_t q_head = head * plan.forward.group + n / row_blocks;
-    const int32_t first = n % row_blocks * list_queries;
 #pragma unroll 1
-    for (int32_t j = 0; n < 0 && j < list_queries; j += block_rows)
-        clear_keys(plan, head, (int32_t)blockIdx.x * list_queries + j, aligned_keys);
-    if (n >= 0 && aligned_rows)
-        find_row_stats<element, true>(plan, selection, q_head, first);
-    else if (n >= 0)
-        find_row_stats<element, false>(plan, selection, q_head, first);
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0)
+    for (int32_t j = 0; of_keys >= 0 && j < list_queries; j += block_rows)
+        clear_keys(plan, of_keys / key_blocks, of_keys % key_blocks * list_queries + j,
+                   aligned_keys);
+    if (of_keys < 0 && aligned_rows)
+        find_row_stats<element, true>(plan, selection, id / row_blocks,
+                                      id % row_blocks * list_queries);
+    else if (of_keys < 0)
+        find_row_stats<element, false>(plan, selection, id / row_blocks,
+                                       id % row_blocks * list_queries);
+    if (id == 0)
         griddepcontrol_wait();
 }
 
