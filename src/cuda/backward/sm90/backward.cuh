@@ -271,7 +271,11 @@ static constexpr int32_t no_keys = -1;
  * all_barrier           128, 256  C           dS of the step is stored; in the wide form also P,
  *                                             and once more when both have been read
  * consumer_barrier + n  128       consumer n  empty rows are cleared; in the narrow form also: dS
- *                                             of the previous step has been read */
+ *                                             of the previous step has been read
+ *
+ * The barrier of the cluster, if two thread blocks share the query heads: C of both, twice in
+ * share_sums(), when all products have ended and when the sums have been sent. P has ended by then,
+ * or ends without waiting. */
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
