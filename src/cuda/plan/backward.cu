@@ -255,8 +255,8 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
 }
 
 /* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists.
- * First come row_blocks blocks for each query head, then key_blocks for each kv head, which may have
- * to wait.
+ * First come row_blocks blocks for each query head, then key_blocks for each kv head. The latter
+ * may have to wait for records.
  *
  * It may run while write_lists or list_kept makes the lists. One block waits for them at its end,
  * so a kernel that waits for this one has them. */
