@@ -301,7 +301,8 @@ template <class config> struct backward_memory {
     uint32_t key_code[slots_buffers][config::drops ? config::slots : 1];
     row_code pair_code[config::stages][config::drops ? config::q_rows / 2 + 1 : 1];
     // sums of each consumer in this generation and the previous one, and the sums of older ones
-    float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
+    alignas(8) float dbias[2][config::consumers][config::slots]; // share_sums() sends pairs of it
+    float dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
     backward_work work;
