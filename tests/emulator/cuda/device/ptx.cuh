@@ -271,6 +271,8 @@ static inline uint32_t mapa(uint32_t shared, uint32_t rank) {
 }
 
 template <typename T> static inline void st_shared_cluster(uint32_t address, T value) {
+    if (address % sizeof value != 0)
+        emulated_fail("st.shared::cluster of its size");
     for (size_t i = 0; i < sizeof value / 4; i++)
         __atomic_store_n((uint32_t *)at_shared(address) + i, ((const uint32_t *)&value)[i],
                          __ATOMIC_RELEASE);
@@ -313,6 +315,8 @@ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) {
 
 static inline void red_add_v4(float *address, float x, float y, float z, float w) {
     const float added[] = {x, y, z, w};
+    if ((uintptr_t)address % 16 != 0)
+        emulated_fail("red of 16 bytes");
     for (int i = 0; i < 4; i++)
         atomicAdd(address + i, added[i]);
 }
@@ -329,6 +333,8 @@ static inline void add_four(float *address, float x, float y, float z, float w) 
 }
 
 static inline void red_add_v2(float *address, float x, float y) {
+    if ((uintptr_t)address % 8 != 0)
+        emulated_fail("red of 8 bytes");
     atomicAdd(address, x);
     atomicAdd(address + 1, y);
 }
@@ -336,6 +342,8 @@ static inline void red_add_v2(float *address, float x, float y) {
 /* Not atomic: no two threads of these kernels add to one element. */
 template <typename element>
 static inline void red_add_x8(element *address, const uint32_t (&words)[4]) {
+    if ((uintptr_t)address % 16 != 0)
+        emulated_fail("red of 16 bytes");
     for (int i = 0; i < 8; i++)
         address[i] =
             from_float<element>(float_of<element>(address + i) + unpacked<element>(words, i));
