@@ -117,6 +117,7 @@ import quality_options
 import torch
 from benchmarking import find_machine, write_whole
 from flash_dmattn import attention, select
+from flash_dmattn.lifetimes import lifetime_scale
 from quality_evaluate import Evaluation
 from quality_limits import attend_with, restricted_heads
 from quality_model import Model, to_device
@@ -127,29 +128,6 @@ from quality_rivals import Rows, Rule
 
 CALIBRATION = 4  # sequences from which c is found
 NO_SETTINGS = ("rules", "untrained", "state")  # options that other rows show
-MOST_SCORE = 40.0  # exp() of it is finite in float32
-
-
-def lifetimes_of(scores: torch.Tensor) -> torch.Tensor:
-    return scores.clamp(max=MOST_SCORE).exp()
-
-
-def scales_of(scores: torch.Tensor, keys: int) -> torch.Tensor:
-    """c for each kv head, [kv_heads], with scores [sequences, kv_heads, len]: with lifetimes of
-    c * exp(score), as many keys live as the cache has rows, in the mean over the second half of the
-    sequences."""
-    length = scores.shape[2]
-    begin = torch.arange(length, device=scores.device, dtype=torch.float64)
-    lives = lifetimes_of(scores.double())
-    low = torch.full((scores.shape[1],), -30.0, device=scores.device, dtype=torch.float64)
-    high = -low
-    for _ in range(60):
-        middle = (low + high) / 2
-        end = (begin + middle.exp()[:, None] * lives).clamp(max=length)
-        alive = (end - begin.clamp(min=length // 2)).clamp(min=0).sum(2).mean(0)
-        is_more = alive > keys * (length - length // 2)
-        low, high = torch.where(is_more, low, middle), torch.where(is_more, middle, high)
-    return middle.exp().float()
 
 
 def attend_in_order(
@@ -168,7 +146,7 @@ def attend_in_order(
         recent = keys // 2 if scale is None else RECENT
         if scale is not None:
             places = torch.arange(scores.shape[2], device=scores.device)
-            scores = places + scale[:, None] * lifetimes_of(scores)
+            scores = places + scale[:, None] * scores.exp()
         selection = select(scores[:, heads].contiguous(), keys - recent, recent=recent)
     own = query.unflatten(2, (key.shape[2], -1))[:, :, heads].flatten(2, 3)
     rows = (own, key[:, :, heads], value[:, :, heads])
@@ -289,7 +267,8 @@ class Trial:
         if not order.gates:
             return partial(attend_with, "newest", order.keys, order.keys - 1), []
         gates = [self.gates[name] for name in order.gates]
-        scale = None if order.is_half else scales_of(self.scores[order.name], order.keys)
+        scores = self.scores[order.name]
+        scale = None if order.is_half else lifetime_scale(scores, order.keys).float()
         if scale is not None and len(gates) == 2:
             return partial(attend_divided, gates[0], scale, gates[1], order.keys), gates
         return partial(attend_in_order, gates[0], scale, order.keys), gates

@@ -41,6 +41,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
+from flash_dmattn.lifetimes import Sees, attend_fading, sample_places, sharpness_at
 from flash_dmattn.score_targets import log_targets
 from quality_evaluate import observing
 from quality_limits import attend_with, restricted_heads
@@ -56,8 +57,8 @@ CHUNK = 512  # queries whose logits are in memory at once
 WARM_UP = 10  # steps
 RATED_STEPS = (5, 10)  # these are timed to find how many steps fit --seconds
 PARTS = 8  # of the training, for which mean losses are written
+NO_OPTIONS = {"softmax_scale": None, "softcap": 0.0, "sink_logit": None}  # of attention
 DECAYING = ("retention", "retention-weights", "lifetime", "lifetime-value")
-SHARPNESS = (2.0, 32.0)  # at the first and at the last step
 BIAS_RATE = 10.0  # multiplies the learning rate of the bias of a gate that reads values
 
 
@@ -152,15 +153,6 @@ def target_loss(gate: Gate, model: Model, text: torch.Tensor, recent: int | None
 # ---- retention and lifetimes ----
 
 
-def log_decays(
-    kind: str, scores: torch.Tensor, ages: torch.Tensor, sharpness: float
-) -> torch.Tensor:
-    """The logarithm [kv_heads, queries, keys] of what multiplies a logit, or a weight."""
-    if kind.startswith("retention"):
-        return logsigmoid(scores)[:, None] * ages
-    return logsigmoid(sharpness * (scores[:, None] - ages.clamp(min=1).log()))
-
-
 def attend_decayed(
     kind: str,
     query: torch.Tensor,
@@ -173,17 +165,21 @@ def attend_decayed(
     """Attention [queries, q_heads, head_dim] of the queries at ascending `places` to the keys up to
     their own, which decay by their scores [kv_heads, len]. Also the sum over these keys of what
     their logits or weights are multiplied by, [kv_heads, queries]."""
+    if kind.startswith("lifetime"):
+        sees = Sees(places, torch.zeros_like(places), torch.ones_like(scores[0], dtype=torch.bool))
+        rows = (query.float(), key.float(), value.float())
+        return attend_fading(rows, scores, sees, len(key), sharpness, NO_OPTIONS)
     kv_heads, end = key.shape[1], int(places[-1]) + 1
     ages = (places[:, None] - torch.arange(end, device=key.device)).float()
     is_later = ages < 0
     with torch.autocast(key.device.type, enabled=False):
-        log_decay = log_decays(kind, scores[:, :end], ages.clamp(min=0), sharpness)
+        log_decay = logsigmoid(scores[:, None, :end]) * ages.clamp(min=0)
         decay = log_decay.exp()
         own = query.float().unflatten(1, (kv_heads, -1))
         logits = torch.einsum("qghd,kgd->ghqk", own, key[:end].float()) / query.shape[2] ** 0.5
-        if kind != "retention-weights":
+        if kind == "retention":
             logits = logits * decay[:, None]
-        if kind != "retention":
+        else:
             logits = logits + log_decay[:, None]
         weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
         out = torch.einsum("ghqk,kgd->qghd", weights, value[:end].float()).flatten(1, 2)
@@ -212,10 +208,8 @@ def sample_queries(
     the mean over all places in expectation."""
     newest = partial(attend_with, "newest", keys, keys - 1)
     wanted = frozen.logits[0].float().log_softmax(-1)
-    missed = divergences(predict(model, frozen.entering, newest), wanted).clamp(min=0)
-    chance = 0.5 / len(missed) + 0.5 * missed / missed.sum().clamp(min=1e-9)
-    places = chance.multinomial(count, replacement=True, generator=generator).sort().values
-    return places, 1 / (chance[places] * count * len(missed))
+    missed = divergences(predict(model, frozen.entering, newest), wanted)
+    return sample_places(missed, torch.ones_like(missed, dtype=torch.bool), count, generator)
 
 
 def learn_retention(
@@ -302,7 +296,9 @@ def train(
             frozen = run_frozen(model, rows)
             queries = sample_queries(model, frozen, options.keys[0], options.queries, generator)
             own = (frozen, to_device(marked[0], device), queries, options)
-            losses.append(learn_retention(gate, kind, model, *own, sharpness_at(number, steps)))
+            losses.append(
+                learn_retention(gate, kind, model, *own, sharpness_at(number / max(1, steps - 1)))
+            )
         else:
             loss = target_loss(gate, model, rows, recent)
             loss.backward()
@@ -321,12 +317,6 @@ def train(
         log["peak_memory"] = torch.cuda.max_memory_allocated(device)
     parts = torch.stack(losses).float().cpu().tensor_split(PARTS)
     return {**log, "losses": [part.mean(0).tolist() for part in parts if len(part) > 0]}
-
-
-def sharpness_at(step: int, steps: int) -> float:
-    """The exponent n of lifetimes. It grows by the same factor in every step."""
-    first, last = SHARPNESS
-    return first * (last / first) ** (step / max(1, steps - 1))
 
 
 def steps_in(seconds: float, times: dict[int, float]) -> int:

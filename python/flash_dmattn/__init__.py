@@ -20,6 +20,7 @@ from .functional import Selection, attention, get_available_backends, merge, sco
 from .fused import flash_dma_attention
 from .hybrid import HybridPlan
 from .layer_caches import LayerCaches
+from .lifetimes import lifetime_loss
 from .lists import mask_lists
 from .mha import MultiheadAttention
 from .nn import DynamicMaskAttention
@@ -58,6 +59,7 @@ __all__ = [
     "flash_dmattn_varlen_kvpacked_func",
     "flash_dmattn_varlen_qkvpacked_func",
     "get_available_backends",
+    "lifetime_loss",
     "mask_lists",
     "merge",
     "score",

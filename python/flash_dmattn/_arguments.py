@@ -637,6 +637,21 @@ def kernel_scale(softmax_scale: float | None, head_dim: int | None = None) -> fl
     return softmax_scale
 
 
+def check_score(score: Any, weights: dict[str, Any], dt_bias: Any, form: str, where: str) -> None:
+    """Check that a call has either the weights that scores are computed from or a score, which adds
+    no bias. `where` names what has the bias_form `form`."""
+    if score is None:
+        for name, weight in weights.items():
+            _types.check_tensor(name, weight)
+        return
+    _types.check_tensor("score", score)
+    for name, weight in {**weights, "dt_bias": dt_bias}.items():
+        if weight is not None:
+            raise ValueError(f"{name}: is given, want None beside a score")
+    if form != "none":
+        raise ValueError(f"score: is given, want None {where} bias_form {form!r}")
+
+
 def autocast(name: str, rows: tuple[Any, ...], weights: tuple[Any, ...] = ()) -> tuple[Any, ...]:
     """Cast `rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) to autocast's
     dtype if autocast is on. float32 weights stay as they are: kernels take them with rows of any

@@ -299,8 +299,8 @@ class Saved(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    dt_proj: torch.Tensor
-    a_coef: torch.Tensor
+    dt_proj: MaybeTensor
+    a_coef: MaybeTensor
     dt_bias: MaybeTensor
     sink_logit: MaybeTensor
     key_valid: MaybeTensor

@@ -163,10 +163,11 @@ class DynamicMaskCache:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        dt_proj: torch.Tensor,
-        a_coef: torch.Tensor,
+        dt_proj: torch.Tensor | None = None,
+        a_coef: torch.Tensor | None = None,
         *,
         dt_bias: torch.Tensor | None = None,
+        score: torch.Tensor | None = None,
         index: torch.Tensor | None = None,
         key_valid: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
@@ -186,7 +187,9 @@ class DynamicMaskCache:
             query: [batch, len, q_heads, head_dim].
             key: [batch, len, kv_heads, head_dim], of the cache's dtype.
             value: like key.
-            dt_proj, a_coef, dt_bias: as in score().
+            dt_proj, a_coef, dt_bias: as in score(); or else `score` is given.
+            score: [batch, kv_heads, len] float32: the score of each token, which adds no bias: the
+                cache's bias_form has to be "none".
             index: optional [streams] int32: the sequences of the batch that these tokens continue;
                 query, key and value are then [streams, ...]. -1: none (not in a prefill).
             key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept,
@@ -209,18 +212,18 @@ class DynamicMaskCache:
         """
         self._check_layer(layer)
         _types.check_flag("draft", draft)
-        _types.check_tensor("dt_proj", dt_proj)
-        _types.check_tensor("a_coef", a_coef)
+        weights: dict[str, Any] = {"dt_proj": dt_proj, "a_coef": a_coef}
+        _arguments.check_score(score, weights, dt_bias, self.bias_form, "in a cache of")
         if key_valid is not None:
             _types.check_tensor("key_valid", key_valid)
-        query, key, value, dt_proj, *weights = autocast(
+        query, key, value, dt_proj, *others = autocast(
             "query", (query, key, value), (dt_proj, a_coef, dt_bias)
         )
         rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
         if not torch.compiler.is_compiling() and head_dim not in (None, self._head_dim):
             raise ValueError(f"key: head_dim is {head_dim}, want the cache's, {self._head_dim}")
         query, key, value = rows
-        learned = (dt_proj, *weights)
+        learned = (dt_proj, *others)
         count = streams.counts("n_tokens", n_tokens, key)
         options = (self.bias_form, kernel_scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
@@ -230,11 +233,12 @@ class DynamicMaskCache:
         is_prefill = length > TOKENS_MAX or key_valid is not None
         if not follows_drafts and not is_prefill:
             where = self._sequences(layer, index, -1)
-            rows = (query, key, value, *learned, None, where, count, None, sink_logit)
+            rows = (query, key, value, *learned, score, where, count, None, sink_logit)
             out, _ = ops.DECODE(*rows, *streams.tensors_of(self.keys), *self._rules(), *options)
             self._count(layer, length)
             return finish(out, head_dim)
-        tokens = Tokens(query, key, value, learned, index, key_valid, count, sink_logit, options)
+        rest = (index, key_valid, count, sink_logit, options, score)
+        tokens = Tokens(query, key, value, learned, *rest)
         if follows_drafts:
             return finish(self._follow_drafts(layer, tokens, draft), head_dim)
         out = self._prefill(layer, tokens)
@@ -315,7 +319,9 @@ class DynamicMaskCache:
         require(not ragged, "n_tokens: is given beside earlier drafts, commit() these first")
         query, key, value, weights = tokens[:4]
         *_, backend = tokens.options
-        score, _ = ops.SCORE(value, *weights, None, None, "none", backend)
+        score = tokens.score
+        if score is None:
+            score, _ = ops.SCORE(value, *weights, None, None, "none", backend)
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
         if length > TOKENS_MAX:

@@ -110,6 +110,9 @@ def _check_selected(tensors: dict[str, Any], options: dict[str, Any]) -> dict[st
     the settings that ranks compare."""
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias")
     _types.check(_types.kinds_of(context_parallel_attention), {**tensors, **options})
+    weights = {name: tensors[name] for name in names[3:5]}
+    form, score = options["bias_form"], tensors["score"]
+    _arguments.check_score(score, weights, tensors["dt_bias"], form, "with")
     _autocast_rows(tensors, *names[3:])
     causal, rules = options["causal"], ("window", "recent", "sinks")
     no_recent = None if causal else "if causal is False"
@@ -120,12 +123,15 @@ def _check_selected(tensors: dict[str, Any], options: dict[str, Any]) -> dict[st
         raise ValueError("starts: is given, want None unless causal is True and batch is 1")
     compared = {**options, "starts": describe_starts(starts)}
     settings = _settings_of("context_parallel_attention", tensors, **compared)
-    weights = (tensors[name] for name in names[3:])
+    if score is not None:
+        tensors["score"], tensors["bias"] = score.detach(), None
+        return settings
     backend = options["backend"] and ops.backend_for(options["backend"], "score")
-    rest = (tensors["key_valid"], None, options["bias_form"], backend)
+    rest = (tensors["key_valid"], None, form, backend)
     # SCORE checks some of the arguments. On a device it runs while the ranks compare.
     with torch.no_grad():
-        tensors["score"], tensors["bias"] = ops.SCORE(tensors["value"], *weights, *rest)
+        given = (tensors[name] for name in names[3:])
+        tensors["score"], tensors["bias"] = ops.SCORE(tensors["value"], *given, *rest)
     return settings
 
 
@@ -155,10 +161,11 @@ def context_parallel_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
+    dt_proj: torch.Tensor | None,
+    a_coef: torch.Tensor | None,
     window: int,
     *,
+    score: torch.Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     causal: bool = True,
     recent: int = 0,
@@ -186,9 +193,11 @@ def context_parallel_attention(
         query: [batch, q_len, q_heads, head_dim], of the own tokens.
         key: [batch, q_len, kv_heads, head_dim].
         value: [batch, q_len, kv_heads, head_dim].
-        dt_proj: [kv_heads, kv_heads * head_dim], as in score().
-        a_coef: [kv_heads], as in score().
+        dt_proj: [kv_heads, kv_heads * head_dim], as in score(); None if `score` is given.
+        a_coef: [kv_heads], as in score(); None if `score` is given.
         window: keys that a query keeps, as keep_window_size of flash_dma_attention().
+        score: [batch, kv_heads, q_len] float32: the score of each own token, which adds no bias:
+            bias_form has to be "none". It has no gradient.
         group: the ranks, in the order of their tokens: a process group, a mesh of one dimension, or
             None for all processes.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
@@ -252,7 +261,7 @@ def context_parallel_attention(
     }
     names = ("query", "key", "value", "dt_proj", "a_coef", "dt_bias", "key_valid", "sink_logit")
     given = (query, key, value, dt_proj, a_coef, dt_bias, key_valid, sink_logit)
-    tensors = dict(zip(names, given))
+    tensors = {**dict(zip(names, given)), "score": score}
     lengths = _agree(ranks, lengths, lambda: _check_selected(tensors, options))
     out, lse = _attend(ranks, lengths, tensors, options)
     return (out, lse) if return_lse else out

@@ -67,14 +67,15 @@ class KeptKeys(CacheLayerMixin):
         window: of the layer, its keep_window_size.
         static: as in DogeCache.
         recent: of the layer.
+        bias_form: as in DynamicMaskCache; "none" for a layer that gives scores.
     """
 
     owner = "DogeCache"
     users = f"the model is Doge with attn_implementation={NAME!r}"
 
-    def __init__(self, window: int, static: bool, recent: int = 0) -> None:
+    def __init__(self, window: int, static: bool, recent: int = 0, bias_form: str = "exp") -> None:
         super().__init__()
-        self.window, self.recent = window, recent
+        self.window, self.recent, self.bias_form = window, recent, bias_form
         self.is_compileable, self.is_croppable = static, not static
         self.kept: Any = None  # a DynamicMaskCache, once it is initialised
         self.record_past = False
@@ -89,8 +90,14 @@ class KeptKeys(CacheLayerMixin):
 
     def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
         rules: dict[str, Any] = {"window": self.window, "recent": self.recent}
-        rules["static"] = self.is_compileable
+        rules.update({"static": self.is_compileable, "bias_form": self.bias_form})
         return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
+
+    def positions(self, length: int) -> torch.Tensor:
+        """[batch, length] int32: the positions of the next tokens, once it is initialised."""
+        drafts = 0 if self._drafts is None else self._drafts.key.shape[1]
+        positions: torch.Tensor = self.kept.positions(0, length) + drafts
+        return positions
 
     # ---- attention ----
 
@@ -101,6 +108,7 @@ class KeptKeys(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
+        score: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the next tokens.
 
@@ -110,6 +118,7 @@ class KeptKeys(CacheLayerMixin):
             key: [batch, kv_heads, len, head_dim].
             value: like key.
             key_valid: optional [batch, len] bool, false for padding.
+            score: [batch, kv_heads, len] float32, of a layer that gives scores.
 
         Returns:
             out [batch, len, q_heads, head_dim].
@@ -119,20 +128,22 @@ class KeptKeys(CacheLayerMixin):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if not self.record_past:
             self._commit()
-            return self._enter(layer, query, key, value, key_valid)
+            return self._enter(layer, query, key, value, key_valid, score)
         first = max(key.shape[1] - TOKENS_MAX, 0)  # the first token that becomes a draft
         if key_valid is not None:  # drafts cannot be padding
             padding = (~key_valid[:, first:]).any(0).nonzero()
             first += int(padding[-1]) + 1 if padding.shape[0] > 0 else 0
         if first == 0:
-            return self._draft(layer, query, key, value)
+            return self._draft(layer, query, key, value, score)
         self._commit()
         before = None if key_valid is None else key_valid[:, :first]
         q, k, v = (x[:, :first] for x in (query, key, value))
-        out = self._enter(layer, q, k, v, before)
+        out = self._enter(layer, q, k, v, before, None if score is None else score[..., :first])
         if first == key.shape[1]:
             return out
-        return torch.cat((out, self._draft(layer, *(x[:, first:] for x in (query, key, value)))), 1)
+        q, k, v = (x[:, first:] for x in (query, key, value))
+        score = None if score is None else score[..., first:]
+        return torch.cat((out, self._draft(layer, q, k, v, score)), 1)
 
     def _enter(
         self,
@@ -141,16 +152,22 @@ class KeptKeys(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
+        score: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of tokens [batch, len, heads, head_dim] that enter the cache."""
         n_tokens = None
         if key_valid is not None and key.shape[1] == 1:
             n_tokens, key_valid = key_valid[:, 0].to(torch.int32), None
-        if not has_plain_weights(layer):
+        if score is not None:
+            scored: dict[str, Any] = {"score": score}
+        elif has_plain_weights(layer):
+            scored = {"dt_proj": layer.dt_proj.weight, "a_coef": layer.A}
+            scored["dt_bias"] = layer.dt_proj.bias
+        else:
             return self._enter_in_pieces(layer, (query, key, value), key_valid, n_tokens)
         return self.kept.attend(
-            *(0, query, key, value, layer.dt_proj.weight, layer.A),
-            dt_bias=layer.dt_proj.bias,
+            *(0, query, key, value),
+            **scored,
             key_valid=key_valid,
             n_tokens=n_tokens,
             softmax_scale=layer.scaling,
@@ -180,10 +197,15 @@ class KeptKeys(CacheLayerMixin):
     # ---- drafts ----
 
     def _draft(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of at most 64 tokens that become drafts, after the present drafts."""
-        score = scores_of(layer, value)
+        score = scores_of(layer, value) if score is None else score
         count = 0 if self._drafts is None else self._drafts.key.shape[1]
         excess = count + key.shape[1] - TOKENS_MAX
         if excess > 0:  # the oldest have to enter now
@@ -195,6 +217,7 @@ class KeptKeys(CacheLayerMixin):
             score=rows.score,
             commit=entering,
             softmax_scale=layer.scaling,
+            bias_form=self.bias_form,
         )
         self._forget(entering)
         return out
@@ -205,7 +228,8 @@ class KeptKeys(CacheLayerMixin):
             return
         key, value, score, _ = self._drafts
         count = key.shape[1] if count is None else count
-        streams.decode(key[:, :0], key, value, self.kept.keys, score=score, commit=count)
+        given: dict[str, Any] = {"commit": count, "bias_form": self.bias_form}
+        streams.decode(key[:, :0], key, value, self.kept.keys, score=score, **given)
         self._forget(count)
 
     def _forget(self, count: int) -> None:

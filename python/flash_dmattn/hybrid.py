@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from . import _arguments, _types
+from ._layer_checks import require
 from .layer_caches import LayerCaches
-from .nn import DynamicMaskAttention, require
+from .nn import DynamicMaskAttention
 from .score_targets import score_target_loss
 
+RECENT = 64  # newest keys beside those of the longest lifetimes
 INITIAL_A = 0.005  # above 0, as scores rank keys only then, and so small that it hardly adds bias
 SCORE_BETAS = (0.9, 0.95)  # of Adam, for scores
 
@@ -37,7 +39,8 @@ class HybridPlan:
             optimizer.zero_grad()
 
     The scores learn from score_target_loss() alone, for one sequence of the batch, in every
-    `target_every`-th step. Their weights should be float32: train with autocast.
+    `target_every`-th step. Their weights should be float32: train with autocast. With
+    lifetime_units they are lifetimes, and learn in a phase of their own; docs/training.md has it.
 
     Args:
         hidden: width of the hidden states.
@@ -49,10 +52,14 @@ class HybridPlan:
             keys, with which the model has no cache of fixed size.
         selecting: numbers of the layers that select; None for the last one alone.
         keys: keys that a query keeps in these layers, 1 or more.
-        recent: how many of them are the newest; None for half.
+        recent: how many of them are the newest; None for half, or for 64, but at most half, with
+            lifetime_units.
         rope_base: base of the rotary angles in the layers that slide.
         target_every: scores learn in every so many steps, 1 or more.
         target_start: the first step in which they learn.
+        lifetime_units: as in DynamicMaskAttention, of the layers that select; 0 for scores from
+            values, which learn from targets. lifetime_loss() serves the last layer alone.
+        initial_lifetime: as in DynamicMaskAttention, if lifetime_units is not 0.
 
     Raises:
         TypeError: an argument of another type.
@@ -87,6 +94,8 @@ class HybridPlan:
     rope_base: float = 10000.0
     target_every: int = 4
     target_start: int = 0
+    lifetime_units: int = 0
+    initial_lifetime: float = 65536.0
 
     def __post_init__(self) -> None:
         _types.check_call(HybridPlan, vars(self))
@@ -107,8 +116,11 @@ class HybridPlan:
             require(is_layer, f"selecting: has {number}, want 0 to {layers - 1}")
         once = len({*selecting}) == len(selecting)
         require(once, f"selecting: is {list(selecting)}, want each layer once")
+        units = self.lifetime_units
+        require(units >= 0, f"lifetime_units: is {units}, want 0 or more")
         object.__setattr__(self, "selecting", selecting)
-        object.__setattr__(self, "recent", self.keys // 2 if recent is None else recent)
+        newest = self.keys // 2 if units == 0 else min(RECENT, self.keys // 2)
+        object.__setattr__(self, "recent", newest if recent is None else recent)
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """The keyword arguments of DynamicMaskAttention for a layer.
@@ -124,7 +136,11 @@ class HybridPlan:
         if layer in self._selecting:
             window = self.keys - self._recent
             given.update({"window": window, "recent": self._recent, "nope_heads": self.kv_heads})
-            given.update({"initial_a": INITIAL_A, "targets_only": True})
+            if self.lifetime_units == 0:
+                given.update({"initial_a": INITIAL_A, "targets_only": True})
+            else:
+                given["lifetime_units"] = self.lifetime_units
+                given["initial_lifetime"] = self.initial_lifetime
         elif self.sliding is not None:
             given.update({"sliding_heads": self.kv_heads, "targets_only": True})
         return given
@@ -152,9 +168,10 @@ class HybridPlan:
         score_rate: float = 1.0,
     ) -> list[dict[str, Any]]:
         """The groups of a model's parameters for AdamW: matrices, which decay; vectors, which do
-        not; and the weights of scores. Clip the gradients of the first two alone: the targets have
-        no part in the norm then. A step without targets leaves scores as they are, if zero_grad()
-        sets gradients to None, as it does by default.
+        not; and the weights of scores, or of gates of lifetimes, which have an optimizer of their
+        own. Clip the gradients of the first two alone: the targets have no part in the norm then. A
+        step without targets leaves scores as they are, if zero_grad() sets gradients to None, as it
+        does by default.
 
         Args:
             model: as in caches().
@@ -168,7 +185,10 @@ class HybridPlan:
         """
         _types.check_call(HybridPlan.parameter_groups, locals())
         layers = self._layers_of(model)
-        scores = [layers[number].dt_proj.weight for number in self._selecting]
+        chosen = [layers[number] for number in self._selecting]
+        gates = [layer.lifetime_gate for layer in chosen if layer.lifetime_gate is not None]
+        scores: list[Any] = [one for gate in gates for one in gate.parameters()]
+        scores = scores or [layer.dt_proj.weight for layer in chosen]
         known = {id(weight) for weight in scores}
         others = [one for one in model.parameters() if one.requires_grad and id(one) not in known]
         matrices, vectors = ([x for x in others if (x.dim() > 1) == wide] for wide in (True, False))
@@ -194,6 +214,7 @@ class HybridPlan:
             raise ValueError(f"step: is {step}, want 0 or more")
         layers = self._layers_of(model)
         is_due = step >= self.target_start and step % self.target_every == 0
+        is_due = is_due and self.lifetime_units == 0
         chosen = [layers[number] for number in self._selecting] if is_due else []
         return StepTargets(chosen, step // self.target_every)
 
@@ -259,8 +280,8 @@ class StepTargets:
 
     def loss(self) -> torch.Tensor:
         """The mean of the layers' score_target_loss(), which has a gradient for the selecting
-        layers' dt_proj alone; 0 without a gradient in a step without targets, or if every query
-        keeps all keys as its newest. Of packed sequences all have a part in it.
+        layers' dt_proj alone; 0 without a gradient in a step without targets, with lifetimes, or if
+        every query keeps all keys as its newest. Of packed sequences all have a part in it.
 
         Raises:
             ValueError: the model was not called within the context.

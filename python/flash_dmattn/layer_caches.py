@@ -58,8 +58,9 @@ class LayerCaches:
                 found = _types.describe(layer)
                 raise TypeError(f"layers: has {found}, want DynamicMaskAttention layers")
             own = (layer.kv_heads, layer.head_dim, layer.window, layer.recent, layer.sinks)
-            like = layer.A if layer.window is not None else layer.k_proj.weight
-            kinds.setdefault((*own, like.dtype, like.device), []).append(number)
+            like = layer._like_cache
+            kind = (*own, layer._cache_form, like.dtype, like.device)
+            kinds.setdefault(kind, []).append(number)
         if not layers:
             raise ValueError("layers: is empty, want one or more")
         self.caches: list[DynamicMaskCache] = []

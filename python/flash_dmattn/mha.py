@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from . import _arguments, _types
 from ._arguments import check_dropout, check_probabilities_fit, draw_state
+from ._layer_checks import HEAD_DIM_MAX, check_input, check_types, require
 from .functional import attention, score, select
 from .fused import flash_dma_attention
-from .nn import ALL_KEYS, HEAD_DIM_MAX, check_input, check_types, require
+from .nn import ALL_KEYS
 from .probabilities import attention_probabilities
 
 Rows = Tuple[torch.Tensor, ...]  # query, key and value

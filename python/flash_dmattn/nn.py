@@ -15,8 +15,26 @@ from torch import nn
 
 from . import _arguments, _types, functional, fused, rotated
 from ._arguments import check_dropout, finish, pad_head_dim
+from ._layer_checks import (
+    check_cache,
+    check_hidden,
+    check_input,
+    check_lifetimes,
+    check_memory,
+    check_memory_of_call,
+    check_nope,
+    check_options,
+    check_options_of_call,
+    check_positions,
+    check_sizes,
+    check_starts,
+    check_takes_cache,
+    check_types,
+    require,
+)
 from .cache import DynamicMaskCache
 from .layer_caches import LayerCaches
+from .lifetimes import LifetimeGate, Predict, check_places, check_predict, lifetime_loss
 from .options import DynamicMaskOptions
 from .rotary import is_unhooked, rotate_heads, rotation_for, shared_table
 from .score_targets import no_loss, score_target_loss
@@ -26,8 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
-HEAD_DIM_MAX = 256  # of the kernels
-INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class States(NamedTuple):
@@ -49,6 +65,10 @@ class DynamicMaskAttention(nn.Module):
             that a query can see, the `recent` newest, and of the others the `window` keys of
             highest score; with sink_logit the sum of the softmax has one more term for each head
 
+    With lifetime_units the score of a key is the position at which its life ends, by a gate that
+    reads the hidden state of its token, and there is no bias: LifetimeGate has the formula. The
+    gate learns from lifetime_loss() alone, and calibrate_lifetimes() follows.
+
     A is initialised with initial_a. If that is 0, all keys have equal scores, so that the most
     recent ones are kept: training starts (if causal) from a sliding window of window + recent keys,
     including the first `sinks` keys of the sequence, and learns which keys to keep longer.
@@ -62,6 +82,8 @@ class DynamicMaskAttention(nn.Module):
       all of the sequence are recalled from a cache of fixed size, as far as they fit into it. With
       half of the keys the newest, as recent=None has it, the loss is lower than with few newest
       ones, which recall more of what is marked.
+    - nope_heads=kv_heads, lifetime_units=512, recent=64 in that layer: a lower loss and better
+      recall than with score targets and as many keys, after one more phase of training.
     - window=None in that layer: the lowest loss and the best recall, with a cache that grows.
     - the defaults, in all layers: a higher loss than with a sliding window, and no recall beyond
       it. Scores that learn through the bias recall about half of what targets teach them.
@@ -95,6 +117,10 @@ class DynamicMaskAttention(nn.Module):
         initial_a: A before training, except in sliding heads.
         targets_only: whether scores learn from score_target_loss() alone: A stays as it is, and the
             bias passes no gradient on to dt_proj.
+        lifetime_units: width of the gate that gives lifetimes of keys, in place of dt_proj and A; 0
+            for none. The layer then has a window, a head that does not slide, no gap and no
+            options, and causal is True. Lifetimes count the tokens in x, whatever `positions` says.
+        initial_lifetime: lifetimes before training, about: a number above 0.
         head_dim: channels of a head, 1 to 256, even with rope_base; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -131,6 +157,9 @@ class DynamicMaskAttention(nn.Module):
         dt_proj.weight  [kv_heads, kv_heads * head_dim], unless window is None
         A               [kv_heads], unless window is None
         sink_logit      [heads], if asked for
+    and, with lifetime_units, in place of dt_proj and A, in float32 (float64 if dtype is):
+        lifetime_gate.expand.weight    [lifetime_units, hidden], and .bias [lifetime_units]
+        lifetime_gate.contract.weight  [kv_heads - sliding_heads, lifetime_units], and .bias
 
     Raises:
         TypeError: a window, recent, sinks or number of heads that is not an int.
@@ -146,6 +175,7 @@ class DynamicMaskAttention(nn.Module):
     """
 
     sink_logit: nn.Parameter | None
+    lifetime_gate: LifetimeGate | None
 
     def __init__(
         self,
@@ -162,6 +192,8 @@ class DynamicMaskAttention(nn.Module):
         nope_rotary_dim: int = 0,
         initial_a: float = 0.0,
         targets_only: bool = False,
+        lifetime_units: int = 0,
+        initial_lifetime: float = 65536.0,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -209,7 +241,8 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
         self.targets_only, self.keeps_states = targets_only, False
         self.states: States | None = None
-        self._add_scores(dt_bias, sink_logit, kind)
+        check_lifetimes(self, lifetime_units, initial_lifetime, dt_bias)
+        self._add_scores(dt_bias, sink_logit, kind, lifetime_units, initial_lifetime)
 
     def _set_kinds(
         self, sliding: int, nope: int, rotary_dim: int, causal: bool, rope_base: float | None
@@ -224,14 +257,22 @@ class DynamicMaskAttention(nn.Module):
         most = 0 if rope_base is None else self.kv_heads
         self.nope_heads, self.nope_rotary_dim = check_nope(nope, rotary_dim, most, self.head_dim)
 
-    def _add_scores(self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any]) -> None:
-        if self.window is not None:
+    def _add_scores(
+        self, dt_bias: bool, sink_logit: bool, kind: dict[str, Any], units: int, lifetime: float
+    ) -> None:
+        gate = None
+        if units > 0:
+            own = {**kind, "dtype": _arguments.wide(self.k_proj.weight.dtype)}
+            sizes = (self.hidden, units, self.kv_heads, self.sliding_heads)
+            gate = LifetimeGate(*sizes, lifetime, **own)
+        elif self.window is not None:
             width = self.kv_heads * self.head_dim
             self.dt_proj = nn.Linear(width, self.kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.empty(self.kv_heads, **kind))
             self._reset_a()
             self.A.requires_grad_(not (self.targets_only or self._all_slide))
             self.dt_proj.requires_grad_(not self._all_slide)
+        self.register_module("lifetime_gate", gate)
         zeros = nn.Parameter(torch.zeros(self.heads, **kind)) if sink_logit else None
         self.register_parameter("sink_logit", zeros)
 
@@ -242,7 +283,7 @@ class DynamicMaskAttention(nn.Module):
             reset: Any = getattr(child, "reset_parameters", None)
             if reset is not None:  # nn.Identity may have none
                 reset()
-        if self.window is not None:
+        if self._has_weights:
             self._reset_a()
         if self.sink_logit is not None:
             nn.init.zeros_(self.sink_logit)
@@ -250,6 +291,11 @@ class DynamicMaskAttention(nn.Module):
     @torch.no_grad()
     def _reset_a(self) -> None:
         self.A.fill_(self.initial_a)[: self.sliding_heads] = 0
+
+    @property
+    def _has_weights(self) -> bool:
+        """True if scores come from dt_proj and A."""
+        return self.window is not None and self.lifetime_gate is None
 
     @property
     def _all_slide(self) -> bool:
@@ -281,6 +327,7 @@ class DynamicMaskAttention(nn.Module):
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
             f"sinks={self.sinks}, gap={self.gap}, sliding_heads={self.sliding_heads}, "
             f"nope_heads={self.nope_heads}, causal={self.causal}, dropout={self.dropout}"
+            + ("" if (gate := self.lifetime_gate) is None else f", lifetime_units={gate.units}")
             + ("" if self.options is None else f", options={self.options}")
         )
 
@@ -320,7 +367,8 @@ class DynamicMaskAttention(nn.Module):
                 Causality depends on the order in x, not on these numbers. With a cache None
                 continues after the tokens before x.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
-                sinks. The layer has to be causal, without a gap and options, and starts None.
+                sinks, and bias_form "none" if it has lifetimes. The layer has to be causal, without
+                a gap and options, and starts None.
             layer: the number of this layer in the cache.
             index: with a cache: as in its attend(). x is then [streams, len, hidden].
             n_tokens: with a cache: as in its attend().
@@ -351,25 +399,35 @@ class DynamicMaskAttention(nn.Module):
             out = rotated.repeat(call)
             if out is not NotImplemented:
                 return self.o_proj(out.flatten(2))
-        if self.rope_base is not None and positions is None:
+        counted, gate = None, self.lifetime_gate
+        rotates = self.rope_base is not None and positions is None
+        if rotates or gate is not None:
             if cache is not None:
-                positions = cache.positions(layer, x.shape[1], index)
+                counted = cache.positions(layer, x.shape[1], index)
             elif self.ranks is not None:
-                positions = self.ranks.positions(x, starts, lengths)
+                counted = self.ranks.positions(x, starts, lengths)
+        positions = counted if rotates else positions
         query, key = self._place(query, key, positions, starts)
+        scored: dict[str, Any] = {}
+        if gate is not None:
+            if counted is None:
+                counted = torch.arange(x.shape[1], device=x.device)[None]
+            scored["score"] = gate.score(x, counted)
         if cache is None:
-            out = self.attend(query, key, value, key_valid, starts, lengths)
+            out = self.attend(query, key, value, key_valid, starts, lengths, **scored)
             if call is not None:
                 rotated.remember(call)
         else:
-            *weights, dt_bias = self._score_weights()
+            weights: list[torch.Tensor] = []
+            if gate is None:
+                *weights, scored["dt_bias"] = self._score_weights()
             out = cache.attend(
                 layer,
                 query,
                 key,
                 value,
                 *weights,
-                dt_bias=dt_bias,
+                **scored,
                 index=index,
                 key_valid=key_valid,
                 n_tokens=n_tokens,
@@ -410,8 +468,9 @@ class DynamicMaskAttention(nn.Module):
             ValueError: as that function; or a layer that is not causal, has no window, or has a
                 process_group; or a head that slides.
         """
-        wanted = "score_target_loss: want a causal layer with a window, without process_group"
-        require(self.causal and self.window is not None and self.ranks is None, wanted)
+        wanted = "score_target_loss: want a causal layer with a window, without process_group and "
+        wanted += "lifetime_units"
+        require(self.causal and self._has_weights and self.ranks is None, wanted)
         _types.check_call(DynamicMaskAttention.score_target_loss, locals())
         check_hidden("x", "len", x, self.hidden)
         check_input("x", x, self.q_proj)
@@ -436,6 +495,103 @@ class DynamicMaskAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
         )
+
+    def lifetime_loss(
+        self,
+        x: torch.Tensor,
+        predict: Predict,
+        *,
+        keys: int,
+        progress: float,
+        queries: int = 2048,
+        weight: torch.Tensor | None = None,
+        capacity_weight: float = 1.0,
+        key_valid: torch.Tensor | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
+        positions: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """flash_dmattn.lifetime_loss() of this layer: a loss that has a gradient for lifetime_gate
+        alone. The layer has to be the last of the model in which a position sees others.
+
+        Args:
+            x: as forward() gets it: [1, len, hidden].
+            predict: a function of what forward() returns for some positions, [1, n, hidden], and of
+                these positions [n] int64, to the logits of the model there, [1, n, vocabulary].
+            keys: keys that queries will keep, whatever the layer's window and recent are now.
+            progress: 0 to 1: how much of the training of the gate is done.
+            queries, weight, capacity_weight, generator: as in flash_dmattn.lifetime_loss().
+            key_valid: as in forward(); padding counts neither as keys nor as queries.
+            starts: as in forward(), or a list.
+            positions: as in forward().
+
+        Returns:
+            One number, in float32 (float64 if x is).
+
+        Raises:
+            TypeError, NotImplementedError: as flash_dmattn.lifetime_loss().
+            ValueError: as that function; or a layer without lifetime_units, or with a
+                process_group.
+        """
+        gate = self._gate("lifetime_loss")
+        _types.check_call(DynamicMaskAttention.lifetime_loss, locals())
+        check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
+        check_starts(starts, x)
+        with torch.no_grad():
+            query, key, value = self._project(x, x)
+            query, key = self._place(query, key, positions, starts)
+        check_predict(predict)
+        check_places("key_valid", key_valid, x)
+        own = x.detach()
+        own = own if key_valid is None else own.masked_fill(~key_valid.bool()[..., None], 0)
+
+        def predict_from(out: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return predict(self.o_proj(out.flatten(2)), places)
+
+        return lifetime_loss(
+            *(query, key, value, gate(own), predict_from),
+            keys=keys,
+            progress=progress,
+            queries=queries,
+            weight=weight,
+            capacity_weight=capacity_weight,
+            key_valid=key_valid,
+            starts=starts,
+            sink_logit=self._wide_sink_logit,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            generator=generator,
+        )
+
+    def calibrate_lifetimes(self, x: torch.Tensor, keys: int | None = None) -> None:
+        """Multiply the lifetimes of each head by a factor, in lifetime_gate.contract.bias, so that
+        as many keys live as queries keep, in the mean over the second halves of some sequences.
+
+        Args:
+            x: as forward() gets it, [sequences, len, hidden], without padding: texts that the gate
+                has not learned from.
+            keys: keys that queries will keep; None for window + recent.
+
+        Raises:
+            TypeError: keys is not an int.
+            ValueError: a layer without lifetime_units or with a process_group, a shape of x, or
+                keys below 1.
+        """
+        gate = self._gate("calibrate_lifetimes")
+        check_hidden("x", "len", x, self.hidden)
+        check_input("x", x, self.q_proj)
+        assert self.window is not None
+        keys = self.window + self.recent if keys is None else _arguments.check_int("keys", keys)
+        require(keys >= 1, f"keys: is {keys}, want 1 or more")
+        gate.calibrate(x, keys)
+
+    def _gate(self, method: str) -> LifetimeGate:
+        has_gate = self.lifetime_gate is not None and self.ranks is None
+        wanted = "want a layer with lifetime_units, without process_group"
+        require(has_gate, f"{method}: {wanted}")
+        assert self.lifetime_gate is not None
+        return self.lifetime_gate
 
     def _project(
         self, x: torch.Tensor, source: torch.Tensor
@@ -473,8 +629,20 @@ class DynamicMaskAttention(nn.Module):
         """
         check_takes_cache(self)
         rules: dict[str, Any] = {"window": self.window, "recent": self.recent, "sinks": self.sinks}
-        kind: dict[str, Any] = {"dtype": self.A.dtype, "device": self.A.device, "static": static}
+        like = self._like_cache
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "static": static}
+        kind["bias_form"] = self._cache_form
         return DynamicMaskCache(layers, batch, self.kv_heads, self.head_dim, **rules, **kind)
+
+    @property
+    def _like_cache(self) -> torch.Tensor:
+        """A tensor of the dtype and on the device that a cache has."""
+        return self.A if self._has_weights else self.k_proj.weight
+
+    @property
+    def _cache_form(self) -> str:
+        """bias_form of a cache."""
+        return "exp" if self.lifetime_gate is None else "none"
 
     def rotate_heads(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries or keys [batch, len, heads, head_dim] with rotary embedding, without it in NoPE
@@ -508,7 +676,7 @@ class DynamicMaskAttention(nn.Module):
         has to see their tensors."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
-        if self.rope_base is None or self.window is None or type(query) is not torch.Tensor:
+        if self.rope_base is None or not self._has_weights or type(query) is not torch.Tensor:
             return False
         norms = (self.q_norm, self.k_norm)
         return (
@@ -551,13 +719,18 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None,
         starts: torch.Tensor | Sequence[int] | None,
         lengths: Sequence[int] | None = None,
+        score: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of projected states: out [batch, len, heads, head_dim]."""
+        """Attention of projected states: out [batch, len, heads, head_dim]. A layer with
+        lifetimes has a score [batch, kv_heads, kv_len]."""
+        wants = "None" if self.lifetime_gate is None else "a torch.Tensor"
+        fits = (score is None) == (self.lifetime_gate is None)
+        require(fits, f"score: is {'None' if score is None else 'given'}, want {wants}")
         if self.keeps_states:
             q, k, v = (x.detach() for x in _arguments.autocast("query", (query, key, value)))
             self.states = States(q, k, v, key_valid, starts)
         if self.ranks is not None:
-            return self._attend_over_ranks(query, key, value, key_valid, starts, lengths)
+            return self._attend_over_ranks(query, key, value, key_valid, starts, lengths, score)
         require(lengths is None, "lengths: is given, want None without a process_group")
         options: dict[str, Any] = {
             "key_valid": key_valid,
@@ -570,8 +743,13 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
+        rules: dict[str, Any] = {"recent": self.recent, "sinks": self.sinks}
+        if score is not None:
+            rules.update({"key_valid": key_valid, "starts": starts})
+            selection = functional.select(score, self.window, **rules)
+            return functional.attention(query, key, value, selection=selection, **options)[0]
         *weights, dt_bias = self._bias_weights()
-        rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap, "dt_bias": dt_bias}
+        rules.update({"gap": self.gap, "dt_bias": dt_bias})
         call: tuple[Any, ...] = (query, key, value, *weights, self.window)
         given: dict[str, Any] = {**rules, **options, "options": self.options}
         given["bias_form"] = self._bias_form
@@ -586,6 +764,7 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None,
         starts: torch.Tensor | Sequence[int] | None,
         lengths: Sequence[int] | None,
+        score: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.ranks is not None
         options: dict[str, Any] = {
@@ -600,8 +779,12 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             require(starts is None, "starts: is given, want None if window is None")
             return self.ranks.attend_to_all(rows, options)
-        *weights, dt_bias = self._bias_weights()
-        rules = {"recent": self.recent, "sinks": self.sinks, "starts": starts, "dt_bias": dt_bias}
+        rules: dict[str, Any] = {"recent": self.recent, "sinks": self.sinks, "starts": starts}
+        weights: list[torch.Tensor | None] = [None, None]
+        if score is None:
+            *weights, rules["dt_bias"] = self._bias_weights()
+        else:
+            rules.update({"score": score, "bias_form": "none"})
         return self.ranks.attend((*rows, *weights, self.window), {**options, **rules})
 
 
@@ -661,144 +844,6 @@ class LayerRanks:
         return finish(attend(*rows, *rest, group=self.process_group, **options), head_dim)
 
 
-def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
-    if not holds:
-        raise error(message)
-
-
-def check_types(layer: type, given: dict[str, Any]) -> None:
-    _types.check_call(layer, given)
-    if given["dtype"] is not None:
-        _arguments.check_float("dtype", given["dtype"])
-
-
-def check_options(
-    options: DynamicMaskOptions | None, window: int | None
-) -> DynamicMaskOptions | None:
-    found = window if options is None else options.keep_window_size
-    require(found == window, f"options: its keep_window_size is {found}, want window, {window}")
-    return options
-
-
-def check_sizes(
-    hidden: int, heads: int, kv_heads: int, head_dim: int | None, rope_base: float | None
-) -> int:
-    """Check the sizes of a layer, and return its head_dim, which may be given as None."""
-    for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
-        require(size >= 1, f"{name}: is {size}, want 1 or more")
-    require(
-        head_dim is not None or hidden % heads == 0,
-        f"hidden: is {hidden}, want a multiple of heads, {heads}, if head_dim is None",
-    )
-    require(heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}")
-    dim = hidden // heads if head_dim is None else head_dim
-    require(1 <= dim <= HEAD_DIM_MAX, f"head_dim: is {dim}, want 1 to {HEAD_DIM_MAX}")
-    takes_dim = dim % 2 == 0 or rope_base is None
-    require(takes_dim, f"head_dim: is {dim}, want an even number with rope_base")
-    return dim
-
-
-def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[int, int]:
-    """Check the number of NoPE heads of a layer, at most `most`, and of their rotated channels."""
-    require(
-        0 <= _arguments.check_int("nope_heads", heads) <= most,
-        f"nope_heads: is {heads}, want 0 to {most}",
-    )
-    most_dim = head_dim if heads > 0 else 0
-    is_dim = 0 <= _arguments.check_int("nope_rotary_dim", rotary_dim) <= most_dim
-    wanted = f"nope_rotary_dim: is {rotary_dim}, want an even number, 0 to {most_dim}"
-    require(is_dim and rotary_dim % 2 == 0, wanted)
-    return heads, rotary_dim
-
-
-# A size that is formatted into a message becomes a constant of a graph that is being traced. So
-# messages are formatted only where a check fails.
-
-
-def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
-    _types.check_tensor(name, x)
-    if x.dim() != 3:
-        found = f"rank is {x.dim()}, want 3"
-    elif x.shape[2] != hidden:
-        found = f"axis 2 has {x.shape[2]} elements, want {hidden}"
-    else:
-        return
-    raise ValueError(f"{name}: {found}; {name} is [batch, {length}, {hidden}]")
-
-
-def check_like(name: str, x: torch.Tensor, layer: str, weight: torch.Tensor) -> None:
-    """Check that states can be multiplied by a weight of the layer. PyTorch's own message names
-    neither of them."""
-    if x.device != weight.device:
-        raise ValueError(f"{name}: is on {x.device}, want {weight.device}, where {layer} is")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        found, want = _arguments.name_of_dtype(x.dtype), _arguments.name_of_dtype(weight.dtype)
-        raise ValueError(f"{name}: dtype is {found}, {layer}'s is {want}")
-
-
-# torch.nn.MultiheadAttention has the second one.
-PLAIN = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-def check_input(name: str, x: torch.Tensor | None, linear: Any) -> None:
-    """check_like() for the input of a projection. It is skipped if the projection may compute more
-    than its weight says: it has been replaced, or it has hooks, for example hooks that bring a
-    weight from another device."""
-    if x is None or torch.compiler.is_compiling():
-        return
-    is_plain = type(linear) in PLAIN and "forward" not in vars(linear)
-    if is_plain and not linear._forward_pre_hooks and not linear.weight.is_meta:
-        check_like(name, x, "the layer", linear.weight)
-
-
-def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
-    """`x` is [batch, len, heads, head_dim]."""
-    _types.check_tensor("x", x)
-    _types.check_tensor("positions", positions)
-    if x.dim() != 4:
-        raise ValueError(f"x: rank is {x.dim()}, want 4; x is [batch, len, heads, head_dim]")
-    if positions.dtype not in INTEGERS:
-        found = _arguments.name_of_dtype(positions.dtype)
-        raise ValueError(f"positions: dtype is {found}, want integers")
-    if positions.device != x.device:
-        raise ValueError(f"positions: is on {positions.device}, want {x.device}, where x is")
-    fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
-    if not fits or positions.shape[1] != x.shape[1]:
-        shape = list(positions.shape)
-        raise ValueError(f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
-
-
-def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
-    """Check a layer's memory_hidden against its other options."""
-    if hidden is not None:
-        require(hidden >= 1, f"memory_hidden: is {hidden}, want 1 or more")
-        require(not causal, "memory_hidden: is given, want None for a causal layer")
-        require(rope_base is None, "memory_hidden: is given, want None for a layer with rope_base")
-    return hidden
-
-
-def check_memory_of_call(
-    hidden: int | None,
-    x: torch.Tensor,
-    memory: torch.Tensor | None,
-    cache: DynamicMaskCache | LayerCaches | None,
-    starts: torch.Tensor | Sequence[int] | None,
-) -> None:
-    """Check memory, cache and starts of a call; `hidden` is memory_hidden of the layer."""
-    if hidden is None:
-        require(memory is None, "memory: is given, want None for a layer without memory_hidden")
-        return
-    require(memory is not None, "memory: is None, want hidden states, as memory_hidden is given")
-    assert memory is not None
-    check_hidden("memory", "kv_len", memory, hidden)
-    if memory.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x"
-        )
-    require(cache is None, "cache: is given, want None with memory")
-    require(starts is None, "starts: is given, want None with memory")
-
-
 def check_ranks(
     group: ProcessGroup | DeviceMesh | None, dropout: float, absent: tuple[Any, ...]
 ) -> LayerRanks | None:
@@ -812,78 +857,3 @@ def check_ranks(
     if not hasattr(group, "get_group") and not hasattr(group, "rank"):  # of a mesh, of a group
         raise _types.refusal("process_group", group, "a ProcessGroup, a DeviceMesh or None")
     return LayerRanks(group)
-
-
-def check_cache(
-    module: DynamicMaskAttention,
-    x: torch.Tensor,
-    cache: DynamicMaskCache | LayerCaches | None,
-    layer: int,
-    index: torch.Tensor | None,
-) -> tuple[DynamicMaskCache | None, int]:
-    """Check the cache of a call: return the cache that has the keys of the layer, and the layer's
-    number in it."""
-    _arguments.check_int("layer", layer)
-    if cache is None:
-        return None, 0
-    if isinstance(cache, LayerCaches):
-        cache, layer = cache.of_layer(layer)
-    if not hasattr(cache, "attend"):
-        raise _types.refusal("cache", cache, "a DynamicMaskCache")
-    selects = module.causal and module.window is not None
-    require(selects, "cache: is given, want None unless the layer is causal and has a window")
-    require(module.gap is None, f"cache: is given, want None for a layer of gap {module.gap}")
-    require(module.options is None, "cache: is given, want None for a layer with options")
-    require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
-    for name in ("window", "recent", "sinks"):
-        found, want = getattr(cache.keys, name), getattr(module, name)
-        if found != want:
-            raise ValueError(f"cache: its {name} is {found}, want the layer's, {want}")
-    if index is None and isinstance(cache, DynamicMaskCache) and cache.batch != x.shape[0]:
-        count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
-        raise ValueError(f"cache: has {count}, x has {x.shape[0]}")
-    return cache, layer
-
-
-def check_takes_cache(module: DynamicMaskAttention) -> None:
-    selects = module.causal and module.window is not None
-    wanted = "new_cache: want a causal layer with a window, without a gap and options"
-    require(selects and module.gap is None and module.options is None, wanted)
-
-
-def check_starts(starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor) -> None:
-    if starts is None:
-        return
-    if not isinstance(starts, torch.Tensor):
-        if not _types.is_list_of_ints(starts):
-            raise _types.refusal("starts", starts, "a torch.Tensor, a list of ints or None")
-        return
-    if starts.dim() != 1:
-        shape = "starts is [sequences + 1]"
-        raise ValueError(f"starts: rank is {starts.dim()}, want 1; {shape}")
-    if starts.device.type not in ("cpu", x.device.type):
-        raise ValueError(f"starts: is on {starts.device}, want {x.device}, where x is")
-
-
-def check_options_of_call(
-    x: torch.Tensor,
-    positions: torch.Tensor | None,
-    cache: DynamicMaskCache | LayerCaches | None,
-    starts: torch.Tensor | Sequence[int] | None,
-    index: torch.Tensor | None,
-    n_tokens: torch.Tensor | int | None,
-    draft: bool,
-    lengths: Sequence[int] | None,
-) -> None:
-    """Check types, and refuse arguments that only a call with, or without, a cache may have."""
-    _types.check_flag("draft", draft)
-    check_starts(starts, x)
-    if positions is not None:
-        _types.check_tensor("positions", positions)
-    if cache is None:
-        require(index is None, "index: is given, want None without a cache")
-        require(n_tokens is None, "n_tokens: is given, want None without a cache")
-        require(not draft, "draft: is True, want False without a cache")
-    else:
-        require(starts is None, "starts: is given, want None with a cache")
-        require(lengths is None, "lengths: is given, want None with a cache")

@@ -272,6 +272,7 @@ class CachedLayer(nn.Module):
 
     Raises:
         TypeError: another kind of layer.
+        NotImplementedError: a layer with lifetime_units.
         ValueError: in a call, a layer that has no cache.
 
     Example:
@@ -330,6 +331,8 @@ class CachedLayer(nn.Module):
 def check_layer(layer: DynamicMaskAttention) -> None:
     if not isinstance(layer, DynamicMaskAttention):
         raise _types.refusal("layer", layer, "a DynamicMaskAttention")
+    gate = layer.lifetime_gate
+    require(gate is None, "layer: has lifetime_units, want 0: lifetimes are not exported")
 
 
 def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.Tensor]:
@@ -345,6 +348,7 @@ def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.
 
     Raises:
         TypeError: another kind of layer, or a batch that is not an int.
+        NotImplementedError: a layer with lifetime_units.
         ValueError: a batch below 1, or a layer without a window.
 
     Example:
@@ -375,6 +379,7 @@ TRANSLATIONS = {ops.FUSED_OUT.op: translate_attention, CACHED_ATTENTION: transla
 INSTEAD = {
     "attention": "flash_dma_attention(), or a layer with a window",
     "flash_dma_attention": "it without return_lse and return_attn_probs",
+    "select": "a layer without lifetime_units, or flash_dma_attention()",
     "decode": "CachedLayer",
     "prefill": "CachedLayer",
     "cache_store": "CachedLayer",
@@ -428,7 +433,8 @@ def export(
     Such a model has layers DynamicMaskAttention, or is a Doge with
     attn_implementation="dynamic_mask". The graph computes the same as the model in inference,
     without gradients. libfdma_ort runs its nodes of the domain "fdma". Dropout, packed sequences,
-    kv_used, masks of pairs, gap, lse, probabilities, and attention without a window are refused.
+    kv_used, masks of pairs, gap, lifetimes, lse, probabilities, and attention without a window are
+    refused.
 
     Args:
         model: in eval mode.

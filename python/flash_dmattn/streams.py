@@ -6,7 +6,7 @@ many there are. fdma.h, "Streams", says which these are and why no others are ne
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -215,6 +215,7 @@ class Tokens(NamedTuple):
     n_tokens: MaybeTensor
     sink_logit: MaybeTensor
     options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
+    score: MaybeTensor = None  # [batch, kv_heads, len], in place of weights; bias_form is "none"
 
 
 def prefill(
@@ -225,24 +226,53 @@ def prefill(
     `carried` is the cache of these sequences alone; None: the sequences count as empty. Tokens from
     n_tokens on are padding, which leaves no trace.
     """
-    query, key, value, weights, _, key_valid, n_tokens, sink_logit, options = tokens
+    key, value, key_valid, n_tokens = tokens.key, tokens.value, tokens.key_valid, tokens.n_tokens
     seen = None
     if n_tokens is not None:
         is_token = torch.arange(key.shape[1], device=key.device) < n_tokens[:, None]
         key_valid = is_token if key_valid is None else is_token & key_valid.bool()
         seen = n_tokens.clamp(0, key.shape[1])
         seen = seen if carried is None else carried.seen + seen
+    attend = attend_by_weights if tokens.score is None else attend_by_score
+    out, *kept = attend(tokens._replace(key_valid=key_valid), carried, rules_of(cache))
+    with torch.no_grad():
+        rows = (key, value, kept[0], where, *kept[1:])
+        ops.CACHE_STORE(*rows, *tensors_of(cache), *rules_of(cache), tokens.options[0], None)
+        if seen is not None:
+            cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
+    return out
+
+
+def attend_by_weights(
+    tokens: Tokens, carried: KeyCache | None, rules: tuple[int, int, int]
+) -> tuple[torch.Tensor, ...]:
+    """out, and the score, expiry and slot of the keys, with scores from the values."""
+    query, key, value, weights, _, key_valid, _, sink_logit, options, _ = tokens
     tables: tuple[MaybeTensor, ...] = (None,) * 6
     if carried is not None:
         bias = None if options[0] == "none" else carried.bias
         tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
-    tensors, rules = tensors_of(cache), rules_of(cache)
     inputs = (query, key, value, *weights, key_valid, sink_logit)
-    out, *kept = ops.PREFILL(*inputs, *tables, *rules, *options)
-    score, expiry, slot = kept
-    with torch.no_grad():
-        rows = (key, value, score, where, expiry, slot)
-        ops.CACHE_STORE(*rows, *tensors, *rules, options[0], None)
-        if seen is not None:
-            cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
-    return out
+    return ops.PREFILL(*inputs, *tables, *rules, *options)
+
+
+def attend_by_score(
+    tokens: Tokens, carried: KeyCache | None, rules: tuple[int, int, int]
+) -> tuple[torch.Tensor, ...]:
+    """The same with the tokens' own scores."""
+    query, key, value, _, _, key_valid, _, sink_logit, options, score = tokens
+    _, scale, softcap, backend = options
+    assert score is not None
+    scope = (*rules, "causal")
+    if carried is None:
+        kept = ops.SELECT(score, key_valid, None, None, *scope, 0.0, backend)
+        rows: tuple[Any, ...] = (query, key, value, None, key_valid, None, None, sink_logit)
+        rows = (*rows, *(None,) * 4)  # rng_state, attn_mask, attn_bias, mask_lists
+        out, _ = ops.ATTENTION(*rows, *kept, *scope, True, scale, softcap, 0.0, False, backend)
+    else:
+        table = (carried.score, carried.position, carried.seen)
+        kept = ops.SELECT_CARRIED(score, key_valid, *table, *scope, backend)
+        rows = (query, key, value, None, carried.key, carried.value, None, sink_logit)
+        numbers = (True, scale, softcap, False, backend)
+        out, _ = ops.CARRIED_ATTENTION(*rows, *kept, *scope, *numbers)
+    return out, score, *kept

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,16 @@ from transformers.models.llama import modeling_llama as llama
 
 from . import _types, functional
 from .doge_cache import NAME, KeptKeys
-from .hybrid import HybridPlan
-from .nn import DynamicMaskAttention
+from .hybrid import HybridPlan, StepTargets
+from .lifetimes import LifetimeGate, lifetime_loss
+from .nn import DynamicMaskAttention, States
 from .rotary import rotation_of
 from .transformers_masks import find_starts, make_mask, read_padding
 
 TYPE = "dynamic_mask_hybrid"
 CONVERTED = ("llama", "qwen2", "qwen3")  # types of models that convert() takes
 SCORES = ("dt_proj.weight", "A")  # parameters of a layer
+GATE = "lifetime_gate"  # of a layer, in place of these
 # The argument of transformers' layers that takes the cache.
 HAS_CACHE = "cache" in inspect.signature(llama.LlamaModel.forward).parameters
 CACHE = "cache" if HAS_CACHE else "past_key_values"
@@ -58,6 +61,8 @@ class HybridConfig(LlamaConfig):
             v_proj.
         target_every: in training, every so many calls with labels teach the scores; 0 for none.
         target_start: the first such call.
+        lifetime_units: as in HybridPlan. Such scores learn from lifetime_loss() of the model.
+        initial_lifetime: as in HybridPlan.
 
     Raises:
         TypeError, ValueError: as HybridPlan, when a model is made.
@@ -93,6 +98,8 @@ class HybridConfig(LlamaConfig):
     output_bias: bool | None = None
     target_every: int = 4
     target_start: int = 0
+    lifetime_units: int = 0
+    initial_lifetime: float = 65536.0
 
     @property
     def plan(self) -> HybridPlan:
@@ -109,6 +116,8 @@ class HybridConfig(LlamaConfig):
             recent=self.selecting_recent,
             target_every=max(1, self.target_every),
             target_start=self.target_start,
+            lifetime_units=self.lifetime_units,
+            initial_lifetime=self.initial_lifetime,
         )
 
 
@@ -147,15 +156,20 @@ class HybridAttention(DynamicMaskAttention):
         if cache is not None:
             if sizes is not None:
                 raise ValueError("cu_seq_lens_q: is given, want None with a cache")
-            out = self._attend_cached(query, key, value, padding, cache)
+            out = self._attend_cached(hidden_states, query, key, value, padding, cache)
         else:
             positions = None if attention_mask is not None else position_ids
             starts = find_starts(positions, sizes, query.shape[1], query.shape[1])
-            out = self.attend(query, key, value, padding, starts)
+            score = None
+            if self.lifetime_gate is not None:
+                counted = torch.arange(query.shape[1], device=query.device)[None]
+                score = self.lifetime_gate.score(hidden_states, counted)
+            out = self.attend(query, key, value, padding, starts, score=score)
         return self.o_proj(out.flatten(2)), None
 
     def _attend_cached(
         self,
+        x: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -167,9 +181,14 @@ class HybridAttention(DynamicMaskAttention):
             raise ValueError(f"cache: is a {type(cache).__name__}, want a HybridCache or None")
         kept = cache.of_layer(self)
         if isinstance(kept, KeptKeys):
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            q, k, v = (one.transpose(1, 2) for one in (query, key, value))
             own = None if padding is None else padding[:, -query.shape[1] :]
-            return kept.attend(self, q, k, v, own)
+            if self.lifetime_gate is None:
+                return kept.attend(self, q, k, v, own)
+            if not kept.is_initialized:
+                kept.lazy_initialization(k, v)
+            score = self.lifetime_gate.score(x, kept.positions(x.shape[1]))
+            return kept.attend(self, q, k, v, own, score)
         keys, values = kept.update(key.transpose(1, 2), value.transpose(1, 2))
         rows = (query, keys.transpose(1, 2), values.transpose(1, 2))
         return functional.attention(*rows, causal=True, key_valid=padding)[0]
@@ -221,14 +240,15 @@ class HybridCache(Cache):
         given = [plan.arguments(number) for number in range(plan.layers)]
         self.rules = [(one["window"], one["recent"]) for one in given]
         self.full = [number for number, one in enumerate(given) if one["window"] is None]
+        forms = ["none" if one.get("lifetime_units") else "exp" for one in given]
         if static and self.full:
             raise NotImplementedError(
                 "static: is True, want False for a model with layers that keep all keys"
             )
         super().__init__(
             layers=[
-                DynamicLayer() if window is None else HybridKeys(window, static, recent)
-                for window, recent in self.rules
+                DynamicLayer() if window is None else HybridKeys(window, static, recent, form)
+                for (window, recent), form in zip(self.rules, forms)
             ]
         )
 
@@ -265,7 +285,7 @@ class HybridPreTrainedModel(llama.LlamaPreTrainedModel):
     config_class = HybridConfig
     _no_split_modules = ["HybridDecoderLayer"]
     _can_record_outputs = {"hidden_states": HybridDecoderLayer}
-    _keep_in_fp32_modules_strict = ["dt_proj", "A"]  # of scores
+    _keep_in_fp32_modules_strict = ["dt_proj", "A", GATE]  # of scores
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, *_: Any, **__: Any
@@ -280,8 +300,10 @@ class HybridPreTrainedModel(llama.LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, HybridAttention) and module.window is not None:
+        if isinstance(module, HybridAttention) and module._has_weights:
             initialization.constant_(module.A, module.first_a)
+        if isinstance(module, LifetimeGate):
+            initialization.constant_(module.contract.bias, math.log(module.lifetime))
 
 
 class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
@@ -349,6 +371,7 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
     def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """As in transformers."""
         is_taught = named.get("labels") is not None and self.config.target_every > 0
+        is_taught = is_taught and self.config.lifetime_units == 0
         if is_taught and self.training and torch.is_grad_enabled():
             return self._forward_with_targets(given, named)
         return super().forward(*given, **named)
@@ -363,6 +386,85 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
         out.loss = out.loss + (of_scores - of_scores.detach())  # its gradient, and not its number
         is_record = self.config.return_dict if is_record is None else is_record
         return out if is_record else out.to_tuple()
+
+    def lifetime_loss(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        progress: float,
+        attention_mask: torch.Tensor | None = None,
+        keys: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """flash_dmattn.lifetime_loss() of the last layer, which has to be the only one that
+        selects: a loss that has a gradient for its gate alone. Call it in eval mode.
+
+        Args:
+            input_ids: [1, len].
+            progress: 0 to 1: how much of the training of the gate is done.
+            attention_mask: as in forward().
+            keys: keys that queries will keep in this layer; None for selecting_keys.
+            options: queries, weight, capacity_weight and generator of that function.
+
+        Raises:
+            ValueError: as that function; or a model without lifetime_units, or that selects in
+                other layers.
+        """
+        layer, entering, states = self._last(input_ids, attention_mask)
+        block = self.model.layers[-1]
+
+        def predict(out: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            x = entering[:, places] + layer.o_proj(out.flatten(2))
+            x = x + block.mlp(block.post_attention_layernorm(x))
+            logits: torch.Tensor = self.lm_head(self.model.norm(x))
+            return logits
+
+        padding = states.key_valid
+        with torch.no_grad():
+            x = block.input_layernorm(entering)
+            x = x if padding is None else x.masked_fill(~padding.bool()[..., None], 0)
+        return lifetime_loss(
+            *(states.query, states.key, states.value, layer.lifetime_gate(x), predict),
+            keys=self.config.selecting_keys if keys is None else keys,
+            progress=progress,
+            key_valid=padding,
+            **options,
+        )
+
+    def calibrate_lifetimes(self, input_ids: torch.Tensor, keys: int | None = None) -> None:
+        """As DynamicMaskAttention.calibrate_lifetimes(), for the last layer and the tokens
+        [sequences, len] of texts without padding."""
+        found = []
+        for one in input_ids.split(1):
+            layer, entering, _ = self._last(one, None)
+            found.append(self.model.layers[-1].input_layernorm(entering))
+        with torch.no_grad():
+            keys = self.config.selecting_keys if keys is None else keys
+            layer.calibrate_lifetimes(torch.cat(found), keys)
+
+    @torch.no_grad()
+    def _last(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple[Any, torch.Tensor, States]:
+        """The attention of the last layer, what enters that layer, and queries, keys and values
+        there."""
+        plan, entered = self.config.plan, []
+        block: Any = self.model.layers[-1]
+        chosen = list(plan.selecting or ())
+        is_last = plan.lifetime_units > 0 and chosen == [plan.layers - 1]
+        if not is_last:
+            raise ValueError(
+                f"selecting_layers: are {chosen}, want the last layer alone, and lifetime_units"
+            )
+
+        def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            entered.append(given[0] if given else named["hidden_states"])
+
+        layer = block.self_attn
+        with block.register_forward_pre_hook(enter, with_kwargs=True), StepTargets([layer], 0):
+            self.model(input_ids, attention_mask=attention_mask, use_cache=False)
+        states, layer.states = layer.states, None
+        return layer, entered[0], states
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **more: Any
@@ -451,11 +553,14 @@ def convert(
     keys: int = 9216,
     recent: int | None = None,
     nope: bool = False,
+    lifetime_units: int = 0,
+    initial_lifetime: float = 65536.0,
 ) -> HybridForCausalLM:
     """A Llama, Qwen2 or Qwen3 as a hybrid, to be trained further.
 
     The hybrid has the model's own weights, not copies. Weights of scores are 0: all scores are
-    equal, and the selecting layers keep their newest keys, until the scores have learned. With keys
+    equal, and the selecting layers keep their newest keys, until the scores have learned. Gates of
+    lifetimes are new, and have nearly equal lifetimes. With keys
     for the whole length, and sliding=None or as many, it gives the logits of the model.
 
     Args:
@@ -466,6 +571,7 @@ def convert(
         keys: keys that a query keeps in these layers, 1 or more.
         recent: how many of them are the newest; None for half.
         nope: whether these layers lose their rotary embedding, which changes the model.
+        lifetime_units, initial_lifetime: as in HybridPlan.
 
     Returns:
         The hybrid, in the mode and on the device of the model.
@@ -505,6 +611,8 @@ def convert(
             "selecting_keys": keys,
             "selecting_recent": recent,
             "selecting_nope": nope,
+            "lifetime_units": lifetime_units,
+            "initial_lifetime": initial_lifetime,
             "qk_norm": old.model_type == "qwen3",
             "attention_bias": is_qwen2 or old.attention_bias,
             "output_bias": False if is_qwen2 else None,
@@ -520,10 +628,13 @@ def take_weights(config: HybridConfig, model: PreTrainedModel) -> HybridForCausa
     found = hybrid.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     names = tuple(f"self_attn.{name}" for name in SCORES)
     missing = [name for name in found.missing_keys if not name.endswith(names)]
+    missing = [name for name in missing if f".{GATE}." not in name]
     assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
     for layer in hybrid.model.layers:
         attention: Any = layer.self_attn
-        if attention.window is not None:
+        if attention.lifetime_gate is not None:
+            attention.lifetime_gate.to_empty(device=model.device).reset_parameters()
+        elif attention.window is not None:
             dt_proj, a_coef = attention.dt_proj.weight, attention.A
             zeros = torch.zeros(dt_proj.shape, device=model.device)
             attention.dt_proj.weight = nn.Parameter(zeros, dt_proj.requires_grad)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import quality_gates
 import quality_model
 import quality_retention
 import torch
+from flash_dmattn import lifetimes
 from quality_cases import LENGTH, call, refusal, train
 from quality_retention import Gate
 from torch import nn
@@ -212,6 +214,31 @@ def test_losses_of_decays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(gate.parameters(), copy.parameters()):
         scale = other.grad.abs().max().item()
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_the_package_has_the_same_loss_of_lifetimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash_dmattn.lifetime_loss, for the same queries, and its gradient."""
+    model, text = tiny_model(), text_of(64)
+    gate, losses = learned("lifetime", model, 3.5, torch.zeros(64, dtype=torch.bool))
+    frozen = quality_retention.run_frozen(model, text)
+    other = quality_retention.new_gate(model, "lifetime", 64, 0)
+    nn.init.constant_(other.contract.bias, 3.5)
+    shares = WEIGHTS / WEIGHTS.sum()
+    monkeypatch.setattr(lifetimes, "sample_places", lambda *_: (PLACES, shares))
+    monkeypatch.setattr(lifetimes, "sharpness_at", lambda _: 3.0)
+
+    def predict(out: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        own = partial(quality_retention.replaced, out)
+        return quality_retention.predict(model, frozen.entering[:, places], own)[None]
+
+    rows = (x[None] for x in (frozen.query, frozen.key, frozen.value))
+    given = {"keys": FEW, "progress": 0.5, "capacity_weight": 3.0}
+    loss = lifetimes.lifetime_loss(*rows, other.of(frozen), predict, **given)
+    assert loss.item() == pytest.approx(losses[0] + 3 * losses[1], rel=1e-5)
+    loss.backward()
+    for one, same in zip(other.parameters(), gate.parameters()):
+        scale = same.grad.abs().max().item()
+        torch.testing.assert_close(one.grad, same.grad, rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_sampled_queries_give_means() -> None:

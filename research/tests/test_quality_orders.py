@@ -11,6 +11,7 @@ import quality_gates
 import quality_orders
 import quality_retention
 import torch
+from flash_dmattn.lifetimes import lifetime_scale
 from quality_cases import LENGTH, call, refusal, train
 from quality_retention import Gate
 
@@ -33,7 +34,7 @@ def test_gates_are_those_of_the_module() -> None:
 
 def test_lifetimes_fill_the_rows() -> None:
     scores = scores_of(3)
-    scale = quality_orders.scales_of(scores, KEYS).tolist()
+    scale = lifetime_scale(scores, KEYS).tolist()
     for head in range(2):
         lives = [[scale[head] * one.exp().item() for one in row[head]] for row in scores]
         alive = [

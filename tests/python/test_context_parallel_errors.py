@@ -121,6 +121,18 @@ WRONG: dict[str, tuple[Callable[..., Any], Arguments, str, str]] = {
         "key",
     ),
     "dt_proj of another shape": (attend, {"dt_proj": torch.zeros(2, 8)}, "ValueError", "dt_proj"),
+    "score beside dt_proj": (
+        attend,
+        {"score": torch.zeros(1, 2, LENGTH), "bias_form": "none"},
+        "ValueError",
+        "dt_proj",
+    ),
+    "score with a bias": (
+        attend,
+        {"score": torch.zeros(1, 2, LENGTH), "dt_proj": None, "a_coef": None},
+        "ValueError",
+        "score",
+    ),
     "key_valid of another shape": (
         attend,
         {"key_valid": torch.ones(1, 2, dtype=torch.bool)},

@@ -64,6 +64,20 @@ CASES = {
     "all-keys-padding": Case((9, 14, 9), None, padding=12, gives_lengths=True),
     "all-keys-full": Case((9, 14, 9), None, {"causal": False}),
 }
+LIVES = {"lifetime_units": 6, "initial_lifetime": 12.0, "recent": 4}
+CASES.update(
+    {
+        "two-lifetimes": Case((20, 11), 6, LIVES),
+        "eight-lifetimes": Case(EIGHT, 6, {**LIVES, "sinks": 2, "sink_logit": True}),
+        "four-lifetimes-padding": Case(
+            (9, 14, 9, 13), 6, {**LIVES, "sliding_heads": 1}, padding=12
+        ),
+        "three-lifetimes-positions": Case(
+            (9, 14, 9), 6, LIVES, padding=12, gives_positions=True, gives_lengths=True
+        ),
+        "packed-lifetimes": Case((9, 14, 9, 13), 5, LIVES, batch=1, starts=(0, 4, 17, 17, 38, 45)),
+    }
+)
 WHOLE = Case(EIGHT, 6, RICH)  # for the wrappers, which use the group of all ranks
 
 
@@ -77,6 +91,8 @@ def make_layer(case: Case, group: Any = None) -> DynamicMaskAttention:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn(parameter.shape) / 8)
+        if layer.lifetime_gate is not None:
+            layer.lifetime_gate.contract.weight.mul_(8)
     return layer
 
 
@@ -120,7 +136,8 @@ def run_layer(layer: torch.nn.Module, case: Case, rank: int, **options: Any) -> 
     out.backward(dout)
     found = {"out": out.detach(), "dx": x.grad}
     for name, parameter in layer.named_parameters():
-        found[f"d{name.removeprefix('module.')}"] = parameter.grad
+        if parameter.grad is not None:  # gates have none
+            found[f"d{name.removeprefix('module.')}"] = parameter.grad
     return found
 
 
@@ -279,8 +296,9 @@ def run_whole(
     channels in another order."""
     layer = copy.deepcopy(layer or make_layer(case)).to(dtype)
     inputs = [f"{name}_proj.weight" for name in "qkv"]
+    gate = [] if layer.lifetime_gate is None else ["lifetime_gate.expand.weight"]
     with torch.no_grad():
-        for name in inputs:
+        for name in (*inputs, *gate):
             parameter = layer.get_parameter(name)
             parameter.copy_(parameter[:, order])
     x, dout = (one.to(dtype) for one in make_states(case))
@@ -289,7 +307,8 @@ def run_whole(
     out = layer(x, key_valid=make_valid(case), starts=starts, positions=make_positions(case))
     out.backward(dout)
     found = {"out": out.detach(), "dx": x.grad}
-    found.update({f"d{name}": one.grad for name, one in layer.named_parameters()})
+    learned = ((name, one.grad) for name, one in layer.named_parameters())
+    found.update({f"d{name}": gradient for name, gradient in learned if gradient is not None})
     back = order.argsort()
     for name in ("dx", *(f"d{one}" for one in inputs)):
         found[name] = found[name][..., back]
@@ -325,6 +344,16 @@ def assert_layer(found: list[Tensors], case: Case, ranks_of_mean: int = 1) -> No
 def test_against_the_layer_without_a_group(name: str) -> None:
     case = CASES[name]
     assert_layer(on_ranks(name, len(case.lengths)), case)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "lifetimes" in name])
+def test_rounding_does_not_decide_lifetimes(name: str) -> None:
+    layer = make_layer(CASES[name])
+    assert layer.lifetime_gate is not None
+    with torch.no_grad():
+        lifetime = layer.lifetime_gate(make_states(CASES[name])[0]).exp()
+    assert ((lifetime % 1 - 0.5).abs() > 1e-5 * lifetime.clamp(min=1)).all()
+    assert lifetime.std() > 3
 
 
 def test_meshes() -> None:

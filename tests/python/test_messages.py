@@ -52,6 +52,10 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     },
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
     flash_dmattn.select: {"score": SCORE, "window": 3},
+    flash_dmattn.lifetime_loss: {
+        **{"query": QUERY, "key": KEY, "value": KEY, "log_lifetime": SCORE},
+        **{"predict": lambda out, _: out.flatten(2), "keys": 3, "progress": 0.5},
+    },
     flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
     rotary.rotate: {
         "x": QUERY,
@@ -80,6 +84,7 @@ probabilities = functools.partial(wrong, flash_dmattn.attention_probabilities)
 fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
 score = functools.partial(wrong, flash_dmattn.score)
 select = functools.partial(wrong, flash_dmattn.select)
+lifetime = functools.partial(wrong, flash_dmattn.lifetime_loss)
 masked = functools.partial(wrong, flash_dmattn.flash_dmattn_func)
 fwd = functools.partial(wrong, flash_dma.fwd)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)

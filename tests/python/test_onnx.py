@@ -289,6 +289,15 @@ def test_a_layer_without_a_window_is_refused() -> None:
         ours.export(make_layer(window=None), (make_x(2, 9),))
 
 
+def test_a_layer_with_lifetimes_is_refused() -> None:
+    layer = make_layer(lifetime_units=4)
+    with pytest.raises(NotImplementedError, match="^select: has no operator .* lifetime_units, or"):
+        ours.export(layer, (make_x(2, 9),))
+    for call in (ours.CachedLayer, ours.empty_cache, ours.export_step):
+        with pytest.raises(NotImplementedError, match="^layer: has lifetime_units, want 0: "):
+            call(layer)
+
+
 def test_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^model: is in training mode, want eval\(\)$"):
         ours.export(make_layer().train(), (make_x(2, 9),))

@@ -11,9 +11,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import flash_dmattn  # noqa: E402
 import flash_dmattn.transformers as ours  # noqa: E402
+import flash_dmattn.transformers_hybrid as hybrids  # noqa: E402
 from doge_models import in_pieces, make_mask, make_positions, registered  # noqa: E402
 from flash_dmattn import DynamicMaskAttention, DynamicMaskCache  # noqa: E402
+from flash_dmattn.lifetimes import lifetime_scale  # noqa: E402
 from test_doge import generate_counted  # noqa: E402
 
 __all__ = ["registered"]  # a fixture
@@ -404,3 +407,145 @@ def test_models_that_are_not_taken() -> None:
         ours.convert(transformers.Qwen2ForCausalLM(sliding))
     with pytest.raises(ValueError, match="selecting: has 3, want 0 to 2"):
         ours.convert(make_other("qwen3"), selecting=[3])
+
+
+# ---- lifetimes ----
+
+
+@pytest.fixture
+def gated(registered: None) -> Any:
+    """A model whose last layer has lifetimes, which are no half tokens in the tests."""
+    torch.manual_seed(4)
+    config = ours.HybridConfig(**{**SIZES, **RULES, "lifetime_units": 16, "initial_lifetime": 60.0})
+    model = ours.HybridForCausalLM(config).eval()
+    gate = model.model.layers[2].self_attn.lifetime_gate
+    with torch.no_grad():
+        gate.expand.weight.mul_(10)
+        gate.contract.weight.mul_(40)
+    return model
+
+
+def lifetimes_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    layer, entering, _ = model._last(tokens, None)
+    found: torch.Tensor = layer.lifetime_gate(model.model.layers[2].input_layernorm(entering)).exp()
+    return found
+
+
+def test_rounding_does_not_decide_lifetimes(gated: Any) -> None:
+    lifetime = lifetimes_of(gated, make_tokens())
+    assert ((lifetime % 1 - 0.5).abs() > 1e-5 * lifetime.clamp(min=1)).all()
+    assert lifetime.std() > 5
+
+
+@pytest.mark.parametrize("ends", [[0, LENGTH], [0, 40, 41, 42, LENGTH], [0, 5, 25, LENGTH]])
+def test_lifetimes_over_a_cache(ends: list[int], gated: Any) -> None:
+    cache, tokens = ours.HybridCache(gated.config), make_tokens()
+    wanted = gated(tokens, use_cache=False).logits
+    near(in_pieces(gated, tokens, ends, cache), wanted)
+    assert [one.kept.bias_form for one in cache.layers] == ["exp", "exp", "none"]
+    assert cache.layers[2].kept.keys.key.shape[1] == KEYS
+    newest = HybridKeepsNewest(gated)(tokens, use_cache=False).logits
+    assert (newest - wanted).abs().max() > 0.01
+
+
+class HybridKeepsNewest:
+    """The model with equal lifetimes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = ours.HybridForCausalLM(model.config).eval()
+        self.model.load_state_dict(model.state_dict())
+        self.model.model.layers[2].self_attn.lifetime_gate.reset_parameters()
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.model(*given, **named)
+
+
+@pytest.mark.parametrize("left", [0, 7])
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_generation_with_lifetimes(kind: str | None, left: int, gated: Any) -> None:
+    tokens, mask = make_tokens(length=30), make_mask(left, length=30)
+    given = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": kind}
+    found = gated.generate(tokens, attention_mask=mask, **given)
+    assert_likeliest(gated, found, 30, left)
+
+
+def test_drafts_with_lifetimes(gated: Any) -> None:
+    """Tokens that crop() removes leave no trace."""
+    tokens, cache = make_tokens(), ours.HybridCache(gated.config)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    gated(tokens[:, :50], past_key_values=cache)
+    gated(tokens[:, :4], past_key_values=cache)
+    cache.crop(-4)
+    found = gated(tokens[:, 50:], past_key_values=cache).logits
+    near(found, gated(tokens, use_cache=False).logits[:, 50:])
+
+
+def test_files_of_a_model_with_lifetimes(tmp_path: Path, gated: Any) -> None:
+    gated.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = make_tokens()
+    assert torch.equal(again(tokens).logits, gated(tokens).logits)
+    narrow = ours.HybridForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    gate = narrow.model.layers[2].self_attn.lifetime_gate
+    assert narrow.dtype == torch.bfloat16 and gate.expand.weight.dtype == torch.float32
+
+
+def test_the_gate_learns_alone(trains: None, gated: Any) -> None:
+    """Its loss is the function's, with predictions of the whole model."""
+    tokens = make_tokens(1)
+    given = {"progress": 0.5, "queries": 500}
+    losses = [
+        gated.lifetime_loss(tokens, **given, generator=torch.Generator().manual_seed(3), **more)
+        for more in ({}, {"attention_mask": torch.ones_like(tokens)}, {"keys": KEYS})
+    ]
+    assert losses[0] == losses[1] == losses[2] > 0
+    losses[0].backward()
+    names = {name for name, one in gated.named_parameters() if one.grad is not None}
+    assert names and all(".2.self_attn.lifetime_gate." in name for name in names)
+    gate = gated.model.layers[2].self_attn.lifetime_gate
+    optimizer = torch.optim.SGD(gate.parameters(), 0.5)
+    optimizer.step()
+    after = gated.lifetime_loss(tokens, **given, generator=torch.Generator().manual_seed(3))
+    assert after < losses[0]
+    gated.train()
+    assert torch.isfinite(gated(tokens, labels=tokens).loss)
+
+
+def test_predictions_are_those_of_the_model(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that lifetime_loss() gets computes the model's logits from attention's."""
+    tokens, found = make_tokens(1), []
+    monkeypatch.setattr(hybrids, "lifetime_loss", lambda *given, **_: found.append(given))
+    gated.lifetime_loss(tokens, progress=0.5)
+    query, key, value, log_lifetime, predict = found[0]
+    gated.config.plan.set_keys(gated, 1000)
+    out, _ = flash_dmattn.attention(query, key, value, causal=True)
+    near(predict(out, torch.arange(LENGTH)), gated(tokens, use_cache=False).logits)
+    near(log_lifetime.exp(), lifetimes_of(gated, tokens))
+
+
+def test_calibration_of_a_model(gated: Any) -> None:
+    for keys in (None, 12):
+        gated.calibrate_lifetimes(make_tokens(), keys)
+        scale = lifetime_scale(
+            lifetimes_of(gated, make_tokens()).log(), KEYS if keys is None else keys
+        )
+        torch.testing.assert_close(scale, torch.ones(2).double(), rtol=1e-4, atol=0)
+
+
+def test_models_without_a_last_gate_are_refused() -> None:
+    for changes in ({}, {"lifetime_units": 8, "selecting_layers": [1]}):
+        config = ours.HybridConfig(**{**SIZES, **RULES, **changes})
+        with pytest.raises(ValueError, match="want the last layer alone, and lifetime_units"):
+            ours.HybridForCausalLM(config).lifetime_loss(make_tokens(1), progress=0.0)
+
+
+def test_conversion_with_lifetimes() -> None:
+    sizes = {**SIZES, "vocab_size": 100}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    hybrid = ours.convert(model, sliding=None, keys=LENGTH, lifetime_units=8)
+    tokens = make_tokens() % 100
+    near(hybrid(tokens).logits, model(tokens).logits)
+    gate = hybrid.model.layers[2].self_attn.lifetime_gate
+    assert gate.contract.bias.exp().tolist() == pytest.approx([65536.0] * 2)
+    assert hybrid.model.layers[2].self_attn.window == LENGTH // 2

@@ -83,6 +83,7 @@ def scoring() -> dict[str, Call]:
     fused = {**rows(), **weights(), **keys(), "sink_logit": randn(4)}
     packed = {**rows(), "starts": ints(0, 2, 6)}
     bytes_of = {"options": limits, **rows(), "dt_proj": dt_proj, "a_coef": a_coef}
+    lived = {**rows(), "log_lifetime": randn(1, 2, 6), **learning(64), "sink_logit": randn(4)}
     return {
         "score": Call(package.score, {"value": randn(*KEY), **weights(), **keys()}),
         "select": Call(package.select, {"score": randn(1, 2, 6), "window": 3, **keys()}),
@@ -91,6 +92,7 @@ def scoring() -> dict[str, Call]:
             package.flash_dma_attention, {**packed, **weights(), "causal": True}
         ),
         "score_target_loss": Call(package.score_target_loss, {**target, "recent": 2}),
+        "lifetime_loss": Call(package.lifetime_loss, lived),
         "merge": Call(package.merge, {**halves, "lse_b": randn(*LSE)}),
         "workspace_bytes": Call(package.workspace_bytes, bytes_of),
         "get_available_backends": Call(package.get_available_backends, {}),
@@ -238,8 +240,16 @@ def rotations() -> dict[str, Call]:
     }
 
 
+def learning(words: int) -> dict[str, Any]:
+    """Arguments of lifetime_loss(), but for rows."""
+    head = torch.nn.Linear(words, 3)
+    given = {"predict": lambda out, _: head(out.flatten(2)), "keys": 3, "progress": 0.5}
+    return {**given, "weight": torch.ones(1, 6), "key_valid": keys()["key_valid"]}
+
+
 def layers() -> dict[str, Call]:
     package, x = flash_dmattn, randn(1, 6, HIDDEN)
+    gated = new_layer(lifetime_units=4)
     layer, cross = new_layer(), new_layer(causal=False, rope_base=None, memory_hidden=HIDDEN)
     cached = {"x": x, "cache": layer.new_cache(1), "layer": 0, "index": ints(0)}
     plain = {"x": x, "key_valid": keys()["key_valid"], "positions": torch.arange(6)[None]}
@@ -263,6 +273,12 @@ def layers() -> dict[str, Call]:
         ),
         "DynamicMaskAttention.rotate_heads": Call(layer.rotate_heads, rotated),
         "DynamicMaskAttention.score_target_loss": Call(layer.score_target_loss, {"x": x}),
+        "DynamicMaskAttention.lifetime_loss": Call(
+            gated.lifetime_loss, {"x": x, **learning(HIDDEN)}
+        ),
+        "DynamicMaskAttention.calibrate_lifetimes": Call(
+            gated.calibrate_lifetimes, {"x": x, "keys": 3}
+        ),
         "DynamicMaskAttention.new_cache": Call(layer.new_cache, {"batch": 1}),
         "DynamicMaskAttention.reset_parameters": Call(layer.reset_parameters, {}),
         "MultiheadAttention": Call(

@@ -307,17 +307,31 @@ static void find_v(const fdma_problem *problem, int64_t b, int64_t g, const int3
     find_rows(problem, &problem->v, &problem->v_carried, b, g, key, count, sources);
 }
 
+/* True if the keys follow each other. */
+static bool are_adjacent(const int32_t *key, int32_t count) {
+    bool adjacent = true;
+    for (int32_t n = 0; n < count; n++)
+        adjacent &= key[n] == key[0] + n;
+    return adjacent;
+}
+
 /* The bias of some keys; 0 without a bias. */
 static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, float *to) {
     const fdma_tensor *const own = &problem->bias, *const carried = &problem->bias_carried;
     const int64_t carried_len = problem->carried_len;
-    if (!is_present(own)) {
+    if (!is_present(own) || count == 0) {
         memset(to, 0, (size_t)count * sizeof *to);
         return;
     }
     const float *const bias = problem->new_len > 0 ? float_at(own, b, g, 0) : NULL;
     const float *const carried_bias = carried_len > 0 ? float_at(carried, b, g, 0) : NULL;
+    const bool is_carried = key[0] < carried_len;
+    if (is_carried == (key[count - 1] < carried_len) && are_adjacent(key, count)) {
+        memcpy(to, is_carried ? carried_bias + key[0] : bias + (key[0] - carried_len),
+               (size_t)count * sizeof *to);
+        return;
+    }
     for (int32_t n = 0; n < count; n++)
         to[n] = *(key[n] < carried_len ? carried_bias + key[n] : bias + (key[n] - carried_len));
 }

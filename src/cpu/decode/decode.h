@@ -5,182 +5,8 @@
  * independently and whose partial results are merged in order. */
 #pragma once
 
-#include "cpu/common/keys.h"
-#include "cpu/common/math.h"
+#include "cpu/decode/list.h"
 #include "cpu/parallel.h"
-
-/* ---- the keys that a split visits, a block of one head at a time, and the state of a task ---- */
-
-enum {
-    shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
-    decode_keys = 32, /* keys of a block, whose weights are held between the two products */
-    decode_heads = 8, /* most heads of a task: neighbours in memory, visited side by side */
-    dense_heads = 32, /* the same where all heads keep the same keys */
-    decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
-    strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    usual_split = 512,             /* keys; more if max_splits would be exceeded */
-    max_splits = 32,               /* splits of a sequence */
-    scan_keys = 16,                /* keys that are listed together if all are kept */
-    bytes_per_microsecond = 10000, /* read by one thread, roughly */
-};
-
-_Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
-_Static_assert(decode_keys % scan_keys == 0, "whole scans fill a block");
-
-static const float zero_row[256]; /* the most channels of a row, in any dtype */
-
-typedef struct decode_context {
-    const fdma_problem *problem;
-    int64_t rows;      /* rows of a head */
-    int64_t padded;    /* rows; if more than two, rounded up to a multiple of shared_rows */
-    int64_t width;     /* head_dim, rounded up to whole vectors */
-    int64_t heads;     /* heads of a task */
-    int64_t head_sets; /* tasks that the heads of one sequence are divided among */
-    int64_t split;     /* keys of a split */
-    int64_t splits;
-    bool dense; /* tasks use the products in the order of memory */
-    int32_t threads;
-    float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
-    float *scratch; /* thread 0's; the other threads' follow at multiples of scratch_size */
-    int64_t scratch_size;
-} decode_context;
-
-/* The partial result of a row over one split: out, not yet divided by the sum of the weights; that
- * sum, spread over the lanes of a vector; and the maximum, repeated in all lanes. */
-typedef struct decode_partial {
-    float *out, *sum, *max;
-} decode_partial;
-
-/* The keys of a head that were not visited yet. */
-typedef struct decode_cursor {
-    int64_t next, end;
-    int32_t first_position, last_position;
-    const int32_t *expiry; /* NULL: dense */
-    const uint8_t *valid;  /* or NULL */
-} decode_cursor;
-
-/* A block of keys of one head. Behind the last of its `count` keys, k repeats this key and v is a
- * row of zeros, because the last word of weights may have a second term that belongs to no key. */
-typedef struct decode_block {
-    int32_t count;
-    bool masked;           /* some row may not keep some key */
-    int64_t head;          /* within the task */
-    const int32_t *expiry; /* NULL: dense */
-    int32_t key[decode_keys];
-    const void *k[decode_keys], *v[decode_keys];
-    float bias[decode_keys];
-} decode_block;
-
-/* One split of some heads. Blocks alternate between the heads, so that memory is read in order. */
-typedef struct decode_task {
-    const decode_context *decode;
-    int64_t b, first_head, heads, split;
-    int64_t next_head; /* whose block comes next */
-    decode_cursor cursor[dense_heads];
-    float *q;       /* [heads][padded][width] */
-    float *weights; /* [padded][decode_keys]; without a selection see below */
-} decode_task;
-
-static int64_t head_of(const decode_task *task, int64_t head) {
-    return task->b * task->decode->problem->kv_heads + task->first_head + head;
-}
-
-static int64_t partial_length(const decode_context *decode) { return decode->width + 2 * vf_width; }
-
-static decode_partial partial_of(const decode_context *decode, int64_t head, int64_t split,
-                                 int64_t row) {
-    const int64_t index = (head * decode->splits + split) * decode->padded + row;
-    float *const out = decode->partial + index * partial_length(decode);
-    return (decode_partial){out, out + decode->width, out + decode->width + vf_width};
-}
-
-static decode_cursor start_split(const decode_task *task, int64_t head) {
-    const fdma_problem *const problem = task->decode->problem;
-    const int32_t last = row_position(problem, task->decode->rows - 1);
-    return (decode_cursor){
-        .next = task->split * task->decode->split,
-        .end = min((task->split + 1) * task->decode->split, last + 1),
-        .first_position = row_position(problem, 0),
-        .last_position = last,
-        .expiry = expiry_of_head(problem, task->b, task->first_head + head),
-        .valid = valid_keys(problem, task->b),
-    };
-}
-
-/* Number of the next scan_keys keys that are kept at the first position: in a cache nearly always
- * all, in a long sequence mostly none. */
-static int32_t count_kept(const decode_cursor *cursor) {
-    int32_t count = 0;
-    if (cursor->expiry == NULL)
-        return scan_keys;
-    for (int n = 0; n < scan_keys; n++)
-        count += cursor->expiry[cursor->next + n] > cursor->first_position;
-    return count;
-}
-
-/* Writes the next keys, up to decode_keys, and returns their number; 0 at the end. */
-static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
-    decode_cursor here = *cursor; // a local copy stays in registers
-    int32_t count = 0;
-    while (here.next < here.end && count < decode_keys) {
-        const int64_t end = min(here.next + scan_keys, here.end);
-        const int32_t kept = end - here.next == scan_keys ? count_kept(&here) : 1;
-        if (kept == 0) {
-            here.next = end;
-            continue;
-        }
-        if (kept == scan_keys && here.valid == NULL && end - 1 <= here.first_position &&
-            count + scan_keys <= decode_keys) {
-            for (int n = 0; n < scan_keys; n++)
-                keys[count + n] = (int32_t)here.next + n;
-            count += scan_keys;
-            here.next = end;
-            continue;
-        }
-        for (; here.next < end && count < decode_keys; here.next++) {
-            const int32_t j = (int32_t)here.next;
-            keys[count] = j;
-            count += outlives(here.expiry, here.valid, here.first_position, j);
-        }
-    }
-    cursor->next = here.next;
-    return count;
-}
-
-/* False if every row keeps all keys of a block. */
-static bool is_masked(const decode_cursor *cursor, const decode_block *keys) {
-    bool masked = false;
-    if (cursor->first_position == cursor->last_position)
-        return false;
-    for (int32_t n = 0; n < keys->count; n++) {
-        const int32_t j = keys->key[n];
-        masked |= j > cursor->first_position ||
-                  (cursor->expiry != NULL && cursor->expiry[j] <= cursor->last_position);
-    }
-    return masked;
-}
-
-static void list_decode_keys(decode_task *task, decode_block *keys) {
-    const fdma_problem *const problem = task->decode->problem;
-    keys->count = 0;
-    for (int64_t tried = 0; tried < task->heads && keys->count == 0; tried++) {
-        keys->head = task->next_head;
-        keys->count = next_decode_keys(&task->cursor[keys->head], keys->key);
-        task->next_head = keys->head + 1 < task->heads ? keys->head + 1 : 0;
-    }
-    if (keys->count == 0)
-        return;
-    const int64_t g = task->first_head + keys->head;
-    for (int32_t n = keys->count; n < decode_keys; n++)
-        keys->key[n] = keys->key[keys->count - 1];
-    keys->expiry = task->cursor[keys->head].expiry;
-    keys->masked = is_masked(&task->cursor[keys->head], keys);
-    find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
-    find_v(problem, task->b, g, keys->key, keys->count, keys->v);
-    for (int32_t n = keys->count; n < decode_keys; n++)
-        keys->v[n] = zero_row;
-    find_bias(problem, task->b, g, keys->key, decode_keys, keys->bias);
-}
 
 /* ---- the two products ---- */
 
@@ -210,11 +36,20 @@ INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
     }
 }
 
+/* Prefetches channels of the rows near_keys behind rows[0], ... into the L1 cache, and of those
+ * decode_keys behind into the L2 cache. */
 INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
                               int vectors) {
     UNROLL
-    for (int m = 0; rows != NULL && m < vectors; m++)
-        prefetch_rows(rows, count, (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2));
+    for (int m = 0; rows != NULL && m < vectors; m++) {
+        const int64_t byte = (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2);
+        if (byte % line_size != 0)
+            continue;
+        UNROLL
+        for (int n = 0; n < count; n++)
+            __builtin_prefetch((const uint8_t *)rows[near_keys + n] + byte);
+        prefetch_rows(rows + decode_keys, count, byte);
+    }
 }
 
 /* ---- Q K^T ---- */
@@ -306,15 +141,15 @@ INLINE void multiply_keys(float *products, const float *q, int64_t width, const 
     store_products(products, sums, rows);
 }
 
-/* The first product of a block of keys, while k of the next one is prefetched. */
-INLINE void multiply_block(const decode_task *task, const decode_block *now,
-                           const decode_block *next, fdma_dtype dtype, int rows) {
+/* The first product of a list of keys, while k of the next one is prefetched. */
+INLINE void multiply_list(const decode_task *task, const decode_list *keys, fdma_dtype dtype,
+                          int rows) {
     const decode_context *const decode = task->decode;
-    const float *const q = task->q + now->head * decode->padded * decode->width;
-    for (int n = 0; n < now->count; n += decode_sums / rows)
+    const float *const q = task->q + keys->head * decode->padded * decode->width;
+    for (int n = 0; n < keys->count; n += decode_sums / rows)
         for (int64_t r = 0; r < decode->padded; r += rows)
             multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
-                          now->k + n, r == 0 ? next->k + n : NULL, dtype, rows,
+                          keys->k + n, r == 0 ? keys->k + n : NULL, dtype, rows,
                           decode->problem->head_dim);
 }
 
@@ -388,14 +223,14 @@ INLINE void add_rows(float *out, int64_t length, const float *weights, const voi
         add_channels(out, length, weights, v, count, ahead, dtype, rows, 1, resumed, d, dim);
 }
 
-/* The second product of a block of keys, while v of the next one is prefetched. */
-INLINE void add_block(const decode_task *task, const decode_block *now, const decode_block *next,
-                      fdma_dtype dtype, int rows) {
+/* The second product of a list of keys, while v of the next one is prefetched. */
+INLINE void add_list(const decode_task *task, const decode_list *keys, float *out, fdma_dtype dtype,
+                     int rows) {
     const decode_context *const decode = task->decode;
     for (int64_t r = 0; r < decode->padded; r += rows)
-        add_rows(partial_of(decode, head_of(task, now->head), task->split, r).out,
-                 partial_length(decode), task->weights + r * decode_keys, now->v, now->count,
-                 r == 0 ? next->v : NULL, dtype, rows, false, decode->problem->head_dim);
+        add_rows(out + r * partial_length(decode), partial_length(decode),
+                 task->weights + r * decode_keys, keys->v, keys->count, r == 0 ? keys->v : NULL,
+                 dtype, rows, false, decode->problem->head_dim);
 }
 
 /* Restores the order of the channels of a row of out, which are in the order of load_pair(). */
@@ -421,7 +256,6 @@ static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
 
 enum {
     ahead_bytes = 4096, /* bytes of k or v from the multiplied row to the prefetched one */
-    line_size = 64,     /* bytes of a cache line */
 };
 
 /* Arrays of a task, in the scratch memory of its thread. */
@@ -480,7 +314,7 @@ INLINE vf multiply_key(const float *q, const void *k, fdma_dtype dtype, int64_t 
 }
 
 INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
-                           const decode_block *keys, fdma_dtype dtype) {
+                           const decode_list *keys, fdma_dtype dtype) {
     const decode_context *const decode = task->decode;
     const dense_rows k = dense_rows_of(task, &decode->problem->k);
     const int64_t count = round_up(keys->count, decode_sums);
@@ -504,14 +338,14 @@ INLINE void multiply_heads(const decode_task *task, const dense_arrays *arrays,
 
 /* ---- P V ---- */
 
-static void prefetch_first_values(const decode_task *task, const decode_block *keys, int64_t head) {
+static void prefetch_first_values(const decode_task *task, const decode_list *keys, int64_t head) {
     const dense_rows v = dense_rows_of(task, &task->decode->problem->v);
     for (int64_t n = 0; n < min(v.keys, keys->count); n++)
         prefetch_row((const uint8_t *)keys->v[n] + head * v.head_bytes, v.bytes);
 }
 
 /* The second product of a block of keys, into the arrays' sums. */
-INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const decode_block *keys,
+INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const decode_list *keys,
                       fdma_dtype dtype) {
     const decode_context *const decode = task->decode;
     const dense_rows v = dense_rows_of(task, &decode->problem->v);
@@ -534,24 +368,41 @@ INLINE void add_heads(const decode_task *task, const dense_arrays *arrays, const
         }
 }
 
-/* Turns products into logits, -inf where the row does not keep the key. */
-static void find_row_logits(const decode_task *task, const decode_block *keys, int64_t row) {
-    const fdma_problem *const problem = task->decode->problem;
-    const float cap = softcap_of(problem), scale = (float)problem->scale;
-    const int32_t position = row_position(problem, row);
-    const int32_t *const expiry = keys->expiry;
-    float *const logits = task->weights + row * decode_keys;
-    for (int32_t n = 0; n < keys->count; n += vf_width) {
-        vf s = vf_load(logits + n);
-        if (cap > 0)
-            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(scale_over_cap(scale, cap)))));
-        s = vf_fma(s, vf_set(cap > 0 ? 1 : scale), vf_load(keys->bias + n));
-        vf_store(logits + n, vf_keep(s, 0, keys->count - n));
-    }
-    for (int32_t n = 0; keys->masked && n < keys->count; n++) {
+/* Makes the logits of a block -inf where the row does not keep the key. */
+NOINLINE void mask_row(const decode_task *task, const decode_list *keys, int64_t row,
+                       float *logits) {
+    const int32_t position = row_position(task->decode->problem, row);
+    for (int32_t n = 0; n < keys->count; n++) {
         const int32_t j = keys->key[n];
-        if (j > position || (expiry != NULL && expiry[j] <= position))
+        if (j > position || (keys->expiry != NULL && keys->expiry[j] <= position))
             logits[n] = -INFINITY;
+    }
+}
+
+/* cap * tanh(products * scale / cap) */
+NOINLINE void cap_row(float *products, float scale, float cap) {
+    for (int64_t n = 0; n < decode_keys; n += vf_width) {
+        const vf scaled = vf_mul(vf_load(products + n), vf_set(scale_over_cap(scale, cap)));
+        vf_store(products + n, vf_mul(vf_set(cap), tanh_of(scaled)));
+    }
+}
+
+/* Turns products into logits, -inf where the row does not keep the key. */
+INLINE void find_row_logits(vf *s, const decode_task *task, const decode_list *keys, int64_t row,
+                            float *products) {
+    const float cap = task->decode->cap, scale = task->decode->scale;
+    if (cap > 0)
+        cap_row(products, scale, cap);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++) {
+        const vf bias = vf_load(keys->bias + m * vf_width);
+        s[m] = vf_fma(vf_load(products + m * vf_width), vf_set(cap > 0 ? 1 : scale), bias);
+        s[m] = vf_keep(s[m], 0, keys->count - m * vf_width);
+    }
+    if (keys->masked) {
+        store_vectors(products, s, 0, key_vectors);
+        mask_row(task, keys, row, products);
+        load_vectors(s, products, 0, key_vectors);
     }
 }
 
@@ -572,76 +423,78 @@ NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf
 }
 
 /* Turns the products of a row and a block of keys into weights, stored as words of keys. */
-static void weigh_row(const decode_task *task, const decode_block *keys, int64_t row) {
-    const decode_partial partial =
-        partial_of(task->decode, head_of(task, keys->head), task->split, row);
+INLINE void weigh_row(const decode_task *task, const decode_list *keys, int64_t row,
+                      decode_partial partial) {
     float *const weights = task->weights + row * decode_keys;
-    find_row_logits(task, keys, row);
-    vf top = vf_load(partial.max), sum = vf_set(0);
-    for (int32_t n = 0; n < keys->count; n += vf_width)
-        top = vf_max(vf_load(weights + n), top);
+    vf s[key_vectors], top = vf_load(partial.max), sum = vf_set(0);
+    find_row_logits(s, task, keys, row, weights);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++)
+        top = vf_max(s[m], top);
     if (vf_any_greater(top, vf_load(partial.max)))
         raise_row_max(task->decode, partial, top);
     const vf max = vf_load(partial.max);
-    for (int32_t n = 0; n < keys->count; n += vf_width) {
-        const vf weight = exp2_of(vf_mul(vf_sub(vf_load(weights + n), max), vf_set(log2e)));
-        vf_store_terms(weights + n / terms, weight);
+    UNROLL
+    for (int m = 0; m < key_vectors; m++) {
+        const vf weight = exp2_of(vf_mul(vf_sub(s[m], max), vf_set(log2e)));
+        vf_store_terms(weights + m * vf_width / terms, weight);
         sum = vf_add(sum, weight);
     }
     vf_store(partial.sum, vf_add(vf_load(partial.sum), sum));
 }
 
-INLINE void attend_block_as(const decode_task *task, const decode_block *now,
-                            const decode_block *next, fdma_dtype dtype, int rows) {
-    multiply_block(task, now, next, dtype, rows);
-    for (int64_t row = 0; row < task->decode->padded; row++)
-        weigh_row(task, now, row);
-    add_block(task, now, next, dtype, rows);
+INLINE void attend_list_as(const decode_task *task, const decode_list *keys, fdma_dtype dtype,
+                           int rows) {
+    const decode_context *const decode = task->decode;
+    float *const out = partial_of(decode, head_of(task, keys->head), task->split, 0).out;
+    const int64_t length = partial_length(decode), padded = decode->padded;
+    multiply_list(task, keys, dtype, rows);
+    for (int64_t row = 0; row < padded; row++)
+        weigh_row(task, keys, row, partial_at(decode, out + row * length));
+    add_list(task, keys, out, dtype, rows);
 }
 
-INLINE void attend_block_of(const decode_task *task, const decode_block *now,
-                            const decode_block *next, fdma_dtype dtype) {
+INLINE void attend_list_of(const decode_task *task, const decode_list *keys, fdma_dtype dtype) {
     if (task->decode->padded == 1)
-        attend_block_as(task, now, next, dtype, 1);
+        attend_list_as(task, keys, dtype, 1);
     else if (task->decode->padded == 2)
-        attend_block_as(task, now, next, dtype, 2);
+        attend_list_as(task, keys, dtype, 2);
     else
-        attend_block_as(task, now, next, dtype, shared_rows);
+        attend_list_as(task, keys, dtype, shared_rows);
 }
 
 /* The loops are compiled for each dtype and for one, two and more rows. */
-static void attend_decode_block(const decode_task *task, const decode_block *now,
-                                const decode_block *next) {
+static void attend_list(const decode_task *task, const decode_list *keys) {
     if (task->decode->problem->dtype == FDMA_FLOAT32)
-        attend_block_of(task, now, next, FDMA_FLOAT32);
+        attend_list_of(task, keys, FDMA_FLOAT32);
     else if (task->decode->problem->dtype == FDMA_FLOAT16)
-        attend_block_of(task, now, next, FDMA_FLOAT16);
+        attend_list_of(task, keys, FDMA_FLOAT16);
     else
-        attend_block_of(task, now, next, FDMA_BFLOAT16);
+        attend_list_of(task, keys, FDMA_BFLOAT16);
 }
 
 /* Turns the products of all heads and a block of keys into weights, and prefetches the first rows
  * of v. */
-static void weigh_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+static void weigh_heads(const decode_task *task, const dense_arrays *arrays, decode_list *keys) {
     decode_task one = *task;
     for (int64_t head = 0; head < task->heads; head++) {
         prefetch_first_values(task, keys, head);
-        find_bias(task->decode->problem, task->b, task->first_head + head, keys->key, decode_keys,
+        find_bias(task->decode->problem, task->b, task->first_head + head, keys->key, keys->count,
                   keys->bias);
         keys->head = head;
         one.weights = arrays->weights + head * decode_keys;
-        weigh_row(&one, keys, 0);
+        weigh_row(&one, keys, 0, partial_of(task->decode, head_of(task, head), task->split, 0));
     }
 }
 
-INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays, decode_block *keys,
+INLINE void attend_heads_of(const decode_task *task, const dense_arrays *arrays, decode_list *keys,
                             fdma_dtype dtype) {
     multiply_heads(task, arrays, keys, dtype);
     weigh_heads(task, arrays, keys);
     add_heads(task, arrays, keys, dtype);
 }
 
-static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_block *keys) {
+static void attend_heads(const decode_task *task, const dense_arrays *arrays, decode_list *keys) {
     const decode_context *const decode = task->decode;
     if (decode->problem->dtype == FDMA_FLOAT32)
         attend_heads_of(task, arrays, keys, FDMA_FLOAT32);
@@ -660,7 +513,7 @@ static void attend_heads(const decode_task *task, const dense_arrays *arrays, de
 static void attend_dense_split(const decode_task *task) {
     const dense_arrays arrays = dense_arrays_of(task);
     decode_task first = *task; // all heads have the keys of one
-    decode_block keys;
+    decode_list keys;
     first.heads = 1;
     for (;;) {
         first.next_head = 0;
@@ -692,7 +545,7 @@ static void begin_head(const decode_task *task, int64_t head) {
 }
 
 /* Lists the first block of the next split, which this thread will probably take next. */
-static void list_next_split(const decode_task *task, decode_block *keys) {
+static void list_next_split(const decode_task *task, decode_list *keys) {
     decode_task next = *task;
     next.split++;
     next.next_head = 0;
@@ -702,16 +555,17 @@ static void list_next_split(const decode_task *task, decode_block *keys) {
 }
 
 static void attend_selected_split(decode_task *task) {
-    decode_block blocks[2], after;
-    list_decode_keys(task, &blocks[0]);
-    for (int now = 0; blocks[now].count > 0; now = 1 - now) {
-        const decode_block *next = &blocks[1 - now];
-        list_decode_keys(task, &blocks[1 - now]);
+    decode_list lists[2], after;
+    list_decode_keys(task, &lists[0]);
+    for (int now = 0; lists[now].count > 0; now = 1 - now) {
+        const decode_list *next = &lists[1 - now];
+        list_decode_keys(task, &lists[1 - now]);
         if (next->count == 0) {
             list_next_split(task, &after);
-            next = after.count > 0 ? &after : &blocks[now];
+            next = after.count > 0 ? &after : &lists[now];
         }
-        attend_decode_block(task, &blocks[now], next);
+        add_rows_ahead(&lists[now], next);
+        attend_list(task, &lists[now]);
     }
 }
 
@@ -827,6 +681,8 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
         .rows = rows,
         .padded = rows > 2 ? round_up(rows, shared_rows) : rows,
         .width = round_up(problem->head_dim, vf_width),
+        .scale = (float)problem->scale,
+        .cap = softcap_of(problem),
     };
     const int64_t most = most_splits(problem);
     decode->split = round_up(max(divide_up(problem->kv_len, most), 1), decode_keys);
