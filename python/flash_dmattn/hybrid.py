@@ -19,7 +19,7 @@ from .layer_caches import LayerCaches
 from .nn import DynamicMaskAttention
 from .score_targets import score_target_loss
 
-RECENT = 64  # newest keys beside those of the longest lifetimes
+RECENT = 64  # newest keys beside the ones that live longest
 INITIAL_A = 0.005  # above 0, as scores rank keys only then, and so small that it hardly adds bias
 SCORE_BETAS = (0.9, 0.95)  # of Adam, for scores
 

@@ -537,6 +537,7 @@ class DynamicMaskAttention(nn.Module):
         _types.check_call(DynamicMaskAttention.lifetime_loss, locals())
         check_hidden("x", "len", x, self.hidden)
         check_input("x", x, self.q_proj)
+        require(x.shape[0] == 1, f"x: batch is {x.shape[0]}, want 1")
         check_starts(starts, x)
         with torch.no_grad():
             query, key, value = self._project(x, x)
@@ -575,8 +576,9 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             TypeError: keys is not an int.
-            ValueError: a layer without lifetime_units or with a process_group, a shape of x, or
-                keys below 1.
+            ValueError: a layer without lifetime_units or with a process_group, a shape of x, no
+                sequences, or a number of keys out of its range: from three quarters of len on, no
+                lifetimes are long enough.
         """
         gate = self._gate("calibrate_lifetimes")
         check_hidden("x", "len", x, self.hidden)
@@ -584,6 +586,9 @@ class DynamicMaskAttention(nn.Module):
         assert self.window is not None
         keys = self.window + self.recent if keys is None else _arguments.check_int("keys", keys)
         require(keys >= 1, f"keys: is {keys}, want 1 or more")
+        require(x.shape[0] >= 1, "x: axis 0 has 0 elements, want 1 or more")
+        fits = 4 * keys < 3 * x.shape[1]
+        require(fits, f"keys: is {keys}, want fewer than 3/4 of len, which is {x.shape[1]}")
         gate.calibrate(x, keys)
 
     def _gate(self, method: str) -> LifetimeGate:

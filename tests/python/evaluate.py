@@ -584,3 +584,21 @@ def plain_fused_gradients(
         back = order.argsort()
         found.append(tuple(shuffle(name, x, back) for name, x in zip(leaves, gradients)))
     return found
+
+
+def check_ages(layer: Any, x: torch.Tensor, cache: Any, **tolerances: float) -> None:
+    """Steps of all three sequences of x [3, 180, hidden] and of some, and a prefill of one, over an
+    empty cache, are those of a layer without a cache, though the sequences differ in age."""
+    ages = [80, 3, 41]
+    layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))
+    for chosen, count in ((None, 4), ([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
+        rows = chosen or range(3)
+        index = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
+        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in rows])
+        out = layer(nexts, cache=cache, index=index)
+        for n, b in enumerate(rows):
+            if b >= 0:
+                ages[b] += count
+                wanted = layer(x[b : b + 1, : ages[b]])[0, -count:]
+                torch.testing.assert_close(out[n], wanted, **tolerances)
+    assert cache.keys.seen.tolist() == ages == [88, 8, 120]

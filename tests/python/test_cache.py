@@ -451,19 +451,7 @@ def test_the_module(dtype: torch.dtype, rope_base: float | None) -> None:
 def test_the_module_with_an_index() -> None:
     """Steps of all sequences and of some, and a prefill of one: rotary angles follow each sequence,
     not the longest one."""
-    layer, x = make_layer(), torch.randn(BATCH, 180, 48)
-    cache, ages = make_cache(), [80, 3, 41]
-    layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))
-    for chosen, count in ((None, 4), ([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
-        rows = chosen or range(BATCH)
-        index = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
-        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in rows])
-        out = layer(nexts, cache=cache, index=index)
-        for n, b in enumerate(rows):
-            if b >= 0:
-                ages[b] += count
-                assert_close(out[n], layer(x[b : b + 1, : ages[b]])[0, -count:])
-    assert cache.keys.seen.tolist() == ages == [88, 8, 120]
+    evaluate.check_ages(make_layer(), torch.randn(BATCH, 180, 48), make_cache())
 
 
 @torch.no_grad()

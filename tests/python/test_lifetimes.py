@@ -202,19 +202,7 @@ def test_pieces_are_the_whole(options: dict[str, Any]) -> None:
 def test_other_numbers_of_tokens() -> None:
     """By n_tokens and index, of sequences of different ages."""
     layer = make_layer()
-    x, cache, ages = make_states(layer), layer.new_cache(BATCH), [80, 3, 41]
-    layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))
-    for chosen, count in ((None, 4), ([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
-        rows = chosen or range(BATCH)
-        index = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
-        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in rows])
-        out = layer(nexts, cache=cache, index=index)
-        for n, b in enumerate(rows):
-            if b >= 0:
-                ages[b] += count
-                want = layer(x[b : b + 1, : ages[b]])[0, -count:]
-                assert_close(out[n], want, atol=1e-5, rtol=1e-4)
-    assert cache.keys.seen.tolist() == ages
+    evaluate.check_ages(layer, make_states(layer), layer.new_cache(BATCH), atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -358,6 +346,17 @@ def test_calibration() -> None:
         layer.calibrate_lifetimes(x, keys)
         scale = lifetime_scale(gate(x), WINDOW + RECENT if keys is None else keys)
         assert_close(scale, torch.ones(1).double(), rtol=1e-5, atol=0)
+    before = copy.deepcopy(gate.state_dict())
+    for keys in (3 * x.shape[1] // 4 + 1, 10 * x.shape[1]):
+        with pytest.raises(ValueError, match=f"keys: is {keys}, want fewer than 3/4 of len"):
+            layer.calibrate_lifetimes(x, keys)
+    with pytest.raises(ValueError, match="x: axis 0 has 0 elements"):
+        layer.calibrate_lifetimes(x[:0], 40)
+    assert all(torch.equal(one, before[name]) for name, one in gate.state_dict().items())
+    most = 3 * x.shape[1] // 4 - 1  # can be reached
+    layer.calibrate_lifetimes(x, most)
+    layer.calibrate_lifetimes(x, 40)
+    assert_close(lifetime_scale(gate(x), 40), torch.ones(1).double(), rtol=1e-5, atol=0)
 
 
 # ---- plans ----

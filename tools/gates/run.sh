@@ -342,7 +342,7 @@ cuda_build() {
 # every dtype, the others each in one. The sample leaves out the longest test, gradients of masks and
 # of biases of pairs.
 emulated_tests() {
-    backends="cache_store small_window stream_attention probabilities sink_logit dropout masks mask_lists rotate"
+    backends="cache_store cache_long small_window stream_attention probabilities sink_logit dropout masks mask_lists rotate"
     divisor=32
     if [ "$full" = 1 ]; then
         backends="$backends mask_gradients"

@@ -77,7 +77,7 @@ typedef struct decode_task {
     int64_t next_head; /* whose list comes next */
     decode_cursor cursor[dense_heads];
     float *q;       /* [heads][padded][width] */
-    float *weights; /* [padded][decode_keys]; without a selection see below */
+    float *weights; /* [padded][decode_keys]; without a selection: dense_arrays */
 } decode_task;
 
 static int64_t head_of(const decode_task *task, int64_t head) {
@@ -217,7 +217,7 @@ static void list_decode_keys(decode_task *task, decode_list *keys) {
     open_pages(problem, keys);
 }
 
-/* Puts the rows of a list behind those of another. */
+/* Puts the rows of a list behind the rows of another. */
 static void add_rows_ahead(decode_list *keys, const decode_list *next) {
     memcpy(keys->k + decode_keys, next->k, sizeof *keys->k * decode_keys);
     memcpy(keys->v + decode_keys, next->v, sizeof *keys->v * decode_keys);
