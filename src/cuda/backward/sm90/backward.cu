@@ -201,9 +201,9 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
  * the batch does not count here. */
 template <class config> static bool shares_heads(const fdma_problem *problem, int64_t slot_blocks) {
     const int64_t most_blocks = 256; // of a sequence
-    return config::may_share_heads && !problem->deterministic && problem->group % 2 == 0 &&
-           !is_present(&problem->starts) && slot_blocks > config::most_slot_blocks &&
-           problem->kv_heads * slot_blocks < most_blocks;
+    return config::may_share_heads && problem->softcap == 0 && !is_present(&problem->attn_bias) &&
+           !problem->deterministic && problem->group % 2 == 0 && !is_present(&problem->starts) &&
+           slot_blocks > config::most_slot_blocks && problem->kv_heads * slot_blocks < most_blocks;
 }
 
 template <class config>
