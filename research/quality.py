@@ -390,6 +390,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> None:
         "recall": evaluation.recall(run.model, options.questions),
         "passkey": evaluation.passkey(run.model, PASSKEY_SEQUENCES),
         "needles": evaluation.needles(run.model),
+        "tasks": evaluation.tasks(run.model, options.tasks),
         "by_window": evaluation.by_window(run.model),
         "kept": evaluation.kept(run.model),
     }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import quality_needles
 import quality_recall as recall
+import quality_tasks
 import torch
 from flash_dmattn import select
 from flash_dmattn.functional import score
@@ -92,6 +93,7 @@ class Evaluation:
         self.source, self.length, self.batch, self.device = held_out, length, batch, device
         self.text = pieces_of(held_out, pieces, length)
         self.back = np.stack([repetitions(row) for row in self.text])
+        self.made: dict[int, list[quality_tasks.Task]] = {}  # tasks, by their number of texts
 
     def losses(self, model: nn.Module) -> dict[str, Any]:
         """The mean over all bytes, its standard error over pieces, and means by position, by piece,
@@ -163,6 +165,25 @@ class Evaluation:
                 row = {"kind": kind, "distance": distance, **self.scored(results, episodes)}
                 kept = kept_values(expiries, episodes)
                 rows.append({**row, "kept_by_any_head": kept["kept_by_any_head"]})
+        return rows
+
+    def tasks(self, model: nn.Module, texts: int) -> list[dict[str, Any]]:
+        """A row for each task of quality_tasks.py that fits, and for each octave of positions, with
+        so many texts each; none for 0 texts."""
+        if texts == 0:
+            return []
+        given = (self.source, self.length, texts)
+        if texts not in self.made:
+            self.made[texts] = list(quality_tasks.tasks(*given, EVALUATION_SEED))
+        rows = []
+        for task in self.made[texts]:
+            results, others = run(model, task.text, self.batch, self.device), None
+            if task.other is not None:
+                others = run(model, task.other, self.batch, self.device)
+            rows.append(quality_tasks.scored(task, results, others))
+        text = quality_tasks.documents(*given)
+        if len(text) > 0:
+            rows += quality_tasks.by_octave(run(model, text, self.batch, self.device).bits)
         return rows
 
     def by_window(self, model: Model) -> list[dict[str, Any]]:

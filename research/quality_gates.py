@@ -21,7 +21,8 @@ recall are measured as in quality_rivals.py, for each number of --keys:
 
 By beta^age a key can outrank another one that outranked it before. In all other rules the order of
 two keys never changes, which is what flash_dmattn.select() takes. Gates are trained for the first
-number of --keys. Recall is of 8 pairs, and of the needles of quality_needles.py.
+number of --keys. Recall is of 8 pairs, of the needles of quality_needles.py and, with --tasks, of
+the tasks of quality_tasks.py.
 Exit status: 0 done; 2 bad usage, or another kind of model.
 """
 
@@ -58,6 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--block", type=int, default=128, help='queries between two cuts of "retention" (128)')
     add("--questions", type=int, default=64, help="about 8 pairs (64)")
     add("--batch", type=int, default=4, help="sequences at once in measurements (4)")
+    quality_held_out.add_tasks(parser)
     options = parser.parse_args(arguments)
     quality_held_out.check_options(parser, options)
     check(parser, options)
@@ -146,8 +148,10 @@ def measure(
 ) -> dict[str, Any]:
     with restricted_heads(model, rule):
         losses = evaluation.losses(model)
+        tasks = evaluation.tasks(model, options.tasks)
     found = recall(model, evaluation, options.questions, lambda _: rule)
-    return {**losses, "recall": found, "needles": needles(model, evaluation, rule)}
+    found = {"recall": found, "needles": needles(model, evaluation, rule)}
+    return {**losses, **found, "tasks": tasks}
 
 
 class Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import benchmarks_path  # noqa: F401
 import program
 
 
@@ -17,6 +18,19 @@ def add_options(parser: argparse.ArgumentParser, length: int, pieces: int) -> No
     add("--pieces", type=int, default=pieces, help=f"of held-out text ({pieces})")
     add("--device", help="cuda or cpu; by default cuda where there is one")
     add("--json", type=Path, metavar="FILE", help="write the rows there, too")
+
+
+def texts_of(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {word}, want 0 or more")
+    return int(word)
+
+
+def add_tasks(parser: argparse.ArgumentParser) -> None:
+    """The option for quality_tasks.py."""
+    given = {"type": texts_of, "nargs": "?", "const": 32, "default": 0, "metavar": "TEXTS"}
+    what = "measure the tasks of quality_tasks.py, each with so many texts (0; --tasks alone: 32)"
+    parser.add_argument("--tasks", help=what, **given)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

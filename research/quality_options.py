@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import quality_held_out
 import quality_model
 import torch
 
@@ -104,6 +105,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     add("--every", type=int, default=200, help="steps between evaluations (200)")
     add("--pieces", type=int, default=48, help="of held-out text (48)")
     add("--questions", type=int, default=256, help="of each number of pairs and distance (256)")
+    quality_held_out.add_tasks(parser)
     add("--checkpoint-seconds", type=float, default=120.0)
     add("--resume", action="store_true", help="go on from OUT/NAME.pt, if it exists")
     add("--evaluate", action="store_true", help="only measure: OUT/NAME.pt, or else --start")

@@ -114,6 +114,7 @@ import quality
 import quality_gates
 import quality_model
 import quality_options
+import quality_tasks
 import torch
 from benchmarking import find_machine, write_whole
 from flash_dmattn import attention, select
@@ -274,7 +275,7 @@ class Trial:
         return partial(attend_in_order, gates[0], scale, order.keys), gates
 
     def measure(self, order: Order, trained: int) -> None:
-        given = argparse.Namespace(questions=self.given.questions)
+        given = argparse.Namespace(questions=self.given.questions, tasks=self.given.tasks)
         rule, gates = self.rule_of(order)
         plain = partial(quality_model.attend_to_all, causal=True) if rule is None else rule
         begin = time.perf_counter()
@@ -331,6 +332,11 @@ class Trial:
         names = ("rule", "keys", "trained", "loss", *distances)
         names += tuple(f"identifier {one}" for one in back)
         print(*table_of(names, cells, {"rule"}), sep="\n")
+        columns = [quality_tasks.table_rows(row["tasks"]) for row in measured]
+        if columns[0]:
+            rules = [f"{rule_name(row)} {row['keys'] or ''}".strip() for row in measured]
+            cells = [(task, *(column[task] for column in columns)) for task in columns[0]]
+            print("", *table_of(("task", *rules), cells, {"task"}), sep="\n")
 
 
 def rule_name(row: dict[str, Any]) -> str:

@@ -612,9 +612,10 @@ class DynamicMaskAttention(nn.Module):
 
     def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """dt_proj's weight, A and dt_proj's bias, from which kernels compute the scores."""
+        linear = getattr(self.dt_proj, "original_module", self.dt_proj)  # of PEFT's modules_to_save
         kind = type(self.dt_proj)
         require(
-            isinstance(self.dt_proj, nn.Linear),
+            isinstance(linear, nn.Linear),
             f"dt_proj: is a {kind.__name__}, want a torch.nn.Linear, whose weight is all of it",
             NotImplementedError,
         )

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class HybridConfig(LlamaConfig):
         qk_norm: whether each head of queries and keys is normalized.
         output_bias: whether o_proj has a bias; None: as attention_bias says for q_proj, k_proj and
             v_proj.
-        target_every: in training, every so many calls with labels teach the scores; 0 for none.
+        target_every: in training, every so many calls of the model teach the scores; 0 for none.
         target_start: the first such call.
         lifetime_units: as in HybridPlan. Such scores learn from lifetime_loss() of the model.
         initial_lifetime: as in HybridPlan.
@@ -306,8 +306,44 @@ class HybridPreTrainedModel(llama.LlamaPreTrainedModel):
             initialization.constant_(module.contract.bias, math.log(module.lifetime))
 
 
+class Teach(torch.autograd.Function):
+    """Hidden states as they are, whose backward adds the gradient of another loss.
+
+    That loss has the factor that backward gave the model's own, as in gradient accumulation, or 1
+    where a program computes a loss of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor, factors: Any) -> torch.Tensor:
+        ctx.factors, ctx.like = factors, loss.detach()
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        factor = ctx.factors.pop() if ctx.factors else 1.0
+        return grad, torch.ones_like(ctx.like) * factor, None
+
+
+class KeepFactor(torch.autograd.Function):
+    """A loss as it is, whose backward keeps the factor for Teach."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        ctx.factors = factors
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.factors[:] = [grad]
+        return grad, None
+
+
 class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
-    """The layers of a hybrid, without its head."""
+    """The layers of a hybrid, without its head.
+
+    In training the hidden states of every target_every-th call have the gradient of the scores'
+    target loss, too, for the weights of scores alone, whatever loss a program computes from them.
+    """
 
     def __init__(self, config: HybridConfig) -> None:
         PreTrainedModel.__init__(self, config)
@@ -318,6 +354,8 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
         self.norm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = llama.LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
+        self.calls = 0
+        self.factors: list[torch.Tensor] | None = None  # of the last call, if it teaches
         self.post_init()
 
     @functools.wraps(llama.LlamaModel.forward, assigned=())
@@ -330,16 +368,32 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
                 raise ValueError("use_cache: is True, want a call within torch.no_grad() with it")
             use = self.config.use_cache and not records if use is None else use
             named["use_cache"], named[CACHE] = use, HybridCache(self.config) if use else None
+        is_taught = self.config.target_every > 0 and self.config.lifetime_units == 0
+        if is_taught and self.training and torch.is_grad_enabled():
+            return self._forward_with_targets(given, named)
+        self.factors = None
         return super().forward(*given, **named)
+
+    @torch.compiler.disable(recursive=False)
+    def _forward_with_targets(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        is_record = named.pop("return_dict", None)
+        with self.config.plan.targets(self, self.calls) as targets:
+            out = super().forward(*given, **named, return_dict=True)
+        self.calls += 1
+        of_scores, hidden = targets.loss(), out.last_hidden_state
+        self.factors = [] if of_scores.requires_grad else None
+        if self.factors is not None:
+            out.last_hidden_state = Teach.apply(hidden, of_scores, self.factors)
+        is_record = self.config.return_dict if is_record is None else is_record
+        return out if is_record else out.to_tuple()
 
 
 class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
     """A hybrid as a causal language model of transformers.
 
-    In training the loss of every target_every-th call with labels=... has the gradient of the
-    scores' target loss, too, for their weights alone, so that Trainer and other loops train them.
-    Its number is the model's own loss. The weights of scores stay float32 in a model that is loaded
-    in another dtype.
+    In training every target_every-th call adds the gradient of the scores' target loss, for their
+    weights alone, so that Trainer and other loops train them. The loss of a call with labels=... is
+    the model's own. The weights of scores stay float32 in a model that is loaded in another dtype.
 
     Args:
         config: a HybridConfig.
@@ -363,29 +417,25 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
     def __init__(self, config: HybridConfig) -> None:
         PreTrainedModel.__init__(self, config)
         self.model = HybridModel(config)
-        self.vocab_size, self.calls = config.vocab_size, 0
+        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @functools.wraps(llama.LlamaForCausalLM.forward, assigned=())
-    def forward(self, *given: Any, **named: Any) -> Any:  # type: ignore[override]
-        """As in transformers."""
-        is_taught = named.get("labels") is not None and self.config.target_every > 0
-        is_taught = is_taught and self.config.lifetime_units == 0
-        if is_taught and self.training and torch.is_grad_enabled():
-            return self._forward_with_targets(given, named)
-        return super().forward(*given, **named)
+    @property
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """transformers' loss of logits and labels; its backward tells Teach its factor."""
+        compute = super().loss_function
 
-    @torch.compiler.disable(recursive=False)
-    def _forward_with_targets(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        is_record = named.pop("return_dict", None)
-        with self.config.plan.targets(self.model, self.calls) as targets:
-            out = super().forward(*given, **named, return_dict=True)
-        self.calls += 1
-        of_scores = targets.loss()
-        out.loss = out.loss + (of_scores - of_scores.detach())  # its gradient, and not its number
-        is_record = self.config.return_dict if is_record is None else is_record
-        return out if is_record else out.to_tuple()
+        @torch.compiler.disable(recursive=False)
+        def compute_noted(*given: Any, **named: Any) -> torch.Tensor:
+            factors, loss = self.model.factors, compute(*given, **named)
+            return loss if factors is None else KeepFactor.apply(loss, factors)
+
+        return compute_noted
+
+    @loss_function.setter
+    def loss_function(self, value: Callable[..., torch.Tensor]) -> None:
+        self._loss_function = value
 
     def lifetime_loss(
         self,

@@ -13,6 +13,7 @@ import quality_needles
 import quality_results
 import torch
 from quality_cases import LENGTH, refusal_of, train
+from quality_tasks import NIAH
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
 FORMS = {
@@ -111,8 +112,11 @@ def test_needles_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_say_what_they_read(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = train(corpus, tmp_path, "sliding")
+    log = train(corpus, tmp_path, "sliding", tasks=1)
     assert log["final"]["needles"] == []  # no needle fits a sequence of 512 bytes
+    names = [row["task"] for row in log["final"]["tasks"]]
+    assert names == 2 * ["capacity"] + 3 * ["overwritten"] + 4 * ["chains"] + list(NIAH)
+    assert all(0 < row["bits"] < 30 and row["texts"] == 1 for row in log["final"]["tasks"])
     assert sum(row["bytes"] for row in log["final"]["by_repetition"]) == 2 * LENGTH
     (first, row) = quality_results.join([tmp_path / "sliding-tiny-0.json"], "none")
     assert row["sha256"] == log["sha256"] and len(set(log["sha256"].values())) == 2
@@ -121,6 +125,8 @@ def test_runs_say_what_they_read(
     (corpus / "corpus.bin").write_bytes(text[::-1])
     refusal = refusal_of(capsys, corpus, tmp_path, "sliding", "--resume", steps=6)
     assert "was trained on another text" in refusal
+    refusal = refusal_of(capsys, corpus, tmp_path, "sliding", tasks=-1)
+    assert "--tasks: is -1, want 0 or more" in refusal
 
 
 def test_repetitions_are_compared() -> None:

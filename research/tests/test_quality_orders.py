@@ -119,7 +119,7 @@ def test_a_table(
     own = ["--gate-keys=140", "--gate-steps=2", "--queries=32", "--untrained", "newest:140"]
     rules = ["all", "newest:140", "lifetime:140", "retention/half:160", "lifetime-value:200"]
     last = [*start, "--nope-layers=1", "--select-start=1", "--name=o"]
-    call(quality_orders, tmp_path, *own, "--rules", *rules, *last)
+    call(quality_orders, tmp_path, *own, "--rules", *rules, *last, "--tasks=1")
     lines = (tmp_path / "o.orders.json").read_text().splitlines()
     first, *rows = map(json.loads, lines)
     assert {"device", "torch", "commit", "gate_rate", "sha256"} <= set(first)
@@ -138,7 +138,12 @@ def test_a_table(
         ("lifetime-value", 200, 2),
     ]
     assert len({row["bits"] for row in measured}) == 6 and run["final"]["bits"] > 0
-    assert "| retention/half | 160 | 2 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| retention/half | 160 | 2 |" in shown
+    assert "\n| task | newest 140 | all | newest 140 | lifetime 140 | retention/half 160 |" in shown
+    assert "\n| niah_single_1 | 0.00, " in shown
+    *_, answers = zip(*([task["bits"] for task in row["tasks"]] for row in measured))
+    assert len(answers) == 6 and len(set(answers)) > 3  # each rule has its own keys
     state = ["--state", tmp_path / "state.pt", "--rules", "newest:140"]
     for name in ("writes", "reads"):
         call(quality_orders, tmp_path, *state, *last, f"--name={name}")

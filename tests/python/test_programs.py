@@ -67,6 +67,14 @@ def test_help_does_not_wait_for_imports(path: Path, poisoned: Path) -> None:
     assert path.name in wrong.stderr and wrong.stdout == ""
 
 
+@pytest.mark.parametrize("name", SLOW)
+def test_help_of_programs_that_import(name: str) -> None:
+    """Only the package is on Python's path."""
+    (path,) = (path for path in PROGRAMS if path.name == name)
+    shown = output_of(python(path, "--help", env={"PYTHONPATH": str(ROOT / "python")}))
+    assert shown.startswith("usage: ")
+
+
 @pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
 def test_programs_can_be_started(path: Path) -> None:
     assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env python3\n")

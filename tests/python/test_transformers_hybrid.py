@@ -250,6 +250,38 @@ def test_the_loss_has_targets(compiles: bool) -> None:
 
 
 @pytest.mark.usefixtures("trains")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_targets_beside_any_loss(checkpoints: bool) -> None:
+    """The gradient of the targets has the factor of the model's loss, and 1 beside another loss. It
+    does not need weights of other layers that learn."""
+    model, tokens = make_model(target_every=1).train(), make_tokens(1)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    dt_proj = model.model.layers[2].self_attn.dt_proj.weight
+
+    def learned(loss: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss.backward()
+        assert dt_proj.grad is not None
+        return dt_proj.grad.clone()
+
+    model.model.calls = 0
+    whole = learned(model(tokens, labels=tokens).loss)
+    assert whole.any()
+    for loss, factor in (
+        (lambda: model(tokens, labels=tokens).loss / 4, 0.25),
+        (lambda: model(tokens).logits.square().mean() * 3, 1.0),
+        (lambda: model(tokens, labels=tokens).logits.square().mean() * 3, 1.0),
+        (lambda: model.model(tokens).last_hidden_state.sum() * 5, 1.0),
+    ):
+        model.model.calls = 0
+        torch.testing.assert_close(learned(loss()), whole * factor, rtol=1e-5, atol=1e-8)
+    model.requires_grad_(False)
+    dt_proj.requires_grad_(True)
+    torch.testing.assert_close(learned(model(tokens, labels=tokens).loss), whole)
+
+
+@pytest.mark.usefixtures("trains")
 def test_training_without_targets() -> None:
     tokens, found = make_tokens(1), []
     for every in (0, 1):
