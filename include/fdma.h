@@ -933,8 +933,7 @@ typedef struct fdma_attention_backward_args {
  *
  *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward(). Carried keys
  *             get the gradient of their bias: pass it on to the call that they were keys of
- *  Workspace  holds dbias and, if it is not given, the bias, and what the largest step needs; on a
- *             device what both gradients need together
+ *  Workspace  holds dbias and, if it is not given, the bias, and what the largest step needs
  *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj, a and dt_bias are ignored
  *  Errors     as the three calls; FDMA_INVALID_ARGUMENT also without a selection, and for
  *             FDMA_BIAS_NONE with bias, ddt_proj, da or ddt_bias

@@ -57,8 +57,8 @@ typedef struct fdma_last_keys {
                            for the keys of the list */
 } fdma_last_keys;
 
-/* Passed between the steps of a fused call on a device, beside tensors. All of it is 0 in
- * calls of a single operation. */
+/* Passed from select to forward in a fused call on a device, beside the selection. All of it is 0
+ * in calls of a single operation. */
 typedef struct fused_steps {
     const struct fdma_problem *forward; /* select: the step that uses its selection */
     int64_t last_positions; /* select: only this many positions, up to the last key that exists,
@@ -68,12 +68,6 @@ typedef struct fused_steps {
                                  bias, and forward reads them in place of expiry and slot. Other
                                  kernels of select ignore them */
     bool plan_is_made; /* forward: select has made the plan of forward */
-    struct fdma_problem
-        *score_backward;  /* backward: the step whose dt it makes beside its own work;
-                                            NULL: none */
-    bool dt_is_made;      /* score_backward: backward has made dt */
-    bool dbias_is_waited; /* score_backward: the last kernel of backward, which does not change
-                             dbias, has waited for it. Set by backward */
 } fused_steps;
 
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */

@@ -132,15 +132,7 @@ static fdma_status split_fused(const kernel_backend *backend, call_steps *steps)
     if (needs_score)
         FDMA_TRY(add_step(steps, operation_score));
     FDMA_TRY(add_step(steps, operation_backward));
-    if (!has_bias)
-        return FDMA_OK;
-    FDMA_TRY(add_step(steps, operation_score_backward));
-    fdma_problem *const last = &steps->problems[steps->count - 1];
-    if (whole->exec.device != FDMA_CPU && !is_present(&whole->kv_used)) { // which has an adapter
-        last[-1].fused.score_backward = last;
-        last->fused.dt_is_made = true;
-    }
-    return FDMA_OK;
+    return has_bias ? add_step(steps, operation_score_backward) : FDMA_OK;
 }
 
 /* The steps of fdma_decode() without a given score, for kernels that do not compute it. */

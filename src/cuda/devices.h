@@ -28,12 +28,6 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
 fdma_status fdma_permit_shared(const char *what, const void *kernel, int32_t device, size_t bytes);
 fdma_status fdma_permit_large_clusters(const char *what, const void *kernel, int32_t device);
 
-/* A fused call makes dt for score_backward beside the lists of backward. The first function takes
- * the memory of score_backward at the start of the workspace, where it will look for it.
- * starts_early: the kernel before has waited for the inputs, and lets later ones start. */
-void fdma_cuda_take_score_backward(const fdma_problem *problem, fdma_arena *arena);
-fdma_status fdma_cuda_make_dt(const fdma_problem *problem, bool starts_early);
-
 /* Adapters for kernels of select and score, which do not support these features: keys that do not
  * exist become padding, and carried keys become the front of a sequence. Kernels of forward and
  * backward support both. */

@@ -84,10 +84,6 @@ static const shape_case head_cases[] = {
     SHAPE("softcap", 16, 30, 140, 16, 16, 64, 130, CAUSAL, LINEAR, 5, IID, PLAIN, NONE),
     SHAPE("groups", 4, 300, 335, 8, 4, 64, 290, CAUSAL, LINEAR, 0, IID, PLAIN, LEFT),
     SHAPE("groups/128", 4, 260, 300, 8, 4, 128, 290, CAUSAL, LINEAR, 0, SAW, PACK, NONE),
-    // two thread blocks share the heads of a group
-    SHAPE("shared heads", 1, 90, 1100, 4, 2, 128, 1000, CAUSAL, EXP, 0, IID, PLAIN, LEFT),
-    SHAPE("shared heads, full", 1, 70, 1090, 8, 2, 72, -1, FULL, LINEAR, 0, IID, PACK, NONE),
-    SHAPE("shared heads/64", 1, 70, 2200, 4, 1, 64, 2100, CAUSAL, LINEAR, 0, SAW, PLAIN, HOLES),
 };
 enum { sure_cases = 5 }; /* the first ones */
 

@@ -254,9 +254,9 @@ __device__ static void clear_slice(const cleared_range &range, int64_t n, int64_
         range.data[i] = make_float4(0, 0, 0, 0);
 }
 
-/* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists.
- * First come row_blocks blocks for each query head, then key_blocks for each kv head. The latter
- * may have to wait for records.
+/* Clears sums and the gradients of keys, and computes lse and delta of rows; it needs no lists. The
+ * first key_blocks blocks of a kv head take its keys. The others take its query heads, row_blocks
+ * each.
  *
  * It may run while write_lists or list_kept makes the lists. One block waits for them at its end,
  * so a kernel that waits for this one has them. */
@@ -265,26 +265,25 @@ static __global__ void __launch_bounds__(row_threads)
     begin_rows(const __grid_constant__ backward_plan plan,
                const __grid_constant__ selection_view selection, const int32_t key_blocks,
                const int32_t row_blocks, const bool aligned_rows, const bool aligned_keys) {
-    const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
-    const int32_t blocks = heads * gridDim.x, of_rows = heads * plan.forward.group * row_blocks;
-    const int32_t id = (int32_t)head_of_block() * gridDim.x + blockIdx.x, of_keys = id - of_rows;
-    if (id >= blocks)
+    const int64_t head = head_of_block();
+    const int32_t n = (int32_t)blockIdx.x - key_blocks;
+    const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
+    if (head >= heads)
         return;
     for (const cleared_range &range : plan.cleared)
-        clear_slice(range, id, blocks);
-    if (of_keys >= 0 && plan.slot_per_key)
+        clear_slice(range, head * gridDim.x + blockIdx.x, heads * gridDim.x);
+    if (n < 0 && plan.slot_per_key)
         griddepcontrol_wait(); // for the records
+    const int64_t q_head = head * plan.forward.group + n / row_blocks;
+    const int32_t first = n % row_blocks * list_queries;
 #pragma unroll 1
-    for (int32_t j = 0; of_keys >= 0 && j < list_queries; j += block_rows)
-        clear_keys(plan, of_keys / key_blocks, of_keys % key_blocks * list_queries + j,
-                   aligned_keys);
-    if (of_keys < 0 && aligned_rows)
-        find_row_stats<element, true>(plan, selection, id / row_blocks,
-                                      id % row_blocks * list_queries);
-    else if (of_keys < 0)
-        find_row_stats<element, false>(plan, selection, id / row_blocks,
-                                       id % row_blocks * list_queries);
-    if (id == 0)
+    for (int32_t j = 0; n < 0 && j < list_queries; j += block_rows)
+        clear_keys(plan, head, (int32_t)blockIdx.x * list_queries + j, aligned_keys);
+    if (n >= 0 && aligned_rows)
+        find_row_stats<element, true>(plan, selection, q_head, first);
+    else if (n >= 0)
+        find_row_stats<element, false>(plan, selection, q_head, first);
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0)
         griddepcontrol_wait();
 }
 
@@ -475,8 +474,6 @@ static int32_t choose_block_queries(const fdma_problem *problem, const backward_
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape) {
     backward_plan plan = {};
-    if (problem->fused.score_backward != NULL)
-        fdma_cuda_take_score_backward(problem->fused.score_backward, arena);
     plan.slot_per_key = shape.slot_per_key;
     plan.forward = plan.slot_per_key
                        ? fdma_cuda_plan_kept(problem, arena)
@@ -564,8 +561,6 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     FDMA_TRY(clear_dattn_bias(problem, plan));
     if (has_rows)
         FDMA_TRY(fdma_cuda_build_lists(problem, &plan->forward));
-    if (problem->fused.score_backward != NULL)
-        FDMA_TRY(fdma_cuda_make_dt(problem->fused.score_backward, lists));
     FDMA_TRY(launch_begin_rows(problem, plan, lists ? start_early : start_after));
     if (plan->dsink_logit != NULL)
         FDMA_TRY(launch("backward", sum_sinks,

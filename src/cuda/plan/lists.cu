@@ -461,7 +461,7 @@ __device__ static int32_t count_before(bool kept, int32_t *before) {
         counts[warp] = __popc(mask);
     __syncthreads();
     int32_t n = *before + __popc(mask & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < (int)blockDim.x / 32; w++) {
+    for (int w = 0; w < compact_threads / 32; w++) {
         n += w < warp ? counts[w] : 0;
         *before += counts[w];
     }
@@ -502,9 +502,9 @@ static __global__ void __launch_bounds__(compact_threads)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     for (int32_t t = threadIdx.x; list_position(plan, of, t + 1) <= 0 && t < plan.lists;
-         t += blockDim.x)
+         t += compact_threads)
         count[t] = make_int2(0, 0); // its queries stand before all keys
-    for (int64_t from = 0; from <= plan.kv_len; from += blockDim.x) {
+    for (int64_t from = 0; from <= plan.kv_len; from += compact_threads) {
         const int32_t j = (int32_t)from + threadIdx.x;
         key_record record = {INT32_MIN, 0};
         if (j < plan.kv_len) {
@@ -561,13 +561,10 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
     if (problem->fused.plan_is_made || plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
-    if (plan->list_tile == 0 && plan->count != NULL && !selection.is_global) {
-        // many blocks leave room for the next kernel
-        const bool is_many = heads > fdma_cuda_device(problem->exec.device)->multiprocessors;
-        const unsigned threads = is_many ? compact_threads / 4 : compact_threads;
-        return launch("forward", list_kept, {dim3((unsigned)heads), dim3(threads), 0, start_early},
-                      problem, *plan, selection);
-    }
+    if (plan->list_tile == 0 && plan->count != NULL && !selection.is_global)
+        return launch("forward", list_kept,
+                      {dim3((unsigned)heads), dim3(compact_threads), 0, start_early}, problem,
+                      *plan, selection);
     const bool rolls = plan->list_tile > 0;
     const int64_t roll_blocks = rolls ? divide_up(plan->lists, selection.block_lists) : 0;
     const int64_t record_blocks = divide_up(problem->kv_len, (int64_t)roll_threads);

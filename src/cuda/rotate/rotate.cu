@@ -5,7 +5,6 @@
  * Source: docs/algorithm.md, rotary embedding. */
 #include "cuda/device/grid.cuh"
 #include "cuda/device/host.cuh"
-#include "cuda/device/ptx.cuh"
 
 extern "C" {
 #include "core/rotary.h"
@@ -379,8 +378,6 @@ static __global__ void __launch_bounds__(rotate_threads, blocks_at_once(vectors,
     const int32_t h = min(own_h, params.heads - 1);
     const int64_t block_tokens = rotate_threads / lanes >> heads_log;
     lane_row sums = {};
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
     for (int64_t b = blockIdx.z; b < params.batch; b += gridDim.z)
         for (int64_t first = blockIdx.y * block_tokens; first < params.len;
              first += gridDim.y * block_tokens) {
@@ -429,7 +426,6 @@ static __global__ void __launch_bounds__(row_threads)
     const int32_t slice = threadIdx.x / sum_channels, place = threadIdx.x % sum_channels;
     const int32_t channel = blockIdx.x * sum_channels + place;
     float sum = 0;
-    griddepcontrol_wait(); // for rotate_rows()
     for (int32_t n = slice; n < blocks; n += sum_slices)
         sum += sums[(int64_t)n * head_dim + channel];
     slices[slice][place] = sum;
@@ -545,7 +541,7 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
     const rotate_grid grid = grid_of_rows(problem);
     const launch_shape shape = {
         dim3((unsigned)grid.head_blocks, (unsigned)grid.token_blocks, (unsigned)grid.sequences),
-        dim3(rotate_threads), 0, start_early};
+        dim3(rotate_threads)};
     const char *const name = problem->operation == operation_rotate ? "rotate" : "rotate_backward";
     if (params.weight == NULL)
         return launch(name, rotate_rows<element, lanes, vectors, rotates>, shape, problem, params);
@@ -557,7 +553,7 @@ static fdma_status run_lanes(const fdma_problem *problem, const rotate_params &p
     if (params.sums == NULL)
         return FDMA_OK;
     const launch_shape of_sums = {dim3((unsigned)(problem->head_dim / sum_channels)),
-                                  dim3(row_threads), 0, start_early};
+                                  dim3(row_threads)};
     return launch(name, add_sums, of_sums, problem, params.sums, (float *)problem->dweight.data,
                   (int32_t)grid.blocks(), (int32_t)problem->head_dim);
 }

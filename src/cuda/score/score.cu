@@ -455,8 +455,7 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     if (params.key_valid != NULL)
         griddepcontrol_wait(); // for find_valid(), see adapt/adapt.cu
     enter_round(ring, params, 0);
-    if (!params.waits_last)
-        griddepcontrol_wait(); // for arrange_weights()
+    griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
     if (!params.is_split)
         copy_panel<config>(panel, params, 0, 0);
@@ -484,8 +483,6 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
         if (tile.is_there)
             write_scores(sums, params, tile, head, inputs);
     }
-    if (params.waits_last && blockIdx.x == 0)
-        griddepcontrol_wait();
 }
 
 score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena) {
@@ -575,7 +572,6 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
         params.key_warps /= 2;
     const bool is_arranged = params.weights != params.dt_proj;
     params.is_split = is_arranged && params.is_resident && params.scales == NULL;
-    params.waits_last = params.waits_last && is_arranged == params.is_split;
     const int least_warps = params.is_split ? min(split_warps, config::most_warps) : 1;
     const int warps = params.is_resident ? max(params.key_warps, least_warps) : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);

@@ -28,8 +28,6 @@ struct score_params {
     int32_t stages;                    // of a warp's ring
     bool is_resident;                  // one panel stays in shared memory; otherwise two alternate
     bool is_split;                     // score_keys() makes `weights` itself
-    bool waits_last;                   // the kernel before has waited for the inputs: one thread
-                                       // block waits for it, at its end
     fdma_bias_form bias_form;
     bool wide_dt_proj, wide_a, wide_dt_bias; // are float32; otherwise of v's type
     bool is_aligned;                         // v may be loaded 16 bytes at a time

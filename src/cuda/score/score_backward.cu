@@ -531,7 +531,6 @@ static void plan_splits(gradient_params *params) {
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
     gradient_params params = {};
     params.score = fdma_cuda_plan_products(problem, arena);
-    params.score.waits_last = problem->fused.dbias_is_waited;
     params.ddt = params.score.score.data;
     params.a = problem->a.data;
     params.dbias = numbers_of<const float>(&problem->dbias);
@@ -566,19 +565,14 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
 }
 
 /* Gives each warp of a thread block channels of its own, as long as there are enough of them. The
- * other warps share channels and take tiles in turn, and so do pairs of warps where one sequence
- * has few thread blocks. The batch does not count: the sums would have another order. */
+ * other warps share channels and take tiles in turn. */
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
     static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "every device has as much");
-    const int64_t least_channels = 128 * config::block_channels; // of a sequence, in all blocks
     params.key_warps = split_warps;
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
         params.key_warps /= 2;
-    if (2 * config::stages <= config::step_tiles &&
-        (int64_t)params.splits * params.channels < least_channels)
-        params.key_warps = max(params.key_warps, 2);
     // so that at the beginning of a step its copies are complete, and its masks have arrived
     assert(params.key_warps * config::stages <= config::step_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
@@ -608,25 +602,12 @@ static fdma_status launch_finish(const fdma_problem *problem, const gradient_par
                   {grid, dim3(finish_columns, finish_rows), 0, start}, problem, params);
 }
 
-void fdma_cuda_take_score_backward(const fdma_problem *problem, fdma_arena *arena) {
-    plan_gradients(problem, arena);
-}
-
-fdma_status fdma_cuda_make_dt(const fdma_problem *problem, bool starts_early) {
-    fdma_arena arena = fdma_arena_of(problem);
-    score_params params = fdma_cuda_plan_products(problem, &arena);
-    params.waits_last = starts_early;
-    return problem->batch == 0 || problem->kv_len == 0 ? FDMA_OK
-                                                       : fdma_cuda_run_products(problem, params);
-}
-
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
     const bool is_wide = params.score.limbs > 1;
     if (params.batch == 0 || params.kv_len == 0)
         return launch_finish<element>(problem, params, start_after);
-    if (!problem->fused.dt_is_made)
-        FDMA_TRY(fdma_cuda_run_products(problem, params.score));
+    FDMA_TRY(fdma_cuda_run_products(problem, params.score));
     if (count_head_tiles(&params) == 1) {
         FDMA_TRY((launch_gradients<element, 1>(problem, params)));
         FDMA_TRY((is_wide ? launch_keys<few_heads<element, 2>>(problem, params)

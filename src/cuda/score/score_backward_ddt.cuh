@@ -268,8 +268,7 @@ static __global__ void __launch_bounds__(find_threads)
     const int32_t g = blockIdx.y * round.heads, rounds = params.tiles / round_tiles;
     const int32_t b = blockIdx.x / rounds, tile = blockIdx.x % rounds * round_tiles;
     const int64_t mine = first_tile(params, blockIdx.y, b) + tile + threadIdx.x / 32;
-    if (!params.score.waits_last)
-        griddepcontrol_wait(); // for dbias, score_keys() and find_scales()
+    griddepcontrol_wait(); // for score_keys() and find_scales()
     griddepcontrol_launch_dependents();
     if (threadIdx.x < round.heads)
         round.scales[threadIdx.x] =
@@ -285,6 +284,4 @@ static __global__ void __launch_bounds__(find_threads)
     if (threadIdx.x % 32 == 0)
         params.masks[mine] = mask;
     put_coefficients(round, params, g);
-    if (params.score.waits_last && blockIdx.x + blockIdx.y == 0)
-        griddepcontrol_wait();
 }

@@ -20,9 +20,9 @@ extern "C" {
 
 #include <assert.h>
 
-/* keys: the most keys of a segment; most_entries: the most slots of its lists in all. A partition,
- * of ranks or of positions, is the 32 keys that the lanes of a warp have at once. */
-template <int keys_, int threads_, int most_entries = 32768> struct short_config {
+/* keys: the most keys of a segment. A partition, of ranks or of positions, is the 32 keys that the
+ * lanes of a warp have at once. */
+template <int keys_, int threads_> struct short_config {
     static constexpr int threads = threads_, warps = threads / warp_lanes;
     static constexpr int blocks = 1024 / threads; // of a multiprocessor, at least, by registers
     static constexpr int keys = keys_, items = keys / threads; // items: of a thread
@@ -32,6 +32,7 @@ template <int keys_, int threads_, int most_entries = 32768> struct short_config
     static constexpr int lane_partitions = (partitions + warp_lanes - 1) / warp_lanes;
     static constexpr int buckets = 2 * keys, most_crowd = 24; // most_crowd: keys of a bucket
     static constexpr int lists = keys / list_queries;         // at most
+    static constexpr int most_entries = 32768;                // 64 KB
     static constexpr int entries = lists * keys < most_entries ? lists * keys : most_entries;
     static constexpr int pairs = partitions / 2; // pairs of columns of earlier_count
     static constexpr int strips = threads / pairs < 8 ? threads / pairs : 8;
@@ -754,23 +755,19 @@ template <class few, class many>
 static constexpr short_choice choice_of = {few::keys, few::entries, sizeof(short_memory<few>),
                                            run_with<few>, run_with<many>};
 
-using long_lists = short_config<4096, 1024, 65536>; // of 128 KB
-
 static const short_choice choices[] = {
     choice_of<short_config<512, 512>, short_config<512, 256>>,
     choice_of<short_config<1024, 512>, short_config<1024, 512>>,
     choice_of<short_config<2048, 1024>, short_config<2048, 512>>,
     choice_of<short_config<4096, 1024>, short_config<4096, 1024>>,
-    choice_of<long_lists, long_lists>,
 };
 
-/* The smallest block that holds the segment and its lists; NULL if none does. */
+/* The smallest block that holds the segment; kv_len is at most most_short_keys. */
 static const short_choice *choose(const fdma_problem *problem) {
-    const int64_t lists = divide_up(problem->fused.forward->q_len, list_queries);
-    for (const short_choice &choice : choices)
-        if (problem->kv_len <= choice.keys && lists * problem->slots <= choice.entries)
-            return &choice;
-    return NULL;
+    const short_choice *choice = choices;
+    while (choice->keys < problem->kv_len)
+        choice++;
+    return choice;
 }
 
 static const char *refuses_call(const fdma_problem *problem) {
@@ -793,7 +790,8 @@ static const char *short_refuses(const fdma_problem *problem) {
     if (refused != NULL)
         return refused;
     const short_choice *const choice = choose(problem);
-    if (choice == NULL)
+    const int64_t lists = divide_up(problem->fused.forward->q_len, list_queries);
+    if (lists * problem->slots > choice->entries)
         return "a window of so many keys for its queries";
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     return choice->shared_bytes > (size_t)device->shared_bytes

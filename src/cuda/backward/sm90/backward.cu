@@ -151,7 +151,6 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena, boo
     task.plan = fdma_cuda_plan_backward(
         problem, arena, {config::slots, most_partitions, config::most_queries, slot_per_key});
     task.pass.tiles = task.plan.rows / q_tile_rows;
-    task.pass.head_splits = 1;
     task.pass.pair_factor = 1 / task.plan.forward.scale;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     const int64_t dq_floats = task.tiles * q_tile_rows * config::channels;
@@ -180,8 +179,7 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
     using memory = backward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const forward_plan &forward = task.plan.forward;
-    const int64_t blocks =
-        problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges * task.pass.head_splits;
+    const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges;
     const float softcap_scale =
         forward.softcap == 0 ? 0 : scale_over_cap(forward.scale, forward.softcap);
     if (blocks == 0)
@@ -190,20 +188,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
         FDMA_TRY(clear("backward", problem, task.pass.dq_semaphore,
                        (size_t)task.tiles * sizeof(uint32_t)));
     return launch("backward", differentiate<config>,
-                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory), start_early,
-                   task.pass.head_splits > 1 ? (unsigned)task.pass.head_splits : 0},
+                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory), start_early},
                   problem, task.plan, task.pass, softcap_scale);
-}
-
-/* True if two thread blocks, a cluster, share the query heads of each slot block: where a sequence
- * has few slot blocks, and the first ones, which all queries see, would take longer than an equal
- * part of the work. Not where owns_dq() may be true, because dk and dv then have other last bits:
- * the batch does not count here. */
-template <class config> static bool shares_heads(const fdma_problem *problem, int64_t slot_blocks) {
-    const int64_t most_blocks = 256; // of a sequence
-    return config::may_share_heads && problem->softcap == 0 && !is_present(&problem->attn_bias) &&
-           !problem->deterministic && problem->group % 2 == 0 && !is_present(&problem->starts) &&
-           slot_blocks > config::most_slot_blocks && problem->kv_heads * slot_blocks < most_blocks;
 }
 
 template <class config>
@@ -221,8 +207,6 @@ static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task
         !(is_packed && is_ordered)) // twice the blocks that run at the same time
         task.pass.head_group = (int32_t)divide_up(
             (int64_t)2 * fdma_cuda_device(problem->exec.device)->multiprocessors, slot_blocks);
-    if (!plan.is_rolling && shares_heads<config>(problem, slot_blocks))
-        task.pass.head_splits = 2;
     if (task.order != NULL && task.pass.slot_blocks > 0)
         FDMA_TRY(launch("backward", order_blocks, {dim3(1), dim3(most_ordered)}, problem, task.plan,
                         task.pass.slot_blocks, task.order));
@@ -314,13 +298,10 @@ static fdma_status run_with(const fdma_problem *problem, bool slot_per_key) {
         if (plan.is_rolling) // and writes dq
             FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     }
-    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq)) {
+    if (plan.key_sums != NULL || (!plan.is_rolling && !pass.owns_dq))
         FDMA_TRY(launch("backward", write_dq<plain_config<config>>,
-                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads), 0, start_early},
-                        problem, plan, pass));
-        if (problem->fused.score_backward != NULL && plan.key_sums == NULL)
-            problem->fused.score_backward->fused.dbias_is_waited = true;
-    }
+                        {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan,
+                        pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
@@ -414,15 +395,9 @@ static const char *refuses_by_key(const fdma_problem *problem) {
         return "packed sequences or attn_mask";
     if (forces_kernel(problem, form_names[by_key]))
         return NULL;
-    // of a pair in by_key, if two thread blocks share a slot block. With recent keys all slots of
-    // by_list change their keys in every query block
-    const int64_t slot_blocks = divide_up(problem->kv_len, (int64_t)any_config::slots);
-    const double shared_time = !shares_heads<any_config>(problem, slot_blocks) ? 1
-                               : problem->recent > 0                           ? 0.6
-                                                                               : 0.8;
     const double by_list_pairs =
         pair_time * count_kept_pairs(problem) + further * (double)problem->q_len;
-    return shared_time * count_visible_pairs(problem) < by_list_pairs
+    return count_visible_pairs(problem) < by_list_pairs
                ? NULL
                : "few kept keys, for which there is a faster kernel";
 }

@@ -87,8 +87,6 @@ struct backward_config {
     static constexpr bool stages_dq = channels == 128 && !is_diagonal;
     // a thread block may take all slot blocks of a head, and then writes dq
     static constexpr bool may_own_dq = is_slot && !is_wide && !has_pairs;
-    // two thread blocks may share the query heads of a slot block; see share_sums()
-    static constexpr bool may_share_heads = may_own_dq && !has_softcap;
     // the diagonal pass, which writes dq, loads the sums of a step to shared memory
     static constexpr bool loads_dq = is_diagonal && !is_wide;
     // steps in flight
@@ -139,11 +137,10 @@ enum block_order {
 struct backward_pass {
     row_map q, dout;
     block_order visits;
-    int32_t query_blocks; // of a thread block of the diagonal pass, one after the other
-    int32_t list_splits;  // thread blocks that share a list in the listed pass
-    int32_t head_splits;  // thread blocks, of a cluster, that share the query heads of a slot block
-    float *dq_sum;        // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
-    bool owns_dq;         // all slot blocks of a head are one thread block's, which writes dq
+    int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
+    int32_t list_splits;    // thread blocks that share a list in the listed pass
+    float *dq_sum;          // [batch * q_heads][tiles] of 64 queries; see dq_sum_of()
+    bool owns_dq;           // all slot blocks of a head are one thread block's, which writes dq
     uint32_t *dq_semaphore; // of each tile: the number of slot blocks that have added to dq_sum; a
                             // step uses the semaphore of its first tile; NULL: they add in any
                             // order
@@ -165,10 +162,9 @@ struct backward_work {
     int32_t slot_block, first_slot;
     int32_t slot_blocks; // slot_block and others, see backward_pass
     int32_t partition;
-    int32_t first_head, end_head; // of the group, by_head
-    int32_t query_block, end;     // the range of query blocks; in the diagonal pass, of their slot
-                                  // blocks; in the listed pass, of blocks of a list's entries
-    int32_t list;                 // in the listed pass: the index of its list
+    int32_t query_block, end; // the range of query blocks; in the diagonal pass, of their slot
+                              // blocks; in the listed pass, of blocks of a list's entries
+    int32_t list;             // in the listed pass: the index of its list
 };
 
 struct alignas(16) slot_record {
@@ -271,11 +267,7 @@ static constexpr int32_t no_keys = -1;
  * all_barrier           128, 256  C           dS of the step is stored; in the wide form also P,
  *                                             and once more when both have been read
  * consumer_barrier + n  128       consumer n  empty rows are cleared; in the narrow form also: dS
- *                                             of the previous step has been read
- *
- * The barrier of the cluster, if two thread blocks share the query heads: C of both, twice in
- * share_sums(), when all products have ended and when the sums have been sent. P has ended by then,
- * or ends without waiting. */
+ *                                             of the previous step has been read */
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
@@ -301,8 +293,7 @@ template <class config> struct backward_memory {
     uint32_t key_code[slots_buffers][config::drops ? config::slots : 1];
     row_code pair_code[config::stages][config::drops ? config::q_rows / 2 + 1 : 1];
     // sums of each consumer in this generation and the previous one, and the sums of older ones
-    alignas(8) float dbias[2][config::consumers][config::slots]; // share_sums() sends pairs of it
-    float dbias_before[config::slots];
+    float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
     load_progress progress[warpgroup_warps];
     backward_work work;
@@ -469,8 +460,7 @@ __device__ static int32_t work_in_group(const backward_pass &pass, int32_t id, i
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
-    int32_t id = (int32_t)blockIdx.x / pass.head_splits;
-    const int32_t split = (int32_t)blockIdx.x % pass.head_splits;
+    int32_t id = blockIdx.x;
     if (pass.order != NULL)
         id = work_in_order(pass, id / heads, id % heads, heads);
     else if (pass.head_group > 0)
@@ -486,8 +476,6 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
-    work.first_head = split * plan.forward.group / pass.head_splits;
-    work.end_head = (split + 1) * plan.forward.group / pass.head_splits;
     const int32_t block_queries = plan.forward.block_queries;
     const int32_t range = n / heads, all = (plan.rows + block_queries - 1) / block_queries;
     const int32_t query_blocks = config::is_diagonal    ? pass.query_blocks

@@ -770,53 +770,12 @@ template <class config> struct backward_consumer {
         wgmma_wait_group<0>();
     }
 
-    /* Adds up the sums of two thread blocks, a cluster, that share the query heads of a slot block:
-     * the first one gets dk and dbias, and the second one dv. They pass through k and v, which no
-     * product reads any more. */
-    __device__ void share_sums(void) {
-        constexpr int threads = config::consumers * warpgroup_threads;
-        static_assert(sizeof(float) * sum_registers * threads <= sizeof memory->k * 2,
-                      "the sums of a thread block fit in k and v");
-        static_assert(sizeof(float2) * threads <= sizeof memory->dbias, "each thread has a place");
-        const bool is_first = cluster_ctarank() == 0;
-        uint4 *const own = (uint4 *)memory->k + threadIdx.x - warpgroup_threads;
-        float2 *const own_dbias = (float2 *)memory->dbias + threadIdx.x - warpgroup_threads;
-        const uint32_t to = mapa(shared_address(own), is_first);
-        barrier_cluster_arrive(); // both have ended their products
-        barrier_cluster_wait();
-        if (!is_first)
-            st_shared_cluster(mapa(shared_address(own_dbias), 0),
-                              make_uint2(__float_as_uint(dbias[0]), __float_as_uint(dbias[1])));
-#pragma unroll
-        for (int c = 0; c < sum_registers; c += 4) {
-            uint32_t given[4];
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                given[x] = __float_as_uint(is_first ? dv[c + x] : dk[c + x]);
-            st_shared_cluster(to + c / 4 * threads * vec_bytes,
-                              make_uint4(given[0], given[1], given[2], given[3]));
-        }
-        barrier_cluster_arrive();
-        barrier_cluster_wait();
-#pragma unroll
-        for (int c = 0; c < sum_registers; c++) {
-            const float more = ((const float *)&own[c / 4 * threads])[c % 4];
-            dk[c] += more; // the one of both that was given is not written
-            dv[c] += more;
-        }
-        dbias[0] += own_dbias->x; // the first thread block writes it
-        dbias[1] += own_dbias->y;
-    }
-
     /* Takes over the slots of the next generation, and writes the gradients of the keys that leave.
      * False if there is no next generation. */
     __device__ bool take_slots(const backward_plan &plan, const backward_pass &pass) {
         wait(&memory->slots_ready, generation & 1);
         const bool is_over = memory->is_over != 0;
         release(&memory->keys_free);
-        if constexpr (config::may_share_heads)
-            if (pass.head_splits > 1 && is_over && generation > 0)
-                share_sums();
 #pragma unroll
         for (int i = 0; i < 2; i++)
             change_row(plan, pass, i);
@@ -834,14 +793,9 @@ template <class config> struct backward_consumer {
         const float dbias = take_dbias(i, changes);
         if (!__any_sync(~0u, changes))
             return;
-        const bool shares = config::may_share_heads && pass.head_splits > 1;
-        const gradient_row row = {leaving.key,
-                                  plan.forward.causal ? leaving.boundary : 0,
-                                  slot,
+        const gradient_row row = {leaving.key, plan.forward.causal ? leaving.boundary : 0, slot,
                                   config::is_wide ? index * config::own_channels : 0,
-                                  changes && leaving.key >= 0,
-                                  !shares || cluster_ctarank() == 0,
-                                  !shares || cluster_ctarank() != 0};
+                                  changes && leaving.key >= 0};
         if (config::is_listed) {
             add_to_key_sums<config>(plan, memory->work, row, i, dbias, dk, dv);
         } else if (__any_sync(~0u, row.is_written)) {

@@ -23,7 +23,6 @@ struct gradient_row {
     int32_t slot;    // in the slot block
     int32_t channel; // the first of the quad's channels
     bool is_written;
-    bool has_dk, has_dv; // false: another thread block writes it, see share_sums()
 };
 
 /* Writes row i of a thread's sums, times factor, to a row of 16-bit elements, or adds them to it.
@@ -79,10 +78,8 @@ __device__ static void write_sums(const backward_plan &plan, const backward_work
     const int32_t key = max(row.key, 0);
     element *const dk_row = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
     element *const dv_row = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
-    if (row.has_dk)
-        write_row(dk_row, channels, is_own, adds, i, plan.forward.scale, dk);
-    if (row.has_dv)
-        write_row(dv_row, channels, is_own, adds, i, dv_factor<config>(plan), dv);
+    write_row(dk_row, channels, is_own, adds, i, plan.forward.scale, dk);
+    write_row(dv_row, channels, is_own, adds, i, dv_factor<config>(plan), dv);
 }
 
 /* Writes the row's dbias, and adds the row's sums to its boundary, if it has one. */
@@ -102,7 +99,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
         const int64_t to = at * head_dim + row.channel;
         add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, dv_factor<config>(plan), dv);
-    } else if (plan.dbias.data != NULL && is_first && row.has_dk) {
+    } else if (plan.dbias.data != NULL && is_first) {
         float *const to = dbias_of_key(plan, work.b, work.g, row.key);
         *to = config::is_diagonal || adds_dbias(plan, row.key) ? *to + dbias : dbias;
     }
@@ -315,8 +312,6 @@ static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
     const int32_t tile = blockIdx.x, head = tile / pass.tiles;
-    griddepcontrol_wait(); // for the pass
-    griddepcontrol_launch_dependents();
 #pragma unroll
     for (int c = 0; c < config::channels; c += quad_channels) {
         const float4 *const sums = (const float4 *)dq_sum_of<config>(

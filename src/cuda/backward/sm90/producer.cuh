@@ -109,7 +109,7 @@ template <class config> struct backward_producer {
                             const loaded_block &at) const {
         if (config::is_slot && pass.visits == descending)
             return at.block < visits().x;
-        if (config::is_slot && pass.visits == by_head && at.head == memory->work.end_head)
+        if (config::is_slot && pass.visits == by_head && at.head == plan.forward.group)
             return true;
         return at.block >= visits().y;
     }
@@ -551,7 +551,7 @@ template <class config> struct backward_producer {
     /* The key of this thread's slot in a block after the current one. */
     __device__ int32_t key_after(const backward_plan &plan, const backward_pass &pass,
                                  const loaded_block &at) const {
-        const bool begins_slots = at.block == visits().x && at.head == memory->work.first_head;
+        const bool begins_slots = at.block == visits().x && at.head == 0;
         const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
                               !begins_slots && !is_over(plan, pass, at);
         return is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, at);
@@ -563,7 +563,6 @@ template <class config> struct backward_producer {
         begun.next.block = config::is_slot && pass.visits == descending
                                ? own.y
                                : own.x - (config::is_listed ? pass.list_splits : 1);
-        begun.next.head = memory->work.first_head;
         begun.steps_ahead = no_keys;
         *progress() = begun;
         generation = -1;
