@@ -491,6 +491,14 @@ and peers
   read       a plain read of the case's keys: half the time of a copy
   graph      the same call in a CUDA graph
 A case without bBATCH in its name has batch 1.
+With --device cuda --sliding, attention and backward are compared with attention of other libraries
+to as many keys, each where its package is installed: fdma, cudnn, and the peers
+  cudnn-window, flash-window   the last keys, by cuDNN (nvidia-cudnn-frontend) and by PyTorch's
+             FlashAttention-2
+  flash2-window, flash3-window, flash4-window   the same by FlashAttention's packages
+  cudnn-blocks   random blocks of 128 keys for each 128 queries, given, without a causal mask, by
+             nvidia-cudnn-frontend; gradients for as many kv heads as query heads
+  msa        blocks of 128 keys for each query, selected by proxy heads, by flash-msa
 Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's), of flash4
 relative to flash4's; of read is the time of a plain read over the case's; of iid is the time over
 the time with random scores, of fast over the time with gradients in any order, and of shorter over
@@ -511,6 +519,7 @@ def add_peers(parser: Parser) -> None:
     add("--window", type=whole_number, default=2048, metavar="N", help="default: %(default)s")
     add("--rounds", type=whole_number, metavar="N", help="exactly N rounds per case")
     add("--quick", action="store_true", help="few rounds, lengths up to 4096 (cuda: 32768)")
+    add("--sliding", metavar="PEERS", help="these peers, with commas between them, or all")
 
 
 # ---- ranks ----

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import flash_dmattn
 import peers_cuda
 import peers_cuda_cases
+import peers_sliding
 import torch
 from benchmarking import (
     MS,
@@ -319,7 +320,11 @@ def check_arguments(args: argparse.Namespace) -> list[Any]:
     args.rounds = (
         Rounds(args.rounds, args.rounds, 0) if args.rounds else QUICK if args.quick else usual
     )
-    cases = peers_cuda_cases.all_cases(args.quick) if is_cuda else all_cases(args)
+    if args.sliding:
+        args.sliding = check_sliding(args)
+        cases = peers_sliding.all_cases()
+    else:
+        cases = peers_cuda_cases.all_cases(args.quick) if is_cuda else all_cases(args)
     if not (cases := named(cases, args.filter)):
         error(f"no case matches {args.filter!r}")
     if args.picture and not find_spec("matplotlib"):
@@ -327,9 +332,24 @@ def check_arguments(args: argparse.Namespace) -> list[Any]:
     return cases
 
 
+def check_sliding(args: argparse.Namespace) -> list[str]:
+    """The names of --sliding, those alone whose packages are installed."""
+    if args.device != "cuda":
+        args.parser.error("--sliding needs --device cuda")
+    known = list(peers_sliding.LIBRARIES)
+    names = known if args.sliding == "all" else args.sliding.split(",")
+    for name in names:
+        if name not in known:
+            args.parser.error(f"--sliding: is {name!r}, want all or some of {', '.join(known)}")
+    return peers_sliding.installed(names)
+
+
 def run(args: argparse.Namespace) -> int:
     cases, earlier = check_arguments(args), []
-    if args.device == "cuda":
+    if args.sliding is not None:
+        table, rest = peers_cuda.TABLE, (args.rounds, args.sliding)
+        measure_case = peers_sliding.measure
+    elif args.device == "cuda":
         table, rest = peers_cuda.TABLE, (args.rounds, earlier)
         measure_case = peers_cuda.measure
     else:

@@ -159,8 +159,7 @@ def scores_of(inputs: Inputs, peer: Peer) -> torch.Tensor | None:
 
 
 def check_peer(inputs: Inputs, peer: Peer) -> None:
-    """Compare every gradient with float64, relative to its largest element. The tolerance is twice
-    the error of a plain evaluation (four times for other libraries), plus a rounding step.
+    """Check the gradients of a peer of these cases.
 
     Raises:
         Disagreement: a gradient is further away.
@@ -171,15 +170,27 @@ def check_peer(inputs: Inputs, peer: Peer) -> None:
     scores = inputs.scores["iid"] if ranked is None else ranked
     window = 0 if ranked is None else case.window
     kept = [best_keys(score, rows, window) for score in scores.flatten(0, 1)]
+    check_gradients(inputs, peer.name, forward_of(case, peer.name), rows, kept)
+
+
+def check_gradients(
+    inputs: Inputs, name: str, forward: Forward, rows: torch.Tensor, kept: list[torch.Tensor]
+) -> None:
+    """Compare every gradient with float64, relative to its largest element, if only these rows of
+    out have gradients. The tolerance is twice the error of a plain evaluation (four times for other
+    libraries), plus a rounding step. kept: as in sampled_loss().
+
+    Raises:
+        Disagreement: a gradient is further away.
+    """
     dout = torch.zeros_like(inputs.dout)
     dout[:, rows] = inputs.dout[:, rows]
-    forward = forward_of(case, peer.name)
-    found = backward(inputs, f"{peer.name} sampled", forward, dout)
-    del inputs.outs[f"{peer.name} sampled"]
+    found = backward(inputs, f"{name} sampled", forward, dout)
+    del inputs.outs[f"{name} sampled"]
     exact = evaluate(inputs, forward is fused, rows, kept, torch.float64)
     plain = evaluate(inputs, forward is fused, rows, kept, torch.bfloat16)
-    times = 2 if peer.name.startswith("fdma") else 4
-    compare(found, exact, plain, times, f"{case.name()}: {peer.name}")
+    times = 2 if name.startswith("fdma") else 4
+    compare(found, exact, plain, times, f"{inputs.case.name()}: {name}")
 
 
 def compare(

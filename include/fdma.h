@@ -1026,10 +1026,15 @@ typedef struct fdma_rotate_args {
     int32_t interleaved;   /* nonzero: pairs are channels 2 d and 2 d + 1, else d and d + dim / 2 */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor k;        /* optional [batch, len, kv_heads, head_dim]: rotated as x is */
+    fdma_tensor k_weight; /* [head_dim], like weight: with k and weight only */
+    fdma_tensor k_out;    /* output [batch, len, kv_heads, head_dim], with k; it may be k itself */
+    int64_t k_nope_heads; /* nope_heads of k */
 } fdma_rotate_args;
 
-/*! fdma_rotate() - rotary embedding of q or of k, after a root-mean-square norm if wanted.
- *  Use it on q and on k before attention, and on the new tokens before fdma_decode().
+/*! fdma_rotate() - rotary embedding of q, of k or of both, after a root-mean-square norm if wanted.
+ *  Use it on q and k before attention, and on the new tokens before fdma_decode(). One call with
+ *  x = q and k gives the bits of two calls, and on a device it is one launch.
  *  Formula    y = x, or with weight x / sqrt(mean over d of x^2 + eps) * weight
  *             out[d] = y[d] c - y[d + dim / 2] s, out[d + dim / 2] = y[d + dim / 2] c + y[d] s
  *             for d < dim / 2, with c = rotary[p - first, d], s = rotary[p - first, dim / 2 + d]
@@ -1046,7 +1051,8 @@ typedef struct fdma_rotate_args {
  *             rows with |x| above 1e18
  *  Errors     FDMA_INVALID_ARGUMENT also for a dim that is odd or above head_dim, positions with
  *             starts or offset, an eps that is negative, not finite or without weight, an offset
- *             below first, a table that ends before the last position, and nope_heads above heads
+ *             below first, a table that ends before the last position, nope_heads above heads, and
+ *             k without k_out, or with only one of weight and k_weight
  *  Source     arXiv:2104.09864, RoFormer; arXiv:1910.07467, RMSNorm */
 FDMA_API fdma_status fdma_rotate(const fdma_rotate_args *args);
 
@@ -1065,6 +1071,12 @@ typedef struct fdma_rotate_backward_args {
     int32_t interleaved;
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor dk_out; /* optional [batch, len, kv_heads, head_dim]: the gradient of k_out */
+    fdma_tensor k;      /* as in fdma_rotate_args, before the call; read only with k_weight */
+    fdma_tensor k_weight;
+    fdma_tensor dk;        /* output, shaped as dk_out, with it; it may be dk_out itself */
+    fdma_tensor dk_weight; /* output, optional [head_dim] float32; needs k_weight */
+    int64_t k_nope_heads;
 } fdma_rotate_backward_args;
 
 /*! fdma_rotate_backward() - the gradients of fdma_rotate() with respect to x and weight.
@@ -1076,8 +1088,8 @@ typedef struct fdma_rotate_backward_args {
  *  Workspace  O(rows * head_dim / 512) for dweight, on a device at most 2 MB; else none
  *  Edge       dx may be dout as out may be x in fdma_rotate(). dweight is overwritten. Its sums
  *             have a fixed order: they are bit-equal from run to run, for every number of threads
- *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, or dweight
- *             without weight
+ *  Errors     FDMA_INVALID_ARGUMENT also as fdma_rotate(), and for weight without x, dweight
+ *             without weight, and the same of k
  *  Source     docs/algorithm.md, rotary embedding */
 FDMA_API fdma_status fdma_rotate_backward(const fdma_rotate_backward_args *args);
 

@@ -74,6 +74,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "cache_seen": ("sequences",),
     "cache_page_table": ("sequences", "sequence_pages"),
     **dict.fromkeys(("x", "rotated"), ("batch", "len", "heads", "head_dim")),
+    "rotated_key": KEY_SHAPE,
     "weight": ("head_dim",),
     "rotary": ("rows", "dim"),
     "positions": ("batch or 1", "len"),
@@ -116,6 +117,8 @@ FIELDS = {
     "expiry_all": "expiry",
     "slot_all": "slot",
     "rotated": "out",
+    "rotated_key": "k_out",
+    "key_nope_heads": "k_nope_heads",
     "row_positions": "positions",
 }
 # Names in error messages that differ from the operators' arguments.

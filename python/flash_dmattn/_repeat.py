@@ -156,7 +156,7 @@ class Link(NamedTuple):
 
     prepared: _call.Prepared
     inputs: tuple[int, ...]
-    output: int
+    outputs: tuple[int, ...]
 
 
 class DirectCall:
@@ -380,12 +380,12 @@ def make_native(call: DirectCall, count: int, sources: Sources) -> Any:
         outputs.append((((prepared.workspace_size,), (1,), torch.uint8), False))
     for link in (*call.before, *call.after):
         assert not link.prepared.allocates_workspace
-        ((shape, stride, dtype, own),) = link.prepared.outputs
         pairs = zip(link.prepared.inputs, link.inputs)
         targets += [(address(*word), number, 0) for word, number in pairs]
-        targets += [(address(words, at), link.output, 0) for words, at, _ in own]
-        if link in call.before:
-            outputs.append(((shape, stride, dtype), False))
+        for number, (shape, stride, dtype, own) in zip(link.outputs, link.prepared.outputs):
+            targets += [(address(words, at), number, 0) for words, at, _ in own]
+            if link in call.before:
+                outputs.append(((shape, stride, dtype), False))
     index = prepared.index
     on_device = (index, device_function(), stream_function())
     made = [link.prepared for link in call.before]

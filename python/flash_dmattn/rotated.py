@@ -17,14 +17,18 @@ from ._repeat import DirectCall, Known, Link
 
 
 def prepare(
-    operator: ops.Operator, result: str, x: torch.Tensor, table: torch.Tensor, nope_heads: int
+    operator: ops.Operator,
+    names: tuple[str, str],
+    results: tuple[str, str],
+    rows: Tensors,
+    table: torch.Tensor,
+    nope_heads: tuple[int, int],
 ) -> _call.Prepared:
-    """One rotation of x, for a struct of its own: two of a call may have the same layout."""
-    operation = operator.operation.with_results((result,))
-    tensors: dict[str, Any] = {**dict.fromkeys(operation.tensors), "rotary": table}
-    tensors[operation.tensors[0]] = x
-    options = dict(zip(operation.options, (0.0, 0, 0, nope_heads, False, False)))
-    return _call.Prepared(operation, tensors, options, _call.exec_fields_of(None, x.get_device()))
+    """One call of the operator's C function for two tensors of rows, which have these names."""
+    operation = operator.operation._replace(results=results)
+    given = {**dict.fromkeys(operation.tensors), **dict(zip(names, rows)), "rotary": table}
+    options = {"nope_heads": nope_heads[0], "key_nope_heads": nope_heads[1]}
+    return _call.Prepared(operation, given, options, _call.exec_fields_of(None, table.get_device()))
 
 
 class Rotation(NamedTuple):
@@ -34,22 +38,22 @@ class Rotation(NamedTuple):
 
     def plan(self, rows: Tensors, table: int, given: list[torch.Tensor], first: int) -> list[Link]:
         """Rotates queries and keys, the inputs 0 and 1, to the outputs from `first` on."""
-        return [
-            Link(prepare(ops.ROTATE, "rotated", x, given[table], nope), (at, table), first + at)
-            for at, (x, nope) in enumerate(zip(rows[:2], self.nope_heads))
-        ]
+        results = ("rotated", "rotated_key")
+        names, nope = ("x", "key"), self.nope_heads
+        prepared = prepare(ops.ROTATE, names, results, rows[:2], given[table], nope)
+        return [Link(prepared, (0, table, 1), (first, first + 1))]
 
     def plan_undo(
         self, backward: _call.Prepared, table: torch.Tensor, table_at: int, first: int
     ) -> list[Link]:
         """Rotates the gradients of queries and keys, the outputs from `first` on, in place."""
-        links = []
-        for at, nope in enumerate(self.nope_heads):
-            shape, _, dtype, _ = backward.outputs[at]
-            like = torch.empty(shape, dtype=dtype, device=table.device)
-            prepared = prepare(ops.ROTATE_BACKWARD, "dx", like, table, nope)
-            links.append(Link(prepared, (first + at, table_at), first + at))
-        return links
+        rows = tuple(
+            torch.empty(shape, dtype=dtype, device=table.device)
+            for shape, _, dtype, _ in backward.outputs[:2]
+        )
+        names, nope = ("drotated", "drotated_key"), self.nope_heads
+        prepared = prepare(ops.ROTATE_BACKWARD, names, ("dx", "dkey"), rows, table, nope)
+        return [Link(prepared, (first, table_at, first + 1), (first, first + 1))]
 
     def undo(self, gradients: Tensors, table: torch.Tensor) -> Tensors:
         """Rotates the first two gradients, which queries and keys have, back."""

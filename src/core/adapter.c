@@ -5,6 +5,7 @@
 #include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"
+#include "core/rotary.h"
 #include "core/signatures.h"
 
 #include <math.h>
@@ -723,9 +724,35 @@ static fdma_status stream_run(const adapted_kernel *inner, const fdma_problem *s
 
 static const kernel_adapter stream_adapter = {stream_applies, stream_workspace, stream_run};
 
+/* ---- a rotation of q and k ---- */
+
+/* Kernels that rotate one tensor run once for q and once for k. */
+
+static bool both_apply(const fdma_kernel *kernel, const fdma_problem *problem) {
+    (void)kernel;
+    return rotates_k(problem);
+}
+
+static size_t both_workspace(const adapted_kernel *inner, const fdma_problem *problem,
+                             check_depth depth) {
+    const fdma_problem q = fdma_rotation_of_q(problem), k = fdma_rotation_of_k(problem);
+    const size_t of_q = fdma_adapted_workspace(inner, &q, depth);
+    const size_t of_k = fdma_adapted_workspace(inner, &k, depth);
+    return of_q > of_k ? of_q : of_k;
+}
+
+static fdma_status both_run(const adapted_kernel *inner, const fdma_problem *problem) {
+    const fdma_problem q = fdma_rotation_of_q(problem), k = fdma_rotation_of_k(problem);
+    FDMA_TRY(fdma_run_adapted(inner, &q));
+    return fdma_run_adapted(inner, &k);
+}
+
+static const kernel_adapter both_adapter = {both_apply, both_workspace, both_run};
+
 /* ---- the list ---- */
 
 /* A table of carried keys excludes the others, and kv_used excludes starts. */
 const kernel_adapter *const fdma_host_adapters[] = {
-    &stream_adapter, &pair_sums_adapter, &check_adapter, &used_adapter, &packed_adapter, NULL,
+    &stream_adapter, &pair_sums_adapter, &check_adapter, &used_adapter,
+    &packed_adapter, &both_adapter,      NULL,
 };

@@ -717,12 +717,21 @@ static void settle_strides(fdma_tensor *tensor, const tensor_entry *entry) {
             tensor->stride[axis] = 0;
 }
 
+/* The output of a rotation that may have the very elements of an input; NULL for other inputs. */
+static const fdma_tensor *rotated_from(const fdma_problem *problem, const fdma_tensor *input) {
+    if (problem->operation == operation_rotate)
+        return input == &problem->x ? &problem->out : input == &problem->k ? &problem->k_out : NULL;
+    if (problem->operation == operation_rotate_backward)
+        return input == &problem->dout     ? &problem->dx
+               : input == &problem->dk_out ? &problem->dk
+                                           : NULL;
+    return NULL;
+}
+
 /* True if the output of a rotation has the very elements of its input. */
-static bool is_worked_in_place(const fdma_problem *problem, const fdma_tensor *input) {
-    const bool backward = problem->operation == operation_rotate_backward;
-    const fdma_tensor *const from = backward ? &problem->dout : &problem->x;
-    const fdma_tensor *const to = backward ? &problem->dx : &problem->out;
-    if (!is_rotating(problem->operation) || input != from || to->data != from->data)
+static bool is_worked_in_place(const fdma_problem *problem, const fdma_tensor *from) {
+    const fdma_tensor *const to = rotated_from(problem, from);
+    if (to == NULL || to->data != from->data)
         return false;
     for (int axis = 0; axis < from->rank; axis++)
         if (from->shape[axis] > 1 && to->stride[axis] != from->stride[axis])

@@ -215,8 +215,19 @@ static fdma_status take_rotary_table(const any_args *args, fdma_problem *problem
     {.first = (call)->first,                                                                       \
      .offset = (call)->offset,                                                                     \
      .nope_heads = (call)->nope_heads,                                                             \
+     .k_nope_heads = (call)->k_nope_heads,                                                         \
      .eps = (call)->eps,                                                                           \
      .interleaved = (call)->interleaved != 0}
+
+/* Checks that a tensor of a rotation is given with another one, and not without it. */
+static fdma_status check_both(const char *name, const fdma_tensor *tensor, const char *with,
+                              const fdma_tensor *other) {
+    FDMA_REQUIRE(!is_present(tensor) || is_present(other), FDMA_INVALID_ARGUMENT,
+                 "%s: is given, want none without %s", name, with);
+    FDMA_REQUIRE(is_present(tensor) || !is_present(other), FDMA_INVALID_ARGUMENT,
+                 "%s: is absent, want it with %s", name, with);
+    return FDMA_OK;
+}
 
 static fdma_status take_rotation(const rotary_options *options, fdma_problem *problem) {
     FDMA_REQUIRE(options->eps >= 0 && options->eps < INFINITY, FDMA_INVALID_ARGUMENT,
@@ -229,9 +240,20 @@ static fdma_status take_rotation(const rotary_options *options, fdma_problem *pr
     return FDMA_OK;
 }
 
+/* Of two tensors both are normalized, or none is. `rows` is the name of k's rows. */
+static fdma_status check_k_weight(const fdma_problem *problem, const char *rows) {
+    FDMA_REQUIRE(rotates_k(problem) || !is_present(&problem->k_weight), FDMA_INVALID_ARGUMENT,
+                 "k_weight: is given, want none without %s", rows);
+    if (!rotates_k(problem))
+        return FDMA_OK;
+    return check_both("k_weight", &problem->k_weight, "weight", &problem->weight);
+}
+
 static fdma_status take_rotate(const any_args *args, fdma_problem *problem) {
     const rotary_options options = ROTARY_OPTIONS(&args->rotate);
-    return take_rotation(&options, problem);
+    FDMA_TRY(take_rotation(&options, problem));
+    FDMA_TRY(check_both("k_out", &problem->k_out, "k", &problem->k));
+    return check_k_weight(problem, "k");
 }
 
 static fdma_status take_rotate_backward(const any_args *args, fdma_problem *problem) {
@@ -240,7 +262,14 @@ static fdma_status take_rotate_backward(const any_args *args, fdma_problem *prob
                  "x: is absent, want it with weight");
     FDMA_REQUIRE(!is_present(&problem->dweight) || is_present(&problem->weight),
                  FDMA_INVALID_ARGUMENT, "dweight: is given, want none without weight");
-    return take_rotation(&options, problem);
+    FDMA_TRY(take_rotation(&options, problem));
+    FDMA_TRY(check_both("dk", &problem->dk, "dk_out", &problem->dk_out));
+    FDMA_TRY(check_k_weight(problem, "dk_out"));
+    FDMA_REQUIRE(is_present(&problem->k) || !is_present(&problem->k_weight), FDMA_INVALID_ARGUMENT,
+                 "k: is absent, want it with k_weight");
+    FDMA_REQUIRE(!is_present(&problem->dk_weight) || is_present(&problem->k_weight),
+                 FDMA_INVALID_ARGUMENT, "dk_weight: is given, want none without k_weight");
+    return FDMA_OK;
 }
 
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {

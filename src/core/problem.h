@@ -32,9 +32,9 @@ typedef struct fdma_partial {
 
 /* Options of a rotary embedding and of its table. */
 typedef struct rotary_options {
-    int64_t first;      /* the position of the table's row 0 */
-    int64_t offset;     /* the position of a sequence's first row, if there are no positions */
-    int64_t nope_heads; /* the last heads, which are not rotated */
+    int64_t first;  /* the position of the table's row 0 */
+    int64_t offset; /* the position of a sequence's first row, if there are no positions */
+    int64_t nope_heads, k_nope_heads; /* the last heads of x and of k, which are not rotated */
     double eps;
     double base, factor; /* of the table; factor is never 0 */
     bool interleaved;
@@ -85,6 +85,7 @@ typedef struct fdma_problem {
     fdma_tensor attn_mask, attn_bias, dattn_bias; /* axes that are broadcast have stride 0 */
     fdma_tensor mask_lists;
     fdma_tensor x, dx, weight, dweight, rotary, positions, inv_freq;
+    fdma_tensor k_out, dk_out, k_weight, dk_weight; /* of a rotation, with k and dk */
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -150,6 +151,11 @@ static inline bool has_cache(fdma_operation operation) {
 /* True if an operation rotates rows. */
 static inline bool is_rotating(fdma_operation operation) {
     return operation == operation_rotate || operation == operation_rotate_backward;
+}
+
+/* True if a rotation has two tensors of rows. */
+static inline bool rotates_k(const fdma_problem *problem) {
+    return is_present(&problem->k_out) || is_present(&problem->dk_out);
 }
 
 /* True if an operation computes attention, or its gradients, from q and k. */

@@ -29,6 +29,10 @@ fdma_status fdma_check_rotary(const fdma_problem *problem) {
                      problem->rotation.nope_heads <= problem->q_heads,
                  FDMA_INVALID_ARGUMENT, "nope_heads: is %lld, want 0 to heads, %lld",
                  (long long)problem->rotation.nope_heads, (long long)problem->q_heads);
+    FDMA_REQUIRE(problem->rotation.k_nope_heads >= 0 &&
+                     problem->rotation.k_nope_heads <= problem->kv_heads,
+                 FDMA_INVALID_ARGUMENT, "k_nope_heads: is %lld, want 0 to kv_heads, %lld",
+                 (long long)problem->rotation.k_nope_heads, (long long)problem->kv_heads);
     if (!is_present(&problem->positions))
         return FDMA_OK;
     FDMA_REQUIRE(!is_present(&problem->starts), FDMA_INVALID_ARGUMENT,
@@ -81,6 +85,29 @@ fdma_status fdma_check_positions(const fdma_problem *problem, check_depth depth)
                  (long long)problem->rotary.shape[0], (long long)want,
                  (long long)(options->first + want - 1));
     return FDMA_OK;
+}
+
+/* ---- the rotations of a call ---- */
+
+fdma_problem fdma_rotation_of_q(const fdma_problem *both) {
+    const fdma_tensor absent = {0};
+    fdma_problem one = *both;
+    one.k = one.dk = one.k_out = one.dk_out = one.k_weight = one.dk_weight = absent;
+    one.kv_heads = one.rotation.k_nope_heads = 0;
+    return one;
+}
+
+fdma_problem fdma_rotation_of_k(const fdma_problem *both) {
+    fdma_problem one = fdma_rotation_of_q(both);
+    one.x = both->k;
+    one.out = both->k_out;
+    one.dout = both->dk_out;
+    one.dx = both->dk;
+    one.weight = both->k_weight;
+    one.dweight = both->dk_weight;
+    one.q_heads = both->kv_heads;
+    one.rotation.nope_heads = both->rotation.k_nope_heads;
+    return one;
 }
 
 /* ---- frequencies ---- */

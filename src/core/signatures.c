@@ -230,6 +230,9 @@ static const tensor_entry rotate_tensors[] = {
     ARG(rotate, positions, "Bi", int32, optional),
     ARG(rotate, starts, "s", int32, optional),
     ARG(rotate, out, "bihd", same, output),
+    ARG(rotate, k, "bigd", same, optional),
+    ARG(rotate, k_weight, "d", weight, optional),
+    ARG(rotate, k_out, "bigd", same, optional_output),
 };
 
 static const tensor_entry rotate_backward_tensors[] = {
@@ -241,6 +244,11 @@ static const tensor_entry rotate_backward_tensors[] = {
     ARG(rotate_backward, starts, "s", int32, optional),
     ARG(rotate_backward, dx, "bihd", same, output),
     ARG(rotate_backward, dweight, "d", wide, optional_output),
+    ARG(rotate_backward, dk_out, "bigd", same, optional),
+    ARG(rotate_backward, k, "bigd", same, optional),
+    ARG(rotate_backward, k_weight, "d", weight, optional),
+    ARG(rotate_backward, dk, "bigd", same, optional_output),
+    ARG(rotate_backward, dk_weight, "d", wide, optional_output),
 };
 
 static const tensor_entry attention_tensors[] = {

@@ -261,6 +261,7 @@ static inline bool make_rotate(call *x, int s, int type, const char *kernel) {
     const call_sizes n = {.batch = 2,
                           .q_len = shapes[s].kv_len,
                           .q_heads = shapes[s].kv_heads * shapes[s].group,
+                          .kv_heads = shapes[s].kv_heads,
                           .head_dim = shapes[s].head_dim,
                           .with_pairs = true};
     uint64_t state = 7;

@@ -178,6 +178,20 @@ static void options_of_rotations_are_checked(void) {
     REJECTS(rotate, (args->weight = absent, args->eps = 1), INVALID("eps", "0 without weight"));
     REJECTS(rotate_backward, args->x = absent, INVALID("x", "absent", "weight"));
     REJECTS(rotate_backward, args->weight = absent, INVALID("dweight", "none without weight"));
+    ROTATING_REJECTS(args->k_nope_heads = -1, INVALID("k_nope_heads", "is -1", "kv_heads, 2"));
+    ROTATING_REJECTS(args->k_nope_heads = 3, INVALID("k_nope_heads", "is 3", "kv_heads, 2"));
+    ROTATING_REJECTS((args->k_weight.shape[0] = 8), INVALID("k_weight", "has 8", "want 16"));
+    REJECTS(rotate, args->k = absent, INVALID("k_out", "none without k"));
+    REJECTS(rotate, args->k_out = absent, INVALID("k_out", "absent", "with k"));
+    REJECTS(rotate, args->k_weight = absent, INVALID("k_weight", "absent", "with weight"));
+    REJECTS(rotate, args->weight = absent, INVALID("k_weight", "none without weight"));
+    REJECTS(rotate, args->k = args->k_out = absent, INVALID("k_weight", "none without k"));
+    REJECTS(rotate_backward, args->dk_out = absent, INVALID("dk", "none without dk_out"));
+    REJECTS(rotate_backward, args->dk = absent, INVALID("dk", "absent", "with dk_out"));
+    REJECTS(rotate_backward, args->dk = args->dk_out = absent,
+            INVALID("k_weight", "none without dk_out"));
+    REJECTS(rotate_backward, args->k = absent, INVALID("k", "absent", "with k_weight"));
+    REJECTS(rotate_backward, args->k_weight = absent, INVALID("k_weight", "absent", "weight"));
     REJECTS(rotate, args->positions.data = right.memory, FDMA_INVALID_ARGUMENT,
             {"positions", "[0, 0]", "0 to 6"}, 1);
     REJECTS(rotate, (args->out.data = (char *)args->x.data + 64), FDMA_INVALID_ARGUMENT,

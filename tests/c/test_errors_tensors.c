@@ -57,10 +57,11 @@ static const char *const documented[operation_count] = {
         " expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
     [operation_rotary_table] = " >rotary:tw:f inv_freq?:v:f positions?:t:i",
     [operation_rotate] =
-        " x:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >out:bihd:s",
+        " x:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >out:bihd:s k?:bigd:s"
+        " k_weight?:d:w >k_out?:bigd:s",
     [operation_rotate_backward] =
         " dout:bihd:s x?:bihd:s weight?:d:w rotary:tw:f positions?:Bi:i starts?:s:i >dx:bihd:s"
-        " >dweight?:d:f",
+        " >dweight?:d:f dk_out?:bigd:s k?:bigd:s k_weight?:d:w >dk?:bigd:s >dk_weight?:d:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
         "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "z", "f")
@@ -252,10 +253,13 @@ static void check_data(const tensor_entry *entry, fdma_tensor tensor) {
 /* True for the output of a rotation, which may be its input. */
 static bool may_be_in_place(const tensor_entry *output, const tensor_entry *input) {
     const fdma_operation operation = right.call.operation;
-    return (operation == operation_rotate && strcmp(output->name, "out") == 0 &&
-            strcmp(input->name, "x") == 0) ||
-           (operation == operation_rotate_backward && strcmp(output->name, "dx") == 0 &&
-            strcmp(input->name, "dout") == 0);
+    static const char *const pairs[][2] = {{"out", "x"}, {"k_out", "k"}};
+    static const char *const backward[][2] = {{"dx", "dout"}, {"dk", "dk_out"}};
+    const char *const(*const named)[2] = operation == operation_rotate ? pairs : backward;
+    for (int n = 0; n < 2 && is_rotating(operation); n++)
+        if (strcmp(output->name, named[n][0]) == 0 && strcmp(input->name, named[n][1]) == 0)
+            return true;
+    return false;
 }
 
 /* An output may not share memory with any other tensor, and no tensor with the workspace. */

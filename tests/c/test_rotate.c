@@ -424,6 +424,80 @@ static void in_place_changes_no_bit(const char *kernel, fdma_dtype dtype) {
     }
 }
 
+/* A tensor like an output that no call has written, or none. */
+static fdma_tensor another(fdma_tensor output) {
+    return output.rank > 0 ? copy_tensor(output) : output;
+}
+
+/* Gives a turn the rows of another as k, with results of their own. */
+static turn with_keys(const turn *q, const turn *k) {
+    turn both = *q;
+    both.forward.out = another(q->forward.out);
+    both.forward.k = k->forward.x;
+    both.forward.k_weight = k->forward.weight;
+    both.forward.k_out = another(k->forward.out);
+    both.forward.k_nope_heads = k->forward.nope_heads;
+    both.backward.dx = another(q->backward.dx);
+    both.backward.dweight = another(q->backward.dweight);
+    both.backward.dk_out = k->backward.dout;
+    both.backward.k = k->backward.x;
+    both.backward.k_weight = k->backward.weight;
+    both.backward.dk = another(k->backward.dx);
+    both.backward.dk_weight = another(k->backward.dweight);
+    both.backward.k_nope_heads = k->backward.nope_heads;
+    return both;
+}
+
+static void check_q_and_k(const turn_case *n, int64_t k_heads, fdma_dtype dtype,
+                          const char *kernel) {
+    turn_case of_k = *n;
+    of_k.heads = k_heads;
+    of_k.nope_heads = n->nope_heads > 0 ? 1 : 0;
+    turn q = make_turn(n, dtype, kernel), k = make_turn(&of_k, dtype, kernel);
+    k.forward.positions = k.backward.positions = q.forward.positions;
+    turn both = with_keys(&q, &k);
+    CHECK_OK(run_rotate(&q.forward));
+    CHECK_OK(run_rotate(&k.forward));
+    CHECK_OK(run_rotate_backward(&q.backward));
+    CHECK_OK(run_rotate_backward(&k.backward));
+    CHECK_OK(run_rotate(&both.forward));
+    CHECK_OK(run_rotate_backward(&both.backward));
+    CHECK(same_tensor(both.forward.out, q.forward.out));
+    CHECK(same_tensor(both.forward.k_out, k.forward.out));
+    CHECK(same_tensor(both.backward.dx, q.backward.dx));
+    CHECK(same_tensor(both.backward.dk, k.backward.dx));
+    CHECK(same_tensor(both.backward.dweight, q.backward.dweight));
+    CHECK(same_tensor(both.backward.dk_weight, k.backward.dweight));
+}
+
+static void one_call_has_the_bits_of_two(const char *kernel, fdma_dtype dtype) {
+    for (int c = 0; c < TEST_COUNT(turn_cases); c++) {
+        test_context("%s %s, case %d", kernel, dtype_name(dtype), c);
+        check_q_and_k(&turn_cases[c], c % 2 == 0 ? 4 : 2, dtype, kernel);
+        test_free_all();
+    }
+}
+
+/* Kernels of a device may take many rows in another way than few. */
+static void many_rows_have_the_bits_of_few(const char *kernel) {
+    static const turn_case cases[] = {
+        {1, 4200, 16, 64, 64, 3, false, no_weight, by_offset, 0, 4300},
+        {1, 4200, 16, 64, 48, 0, true, own_weight, by_offset, 0, 4300},
+    };
+    for (int c = 0; c < TEST_COUNT(cases); c++) {
+        turn t =
+            make_turn(&cases[c], is_device_kernel(kernel) ? FDMA_BFLOAT16 : FDMA_FLOAT32, kernel);
+        fdma_rotate_args few = t.forward;
+        test_context("%s, case %d", kernel, c);
+        few.x = positions_of(t.forward.x, 1, 0, 90);
+        few.out = positions_of(copy_tensor(t.forward.out), 1, 0, 90);
+        CHECK_OK(run_rotate(&t.forward));
+        CHECK_OK(run_rotate(&few));
+        CHECK(same_tensor(few.out, positions_of(t.forward.out, 1, 0, 90)));
+        test_free_all();
+    }
+}
+
 static void threads_change_no_bit(const char *kernel) {
     for (int c = 0; c < TEST_COUNT(turn_cases); c++) {
         turn one = make_turn(&turn_cases[c], backend_dtype(), kernel);
@@ -540,7 +614,9 @@ static const test_entry tests[] = {
     EACH_KERNEL("rotate_backward", gradients_are_exact),
     EACH_KERNEL("rotate", strides_change_no_bit),
     EACH_KERNEL("rotate", in_place_changes_no_bit),
+    EACH_KERNEL("rotate", one_call_has_the_bits_of_two),
     EACH_KERNEL("rotate", other_channels_are_copied),
+    EACH_KERNEL_ONCE("rotate", many_rows_have_the_bits_of_few),
     EACH_KERNEL_ONCE("rotate_backward", threads_change_no_bit),
     EACH_KERNEL_ONCE("rotate", positions_outside_the_table),
     EACH_KERNEL_ONCE("rotate", wrong_starts_do_no_harm),

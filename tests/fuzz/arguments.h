@@ -270,6 +270,12 @@ static fdma_tensor make_queries(call *to, bool output) {
     return make(to, output, to->dtype, 4, shape);
 }
 
+/* As many as queries: what a rotation has of k. */
+static fdma_tensor make_rotated_keys(call *to, bool output) {
+    const int64_t shape[] = {to->batch, to->q_len, to->kv_heads, to->head_dim};
+    return make(to, output, to->dtype, 4, shape);
+}
+
 static fdma_tensor make_key_rows(call *to, bool output) {
     const int64_t shape[] = {to->batch, to->kv_len, to->kv_heads, to->head_dim};
     return make(to, output, to->dtype, 4, shape);

@@ -325,8 +325,9 @@ static void make_rotary_table(call *to) {
 
 /* Options that the two rotations have. */
 typedef struct rotation_options {
-    int64_t rows, first, offset, nope_heads;
+    int64_t rows, first, offset, nope_heads, k_nope_heads;
     double eps;
+    bool has_k;
 } rotation_options;
 
 static rotation_options make_rotation(call *to) {
@@ -340,7 +341,9 @@ static rotation_options make_rotation(call *to) {
     if (seldom(&to->in))
         options.offset = strange_number(&to->in);
     options.nope_heads = seldom(&to->in) ? strange_number(&to->in) : take_up_to(&to->in, 1);
+    options.k_nope_heads = seldom(&to->in) ? strange_number(&to->in) : 0;
     options.eps = seldom(&to->in) ? make_number(&to->in) : 0.125;
+    options.has_k = take_up_to(&to->in, 1) != 0;
     return options;
 }
 
@@ -351,6 +354,7 @@ static rotation_options make_rotation(call *to) {
         (args)->first = (options).first;                                                           \
         (args)->offset = (args)->positions.rank == 0 || seldom(&(to)->in) ? (options).offset : 0;  \
         (args)->nope_heads = (options).nope_heads;                                                 \
+        (args)->k_nope_heads = (options).k_nope_heads;                                             \
         (args)->interleaved = (int32_t)take_up_to(&(to)->in, 1);                                   \
         (args)->reserved = make_reserved(&(to)->in);                                               \
     } while (0)
@@ -365,8 +369,14 @@ static void make_rotate(call *to) {
     args->positions = maybe_positions(to, options.first, options.rows);
     args->starts = maybe_starts(to);
     args->out = make_queries(to, true);
+    if (options.has_k || seldom(&to->in))
+        args->k = make_rotated_keys(to, false);
+    if (options.has_k || seldom(&to->in))
+        args->k_out = make_rotated_keys(to, true);
+    if ((options.has_k && args->weight.rank > 0) || seldom(&to->in))
+        args->k_weight = maybe_norm_weight(to);
     SET_ROTATION(to, args, options);
-    to->work = 8 * elements(&args->x);
+    to->work = 8 * (elements(&args->x) + elements(&args->k));
 }
 
 static void make_rotate_backward(call *to) {
@@ -383,8 +393,17 @@ static void make_rotate_backward(call *to) {
     args->dx = make_queries(to, true);
     if (args->weight.rank > 0 || seldom(&to->in))
         args->dweight = make_optional(to, true, FDMA_FLOAT32, 1, &to->head_dim);
+    if (options.has_k || seldom(&to->in))
+        args->dk_out = make_rotated_keys(to, false);
+    if (options.has_k || seldom(&to->in))
+        args->dk = make_rotated_keys(to, true);
+    if ((options.has_k && args->weight.rank > 0) || seldom(&to->in)) {
+        args->k = make_rotated_keys(to, false);
+        args->k_weight = maybe_norm_weight(to);
+        args->dk_weight = make_optional(to, true, FDMA_FLOAT32, 1, &to->head_dim);
+    }
     SET_ROTATION(to, args, options);
-    to->work = 16 * elements(&args->dout);
+    to->work = 16 * (elements(&args->dout) + elements(&args->dk_out));
 }
 
 DEFINE_CALL(score)

@@ -82,6 +82,7 @@ REFUSED = [  # a benchmark, its arguments, and words of the line that refuses th
     ("peers", "--window x", f"--window: is 'x', {NUMBER}"),
     ("peers", "--rounds", "--rounds: expected one argument"),
     ("peers", "--picture time.pdf", "--picture: is 'time.pdf', want a name that ends in"),
+    ("peers", "--sliding all", "--sliding needs --device cuda"),
     ("peers", "no-such-case", "no case matches 'no-such-case'"),
     ("ranks", "", "the following arguments are required: FOLDER"),
     ("ranks", "/no/such/folder", f"is '/no/such/folder', {FOLDER}"),

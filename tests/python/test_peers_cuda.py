@@ -6,6 +6,7 @@ with any back end, and times are given. FlashAttention-4 is a module made by thi
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ import flash_dmattn
 import peers_cuda
 import peers_cuda_cases
 import peers_flash4
+import peers_sliding
 import picture
 import pytest
 import table
 import torch
-from benches import Row, main, plant, read
+from benches import Row, main, plant, read, refuse
 from cases import SDPA_HAS_GROUPS
 from evaluate import grouped_sdpa
 from programs import ROOT
@@ -473,3 +475,102 @@ def test_a_wrong_rival_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, peers_cuda_cases, "scaled_dot_product_attention", negative)
     with pytest.raises(benchmarking.Disagreement, match="cudnn"):
         rows_of(case_of("attention", 24))
+
+
+# ---- sliding windows and block-sparse attention of other libraries ----
+
+BLOCKS = {128: 3, 256: 5}  # by window: the blocks that three query blocks keep
+
+
+def sliding_case(kind: str, window: int = 256) -> Any:
+    return peers_cuda_cases.make_case(kind, 4, 2, 64, 384, window, batch=2)
+
+
+def every_key(inputs: Any, keys: str) -> torch.Tensor:
+    """bool [batch, kv_heads, queries, keys]"""
+    case = inputs.case
+    kept = peers_sliding.kept_keys(inputs, keys, torch.arange(case.length))
+    return torch.stack(kept).unflatten(0, (case.batch, case.kv_heads))
+
+
+def attend_kept(inputs: Any, keys: str, factor: float = 1) -> torch.Tensor:
+    mask = every_key(inputs, keys).repeat_interleave(2, 1)
+    key, value = (x.repeat_interleave(2, 1) for x in inputs.sdpa[1:])
+    out = torch.softmax(
+        (inputs.sdpa[0] @ key.mT / 8).masked_fill(~mask, -torch.inf).float(), -1
+    ).bfloat16()
+    return factor * (out @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", BLOCKS)
+@pytest.mark.usefixtures("device")
+def test_kept_keys_and_pairs(window: int) -> None:
+    inputs = peers_sliding.Inputs(sliding_case("attention", window))
+    pairs = {"window": inputs.case.flops(window) / (2 * 4 * 4 * 64)}
+    pairs["blocks"] = BLOCKS[window] * 128 * 128
+    for keys, wanted in pairs.items():
+        kept = every_key(inputs, keys)
+        assert kept.sum((2, 3)).eq(wanted).all()
+        assert kept.diagonal(dim1=2, dim2=3).all()
+        assert peers_sliding.kept_pairs(inputs.case, keys) == wanted
+    causal = every_key(inputs, "blocks").tril()
+    assert peers_sliding.kept_pairs(inputs.case, "causal-blocks") == causal[0, 0].sum()
+
+
+@pytest.mark.parametrize("kind", ["attention", "backward"])
+@pytest.mark.usefixtures("device")
+def test_rows_of_sliding_peers(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong peer is left out after a line."""
+    made = {
+        keys: peers_sliding.Library(functools.partial(attend_kept, keys=keys), keys, "torch", "")
+        for keys in ("window", "blocks")
+    }
+    wrong = functools.partial(attend_kept, keys="window", factor=1.5)
+    made["wrong"] = made["window"]._replace(attend=wrong)
+    monkeypatch.setattr(peers_sliding, "LIBRARIES", made)
+    case = sliding_case(kind)
+    rows = list(peers_sliding.measure(case, ROUNDS, list(made)))
+    assert [row["peer"] for row in rows] == ["fdma", "cudnn", "window", "blocks"]
+    assert capsys.readouterr().err.startswith(f"{case.name()}: without wrong: ")
+    pairs, rate = case.flops(256), case.flops(256) / peers_sliding.kept_pairs(case, "window")
+    useful = [pairs, case.flops(0), pairs, rate * BLOCKS[256] * 128 * 128]
+    for row, flops in zip(rows, useful):
+        assert row["useful_gflops"] == pytest.approx(flops / (len(row["peer"]) * 1e6))
+        assert row["of_dense"] == pytest.approx(flops / case.flops(0) * 5 / len(row["peer"]))
+
+
+def test_explicit_gradients() -> None:
+    """A library has its own call for gradients."""
+    rows = [torch.randn(3, requires_grad=True) for _ in range(3)]
+
+    def attend(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows[0] * rows[1] + rows[2], rows[0]
+
+    def differentiate(dout: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return dout * saved[1], dout * saved[4], dout
+
+    found = peers_sliding.Explicit.apply(attend, differentiate, *rows)
+    dout = torch.randn(3)
+    for own, wanted in zip(
+        torch.autograd.grad(found, rows, dout), (dout * rows[1], dout * rows[0], dout)
+    ):
+        assert torch.equal(own, wanted)
+
+
+def test_sliding_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers_flash4, "is_installed", lambda: False)
+    monkeypatch.setattr(peers_sliding, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers_sliding, "all_cases", lambda: [sliding_case("attention")])
+    monkeypatch.setattr(peers_sliding, "measure", lambda case, rounds, names: names)
+    assert run([], tmp_path / "none.json", monkeypatch, "--sliding all") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"without {name}: {library.package} is not installed"
+        for name, library in peers_sliding.LIBRARIES.items()
+    ]
+    monkeypatch.setattr(flash_dmattn, "get_available_backends", lambda: ["cpu", "cuda"])
+    refuse("peers", "--device cuda --sliding msa,x", "--sliding: is 'x', want all", capsys)

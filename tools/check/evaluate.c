@@ -50,11 +50,15 @@ static check_problem widen(const check_problem *problem) {
         &wide.partial_lse[1],
         &wide.rotation.rotary,
         &wide.rotation.weight,
+        &wide.rotation.k,
+        &wide.rotation.dk_out,
+        &wide.rotation.k_weight,
     };
     for (size_t t = 0; t < sizeof tensors / sizeof tensors[0]; t++)
         *tensors[t] = check_wide_tensor(*tensors[t]);
     wide.cache.dtype = FDMA_FLOAT64;
     wide.probability.dtype = wide.dattn_bias.dtype = wide.rotation.dweight.dtype = FDMA_FLOAT64;
+    wide.rotation.dk_weight.dtype = FDMA_FLOAT64;
     return wide;
 }
 

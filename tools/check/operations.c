@@ -67,11 +67,12 @@ const check_operation check_operations[check_operation_count] = {
                             applies_to_float32,
                             {"rotary"},
                             {LIKE(rotation.rotary)}},
-    [CHECK_ROTATE] = {"rotate", applies_always, {"out"}, {LIKE(q)}},
+    [CHECK_ROTATE] = {"rotate", applies_always, {"out", "k_out"}, {LIKE(q), LIKE(rotation.k)}},
     [CHECK_ROTATE_BACKWARD] = {"rotate_backward",
                                applies_always,
-                               {"dx", "dweight"},
-                               {LIKE(q), LIKE(rotation.dweight)}},
+                               {"dx", "dweight", "dk", "dk_weight"},
+                               {LIKE(q), LIKE(rotation.dweight), LIKE(rotation.k),
+                                LIKE(rotation.dk_weight)}},
 };
 
 const check_operation *check_find_operation(const char *name) {

@@ -40,8 +40,11 @@ typedef struct check_rotary {
     fdma_tensor row_positions; /* int32: of the rows of a table that is made */
     fdma_tensor weight;        /* in dtype or float32 */
     fdma_tensor dweight;       /* float32 or, made wide, float64, without data */
+    fdma_tensor k, dk_out;     /* [batch, q_len, kv_heads, head_dim] */
+    fdma_tensor k_weight;      /* with k and weight */
+    fdma_tensor dk_weight;     /* as dweight */
     double base, eps;
-    int64_t first, offset, nope_heads;
+    int64_t first, offset, nope_heads, k_nope_heads;
     int32_t interleaved;
 } check_rotary;
 

@@ -63,6 +63,38 @@ static void make_table(check_problem *problem, int64_t rows, int64_t dim) {
     rotary->rotary = args.rotary;
 }
 
+/* In half of the cases, with a norm if q has one. */
+static void make_keys(check_problem *problem, uint64_t *random) {
+    const check_case *const test = problem->test;
+    check_rotary *const rotary = &problem->rotation;
+    const int64_t shape[4] = {test->batch, test->q_len, test->kv_heads, test->head_dim};
+    if (random_bits(random) % 2 == 0)
+        return;
+    rotary->k = check_tensor(problem->dtype, 4, shape);
+    rotary->dk_out = check_tensor(problem->dtype, 4, shape);
+    rotary->k_nope_heads = random_bits(random) % 4 == 0 ? test->kv_heads / 2 : 0;
+    check_fill_normal(rotary->k, random, 1);
+    check_fill_normal(rotary->dk_out, random, 1);
+    if (rotary->weight.rank == 0)
+        return;
+    rotary->k_weight = check_tensor(rotary->weight.dtype, 1, &test->head_dim);
+    rotary->dk_weight = rotary->dweight;
+    check_fill_normal(rotary->k_weight, random, 1);
+}
+
+/* In two thirds of the cases. */
+static void make_norm(check_problem *problem, uint64_t *random) {
+    const int64_t *const head_dim = &problem->test->head_dim;
+    check_rotary *const rotary = &problem->rotation;
+    if (random_bits(random) % 3 == 0)
+        return;
+    rotary->weight =
+        check_tensor(random_bits(random) % 2 == 0 ? FDMA_FLOAT32 : problem->dtype, 1, head_dim);
+    rotary->dweight = fdma_dense_tensor(NULL, FDMA_FLOAT32, 1, head_dim);
+    rotary->eps = 1e-6;
+    check_fill_normal(rotary->weight, random, 1);
+}
+
 void check_make_rotary(check_problem *problem) {
     const check_case *const test = problem->test;
     check_rotary *const rotary = &problem->rotation;
@@ -77,11 +109,6 @@ void check_make_rotary(check_problem *problem) {
     make_positions(problem, rows, &random);
     make_row_positions(rotary, rows, &random);
     make_table(problem, rows, dim);
-    if (random_bits(&random) % 3 == 0)
-        return;
-    rotary->weight = check_tensor(random_bits(&random) % 2 == 0 ? FDMA_FLOAT32 : problem->dtype, 1,
-                                  &test->head_dim);
-    rotary->dweight = fdma_dense_tensor(NULL, FDMA_FLOAT32, 1, &test->head_dim);
-    rotary->eps = 1e-6;
-    check_fill_normal(rotary->weight, &random, 1);
+    make_norm(problem, &random);
+    make_keys(problem, &random);
 }

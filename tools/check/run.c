@@ -71,6 +71,8 @@ static check_problem given_to(const check_problem *problem, check_operation_id i
     }
     if (id == CHECK_ROTARY_TABLE)
         given.rotation.positions = problem->rotation.row_positions;
+    if (id == CHECK_ROTATE || id == CHECK_ROTATE_BACKWARD)
+        given.k = problem->rotation.k;
     return given;
 }
 
@@ -115,6 +117,8 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"to", problem->to},
         {"x", problem->q},
         {"weight", problem->rotation.weight},
+        {"dk_out", problem->rotation.dk_out},
+        {"k_weight", problem->rotation.k_weight},
         {"rotary", problem->rotation.rotary},
         {"positions", given.rotation.positions},
         {"inv_freq", problem->rotation.inv_freq},
@@ -166,6 +170,7 @@ static void set_cache_options(check_call *call, const check_problem *problem, ch
      .first = (options)->first,                                                                    \
      .offset = (options)->offset,                                                                  \
      .nope_heads = (options)->nope_heads,                                                          \
+     .k_nope_heads = (options)->k_nope_heads,                                                      \
      .interleaved = (options)->interleaved}
 
 /* The same in a call of a rotation or of its table. */

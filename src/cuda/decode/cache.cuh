@@ -6,7 +6,8 @@
  *                     (b, g) has a cluster of thread blocks
  *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
  *
- * Elsewhere, and for large caches, it has three, after the kernels of fdma_score():
+ * Elsewhere, and for few pairs with more rows than a cluster holds, it has three, after the kernels
+ * of fdma_score():
  *
  *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens

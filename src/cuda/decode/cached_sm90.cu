@@ -39,12 +39,16 @@ static fdma_status launch_tokens(const fdma_problem *problem, const decode_task 
     else if (!is_present(&problem->score))
         FDMA_TRY(fdma_cuda_score_tokens(problem, task));
     const int64_t heads = problem->batch * problem->kv_heads;
-    const bool are_few = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const bool are_staged = task.cached.row_keys == NULL;
+    const bool have_few_rows = heads <= fdma_cuda_device(problem->exec.device)->multiprocessors ||
+                               task.cached.rows > many_heads_rows;
+    const int warps = have_few_rows ? few_heads_warps : many_heads_warps;
     return launch("decode",
-                  are_few ? place_tokens<element, few_heads_warps>
-                          : place_tokens<element, many_heads_warps>,
-                  {dim3((unsigned)heads), dim3(32 * (are_few ? few_heads_warps : many_heads_warps)),
-                   staged_bytes(task.cached), start_early},
+                  !are_staged     ? place_tokens<element, few_heads_warps, listed_rows>
+                  : have_few_rows ? place_tokens<element, few_heads_warps, staged_rows>
+                                  : place_tokens<element, many_heads_warps, staged_rows>,
+                  {dim3((unsigned)heads), dim3(32 * warps),
+                   are_staged ? staged_bytes(task.cached) : 0, start_early},
                   problem, task.cached, task.plan.v, from);
 }
 
@@ -65,9 +69,12 @@ template <typename element, int tiles, bool in_pages>
 static fdma_status attend_by_clusters(const fdma_problem *problem, const decode_task &task,
                                       int32_t ranks) {
     using config = cluster_config<element, tiles, in_pages>;
+    constexpr size_t most_shared_bytes = 227 * 1024; // of a thread block
+    static_assert(cluster_bytes<config>(most_rank_rows) <= most_shared_bytes, "a partition fits");
     const unsigned blocks = (unsigned)(problem->batch * problem->kv_heads * ranks);
     return launch("decode", attend_cluster<config>,
-                  {dim3(blocks), dim3(config::threads), sizeof(cluster_memory<config>), start_early,
+                  {dim3(blocks), dim3(config::threads),
+                   cluster_bytes<config>(rows_of_rank(task.cached.rows, ranks)), start_early,
                    (unsigned)ranks},
                   problem, task.plan, task.cached, ranks, is_aligned(task));
 }
@@ -112,33 +119,41 @@ template <attend_form form> static fdma_status run(const fdma_problem *problem) 
                                           : run_type<form, __nv_bfloat16>(problem);
 }
 
-/* The reason why another form is faster, or NULL. Measured on an H200. The clusters of the first
- * two forms take only half of the multiprocessors, as those that lie together are not as many as a
- * multiple of eight or four. */
-template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
-    if (forces_kernel(problem, form_names[form]))
-        return NULL;
+/* The most rows of a cache that a form takes. */
+static int64_t most_rows_of(int form) {
+    return form <= by_two ? (int64_t)(most_ranks >> form) * most_rank_rows : INT64_MAX;
+}
+
+/* The fastest form, as measured on an H200. The clusters of the first two forms take only half of
+ * the multiprocessors, as those that lie together are not as many as a multiple of eight or
+ * four. */
+static int fastest_form(const fdma_problem *problem) {
     const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
     // of all forms, cluster2 loses least to the fastest one over all sizes of a batch
     const int64_t heads =
         problem->batch_invariant ? multiprocessors / 2 : problem->batch * problem->kv_heads;
     const int64_t most[] = {multiprocessors / 16, multiprocessors / 8, multiprocessors / 2,
                             multiprocessors, INT64_MAX}; // heads of each form
-    if (form != by_eight && heads <= most[form - 1])
-        return "few heads, for which there is a faster kernel";
-    return heads > most[form] ? "many heads, for which there is a faster kernel" : NULL;
+    int form = by_eight;
+    while (heads > most[form])
+        form++;
+    return problem->carried_len <= most_rows_of(form) ? form : by_eight;
 }
 
 template <attend_form form> static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_decode(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (problem->carried_len > most_cluster_rows)
-        return "more than 4096 rows of a cache";
+    if (problem->carried_len > most_rows_of(form))
+        return "more rows of a cache than fit in shared memory";
     if (problem->batch * problem->kv_heads > INT32_MAX / most_ranks)
         return "2^28 or more pairs of a stream and a kv head";
     const char *const device = fdma_refuses_all_but_sm90a(problem);
-    return device != NULL ? device : refuses_slow<form>(problem);
+    if (device != NULL || forces_kernel(problem, form_names[form]))
+        return device;
+    return form != fastest_form(problem)
+               ? "this number of heads, for which there is a faster kernel"
+               : NULL;
 }
 
 template <attend_form form>

@@ -13,7 +13,10 @@
 #include "cuda/device/gather.cuh"
 #include "cuda/mma/attention.cuh"
 
-enum { most_ranks = 8, least_ranks = 2 }; // thread blocks of a cluster
+enum {
+    most_ranks = 8,       // thread blocks of a cluster
+    most_rank_rows = 5120 // of a partition, as many as fit in shared memory
+};
 
 template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
@@ -26,7 +29,6 @@ template <typename type, int tiles, bool paged> struct cluster_config {
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
     static constexpr int threads = warps * warp_lanes;
-    static constexpr int entries = most_cluster_rows / least_ranks + most_new_tokens;
 };
 
 /* One thread block's partition of a call. Shared memory holds it to save registers. */
@@ -45,15 +47,18 @@ template <typename config> struct cluster_stage {
     alignas(128) element v[config::keys * config::head_dim];
 };
 
+/* Keys of a partition: 16 of its rows, or of the tokens. */
+struct cluster_keys {
+    alignas(16) float bias[16];
+    alignas(16) int32_t expiry[16];
+};
+
 template <typename config> struct cluster_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     union {
         cluster_stage<config> stages[config::warps][2];
         float out[config::warps][config::rows][config::head_dim]; // in the epilogue
     };
-    // of the entries: the rows of this partition, then the tokens, from a multiple of 16 on
-    alignas(16) float bias[config::entries];
-    alignas(16) int32_t expiry[config::entries];
     alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
     float max[config::warps][config::rows], sum[config::warps][config::rows];
     // of the rows that this block merges, one after the other: the partial results of all blocks
@@ -63,14 +68,31 @@ template <typename config> struct cluster_memory {
     int32_t position[config::rows];
     cluster_partition partition;
     int32_t slot[most_new_tokens];
+    // of the entries: the rows of this partition, then the tokens, from a multiple of 16 on
+    cluster_keys keys[];
+
+    __device__ float &bias(int32_t entry) { return keys[entry / 16].bias[entry % 16]; }
+    __device__ int32_t &expiry(int32_t entry) { return keys[entry / 16].expiry[entry % 16]; }
+    __device__ int32_t expiry(int32_t entry) const { return keys[entry / 16].expiry[entry % 16]; }
 };
+
+/* The rows of a partition; the last ones have fewer. */
+static __host__ __device__ int32_t rows_of_rank(int32_t rows, int32_t ranks) {
+    return (rows + ranks * 16 - 1) / (ranks * 16) * 16;
+}
+
+/* Shared memory for a partition of so many rows. */
+template <typename config> static constexpr size_t cluster_bytes(int32_t rows) {
+    return sizeof(cluster_memory<config>) +
+           (size_t)(rows + most_new_tokens) / 16 * sizeof(cluster_keys);
+}
 
 template <typename config>
 __device__ static cluster_partition
 partition_of(const forward_plan &plan, const decode_plan &cached, int32_t ranks, bool aligned) {
     const int32_t head = blockIdx.x / ranks, rank = blockIdx.x % ranks;
     const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
-    const int32_t size = (cached.rows + ranks * 16 - 1) / (ranks * 16) * 16;
+    const int32_t size = rows_of_rank(cached.rows, ranks);
     const int32_t sequence = sequence_of(cached, b);
     cluster_partition partition = {b, g, rank, ranks, max(sequence, 0)};
     partition.first_row = min(rank * size, cached.rows);
@@ -166,13 +188,13 @@ __device__ static void load_rows(cluster_memory<config> &shared, const decode_pl
         const bool is_missing =
             config::in_pages && is_there &&
             indices_of(cached.pages, partition.sequence, partition.first_row + entry).first < 0;
-        shared.expiry[entry] = p >= 0 && !is_missing ? INT32_MAX : -1;
-        shared.bias[entry] = x * log2_e;
+        shared.expiry(entry) = p >= 0 && !is_missing ? INT32_MAX : -1;
+        shared.bias(entry) = x * log2_e;
     }
     for (int32_t token = threadIdx.x; token < most_new_tokens; token += config::threads) {
         shared.token[token] = token;
-        shared.expiry[partition.token_entry + token] = -1;
-        shared.bias[partition.token_entry + token] = 0;
+        shared.expiry(partition.token_entry + token) = -1;
+        shared.bias(partition.token_entry + token) = 0;
     }
 }
 
@@ -192,10 +214,10 @@ __device__ static void load_tokens(cluster_memory<config> &shared, const decode_
     if (token >= stream.tokens)
         return;
     shared.slot[token] = slot;
-    shared.expiry[entry] = expiry;
-    shared.bias[entry] = bias_of(cached.bias_form, score) * log2_e;
+    shared.expiry(entry) = expiry;
+    shared.bias(entry) = bias_of(cached.bias_form, score) * log2_e;
     if (slot >= partition.first_row && slot < partition.first_row + partition.rows)
-        atomicMin(&shared.expiry[slot - partition.first_row], token);
+        atomicMin(&shared.expiry(slot - partition.first_row), token);
 }
 
 /* Clears v of entries that no row of the tile keeps. Their weight is 0, but 0 times the memory's
@@ -246,6 +268,7 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
     const int warp = threadIdx.x / warp_lanes;
     for (int n = 0, from = warp * config::keys; from < partition.entries; n ^= 1, from += step) {
         cluster_stage<config> &stage = shared.stages[warp][n];
+        const cluster_keys &keys = shared.keys[from / 16];
         const bool is_new = from >= partition.token_entry;
         const int32_t *const token = shared.token + (is_new ? from - partition.token_entry : 0);
         const int32_t later = from + 2 * step;
@@ -261,14 +284,14 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
             for (int x = 0; x < config::row_tiles * config::keys / 2; x++)
                 (&s[0][0][0])[x] =
                     n == 0 ? (&products.s[0][0][0][0])[x] : (&products.s[1][0][0][0])[x];
-        find_logits<config>(s, shared.bias + from, logits);
-        mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
+        find_logits<config>(s, keys.bias, logits);
+        mask_logits<config>(s, keys.expiry, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
         load_keys(stage, partition, cached, later, own);
         weigh(s, state); // P = exp2(S - row_max)
         cp_async_wait_group<3>();
         __syncwarp(); // v has arrived
-        clear_unkept<config>(stage.v, shared.expiry + from, shared.position[0]);
+        clear_unkept<config>(stage.v, keys.expiry, shared.position[0]);
         mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
         __syncwarp(); // every lane has read v
         load_values(stage, partition, cached, later, own);
@@ -381,7 +404,7 @@ __device__ static void commit_tokens(const cluster_memory<config> &shared, const
     for (int32_t token = warp; token < stream.committed; token += config::warps) {
         const int32_t row = shared.slot[token];
         if (row >= partition.first_row && row < partition.first_row + partition.rows &&
-            shared.expiry[partition.token_entry + token] >= stream.committed)
+            shared.expiry(partition.token_entry + token) >= stream.committed)
             store_token(plan, cached, stream, partition.b, partition.g, token, row,
                         {lane, warp_lanes});
     }

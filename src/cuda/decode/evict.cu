@@ -5,7 +5,7 @@
 #include "cuda/plan/host.cuh"
 
 static constexpr int evict_threads = 512;
-static constexpr int most_staged = 4096; // rows that fit in shared memory on any device
+static constexpr int most_rows_anywhere = 4096; // that fit in shared memory on any device
 
 /* Records in the workspace when each key of a (b, g) is evicted. */
 struct workspace_marks {
@@ -81,10 +81,9 @@ static __global__ void __launch_bounds__(evict_threads, 1)
         return;
     extern __shared__ __align__(128) char bytes[];
     if (plan.row_keys == NULL)
-        evict_head(plan, stream, b, g, staged_rows<evict_threads>(bytes, plan.rows));
+        evict_head(plan, stream, b, g, staged_rows<evict_threads>(plan, bytes));
     else
-        evict_head(plan, stream, b, g,
-                   listed_rows<evict_threads>(plan.row_keys + (int64_t)blockIdx.x * plan.rows));
+        evict_head(plan, stream, b, g, listed_rows<evict_threads>(plan, bytes));
 }
 
 const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim) {
@@ -141,11 +140,11 @@ decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
     if (form == marks_keys) {
         plan.records = take<key_record>(arena, heads * plan.keys);
         plan.list = take<int32_t>(arena, heads * plan.keys);
-        if (plan.rows > most_staged)
-            plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     } else {
         plan.expiry = take<int32_t>(arena, heads * new_len);
     }
+    if (plan.rows > (form == marks_keys ? most_rows_anywhere : most_staged_rows))
+        plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     if (!is_present(&problem->score)) {
         plan.new_score = {take<float>(arena, heads * new_len), problem->kv_heads * new_len,
                           new_len};

@@ -33,8 +33,8 @@ template <int threads> struct staged_rows {
     int32_t *position;
     uint32_t removed; // a bit for each row of this thread
 
-    __device__ staged_rows(void *shared, int32_t rows)
-        : score((float *)shared), position((int32_t *)shared + rows), removed(0) {}
+    __device__ staged_rows(const decode_plan &plan, void *shared)
+        : score((float *)shared), position((int32_t *)shared + plan.rows), removed(0) {}
 
     /* Starts to load the rows; rank() then waits for them. */
     __device__ void load(const float *all_scores, const int32_t *all_positions, int32_t rows) {
@@ -63,7 +63,8 @@ template <int threads> struct staged_rows {
 template <int threads> struct listed_rows {
     competitor *keys; // [rows]
 
-    __device__ listed_rows(competitor *workspace) : keys(workspace) {}
+    __device__ listed_rows(const decode_plan &plan, void *)
+        : keys(plan.row_keys + (int64_t)blockIdx.x * plan.rows) {}
 
     __device__ void load(const float *score, const int32_t *position, int32_t rows) {
 #pragma unroll 8
@@ -86,6 +87,7 @@ struct worst_key {
     competitor key;        // no_key: none competes
     int32_t index;         // a row, or rows + a token
     int32_t oldest_recent; // the least position from `newest` on
+    int32_t recent;        // keys from there on
 };
 
 template <int threads> struct evict_memory {
@@ -101,6 +103,7 @@ template <typename keys> struct evict_state {
     keys rows;
     decode_stream stream;
     int32_t newest;  // keys from this position on are recent: they do not compete
+    bool is_guess;   // `newest` has not been compared with their number
     int32_t arrived; // tokens so far
     int32_t buffer;  // which of the two in shared memory is in use
     bool is_alive;   // the token of this thread has arrived and is not evicted
@@ -157,9 +160,10 @@ __device__ static bool is_sink(const evict_memory<threads> &shared, const decode
 /* Lets a key compete, unless it is recent or a sink. */
 __device__ static void add_key(worst_key *worst, int32_t newest, competitor key, int32_t index,
                                bool is_sink) {
-    if (!is_empty_row(key) && position_of(key) >= newest)
+    if (!is_empty_row(key) && position_of(key) >= newest) {
         worst->oldest_recent = min(worst->oldest_recent, position_of(key));
-    else if ((!is_sink || is_empty_row(key)) && key < worst->key) {
+        worst->recent++;
+    } else if ((!is_sink || is_empty_row(key)) && key < worst->key) {
         worst->key = key;
         worst->index = index;
     }
@@ -179,7 +183,7 @@ __device__ static void add_own_token(const evict_memory<threads> &shared, evict_
 template <int threads, typename keys>
 __device__ static void find_own_worst(const evict_memory<threads> &shared, evict_state<keys> &state,
                                       const decode_plan &plan) {
-    worst_key worst = {no_key, -1, INT32_MAX};
+    worst_key worst = {no_key, -1, INT32_MAX, 0};
     if (plan.sinks == 0 && state.newest == INT32_MAX) // all keys compete, which takes less work
         state.rows.each(plan.rows, [&](int32_t row, competitor key) {
             const bool is_worse = key < worst.key;
@@ -201,18 +205,22 @@ __device__ static worst_key worst_of_warp(const worst_key &own) {
     const competitor key = signed_ranked_key_of(order, (int32_t)position);
     const uint32_t lanes = __ballot_sync(~0u, own.key == key);
     return {key, __shfl_sync(~0u, own.index, __ffs(lanes) - 1),
-            __reduce_min_sync(~0u, own.oldest_recent)};
+            __reduce_min_sync(~0u, own.oldest_recent),
+            (int32_t)__reduce_add_sync(~0u, (uint32_t)own.recent)};
 }
 
 template <int threads, typename keys>
 __device__ static worst_key find_worst(evict_memory<threads> &shared, evict_state<keys> &state) {
+    constexpr int warps = evict_memory<threads>::warps;
     const int lane = threadIdx.x % 32;
     const worst_key own = worst_of_warp(state.worst);
     state.buffer ^= 1;
     if (lane == 0)
         shared.worst[state.buffer][threadIdx.x / 32] = own;
     __syncthreads();
-    return worst_of_warp(shared.worst[state.buffer][lane % evict_memory<threads>::warps]);
+    worst_key worst = worst_of_warp(shared.worst[state.buffer][lane % warps]);
+    worst.recent /= 32 / warps; // as many lanes have read each
+    return worst;
 }
 
 /* The row that the next token takes from the worst key; -1: none. */
@@ -249,7 +257,7 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
         marks.add_token(token, row >= 0);
     }
     state.arrived++;
-    if (state.newest < INT32_MAX) // the oldest recent key competes from now on
+    if (state.newest < INT32_MAX && !state.is_guess) // the oldest recent key competes from now on
         state.newest = min(worst.oldest_recent, INT32_MAX - 2) + 1;
     state.is_stale = is_owner || state.worst.oldest_recent < state.newest;
     if (!state.is_stale && token == threadIdx.x)
@@ -264,9 +272,11 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
                                   const decode_plan &plan, const decode_stream &stream,
                                   const mark &marks) {
     static_assert(threads >= most_new_tokens, "every token has a thread");
-    const int32_t token = threadIdx.x;
+    const int32_t token = threadIdx.x, others = plan.recent - 1;
     state.stream = stream;
-    state.newest = INT32_MAX;
+    state.is_guess = others > 0;
+    // the (recent - 1)-th last position of the stream, unless padding lies between
+    state.newest = state.is_guess ? max(token_position(stream, 0) - others, 1) : INT32_MAX;
     state.arrived = state.buffer = 0;
     state.is_alive = false;
     state.is_stale = true;
@@ -280,13 +290,15 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
     while (state.arrived < stream.tokens) {
         if (state.is_stale)
             find_own_worst(shared, state, plan);
+        state.is_stale = false;
         const worst_key worst = find_worst(shared, state);
-        if (plan.recent > 1 && !is_empty_row(worst.key) && state.newest == INT32_MAX) {
-            // the (recent - 1)-th last position of the stream, unless padding lies between
-            const int32_t others = plan.recent - 1;
+        if (state.is_guess && !is_empty_row(worst.key)) { // an empty row would be evicted anyway
+            state.is_guess = false;
+            state.is_stale = worst.recent != others;
+        }
+        if (state.is_stale) {
             const int32_t likely = max(token_position(stream, state.arrived) - others, 1);
             state.newest = newest_position(shared, state, plan.rows, others, likely);
-            state.is_stale = true;
         } else {
             add_token(shared, state, plan, worst, marks);
         }
@@ -299,10 +311,11 @@ __device__ static void add_tokens(evict_memory<threads> &shared, evict_state<key
  * new tokens of one (b, g), and decides which rows they take. It multiplies and adds in the order
  * of score/score.cu, with the same limbs, so the bits are the same. */
 
-enum { most_cluster_rows = 4096 }; // of a cache
-
-/* For a call of few heads a thread has few rows; of many, a multiprocessor has many blocks. */
+/* For a call of few heads, or of many rows, a thread has few rows; otherwise a multiprocessor has
+ * many blocks. */
 static constexpr int few_heads_warps = 16, many_heads_warps = 8;
+static constexpr int many_heads_rows = 4096;                       // more of them are many rows
+static constexpr int most_staged_rows = few_heads_warps * 32 * 32; // as staged_rows can have
 static constexpr int mma_tokens = 8; // the upper half of the rows of mma, to save registers
 static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
@@ -471,7 +484,7 @@ struct token_marks {
     }
 };
 
-template <typename element, int warps>
+template <typename element, int warps, template <int threads> class head_rows>
 static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
                  const __grid_constant__ token_scores from) {
@@ -479,7 +492,7 @@ static __global__ void __launch_bounds__(32 * warps, 32 / warps)
     const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
     const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
     extern __shared__ __align__(128) char bytes[];
-    evict_state<staged_rows<32 * warps>> state = {{bytes, plan.rows}};
+    evict_state<head_rows<32 * warps>> state = {{plan, bytes}};
     griddepcontrol_wait(); // for the output of the caller's kernels
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
