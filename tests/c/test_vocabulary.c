@@ -598,6 +598,36 @@ static void halves_are_rounded_and_told_apart(void) {
     }
 }
 
+/* The nearest bfloat16 of a number that is not negative; of two, either. */
+static void check_weight(int lane, float x, uint32_t half) {
+    const bool tie = (float_to_bits(x) & 0xffff) == 0x8000;
+    if (isnan(x))
+        return; // the sum of the weights is NaN
+    if (x < FLT_MIN)
+        CHECK(half <= rounded(FLT_MIN));
+    else if (!CHECK(half == rounded(x) || (tie && half == (float_to_bits(x) + 0x8000) >> 16)))
+        printf("    vf_join_weights, lane %d: %g becomes %04x\n", lane, (double)x, half);
+}
+
+static void weights_are_rounded(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 9;
+    for (int round = 0; round < rounds; round++) {
+        float even[lanes], odd[lanes], word[lanes];
+        fill_any(even, &state);
+        fill_any(odd, &state);
+        for (int i = 0; i < lanes; i++) {
+            even[i] = fabsf(even[i]);
+            odd[i] = fabsf(odd[i]);
+        }
+        x->join_weights(word, even, odd);
+        for (int i = 0; i < x->width; i++) {
+            check_weight(i, even[i], float_to_bits(word[i]) & 0xffff);
+            check_weight(i, odd[i], float_to_bits(word[i]) >> 16);
+        }
+    }
+}
+
 /* The words convert adjacent numbers, and write nothing beyond them. */
 static void terms_are_rounded(void) {
     const pair_vocabulary *x = pairs;
@@ -748,6 +778,7 @@ static const test_entry tests[] = {
 
 static const test_entry pair_tests[] = {
     TEST(halves_are_rounded_and_told_apart),
+    TEST(weights_are_rounded),
     TEST(terms_are_rounded),
     TEST(rows_are_paired),
     TEST(dots_are_sums_of_products),

@@ -243,7 +243,7 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
     backward_tile *const tile = &scratch->tile;
     backward_step step = {
         .logits = first_step(problem, rows, &tile->logits),
-        .dp = {.tile = &tile->dp, .dim = tile_dim(problem)},
+        .dp = {.tile = &tile->dp, .products = tile->dp.products, .dim = tile_dim(problem)},
         .tile = tile,
         .has_dbias = is_present(&problem->dbias),
     };

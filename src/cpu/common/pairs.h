@@ -106,7 +106,7 @@ NOINLINE void drop_weights(const tile_step *step, int block, const group_list *g
         const int32_t key = groups->group[n / group_keys].first + n % group_keys;
         for (int m = 0; m < tile_vectors; m++) {
             const int64_t lane = block * block_lanes + m * vf_width;
-            float *const at = step->tile->weights + key / terms * block_lanes + m * vf_width;
+            float *const at = step->weights + key / terms * block_lanes + m * vf_width;
             vu kept = undropped_lanes(step, key, lane);
             if (terms == 2) // the word of two keys
                 kept =

@@ -137,7 +137,7 @@ INLINE void add_all_values(const tile_step *step, int block, int from, int32_t f
         for (int c = 0; c < value_channels; c++)
             channels[c] = out + (d + c) * block_lanes;
         add_products(channels, value_channels, strip + d % strip_channels, 1, strip_channels,
-                     step->tile->weights, first, end, from, tile_vectors);
+                     step->weights, first, end, from, tile_vectors);
     }
 }
 

@@ -9,6 +9,13 @@
  * is almost never rescaled. */
 static const float most_weight = 2048;
 
+/* Forward multiplies logits by this: by log2(e) where weights are rounded to bfloat16, to save a
+ * multiplication for each weight. Float32 needs the exact difference of two logits. */
+static const float logit_unit = terms == 2 ? 1.4426950408889634f : 1;
+
+/* e^x of a difference of logits times logit_unit. */
+INLINE vf power_of(vf x) { return exp2_of(terms == 2 ? x : vf_mul(x, vf_set(log2e))); }
+
 /* scale * s + bias. Scaling q instead would round every channel once more. */
 INLINE void scale_and_bias(product_block s, int from, float scale, const float *bias) {
     UNROLL
@@ -41,8 +48,11 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
                             const tile_state *tile) {
     return (tile_step){
         .tile = tile,
+        .weights = tile->weights,
+        .products = tile->products,
         .dim = tile_dim(problem),
         .scale = (float)problem->scale,
+        .unit = 1,
         .cap = softcap_of(problem),
         .threshold = problem->dropout.threshold,
         .blocks = (int)(used_lanes(rows) / block_lanes),
@@ -51,25 +61,26 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
     };
 }
 
-INLINE void add_pair_bias(product_block s, int from, const float *bias) {
+INLINE void add_pair_bias(product_block s, int from, const float *bias, float unit) {
     UNROLL
     for (int key = 0; key < group_keys; key++) {
         UNROLL
         for (int m = from; m < tile_vectors; m++)
-            s[key][m] = vf_add(s[key][m], vf_load(bias + key * block_lanes + m * vf_width));
+            s[key][m] =
+                vf_fma(vf_load(bias + key * block_lanes + m * vf_width), vf_set(unit), s[key][m]);
     }
 }
 
-/* The logits of the group that begins at `first`, before any mask. */
+/* The logits of the group that begins at `first`, times step->unit, before any mask. */
 INLINE void find_logits(product_block s, int from, const tile_step *step, int32_t first,
                         int block) {
     const float cap = step->cap, scale = step->scale;
     multiply_group(s, from, step, first, block);
     if (cap > 0)
         cap_products(s, from, step->tile->capped, scale, cap);
-    scale_and_bias(s, from, cap > 0 ? 1 : scale, step->keys->bias + first);
+    scale_and_bias(s, from, (cap > 0 ? 1 : scale) * step->unit, step->keys->bias + first);
     if (step->tile->pair_bias != NULL)
-        add_pair_bias(s, from, step->tile->pair_bias + first * block_lanes);
+        add_pair_bias(s, from, step->tile->pair_bias + first * block_lanes, step->unit);
 }
 
 /* mask_lanes() with a mask. */
@@ -102,21 +113,33 @@ INLINE void mask_lanes(product_block s, int from, const key_list *keys, int32_t 
     }
 }
 
+/* Turns differences of logits and maximum into weights, for a vector of lanes, and stores them in
+ * words of keys. Returns their sum. */
+INLINE vf weigh_vector(product_block s, int m, float *weights) {
+    UNROLL
+    for (int key = 0; key < group_keys; key++)
+        s[key][m] = power_of(s[key][m]);
+    vf total = s[0][m];
+    UNROLL
+    for (int key = 1; key < group_keys; key++)
+        total = vf_add(total, s[key][m]);
+    UNROLL
+    for (int key = terms - 1; key < group_keys; key += terms)
+        vf_store(weights + key / terms * block_lanes + m * vf_width,
+                 vf_join_weights(s[key - terms + 1][m], s[key][m]));
+    return total;
+}
+
 /* Turns logits into weights, P = e^(S - max), stores them in words of keys, and sums them up in
  * `total`. */
 INLINE void weigh(product_block s, int from, const float *max, float *weights, vf *total) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         const vf top = vf_load(max + m * vf_width);
-        total[m] = vf_set(0);
         UNROLL
-        for (int key = 0; key < group_keys; key++) {
-            s[key][m] = exp2_of(vf_mul(vf_sub(s[key][m], top), vf_set(log2e)));
-            total[m] = vf_add(total[m], s[key][m]);
-            if (key % terms == terms - 1)
-                vf_store(weights + key / terms * block_lanes + m * vf_width,
-                         vf_join(s[key - terms + 1][m], s[key][m]));
-        }
+        for (int key = 0; key < group_keys; key++)
+            s[key][m] = vf_sub(s[key][m], top);
+        total[m] = weigh_vector(s, m, weights);
     }
 }
 
@@ -157,12 +180,12 @@ static void raise_max(const tile_step *step, int block, const vf *top, int32_t w
         const int64_t lane = block * block_lanes + m * vf_width;
         const vf old = vf_load(tile->max + lane);
         const vf raised = vf_max(top[m], old);
-        factor[m] = exp2_of(vf_mul(vf_sub(old, raised), vf_set(log2e)));
+        factor[m] = power_of(vf_sub(old, raised));
         vf_store(tile->max + lane, raised);
         scale_at(tile->sum + lane, factor[m]);
         scale_at(tile->block_sum + m * vf_width, factor[m]);
     }
     if (step->begun) // before, out is not set
         scale_out(block_out(step, block), step->dim, factor);
-    scale_weights(tile->weights, weighed / terms, factor);
+    scale_weights(step->weights, weighed / terms, factor);
 }

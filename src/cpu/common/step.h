@@ -87,10 +87,13 @@ static inline key_run next_run(const group_list *groups, int32_t *n) {
 
 typedef struct tile_step {
     const tile_state *tile;
+    float *weights;  /* of the block of lanes at work */
+    float *products; /* of the step of keys at work, for products that leave them in memory */
     const key_list *keys;
     const key_list *next; /* prefetched during the step; NULL: none */
     int64_t dim;
     float scale;
+    float unit;         /* logits are multiplied by it, and so is the bias of `keys` */
     float cap;          /* 0: no softcap */
     uint32_t threshold; /* dropout threshold; 0: off */
     int blocks;         /* blocks of lanes with rows */

@@ -18,18 +18,18 @@ static float sink_of_row(const fdma_problem *problem, int64_t g, int64_t row) {
 /* The factor of a row's out: 1 / (sum + exp(sink - max)), where `sum` is the sum of the weights
  * exp(logit - max). If the exponential overflows, the factor is 0. It is also 0 in a row without
  * weights. */
-static float inverse_of_sum(float max, float sum, float sink) {
+static float inverse_of_sum(double max, float sum, float sink) {
     if (isnan(sink) || sink == INFINITY)
         return NAN;
-    return sum == 0 ? 0 : (float)(1 / ((double)sum + exp((double)sink - (double)max)));
+    return sum == 0 ? 0 : (float)(1 / ((double)sum + exp((double)sink - max)));
 }
 
 /* The lse of such a row. Without weights it is the sink logit. */
-static float lse_of_row(float max, float sum, float sink) {
+static float lse_of_row(double max, float sum, float sink) {
     if (sum == 0 && sink == -INFINITY)
         return sink;
-    const double top = (double)(sum == 0 || sink > max ? sink : max);
-    const double weights = sum == 0 ? 0 : (double)sum * exp((double)max - top);
+    const double top = sum == 0 || (double)sink > max ? (double)sink : max;
+    const double weights = sum == 0 ? 0 : (double)sum * exp(max - top);
     return (float)(top + log(weights + exp((double)sink - top))); // NaN if sink is NaN or inf
 }
 
@@ -44,6 +44,9 @@ enum {
     /* v of a key block is divided into strips: a few channels of every key, side by side */
     strip_channels = (int)vf_width > (int)value_channels ? (int)vf_width : (int)value_channels,
     strip_length = key_block / terms * strip_channels,
+    block_weights = block_lanes * key_block / terms, /* words of weights of a block of lanes */
+    /* blocks of weights and of products: AMX writes one while it reads another */
+    held_blocks = (int)key_step > (int)group_keys ? 2 : 1,
 };
 
 _Static_assert(key_block % key_step == 0, "steps of keys fill a block");
@@ -63,12 +66,14 @@ typedef struct row_range {
 typedef struct tile_state {
     float *q;         /* [blocks][dim / terms][block_lanes] */
     float *out;       /* [blocks][dim][block_lanes], not yet divided by sum */
-    float *weights;   /* [key_block / terms][block_lanes], of one block of lanes at a time */
-    float *products;  /* [key_step][block_lanes], for products that leave them in memory */
+    float *weights;   /* [held_blocks][key_block / terms][block_lanes] */
+    float *products;  /* [held_blocks][key_step][block_lanes], for products that leave them in
+                         memory */
     float *capped;    /* [group_keys][block_lanes] */
     float *pair_bias; /* [key_block][block_lanes]: attn_bias, of one block of lanes; NULL: none */
-    float *max;       /* [tile lanes], may lag behind the true maximum: see most_weight */
-    float *sum;       /* [tile lanes], of the weights of all key blocks before */
+    float *max; /* [tile lanes], of logits times logit_unit; may lag behind the true maximum: see
+                         most_weight */
+    float *sum; /* [tile lanes], of the weights of all key blocks before */
     float *block_sum; /* [block_lanes], of the weights of this key block, for one block of lanes */
     float *k_rows;    /* [key_block][padded_row(dim)]: k of a key block */
     float *values;    /* [strips][key_block / terms][strip_channels]: v of a key block */
@@ -91,8 +96,8 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile_state tile;
     tile.q = take_floats(arena, lanes * dim / terms);
     tile.out = take_floats(arena, lanes * dim);
-    tile.weights = take_floats(arena, block_lanes * key_block / terms);
-    tile.products = take_floats(arena, block_lanes * key_step);
+    tile.weights = take_floats(arena, held_blocks * block_weights);
+    tile.products = take_floats(arena, held_blocks * block_lanes * key_step);
     tile.capped = take_floats(arena, block_lanes * group_keys);
     tile.pair_bias = NULL;
     if (is_present(&problem->attn_bias))
@@ -285,11 +290,16 @@ static void clear_tile(tile_state *tile, const row_range *rows, int64_t dim) {
     }
 }
 
+/* The maximum of a lane's logits. */
+static double max_of_lane(const tile_state *tile, int64_t lane) {
+    return (double)tile->max[lane] * (terms == 2 ? 0.69314718055994531 : 1); // log(2)
+}
+
 static void write_lse(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
     for (int64_t lane = 0; lane < rows->count; lane++) {
         const float sink = sink_of_row(problem, rows->g, rows->first + lane);
         *float_of_lane(problem, &problem->lse, rows, lane) =
-            lse_of_row(tile->max[lane], tile->sum[lane], sink);
+            lse_of_row(max_of_lane(tile, lane), tile->sum[lane], sink);
     }
 }
 
@@ -329,7 +339,7 @@ static void write_out(const fdma_problem *problem, const row_range *rows, const 
         for (int64_t lane = 0; lane < vf_width; lane++) {
             const int64_t at = first + lane;
             const float sink = sink_of_row(problem, rows->g, rows->first + at);
-            inverse[lane] = scale * inverse_of_sum(tile->max[at], tile->sum[at], sink);
+            inverse[lane] = scale * inverse_of_sum(max_of_lane(tile, at), tile->sum[at], sink);
         }
         write_lanes(problem, &problem->out, rows, tile->out, first, vf_load(inverse), false);
     }

@@ -45,6 +45,16 @@ static inline vf vf_join(vf even, vf odd) {
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
 }
 
+/* vf_join() of numbers that are not negative. Rounds up where two are as near: Intel's conversion
+ * takes four times as long as these integer operations. */
+static inline vf vf_join_weights(vf even, vf odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_add_epi32(_mm512_castps_si512(even), half);
+    const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+    return _mm512_castsi512_ps(
+        _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high));
+}
+
 /* Stores vf_width terms side by side: vf_width / 2 words of lanes. */
 static inline void vf_store_terms(float *p, vf x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));

@@ -54,6 +54,9 @@ static inline vf vf_join(vf even, vf odd) {
     return vreinterpretq_f32_u16(vzip1q_u16(low, high));
 }
 
+/* vf_join() of numbers that are not negative; may round up where two are as near. */
+static inline vf vf_join_weights(vf even, vf odd) { return vf_join(even, odd); }
+
 /* Stores vf_width terms side by side: vf_width / 2 words of lanes. */
 static inline void vf_store_terms(float *p, vf x) {
     const uint16x4_t halves = vget_low_u16(vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(x)));

@@ -34,6 +34,8 @@ static inline vf vf_join(vf even, vf odd) {
     return even;
 }
 
+static inline vf vf_join_weights(vf even, vf odd) { return vf_join(even, odd); }
+
 /* Stores vf_width terms side by side: words of lanes. */
 static inline void vf_store_terms(float *p, vf x) { vf_store(p, x); }
 

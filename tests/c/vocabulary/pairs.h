@@ -23,6 +23,12 @@ static void word_join(float *to, const float *even, const float *odd) {
     restore_modes(old);
 }
 
+static void word_join_weights(float *to, const float *even, const float *odd) {
+    const uint32_t old = flush_subnormals();
+    vf_store(to, vf_join_weights(vf_load(even), vf_load(odd)));
+    restore_modes(old);
+}
+
 static void word_store_terms(float *to, const float *x) {
     const uint32_t old = flush_subnormals();
     vf_store_terms(to, vf_load(x));
@@ -51,6 +57,7 @@ static void word_dot_lanes(float *to, const float *a, const float *b, const floa
         .load_pairs = word_load_pairs,                                                             \
         .load_even_odd_pairs = word_load_even_odd_pairs,                                           \
         .join = word_join,                                                                         \
+        .join_weights = word_join_weights,                                                         \
         .store_terms = word_store_terms,                                                           \
         .even = word_even,                                                                         \
         .odd = word_odd,                                                                           \

@@ -61,6 +61,7 @@ typedef struct pair_vocabulary {
     void (*load_even_odd_pairs)(float *even, float *odd, const uint16_t *first,
                                 const uint16_t *second);
     void (*join)(float *to, const float *even, const float *odd);
+    void (*join_weights)(float *to, const float *even, const float *odd);
     void (*store_terms)(float *to, const float *x); /* writes width / 2 elements */
     void (*even)(float *to, const float *word);
     void (*odd)(float *to, const float *word);
