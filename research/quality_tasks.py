@@ -397,7 +397,7 @@ def by_octave(bits: np.ndarray) -> list[dict[str, Any]]:
 
 
 def table_rows(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """What tables show of the rows of one model, by task and settings: bits of "copying" and
+    """The columns of tables for the rows of one model, by task and settings: bits of "copying" and
     "position"; accuracy of others and, behind a comma, chosen."""
     found = {}
     for row in rows:

@@ -53,7 +53,7 @@ static inline bool is_rotated_head(const fdma_problem *problem, int64_t h) {
     return h < problem->q_heads - problem->rotation.nope_heads;
 }
 
-/* The rotation of x alone, and that of k, with k in x's place. */
+/* The rotation of x alone; a rotation of k, in the place of x. */
 fdma_problem fdma_rotation_of_q(const fdma_problem *both);
 fdma_problem fdma_rotation_of_k(const fdma_problem *both);
 
