@@ -87,7 +87,7 @@ def register(operator: ops.Operator, count: Any) -> None:
         return count(dict(zip(operator.arguments, arguments)))
 
     for name in (operator.name, f"{operator.name}_no_grad"):
-        packet = getattr(torch.ops.flash_dmattn, name, None)
+        packet = getattr(ops.REGISTERED, name, None)
         if packet is not None:
             register_flop_formula(packet)(formula)
             # PyTorch 2.4 keeps formulas by overload, and looks for them by packet
