@@ -7,12 +7,12 @@
     release.py verify OUT                       compare the files in OUT with their checksums
 
 `build` works from the commit that is checked out. It stops if files are not committed, if
-include/fdma.h, CITATION.cff and CHANGELOG.md name different versions, if the tag exists, or if an
-address in pyproject.toml is still a placeholder (.invalid). OUT then has the sdist, a wheel for
-each TARGET of tools/wheels/build.sh, SHA256SUMS, and notes.md, the version's part of CHANGELOG.md.
-Links of README.md become absolute, as an index shows it alone. Two builds of a commit give the same
-sdist. It needs scikit-build-core. Exit status: 0 done; 1 something is missing or differs; 2 bad
-usage.
+include/fdma.h, CITATION.cff and CHANGELOG.md name different versions, if another commit has the
+tag, or if an address in pyproject.toml is still a placeholder (.invalid). OUT then has the sdist, a
+wheel for each TARGET of tools/wheels/build.sh, SHA256SUMS, and notes.md, the version's part of
+CHANGELOG.md. Links of README.md become absolute, as an index shows it alone. Two builds of a commit
+give the same sdist. It needs scikit-build-core. Exit status: 0 done; 1 something is missing or
+differs; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ def addresses() -> dict[str, str]:
     return dict(re.findall(r'^(\w+) = "(.*)"$', part.partition("\n[")[0], re.MULTILINE))
 
 
+def tagged(version: str) -> str:
+    """The commit that has the tag of the version; empty if there is no such tag."""
+    return git("for-each-ref", "--format=%(*objectname)", f"refs/tags/v{version}")
+
+
 def missing(version: str) -> list[str]:
     """What stands against a release, a line for each reason."""
     found = []
@@ -105,8 +110,8 @@ def missing(version: str) -> list[str]:
             found.append(f"{path}: its version is {other}, want {version}, as in {HEADER}")
     if len(text) < 2:
         found.append(f"{CHANGES}: has no text for {version}")
-    if git("tag", "--list", f"v{version}"):
-        found.append(f"the tag v{version} exists")
+    if tagged(version) not in ("", git("rev-parse", "HEAD")):
+        found.append(f"the tag v{version} is of another commit")
     for name, address in addresses().items():
         if PLACEHOLDER in address:
             found.append(f"pyproject.toml: {name} is a placeholder, {address}")
@@ -204,7 +209,7 @@ def build(out: Path, targets: list[str], cuda: bool, dry_run: bool) -> int:
     tag = ["tag", "--annotate", f"v{version}", "--message", f"FlashDMA {version}"]
     if dry_run:
         print("would run: git " + " ".join(tag))
-    else:
+    elif not tagged(version):
         git(*tag)
         print(f"tagged: push it with git push origin v{version}")
     return 0
