@@ -27,7 +27,7 @@ import program
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "flash_dmattn"
 LICENCE = "BSD-3-Clause"
-# What the package does without: models of transformers, export, and what C programs are built with.
+# Models of transformers, export, and files that C programs are built with.
 LEFT_OUT = re.compile(
     r"(transformers\w*|onnx|doge_cache)\.py|integrations/|.*\.(a|cmake|pc|exe)|bin/"
 )

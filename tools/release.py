@@ -9,7 +9,7 @@
 `build` works from the commit that is checked out. It stops if files are not committed, if
 include/fdma.h, CITATION.cff and CHANGELOG.md name different versions, if another commit has the
 tag, or if an address in pyproject.toml is still a placeholder (.invalid). OUT then has the sdist, a
-wheel for each TARGET of tools/wheels/build.sh, SHA256SUMS, and notes.md, the version's part of
+wheel for each TARGET of tools/wheels/build.sh, SHA256SUMS, and changes.md, the version's part of
 CHANGELOG.md. Links of README.md become absolute, as an index shows it alone. Two builds of a commit
 give the same sdist. It needs scikit-build-core. Exit status: 0 done; 1 something is missing or
 differs; 2 bad usage.
@@ -31,7 +31,7 @@ import program
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER, CITATION, CHANGES = "include/fdma.h", "CITATION.cff", "CHANGELOG.md"
-SUMS, NOTES = "SHA256SUMS", "notes.md"
+SUMS, CHANGES_MADE = "SHA256SUMS", "changes.md"
 PARTS = ("MAJOR", "MINOR", "PATCH")
 PLACEHOLDER = ".invalid"  # a domain that never exists: RFC 2606
 LINK = re.compile(r"(!?\[[^]]*\]\()(?!https?:|#|mailto:)([^)]+)\)")
@@ -99,7 +99,7 @@ def tagged(version: str) -> str:
 
 
 def missing(version: str) -> list[str]:
-    """What stands against a release, a line for each reason."""
+    """A line for each reason against a release."""
     found = []
     if git("status", "--porcelain"):
         found.append("files are not committed, see git status")
@@ -201,7 +201,7 @@ def build(out: Path, targets: list[str], cuda: bool, dry_run: bool) -> int:
             program.doing(f"makes wheels for {', '.join(targets)}")
             command = ["tools/wheels/build.sh", str(out), *["--cuda"] * cuda, *targets]
             subprocess.run(command, check=True, cwd=folder)
-    (out / NOTES).write_text(changes()[1], encoding="utf-8")
+    (out / CHANGES_MADE).write_text(changes()[1], encoding="utf-8")
     sums = sums_of(out)
     (out / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()))
     for file in sums:

@@ -38,7 +38,7 @@ def import_matplotlib() -> Any:
 
 
 def check_axes(axes: Any) -> Axes:
-    """The axes to draw into: those given, or those of a new figure.
+    """The axes to draw into: the given ones, or new ones of a new figure.
 
     Raises:
         TypeError: they are something else.

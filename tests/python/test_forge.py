@@ -1,7 +1,7 @@
-"""What a public forge reads: workflows, templates, and checks before a commit.
+"""Files that a public forge reads: workflows, templates, and checks before a commit.
 
-Schemas and zizmor, which looks for weak workflows, read the files without a network. What workflows
-run is checked by shellcheck.
+Schemas and zizmor, which looks for weak workflows, read the files without a network. The commands
+of workflows are checked by shellcheck.
 """
 
 from __future__ import annotations

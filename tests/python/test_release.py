@@ -39,12 +39,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files(made: Path) -> None:
     names = {path.name for path in made.iterdir()}
-    assert names == {"SHA256SUMS", "notes.md", SDIST}
+    assert names == {"SHA256SUMS", "changes.md", SDIST}
     for line in (made / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ")
         assert digest == hashlib.sha256((made / name).read_bytes()).hexdigest()
-    notes = (made / "notes.md").read_text()
-    assert f"## {VERSION}\n\n{notes}" in (ROOT / "CHANGELOG.md").read_text()
+    text = (made / "changes.md").read_text()
+    assert f"## {VERSION}\n\n{text}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_sdist_builds_and_is_small(made: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_verify(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "copy"
     shutil.copytree(made, out)
     assert output_of(release(ROOT, "verify", out)) == ""
-    (out / "notes.md").write_text("other notes\n")
+    (out / "changes.md").write_text("other text\n")
     (out / "extra.whl").touch()
     next(out.glob("*.tar.gz")).unlink()
     done = release(ROOT, "verify", out)
@@ -83,7 +83,7 @@ def test_verify(made: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "extra.whl: is not in SHA256SUMS",
         f"{SDIST}: is missing",
-        "notes.md: differs from SHA256SUMS",
+        "changes.md: differs from SHA256SUMS",
     ]
 
 

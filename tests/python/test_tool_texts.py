@@ -1,4 +1,4 @@
-"""What `fdma` prints for other programs: its manual page, and completion of command lines."""
+"""Texts that `fdma` prints for other programs: its manual page, and completion of command lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from programs import output_of, run
 from tool import TOOL, refusal, run_tool
 
 COMMANDS = ["attend", "check", "bench", "info", "man", "completion"]
-# What is typed, with the last word to complete, and words that must and must not be offered.
+# Typed words, the last one to complete, and words that must and must not be offered.
 TYPED = [
     (["ch"], {"check"}, {"bench"}),
     (["attend", "--sco"], {"--scope", "--score"}, {"--scale"}),

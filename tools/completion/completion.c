@@ -25,7 +25,7 @@ const command_line completion_command = {
     .operand_choices = shells,
 };
 
-/* Whether a value or an operand is a path: it is then called FILE. */
+/* True for a value or an operand that is a path: it is called FILE. */
 static bool is_path(const char *value) {
     return value != NULL && strncmp(value, "FILE", strlen("FILE")) == 0;
 }

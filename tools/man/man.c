@@ -12,7 +12,7 @@ const command_line man_command = {
     .about = "Prints the manual page, for man(1): fdma man | man -l -",
 };
 
-/* Prints text of which roff reads nothing as its own; a '\n' stays, or becomes a space. */
+/* Prints text so that roff finds no request in it; a '\n' stays, or becomes a space. */
 static void print_roff(const char *text, bool keeps_lines) {
     bool begins_line = true;
     for (; *text != '\0'; text++) {
@@ -57,7 +57,7 @@ int man_main(int argc, char **argv) {
     const int read = read_options(&man_command, argc, argv, NULL);
     if (read != OPTIONS_READ)
         return read;
-    printf(".tr -\\-\n" // hyphens are those of options, to be copied
+    printf(".tr -\\-\n" // options are to be copied, with their hyphens
            ".TH FDMA 1 \"\" \"fdma %s\" \"User Commands\"\n"
            ".SH NAME\nfdma \\- attention of each query over its best keys\n"
            ".SH SYNOPSIS\n.B fdma\n.I COMMAND\n[options]\n.br\n"
