@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from . import (

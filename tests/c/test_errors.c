@@ -349,7 +349,8 @@ static void sizes_of_structs_are_checked(void) {
             check_rejected(x, &want);
         }
         call *const x = right_call((fdma_operation)i, true);
-        const expectation later = {FDMA_INVALID_ARGUMENT, {"size is 100000", "later", fdma_version()}, 0};
+        const expectation later = {
+            FDMA_INVALID_ARGUMENT, {"size is 100000", "later", fdma_version()}, 0};
         x->args.size = 100000;
         check_rejected(x, &later);
     }
