@@ -330,7 +330,7 @@ class KeepFactor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
         ctx.factors = factors
-        return loss.view_as(loss)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
