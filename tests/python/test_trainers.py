@@ -109,29 +109,30 @@ def texts() -> torch.Tensor:
 
 
 def make_trained() -> Any:
-    """A hybrid whose scores learn in every call."""
+    """A hybrid whose scores learn in every other step."""
     model = make_hybrid().train()
-    model.config.target_every = 1
+    model.config.target_every = 2
     return model
 
 
 def wrapped(kind: str, model: Any) -> nn.Module:
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, find_unused_parameters=True)
     mesh = init_device_mesh("cpu", (2,))
     for part in (*model.model.layers, model):
         torch.distributed.fsdp.fully_shard(part, mesh=mesh)
     return model  # type: ignore[no-any-return]
 
 
-def run_distributed(rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters after two steps in each wrapper."""
-    found, text = {}, texts()[rank : rank + 1]
+def run_distributed(rank: int) -> dict[str, Any]:
+    """The parameters after three steps in each wrapper, and how a divided gate is refused."""
+    found: dict[str, Any] = {}
+    text = texts()[rank : rank + 1]
     for kind in WRAPPERS:
         inner = make_trained()
         model = wrapped(kind, inner)
         optimizer = torch.optim.SGD(model.parameters(), RATE)
-        for _ in range(2):
+        for _ in range(3):
             model(text, labels=text).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -140,6 +141,12 @@ def run_distributed(rank: int) -> dict[str, dict[str, torch.Tensor]]:
             for name, one in inner.named_parameters()
         }
         found[kind] = {name: one.detach() for name, one in whole.items()}
+    rules = {"num_hidden_layers": 2, "sliding_keys": 16, "selecting_keys": 32, "lifetime_units": 8}
+    if "fsdp" in WRAPPERS:
+        gated = wrapped("fsdp", ours.HybridForCausalLM(ours.HybridConfig(**SIZES, **rules)))
+        with pytest.raises(ValueError) as refused:
+            gated.lifetime_loss(text, progress=0.0)
+        found["refused"] = str(refused.value)
     return found
 
 
@@ -151,8 +158,9 @@ def test_distributed(kind: str) -> None:
     model = make_trained()
     before = copies(model)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    for _ in range(2):
+    for step in range(3):
         for text in texts().split(1):
+            model.model.calls = step
             (model(text, labels=text).loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -161,3 +169,9 @@ def test_distributed(kind: str) -> None:
     for name, one in model.named_parameters():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], one.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif("fsdp" not in WRAPPERS, reason="PyTorch has no fully_shard")
+def test_a_divided_gate_is_refused() -> None:
+    message = "model: fully_shard() divides its parameters among ranks, want whole ones"
+    assert all(one["refused"].startswith(message) for one in RUN.results())
