@@ -30,7 +30,7 @@ def test_it_runs(tmp_path: Path) -> None:
     printed = "".join("".join(one["text"]) for one in outputs if one["output_type"] == "stream")
     assert sum("image/png" in one.get("data", ()) for one in outputs) == 2
     (right,) = re.findall(r"^right answers: (\d+)%$", printed, re.MULTILINE)
-    assert int(right) > 80  # by chance 12
+    assert int(right) > 60  # by chance 12
     (kept,) = re.findall(r"^kept by score until the questions: (.*)$", printed, re.MULTILINE)
     (facts,) = re.findall(r"^facts in the text: (...)$", printed, re.MULTILINE)
     assert len(kept) <= 8 and len(set(facts) & set(kept)) >= 2
