@@ -32,8 +32,8 @@ def test_it_runs(tmp_path: Path) -> None:
     (right,) = re.findall(r"^right answers: (\d+)%$", printed, re.MULTILINE)
     assert int(right) > 60  # by chance 12
     (kept,) = re.findall(r"^kept by score until the questions: (.*)$", printed, re.MULTILINE)
-    (facts,) = re.findall(r"^facts in the text: (...)$", printed, re.MULTILINE)
-    assert len(kept) <= 8 and len(set(facts) & set(kept)) >= 2
+    (marks,) = re.findall(r"^marks in the text: (...)$", printed, re.MULTILINE)
+    assert len(kept) <= 8 and len(set(marks) & set(kept)) >= 2
     assert len(re.findall(r"^[xyz] -> ., right is .$", printed, re.MULTILINE)) == 3
     assert "after 120 tokens" in printed
 
