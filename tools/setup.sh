@@ -3,7 +3,7 @@
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh format   also .venv with the formatters alone, unless it is there
 #   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt,
-#                     .venv/extra with those of tests/requirements-extra.txt, and the header of ONNX Runtime in
+#                     .venv/extra with tests/requirements-extra.txt, and the header of ONNX Runtime in
 #                     build/onnxruntime
 #   setup.sh gates    all of these, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
 #                     a cross compiler and an emulator of 64-bit ARM if apt has them
