@@ -95,7 +95,8 @@ def addresses() -> dict[str, str]:
 
 def tagged(version: str) -> str:
     """The commit that has the tag of the version; empty if there is no such tag."""
-    return git("for-each-ref", "--format=%(*objectname)", f"refs/tags/v{version}")
+    commit = "%(if)%(*objectname)%(then)%(*objectname)%(else)%(objectname)%(end)"
+    return git("for-each-ref", f"--format={commit}", f"refs/tags/v{version}")
 
 
 def missing(version: str) -> list[str]:

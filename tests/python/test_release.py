@@ -145,6 +145,9 @@ def test_a_release_is_tagged_once(repository: Path, tmp_path: Path) -> None:
     assert git(repository, "tag") == f"v{VERSION}\n"
     output_of(release(repository, "build", tmp_path / "again"))  # of the same commit
     assert git(repository, "tag") == f"v{VERSION}\n"
+    # a forge's checkout may leave a tag without its annotation
+    git(repository, "tag", "--force", f"v{VERSION}", "HEAD")
+    output_of(release(repository, "build", tmp_path / "forge"))
     change(repository, "README.md", "# FlashDMA\n", "# Another\n")
     done = release(repository, "build", tmp_path / "later")
     assert done.returncode == 1 and f"the tag v{VERSION} is of another commit" in done.stderr
