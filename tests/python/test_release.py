@@ -81,9 +81,9 @@ def test_verify(made: Path, tmp_path: Path) -> None:
     done = release(ROOT, "verify", out)
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
+        "changes.md: differs from SHA256SUMS",
         "extra.whl: is not in SHA256SUMS",
         f"{SDIST}: is missing",
-        "changes.md: differs from SHA256SUMS",
     ]
 
 
