@@ -10,8 +10,7 @@
 #error                                                                                             \
     "build without -ffast-math, -Ofast and -ffinite-math-only: results depend on NaN and infinity"
 #endif
-// tools/site/wasm/selection.c, which bounds all sizes of its calls, is compiled for 32 bits.
-#if (SIZE_MAX < UINT64_MAX || UINTPTR_MAX < UINT64_MAX) && !defined(FDMA_SIZES_ARE_BOUNDED)
+#if SIZE_MAX < UINT64_MAX || UINTPTR_MAX < UINT64_MAX
 #error "size_t and pointers need 64 bits: workspace sizes would overflow"
 #endif
 

@@ -9,7 +9,7 @@ mkdir -p build/site
 
 # The library without the kernels of any ISA: the reference computes the selection. malloc() and
 # output are not used, but snprintf() of messages imports the writing of files.
-clang --target=wasm32-wasi -Oz -std=c11 -Iinclude -Isrc -DFDMA_SIZES_ARE_BOUNDED \
+clang --target=wasm32-wasi -Oz -std=c11 -Iinclude -Isrc -include tools/site/wasm/sizes.h \
     -Dfdma_cpu_scalar=fdma_cpu_absent -D_Thread_local= -ffunction-sections -fdata-sections \
     -mbulk-memory -nostartfiles -Wl,--no-entry,--gc-sections,--strip-all \
     -Wl,--export=select_keys,--export=score_address,--export=expiry_address,--export=slot_address \

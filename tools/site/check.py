@@ -1,5 +1,5 @@
-"""Checks the site in build/site/html, as a reader has it from disk: links, and in Chromium errors of
-the console, widths, the search, and the page of the selection against the Python package.
+"""Checks the site in build/site/html, as a reader has it from disk: links, and in Chromium errors
+of the console, widths, the search, and the page of the selection against the Python package.
 
     check.py               all checks; the exit status is 1 if any fails
     check.py --picture     draw docs/figures/selection.png instead
@@ -30,7 +30,7 @@ SEARCHES = {  # the page that the search has to name first
 }
 CASES = 1000
 LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")}
-WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844), "picture": (1000, 1200)}
 
 
 class Page(html.parser.HTMLParser):
@@ -107,13 +107,13 @@ class Browser:
         return result
 
     def said(self) -> list[str]:
-        """What the console says since the last call."""
+        """The lines of the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
 def page_faults(browser: Browser) -> Iterator[str]:
     """The console of every page, and whether a page is wider than a phone."""
-    for width in WIDTHS:
+    for width in ("desktop", "phone"):
         browser.set_width(width)
         names = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
         for name in names:
@@ -152,7 +152,7 @@ def search_faults(browser: Browser) -> Iterator[str]:
 
 
 def selection_cases() -> list[dict[str, Any]]:
-    """Scores with ties, NaN, infinity and both zeros, rules, and what select() of the package says."""
+    """Scores with ties, NaN, infinity and both zeros, rules, and what the package selects."""
     import random
 
     import flash_dmattn
@@ -165,8 +165,8 @@ def selection_cases() -> list[dict[str, Any]]:
         keys = rng.randint(1, 96)
         window, recent = rng.randint(1, 24), rng.choice([0, rng.randint(0, 24)])
         sinks = rng.choice([0, rng.randint(0, window)])
-        draw = rng.choice([rng.random, lambda: rng.choice(special), lambda: rng.randint(0, 5) / 4])
-        score = torch.tensor([draw() for _ in range(keys)])
+        drawn = [rng.random() for _ in range(keys)], rng.choices(special, k=keys)
+        score = torch.tensor(rng.choice([*drawn, rng.choices([0.25, 0.5, 0.75], k=keys)]))
         selection = flash_dmattn.select(score[None, None], window, recent=recent, sinks=sinks)
         cases.append(
             {
@@ -221,15 +221,18 @@ def selection_faults(browser: Browser) -> Iterator[str]:
     yield from (f"selection.html: the console says {said}" for said in browser.said())
 
 
+DRAWN = """
+selectionPage.scores.forEach((_, j, scores) => { scores[j] = (j * j * 7 + j * 5) % 31 / 31; });
+selectionPage.update();
+"""
+
+
 def draw_picture(browser: Browser) -> None:
     """The picture that stands for the page where it has no sliders."""
-    browser.set_width("desktop")
+    browser.set_width("picture")
     browser.open("selection.html")
     browser.until("return Boolean(window.selectionPage)")
-    browser.run(
-        "selectionPage.scores = Float32Array.from({length: 48}, (_, j) => (j * j * 7 + j * 5) % 31 / 31);"
-        "selectionPage.update()"
-    )
+    browser.run(DRAWN)
     element = browser.driver.find_element("id", "selection")
     (ROOT / "docs" / "figures" / "selection.png").write_bytes(element.screenshot_as_png)
 

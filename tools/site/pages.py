@@ -1,6 +1,7 @@
-"""Writes the pages of the site to build/site/pages: those of docs/, pages that stand elsewhere, such
-as README.md, the API reference, and files that pages link to. Links go from page to page, and names
-of the interface link to where they are described. tools/site/build.sh makes a site of them.
+"""Writes the pages of the site to build/site/pages: the pages of docs/, others that stand
+elsewhere, such as README.md, the API reference, and files that pages link to. Links go from page to
+page, and names of the interface link to where they are described. tools/site/build.sh makes a site
+of them.
 
 It needs the package and its library: set PYTHONPATH and FDMA_LIBRARY as `make test` does.
 """

@@ -37,9 +37,10 @@ def without_tags(text: str) -> str:
 
 
 def python_name(name: str, thing: Any, level: int) -> Iterator[str]:
-    yield heading(level, f"`{name}`", name)
+    short = name.rpartition(".")[2]
+    yield heading(level, f"`{name}`", f'{name} data-toc-label="{short}"')
     if not isinstance(thing, property):
-        signature = api_reference.signature_of(thing, name.rpartition(".")[2])
+        signature = api_reference.signature_of(thing, short)
         yield api_reference.fenced("python", signature)
     yield without_tags(api_reference.docstring_text(thing))
 
@@ -87,8 +88,8 @@ def c_anchor(title: str) -> str:
 def c_page() -> Iterator[str]:
     yield "# C, fdma.h"
     yield (
-        "Every entry of the header. What is common to all calls, from the first call to devices "
-        "and threads, is in the comment at the head of [fdma.h](../../include/fdma.h)."
+        "Every entry of the header. The rules of all calls, from the first call to devices and "
+        "threads, are in the comment at the head of [fdma.h](../../include/fdma.h)."
     )
     for title, text, code in api_reference.c_entries():
         if not text:

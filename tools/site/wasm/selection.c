@@ -15,7 +15,7 @@ int32_t *expiry_address(void) { return expiries; }
 
 int32_t *slot_address(void) { return slots; }
 
-/* The status of fdma_select(); FDMA_INVALID_ARGUMENT, too, if there are more than most_keys keys. */
+/* The status of fdma_select(); FDMA_INVALID_ARGUMENT, too, for more than most_keys keys. */
 int32_t select_keys(int32_t keys, int32_t window, int32_t recent, int32_t sinks) {
     if (keys < 0 || keys > most_keys)
         return FDMA_INVALID_ARGUMENT;
