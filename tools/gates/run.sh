@@ -435,8 +435,9 @@ site_opens() {
         echo "skipped: the packages of tools/site/requirements.txt are not installed"
         return
     fi
-    PYTHON=$python tools/site/build.sh &&
-        FDMA_LIBRARY=$PWD/build/libfdma.so PYTHONPATH=python "$python" tools/site/check.py
+    export FDMA_LIBRARY="$PWD/build/libfdma.so" PYTHONPATH=python:tools
+    PYTHON=$python tools/site/build.sh && "$python" tools/site/check.py --self-test &&
+        "$python" tools/site/check.py
 }
 
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,

@@ -19,5 +19,6 @@ clang --target=wasm32-wasi -Oz -std=c11 -Iinclude -Isrc -include tools/site/wasm
 printf 'const selectionModule = "%s";\n' "$(base64 -w 0 "$module")" >"$module.js"
 
 python=${PYTHON:-.venv/bin/python}
-FDMA_LIBRARY="${FDMA_LIBRARY:-$PWD/build/libfdma.so}" PYTHONPATH=python:tools "$python" tools/site/pages.py
+FDMA_LIBRARY="${FDMA_LIBRARY:-$PWD/build/libfdma.so}" PYTHONPATH=python:tools \
+    "$python" tools/site/pages.py
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict

@@ -2,7 +2,8 @@
 of the console, widths, the search, and the page of the selection against the Python package.
 
     check.py               all checks; the exit status is 1 if any fails
-    check.py --picture     draw docs/figures/selection.png instead
+    check.py --self-test   show that planted faults are found
+    check.py --picture     draw docs/figures/selection.png
 
 It needs what `tools/setup.sh gates` installs, and PYTHONPATH and FDMA_LIBRARY as `make test` does.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import html.parser
 import json
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +76,8 @@ def link_faults(site: Path) -> Iterator[str]:
 
 
 class Browser:
-    def __init__(self) -> None:
+    def __init__(self, site: Path = SITE) -> None:
+        self.site = site
         from selenium import webdriver
 
         options = webdriver.ChromeOptions()
@@ -92,7 +96,7 @@ class Browser:
         )
 
     def open(self, name: str) -> None:
-        self.driver.get((SITE / name).as_uri())
+        self.driver.get((self.site / name).as_uri())
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -111,17 +115,22 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
+WIDER = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+
+
 def page_faults(browser: Browser) -> Iterator[str]:
     """The console of every page, and whether a page is wider than a phone."""
+    names = sorted(
+        path.relative_to(browser.site).as_posix() for path in browser.site.rglob("*.html")
+    )
     for width in ("desktop", "phone"):
         browser.set_width(width)
-        names = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
         for name in names:
-            if name == "404.html" or (width == "phone" and name.startswith("source/")):
+            if name == "404.html":
                 continue
             browser.open(name)
             yield from (f"{name}: the console says {words}" for words in browser.said())
-            wide = browser.run("return document.documentElement.scrollWidth - innerWidth")
+            wide = browser.run(WIDER)
             if wide > 0:
                 yield f"{name} is {wide} pixels wider than a {width}"
 
@@ -146,7 +155,7 @@ def search_faults(browser: Browser) -> Iterator[str]:
         browser.open("install.html")
         browser.run(TYPE, words)
         first = browser.until(FOUND)
-        if first != (SITE / page).as_uri():
+        if first != (browser.site / page).as_uri():
             yield f"the search for {words} finds {first} first, want {page}"
         yield from (f"the search for {words}: the console says {said}" for said in browser.said())
 
@@ -227,6 +236,20 @@ selectionPage.update();
 """
 
 
+PLANTS = [  # the check, the file, what stands there, what is planted, words of the fault
+    (
+        page_faults,
+        "selection.html",
+        "</body>",
+        "<script>planted()</script>",
+        "planted is not defined",
+    ),
+    (page_faults, "selection.html", "</body>", '<p style="width: 2000px">x', "pixels wider"),
+    (selection_faults, "site/selection.js", "j > r);", "j < r);", "selections differ"),
+    (selection_faults, "site/selection.js", "const rows =", "const rows = 1 +", "want 10 for"),
+]
+
+
 def draw_picture(browser: Browser) -> None:
     """The picture that stands for the page where it has no sliders."""
     browser.set_width("picture")
@@ -237,10 +260,32 @@ def draw_picture(browser: Browser) -> None:
     (ROOT / "docs" / "figures" / "selection.png").write_bytes(element.screenshot_as_png)
 
 
+def planted_faults() -> Iterator[str]:
+    """Planted faults that no check finds, in copies of a part of the site."""
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder).resolve()
+        for name in ("assets", "site"):
+            shutil.copytree(SITE / name, site / name)
+        browser = Browser(site)
+        for check, name, sound, fault, words in PLANTS:
+            for part in {"selection.html", "site/selection.js", name}:
+                shutil.copy(SITE / part, site / part)
+            text = (site / name).read_text(encoding="utf-8")
+            (site / name).write_text(text.replace(sound, fault, 1), encoding="utf-8")
+            if sound not in text or not any(words in found for found in check(browser)):
+                yield f"{fault} in {name} is not found"
+        browser.driver.quit()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", action="store_true", help="draw docs/figures/selection.png")
+    parser.add_argument("--self-test", action="store_true", help="look for planted faults")
     given = parser.parse_args()
+    if given.self_test:
+        missed = list(planted_faults())
+        print("\n".join(missed) or f"site: {len(PLANTS)} planted faults are found")
+        return 1 if missed else 0
     browser = Browser()
     try:
         if given.picture:
