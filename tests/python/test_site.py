@@ -97,9 +97,10 @@ def test_every_name_is_described(pages: ModuleType) -> None:
     assert reference.places()["fdma_tensor_2d"].anchor == "fdma_tensor_1d"
 
 
-def test_text_is_not_taken_for_tags(pages: ModuleType) -> None:
+def test_text_becomes_markdown(pages: ModuleType) -> None:
     given = "scale * <query, key>, `a<b>`\n\n    <code>\n\n```c\n#include <math.h>\n```\n"
-    assert pages.reference.without_tags(given) == given.replace("<query", "&lt;query")
+    assert pages.reference.text_of(given) == given.replace("<query", "&lt;query")
+    assert pages.reference.text_of("see docs/c.md") == "see [c.md](../c.md)"
 
 
 SOUND = '<a id="a" href="b.html#c">b</a><a href="https://x.org">x</a><img src="d.png">'

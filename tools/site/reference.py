@@ -29,10 +29,11 @@ def heading(level: int, title: str, anchor: str) -> str:
     return f"{'#' * level} {title} {{ #{anchor} }}"
 
 
-def without_tags(text: str) -> str:
-    """In text, but not in code, `<query, key>` is not a tag of HTML."""
+def text_of(text: str) -> str:
+    """In text, but not in code, `<query, key>` is no tag of HTML, and a page's name is a link."""
     parts = OUTSIDE_OF_CODE.split(text)
     parts[::2] = (re.sub(r"<(?=\w)", "&lt;", part) for part in parts[::2])
+    parts[::2] = (re.sub(r"\bdocs/(\w+\.md)", r"[\1](../\1)", part) for part in parts[::2])
     return "".join(parts)
 
 
@@ -42,7 +43,7 @@ def python_name(name: str, thing: Any, level: int) -> Iterator[str]:
     if not isinstance(thing, property):
         signature = api_reference.signature_of(thing, short)
         yield api_reference.fenced("python", signature)
-    yield without_tags(api_reference.docstring_text(thing))
+    yield text_of(api_reference.docstring_text(thing))
 
 
 def python_page(module: Any) -> Iterator[str]:
@@ -60,7 +61,7 @@ def labelled(label: str, body: str) -> str:
     lines = body.split("\n")
     if label == "Formula" and "=" in lines[0]:
         return f"**{label}**\n\n{api_reference.fenced('text', body)}"
-    return f"**{label}** {without_tags(inspect.cleandoc(body))}"
+    return f"**{label}** {text_of(inspect.cleandoc(body))}"
 
 
 def comment_body(text: str) -> Iterator[str]:
@@ -70,7 +71,7 @@ def comment_body(text: str) -> Iterator[str]:
         found = LABEL.match(line)
         if found:
             body = inspect.cleandoc("\n" + "\n".join(lines))
-            yield labelled(label, body) if label else without_tags(body)
+            yield labelled(label, body) if label else text_of(body)
             label, lines = found[1], [found[2]]
         else:
             lines.append(line[11:] if label and line.startswith(" " * 11) else line)
