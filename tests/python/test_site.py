@@ -79,9 +79,22 @@ def test_names_become_links(pages: ModuleType) -> None:
         "# `HybridPlan`",
         "    HybridPlan()",
         "[`HybridPlan`](x.md)",
+        "[a `HybridPlan` of it](x.md)",
         "`no_name()`",
     ):
         assert linked(text) == text
+
+
+LISTS = [
+    ("text\n- a\n  b\n- c\n\n- d\n\n| x |\n- e", "text\n\n- a\n    b\n- c\n\n- d\n\n| x |\n\n- e"),
+    ("- a\n\n  | x |\n\n  b\n- c\n- d", "- a\n\n    | x |\n\n    b\n\n- c\n- d"),
+    ("- a\nb\n- c\n\nd\n\n  e", "- a\nb\n- c\n\nd\n\n  e"),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), LISTS)
+def test_lists(pages: ModuleType, given: str, wanted: str) -> None:
+    assert pages.list_for_mkdocs(given) == wanted
 
 
 def test_every_name_is_described(pages: ModuleType) -> None:
@@ -103,12 +116,15 @@ def test_text_becomes_markdown(pages: ModuleType) -> None:
     assert pages.reference.text_of("see docs/c.md") == "see [c.md](../c.md)"
 
 
-SOUND = '<a id="a" href="b.html#c">b</a><a href="https://x.org">x</a><img src="d.png">'
+SOUND = (
+    '<code>**</code><a id="a" href="b.html#c">b</a><a href="https://x.org">x</a><img src="d.png">'
+)
 FAULTS = [
     ('<a href="e.html"></a>', "a.html links to e.html, which is not there"),
     ('<a href="b.html#e"></a>', "a.html links to b.html#e, which has no such place"),
     ('<a href="#e"></a>', "a.html links to #e, which has no such place"),
     ('<img src="e.png">', "a.html links to e.png, which is not there"),
+    ("<p>a [b](c)</p>", "a.html shows Markdown: 'bxa [b](c)'"),
     (
         '<script src="https://x.org/y.js"></script>',
         "a.html loads https://x.org/y.js, want nothing of another host",
@@ -116,11 +132,11 @@ FAULTS = [
 ]
 
 
-def test_faults_of_links_are_found(check: ModuleType, tmp_path: Path) -> None:
+def test_faults_of_texts_are_found(check: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "b.html").write_text('<p id="c">')
     (tmp_path / "d.png").touch()
     (tmp_path / "a.html").write_text(SOUND)
-    assert list(check.link_faults(tmp_path)) == []
+    assert list(check.text_faults(tmp_path)) == []
     for fault, words in FAULTS:
         (tmp_path / "a.html").write_text(SOUND + fault)
-        assert list(check.link_faults(tmp_path)) == [words]
+        assert list(check.text_faults(tmp_path)) == [words]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import html.parser
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -36,16 +37,23 @@ LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")}
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844), "picture": (1000, 1200)}
 
 
+UNREAD = re.compile(r"\]\(|\*\*|^- \w|^\| ", re.M)  # Markdown that was not understood
+CODE = ("code", "pre", "script", "style")
+
+
 class Page(html.parser.HTMLParser):
-    """The ids of a page, and what it links to and loads."""
+    """The ids of a page, its text outside of code, and what it links to and loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self.text = ""
+        self.in_code = 0
         self.ids: set[str] = set()
         self.links: list[tuple[str, bool]] = []  # address, and whether it is loaded with the page
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.in_code += tag in CODE
         values = dict(attrs)
         self.ids |= {values[name] or "" for name in ("id", "name") if name in values}
         for name in ("href", "src"):
@@ -53,13 +61,23 @@ class Page(html.parser.HTMLParser):
             if address is not None and values.get("rel") != "canonical":
                 self.links.append((address, (tag, name) in LOADS))
 
+    def handle_endtag(self, tag: str) -> None:
+        self.in_code -= tag in CODE
 
-def link_faults(site: Path) -> Iterator[str]:
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.in_code else data
+
+
+def text_faults(site: Path) -> Iterator[str]:
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     for path, page in pages.items():
         name = path.relative_to(site)
         if name.name == "404.html":  # a server shows it, with addresses from the top
             continue
+        unread = UNREAD.search(page.text)
+        if unread:
+            around = page.text[max(0, unread.start() - 40) : unread.end() + 40]
+            yield f"{name} shows Markdown: {around!r}"
         for address, is_loaded in page.links:
             if address.startswith(("https:", "http:", "//")):
                 if is_loaded:
@@ -291,7 +309,7 @@ def main() -> int:
         if given.picture:
             draw_picture(browser)
             return 0
-        faults = list(link_faults(SITE))
+        faults = list(text_faults(SITE))
         for check in (page_faults, search_faults, selection_faults):
             faults += check(browser)
     finally:

@@ -46,6 +46,7 @@ hide:
 """
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.M | re.S)
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?!https?:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)]*)?\)")
+A_LINK = re.compile(r"(\[[^\]]*\]\([^)]*\))")
 NAME = re.compile(r"(?<![\w.`\[])(?:`(?P<code>\w+)(?:\(\))?`|(?P<call>\w+)\(\))(?![\w`\]])")
 
 
@@ -82,7 +83,31 @@ def link_names(text: str, path: str) -> str:
         place = places[name]
         return f"[`{written}`]({from_page(path, place.page)}#{place.anchor})"
 
-    return re.sub(r"^(?!#| {4}).*", lambda line: NAME.sub(link, line[0]), text, flags=re.M)
+    def link_all(line: re.Match[str]) -> str:
+        parts = A_LINK.split(line[0])
+        parts[::2] = (NAME.sub(link, part) for part in parts[::2])
+        return "".join(parts)
+
+    return re.sub(r"^(?!#| {4}).*", link_all, text, flags=re.M)
+
+
+def list_for_mkdocs(text: str) -> str:
+    """Lists as MkDocs reads them: an empty line before a list, and before each item that follows a
+    paragraph of its list; further paragraphs of an item are four columns further right, not two."""
+    lines: list[str] = []
+    in_list, has_paragraphs = False, False
+    for line in text.split("\n"):
+        if line.startswith("- "):
+            if lines and lines[-1] and (has_paragraphs or not in_list):
+                lines.append("")
+            in_list, has_paragraphs = True, False
+        elif line and not line.startswith(" "):
+            in_list = in_list and bool(lines[-1])
+        elif in_list:
+            has_paragraphs |= bool(line) and not lines[-1]
+            line = f"  {line}" if line else ""
+        lines.append(line)
+    return "\n".join(lines)
 
 
 class Site:
@@ -114,7 +139,7 @@ class Site:
 
     def write_page(self, path: str, file: str, text: str) -> None:
         def change(part: str) -> str:
-            return link_names(self.move_links(part, path, file), path)
+            return link_names(list_for_mkdocs(self.move_links(part, path, file)), path)
 
         self.write(path, outside_of_code(change, text))
 
