@@ -66,7 +66,7 @@ class SelectionPage {
     place.insertAdjacentHTML(
       "beforeend",
       `<div class="selection-picture">
-       <p>Bars: scores of the keys; drag them. Below: a row for each query, a column for each key. ${Object.entries(KINDS)
+       <p>Bars: scores of the keys; drag or tap them. Below: a row for each query, a column for each key. ${Object.entries(KINDS)
          .map(([kind, words]) => `<span class="selection-kind ${kind}">${words}</span>`)
          .join(" ")}</p>
        <canvas role="img" aria-label="Which keys each query keeps"></canvas>

@@ -31,6 +31,12 @@ MOVED = [  # path in the site, file, a link of the file, the link of the page
     ("index.md", "README.md", "[a](docs/c.md#threads)", "[a](c.md#threads)"),
     ("c.md", "docs/c.md", "[a](../README.md#limits)", "[a](index.md#limits)"),
     ("c.md", "docs/c.md", "[a](../include/fdma.h)", "[a](source/include/fdma.h.md)"),
+    (
+        "c.md",
+        "docs/c.md",
+        "[a](../examples/data/minilm.safetensors)",
+        "[a](source/examples/data/minilm.safetensors)",
+    ),
     ("c.md", "docs/c.md", "[a](../benchmarks/results)", "a"),
     ("c.md", "docs/c.md", "[a](#b) [a](https://c.d/e)", "[a](#b) [a](https://c.d/e)"),
     ("research/studies.md", "research/studies.md", "![a](../docs/figures/train.svg)", None),

@@ -30,7 +30,9 @@ ELSEWHERE = {  # pages outside of docs/, by their paths in the repository
     "examples/data/README.md": "examples/data.md",
 }
 MODULE = ROOT / "build" / "site" / "selection.wasm.js"  # compiled by tools/site/build.sh
-LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cff": "yaml", ".sh": "sh"}
+LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cff": "yaml", ".yml": "yaml", ".sh": "sh"}
+TEXTS = {*LANGUAGES, ".md", ".txt", ".toml", ".cmake", ""}  # suffixes of files that become pages
+WIDE = "---\nhide:\n  - navigation\n---\n\n"  # no other page stands beside the first one
 SOURCE = """---
 search:
   exclude: true
@@ -40,9 +42,9 @@ hide:
 
 # {name}
 
-```{language}
+`````{language}
 {text}
-```
+`````
 """
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.M | re.S)
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?!https?:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)]*)?\)")
@@ -64,7 +66,7 @@ def place_of(file: str) -> str | None:
         return ELSEWHERE[file]
     if not (ROOT / file).is_file():
         return None
-    return f"source/{file}" if file.endswith(".json") else f"source/{file}.md"
+    return f"source/{file}.md" if Path(file).suffix in TEXTS else f"source/{file}"
 
 
 def from_page(path: str, target: str) -> str:
@@ -141,17 +143,19 @@ class Site:
         def change(part: str) -> str:
             return link_names(list_for_mkdocs(self.move_links(part, path, file)), path)
 
-        self.write(path, outside_of_code(change, text))
+        self.write(path, (WIDE if path == "index.md" else "") + outside_of_code(change, text))
 
     def write_linked(self) -> None:
         """The files that pages link to and that are no pages: sources as pages, data as it is."""
         for file, path in self.linked.items():
-            if path.startswith("source/") and path.endswith(".md"):
+            if not path.startswith("source/"):
+                continue
+            if Path(file).suffix in TEXTS:
                 text = (ROOT / file).read_text(encoding="utf-8").rstrip()
                 language = LANGUAGES.get(Path(file).suffix, "text")
                 name = posixpath.basename(file)
                 self.write(path, SOURCE.format(name=name, language=language, text=text))
-            elif path.startswith("source/"):
+            else:
                 (OUT / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, OUT / path)
 
