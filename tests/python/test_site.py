@@ -1,6 +1,6 @@
 """The pages of the site: links of the repository lead to them, names of the interface lead to where
-they are described, and tools/site/check.py finds what is wrong with a page. The gate `site` builds
-all of it."""
+they are described, and tools/site/check_site.py finds what is wrong with a page. The gate `site`
+builds all of it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from programs import ROOT
 def pages() -> ModuleType:
     pytest.importorskip("onnxscript")
     sys.path += [str(ROOT / "tools"), str(ROOT / "tools" / "site")]
-    return importlib.import_module("pages")
+    return importlib.import_module("site_pages")
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
     sys.path.append(str(ROOT / "tools" / "site"))
-    return importlib.import_module("check")
+    return importlib.import_module("check_site")
 
 
 MOVED = [  # path in the site, file, a link of the file, the link of the page
@@ -104,22 +104,22 @@ def test_lists(pages: ModuleType, given: str, wanted: str) -> None:
 
 
 def test_every_name_is_described(pages: ModuleType) -> None:
-    reference = pages.reference
-    texts = reference.pages()
+    api_pages = pages.api_pages
+    texts = api_pages.pages()
     missing = [
         name
-        for name, place in reference.places().items()
+        for name, place in api_pages.places().items()
         if not re.search(rf"^##+ .* \{{ #{place.anchor}[ }}]", texts[place.page], re.M)
     ]
-    assert missing == [] and len(reference.places()) > 120
-    assert "`fdma_tensor_2d`" not in texts[reference.C_PAGE]
-    assert reference.places()["fdma_tensor_2d"].anchor == "fdma_tensor_1d"
+    assert missing == [] and len(api_pages.places()) > 120
+    assert "`fdma_tensor_2d`" not in texts[api_pages.C_PAGE]
+    assert api_pages.places()["fdma_tensor_2d"].anchor == "fdma_tensor_1d"
 
 
 def test_text_becomes_markdown(pages: ModuleType) -> None:
     given = "scale * <query, key>, `a<b>`\n\n    <code>\n\n```c\n#include <math.h>\n```\n"
-    assert pages.reference.text_of(given) == given.replace("<query", "&lt;query")
-    assert pages.reference.text_of("see docs/c.md") == "see [c.md](../c.md)"
+    assert pages.api_pages.text_of(given) == given.replace("<query", "&lt;query")
+    assert pages.api_pages.text_of("see docs/c.md") == "see [c.md](../c.md)"
 
 
 SOUND = (

@@ -436,8 +436,8 @@ site_opens() {
         return
     fi
     export FDMA_LIBRARY="$PWD/build/libfdma.so" PYTHONPATH=python:tools
-    PYTHON=$python tools/site/build.sh && "$python" tools/site/check.py --self-test &&
-        "$python" tools/site/check.py
+    PYTHON=$python tools/site/build.sh && "$python" tools/site/check_site.py --self-test &&
+        "$python" tools/site/check_site.py
 }
 
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,

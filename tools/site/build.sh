@@ -20,5 +20,5 @@ printf 'const selectionModule = "%s";\n' "$(base64 -w 0 "$module")" >"$module.js
 
 python=${PYTHON:-.venv/bin/python}
 FDMA_LIBRARY="${FDMA_LIBRARY:-$PWD/build/libfdma.so}" PYTHONPATH=python:tools \
-    "$python" tools/site/pages.py
+    "$python" tools/site/site_pages.py
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict

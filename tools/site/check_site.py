@@ -1,9 +1,9 @@
 """Checks the site in build/site/html, as a reader has it from disk: links, and in Chromium errors
 of the console, widths, the search, and the page of the selection against the Python package.
 
-    check.py               all checks; the exit status is 1 if any fails
-    check.py --self-test   show that planted faults are found
-    check.py --picture     draw docs/figures/selection.png
+    check_site.py               all checks; the exit status is 1 if any fails
+    check_site.py --self-test   show that planted faults are found
+    check_site.py --picture     draw docs/figures/selection.png
 
 It needs what `tools/setup.sh gates` installs, and PYTHONPATH and FDMA_LIBRARY as `make test` does.
 """

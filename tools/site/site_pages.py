@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable
 
-import reference
+import api_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "site" / "pages"
@@ -75,7 +75,7 @@ def from_page(path: str, target: str) -> str:
 
 def link_names(text: str, path: str) -> str:
     """Makes links of the names in lines of text, but not in headings and indented code."""
-    places = reference.places()
+    places = api_pages.places()
 
     def link(match: re.Match[str]) -> str:
         name, written = match["code"] or match["call"], match[0].strip("`")
@@ -118,7 +118,7 @@ class Site:
 
     def move_links(self, text: str, path: str, file: str) -> str:
         """Links of a file of the repository, as they are in its page at `path`."""
-        places = reference.places()
+        places = api_pages.places()
 
         def move(match: re.Match[str]) -> str:
             words, anchor = match["text"], match["anchor"] or ""
@@ -175,7 +175,7 @@ def main() -> None:
     site = Site()
     for path, file in documents():
         site.write_page(path, file, (ROOT / file).read_text(encoding="utf-8"))
-    for path, text in reference.pages().items():
+    for path, text in api_pages.pages().items():
         site.write_page(path, f"docs/{path}", text)
     site.write_linked()
 
