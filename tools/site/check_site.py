@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Checks the site in build/site/html, as a reader has it from disk: links, and in Chromium errors
 of the console, widths, the search, and the page of the selection against the Python package.
 

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Writes the pages of the site to build/site/pages: the pages of docs/, others that stand
 elsewhere, such as README.md, the API reference, and files that pages link to. Links go from page to
 page, and names of the interface link to where they are described. tools/site/build.sh makes a site
