@@ -57,11 +57,13 @@ def test_weaknesses(tmp_path: Path) -> None:
 def test_what_workflows_run(path: Path, tmp_path: Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     scripts = [step["run"] for step in steps if "run" in step]
     for number, script in enumerate(scripts):
         file = tmp_path / f"{number}.sh"
         file.write_text(f"#!/bin/bash -e\n{script}\n")
         output_of(run(Path(sys.executable).parent / "shellcheck", file))
+        assert set(re.findall(r"\bmake ([a-z-]+)", script)) <= set(targets)
     assert all(job["runs-on"] and "permissions" in job for job in jobs.values())
 
 
