@@ -59,6 +59,7 @@ from ._arguments import (
     refuse_tangents,
     spread,
 )
+from ._signatures import BiasForm, Scope
 
 
 class Selection(NamedTuple):
@@ -82,7 +83,7 @@ class Selection(NamedTuple):
     expiry: torch.Tensor
     slot: torch.Tensor
     window: int
-    scope: str
+    scope: Scope
     recent: int = 0
     sinks: int = 0
     gap: float | None = None
@@ -124,7 +125,7 @@ def score(
     a_coef: torch.Tensor,
     *,
     dt_bias: torch.Tensor | None = None,
-    bias_form: str = "exp",
+    bias_form: BiasForm = "exp",
     key_valid: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
     backend: str | None = None,
@@ -178,7 +179,7 @@ def select(
     recent: int = 0,
     sinks: int = 0,
     gap: float | None = None,
-    scope: str = "causal",
+    scope: Scope = "causal",
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
