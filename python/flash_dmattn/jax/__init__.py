@@ -1,0 +1,34 @@
+"""Flash Dynamic Mask Attention for JAX: attention of each query over its `window` best keys.
+
+    import flash_dmattn.jax as fdma
+
+The functions are those of the package for PyTorch on arrays of JAX, for the CPU and for CUDA
+devices; this module does not import PyTorch. They work under jax.jit, jax.grad and jax.vmap.
+Options are static: numbers and names, not traced arrays. docs/jax.md has examples.
+"""
+
+from . import _versions  # noqa: F401 (refuses a JAX of another version)
+from . import _call
+from ._functions import (
+    KeyCache,
+    Selection,
+    attention,
+    decode,
+    flash_dma_attention,
+    prefill,
+    score,
+    select,
+)
+
+_call.register()
+
+__all__ = [
+    "KeyCache",
+    "Selection",
+    "attention",
+    "decode",
+    "flash_dma_attention",
+    "prefill",
+    "score",
+    "select",
+]
