@@ -458,3 +458,5 @@ for _operator in (DECODE, PREFILL, CACHE_STORE, CACHE_COPY):
     _operator.refuse_gradients(
         f"flash_dmattn: {_operator.name} has no gradient, call it within torch.no_grad()"
     )
+
+from . import autograd  # noqa: E402, F401 (registers the gradients)
