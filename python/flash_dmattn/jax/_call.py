@@ -198,6 +198,7 @@ class Prepared:
         except Exception as error:
             field, colon, rest = str(error).partition(": ")
             shown = {**SHOWN, "window": self.operation.window}
+            rest = rest.replace("causal is 0", "causal is False")
             raise type(error)(shown.get(field, field) + colon + rest) from None
         raise AssertionError
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _library
-from .._describe import describe, refusal
+from .. import _describe, _library
 from ._call import Arrays, Operation, call
 
 Array = jax.Array
@@ -158,6 +157,13 @@ class KeyCache:
 # ---- checks of arguments; the C library checks what is not checked here ----
 
 
+def refusal(name: str, value: Any, wanted: str) -> TypeError:
+    if isinstance(value, jax.core.Tracer):
+        wanted += ", which has to be known when the program is traced"
+        return TypeError(f"{name}: is a traced array, want {wanted}")
+    return _describe.refusal(name, value, wanted)
+
+
 def check_int(name: str, value: Any) -> int:
     """The argument as an int.
 
@@ -166,10 +172,10 @@ def check_int(name: str, value: Any) -> int:
         ValueError: it is too large.
     """
     try:
-        if isinstance(value, (bool, np.bool_)):
+        if isinstance(value, (bool, np.bool_, jax.core.Tracer)):
             raise TypeError
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: an array of several elements
         raise refusal(name, value, "an int") from None
     if number >= 1 << 63:
         raise ValueError(f"{name}: is {number}, want less than 2**63")
@@ -183,10 +189,10 @@ def check_number(name: str, value: Any, wanted: str = "a number") -> float:
         TypeError: it is not a number, or is an array of a traced program.
     """
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes, jax.core.Tracer)):
             raise TypeError
         return float(value)
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):  # ValueError: an array of several elements
         raise refusal(name, value, wanted) from None
 
 
@@ -230,7 +236,7 @@ def check_gap(gap: Any, no_gap: str | None = None) -> float:
 
 def choose(name: str, value: Any, choices: dict[str, int]) -> int:
     if not isinstance(value, str) or value not in choices:
-        found = repr(value) if isinstance(value, str) else describe(value)
+        found = repr(value) if isinstance(value, str) else _describe.describe(value)
         raise ValueError(f"{name}: is {found}, want one of {', '.join(map(repr, choices))}")
     return choices[value]
 
@@ -415,7 +421,9 @@ GRADIENTS = ("q", "k", "v", "bias", "sink_logit", "attn_bias")
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_attention(options: Options, backend: str | None, given: Given) -> tuple[Array, Array]:
     q = given["q"]
-    found = call(Operation("forward", forward_only(options), (like("out", q), lse_of(q)), backend), given)
+    found = call(
+        Operation("forward", forward_only(options), (like("out", q), lse_of(q)), backend), given
+    )
     return found["out"], found["lse"]
 
 
@@ -430,7 +438,9 @@ def run_attention_forward(options: Options, backend: str | None, given: Given) -
     return (out, lse), (given, out, lse, dict.fromkeys(wanted))
 
 
-def run_attention_backward(options: Options, backend: str | None, kept: Any, cotangents: Any) -> Any:
+def run_attention_backward(
+    options: Options, backend: str | None, kept: Any, cotangents: Any
+) -> Any:
     given, out, lse, wanted = kept
     dout, dlse = map(or_none, cotangents)
     found: Arrays = {}
@@ -456,10 +466,15 @@ jit_attention = jax.jit(run_attention, static_argnums=(0, 1))
 KEPT = ("bias", *OF_SELECTION)  # results that the gradients need, beside out and lse
 
 
-def run_whole(options: Options, backend: str | None, names: tuple[str, ...], given: Given) -> Arrays:
+def run_whole(
+    options: Options, backend: str | None, names: tuple[str, ...], given: Given
+) -> Arrays:
     """fdma_attention() with the results `names` beside out."""
     q, v = given["q"], given["v"]
-    results = {"lse": lse_of(q), **{name: (name, of_keys(v), wide(v)) for name in ("score", "bias")}}
+    results = {
+        "lse": lse_of(q),
+        **{name: (name, of_keys(v), wide(v)) for name in ("score", "bias")},
+    }
     results.update({name: (name, of_keys(v), "int32") for name in OF_SELECTION})
     wanted = (like("out", q), *(results[name] for name in names))
     operation = Operation("attention", options, wanted, backend, window="keep_window_size")
