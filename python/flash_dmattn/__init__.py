@@ -31,19 +31,20 @@ def _load() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    """Called for a name that is not among the globals."""
     if name == "CUDA_AVAILABLE":
         return "cuda" in _library.backends()
     if name == "__all__" or not (name.startswith("__") or name in SEPARATE):
         if importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f".{name}", __name__)
-        if "__all__" not in globals():
-            _load()
-            return getattr(sys.modules[__name__], name)
+        _load()
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    names = getattr(sys.modules[__name__], "__all__")
+    names = __getattr__("__all__")
     return sorted([*names, "__version__", "rotary", *SEPARATE])
 
 

@@ -25,7 +25,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _call, _library, _repeat, _types
+from . import _arguments, _call, _repeat, _types
 from ._arguments import NO_TANGENTS, check_same_device
 from ._call import Operation, make_mask_lists, unpack
 from ._library import backend_for

@@ -15,7 +15,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import FORMS, Form, make_form, make_pairs
+from cases import FORMS, Form, make_form
 from evaluate import assert_same
 from programs import ROOT, output_of, python
 

@@ -7,18 +7,12 @@ devices; this module does not import PyTorch. They work under jax.jit, jax.grad 
 Options are static: numbers and names, not traced arrays. docs/jax.md has examples.
 """
 
-from . import _versions  # noqa: F401 (refuses a JAX of another version)
-from . import _call
-from ._functions import (
-    KeyCache,
-    Selection,
-    attention,
-    decode,
-    flash_dma_attention,
-    prefill,
-    score,
-    select,
+from . import (
+    _call,
+    _versions,  # noqa: F401 (refuses a JAX of another version)
 )
+from ._cache import KeyCache, decode, prefill
+from ._functions import Selection, attention, flash_dma_attention, score, select
 
 _call.register()
 
