@@ -393,6 +393,22 @@ def test_head_dims(device: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains, and what it writes over caches is what the whole sequence gives."""
+    import train_jax
+
+    sizes = "--steps 2 --batch 2 --length 40 --write 4"
+    monkeypatch.setattr("sys.argv", ["train_jax.py", *sizes.split()])
+    train_jax.main()
+    assert re.match(r"step 1: [\d.]+ bits per byte\nstep 2: ", capsys.readouterr().out)
+    parameters = train_jax.make_parameters(random.key(1))
+    prompt = random.randint(random.key(2), (1, 100), 0, 256)
+    written = train_jax.write(parameters, prompt, 6)
+    whole = jnp.concatenate([prompt, written[None, :-1]], 1)
+    assert_equal(train_jax.logits_of(parameters, whole)[0, 99:].argmax(-1), written)
+
+
 # ---- bad input ----
 
 TRACED = "is a traced array, want {}, which has to be known when the program is traced"
