@@ -27,7 +27,7 @@ SEPARATE = ("distributed", "jax", "onnx", "transformers")
 def _load() -> None:
     names = importlib.import_module("._names", __name__)
     found = {name: value for name, value in vars(names).items() if not name.startswith("_")}
-    globals().update(found, __all__=names.__all__)
+    globals().update({**found, "__all__": names.__all__})
 
 
 def __getattr__(name: str) -> Any:

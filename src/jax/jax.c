@@ -60,7 +60,7 @@ static int is_metadata(const XLA_FFI_Extension_Base *extension) {
     return extension != NULL && extension->type == XLA_FFI_Extension_Metadata;
 }
 
-/* XLA asks once, at registration, what the handler is. Its calls may become part of a CUDA graph. */
+/* XLA asks once, at registration. The calls of the handler may become part of a CUDA graph. */
 static void describe(XLA_FFI_Extension_Base *extension) {
     XLA_FFI_Metadata *const metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
@@ -97,7 +97,8 @@ static int read_call(const XLA_FFI_CallFrame *frame, jax_call *call, int64_t *ex
     if (attrs->size != ATTRIBUTES || !read_text(attrs, BACKEND, call->backend) ||
         !read_text(attrs, OPERATION, call->operation))
         return 0;
-    const XLA_FFI_Array *const plan = numbers_of(attrs, PLAN), *const words = numbers_of(attrs, WORDS);
+    const XLA_FFI_Array *const plan = numbers_of(attrs, PLAN), *const words =
+                                                                   numbers_of(attrs, WORDS);
     const int64_t buffers = frame->args.size + frame->rets.size;
     if (plan == NULL || words == NULL || words->size > MEMORY_WORDS ||
         plan->size != (size_t)(PLAN_ADDRESSES + buffers))
@@ -191,8 +192,8 @@ XLA_FFI_Error *fdma_jax_cuda(XLA_FFI_CallFrame *frame) {
     XLA_FFI_Error *error = frame->api->XLA_FFI_Stream_Get(&stream);
     if (error != NULL)
         return error;
-    XLA_FFI_DeviceOrdinal_Get_Args device = {
-        .struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE};
+    XLA_FFI_DeviceOrdinal_Get_Args device = {.struct_size =
+                                                 XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE};
     device.ctx = frame->ctx;
     error = frame->api->XLA_FFI_DeviceOrdinal_Get(&device);
     return error != NULL ? error : run(frame, FDMA_CUDA(device.device_ordinal), stream.stream);

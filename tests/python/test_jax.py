@@ -56,7 +56,7 @@ def to_torch(x: Any) -> torch.Tensor:
 
 
 def draw(form: Form) -> Any:
-    """What PyTorch draws for dropout, as JAX draws it."""
+    """The numbers that PyTorch draws for dropout, as JAX draws them."""
     return jnp.asarray(form.draw().cpu().numpy().view("uint32"))
 
 

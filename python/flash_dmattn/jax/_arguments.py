@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from .. import _describe
 
-Array = jax.Array
 ROWS = "batch, {}, {}, head_dim"
 AXES = {
     "query": ROWS.format("q_len", "q_heads"),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from .. import _library
 from ._arguments import (
@@ -26,7 +27,7 @@ from ._arguments import (
     scale_of,
 )
 from ._call import Arrays, Operation, call
-from ._gradients import OF_SELECTION, Array, Given, Options, like, lse_of, run_whole
+from ._gradients import OF_SELECTION, Given, Options, like, lse_of, run_whole
 
 
 @functools.partial(
@@ -217,7 +218,7 @@ def decode(
     batch_invariant: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     """Attention of new tokens over a cache and each other; then the tokens enter the cache.
 
     A query attends to the same keys as in the whole sequence. The time does not depend on how many
@@ -267,7 +268,13 @@ def decode(
 
     Source: docs/algorithm.md, streams.
     """
-    named = {"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef}
+    named: Given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "dt_proj": dt_proj,
+        "a_coef": a_coef,
+    }
     if score is None:
         for name in ("dt_proj", "a_coef"):
             if named[name] is None:
@@ -310,14 +317,14 @@ def prefill(
     softcap: float = 0.0,
     backend: str | None = None,
 ) -> tuple[Array, KeyCache]:
-    """Causal attention of a prompt of any length, whose keys then replace those of the cache.
+    """Causal attention of a prompt of any length, whose keys then replace the cache's.
 
     decode() goes on as if the cache had seen the prompt token by token. It has no gradient.
 
     Args:
         query: [sequences, len, q_heads, head_dim].
         key, value: [sequences, len, kv_heads, head_dim].
-        cache: a KeyCache of query's dtype. Its window, recent and sinks are those of attention.
+        cache: a KeyCache of query's dtype. Attention has its window, recent and sinks.
         dt_proj, a_coef, dt_bias: as in score().
         key_valid: optional [sequences, len] bool or uint8, false for padding, which is never kept.
         sink_logit, softmax_scale, softcap: as in attention().
@@ -341,7 +348,13 @@ def prefill(
 
     Source: docs/algorithm.md, streams.
     """
-    named = {"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef}
+    named: Given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "dt_proj": dt_proj,
+        "a_coef": a_coef,
+    }
     named.update(dt_bias=dt_bias, key_valid=key_valid, sink_logit=sink_logit)
     x = check_arrays(named, tuple(named)[5:])
     arrays = check_cache(cache, x["key"])

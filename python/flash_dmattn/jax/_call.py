@@ -40,8 +40,10 @@ SHARED = ("dt_proj", "a", "dt_bias", "sink_logit", "starts", RNG_STATE)
 PAIRS = ("attn_mask", "attn_bias")  # whose axis of the batch may have length 1
 # Under vmap a call with one of these runs once for each entry, because its results depend on which
 # entry of the batch a sequence is, or because sums over the batch are results.
-ENTRY_BY_ENTRY = ("starts", RNG_STATE, "index", "ddt_proj", "da", "ddt_bias", "dsink_logit")
-ENTRY_BY_ENTRY = (*ENTRY_BY_ENTRY, "dattn_bias")
+ENTRY_BY_ENTRY = (
+    *("starts", RNG_STATE, "index"),
+    *("ddt_proj", "da", "ddt_bias", "dsink_logit", "dattn_bias"),
+)
 # Names of fields as the package's functions have them.
 SHOWN = {
     "q": "query",
@@ -81,7 +83,8 @@ class Operation:
 
 def platform() -> str:
     """Where programs run that are traced now."""
-    chosen = jax.config.jax_default_device
+    config: Any = jax.config
+    chosen = config.jax_default_device
     name = chosen or jax.default_backend()
     return name if isinstance(name, str) else name.platform
 
@@ -258,8 +261,8 @@ def call(operation: Operation, inputs: Mapping[str, Any]) -> Arrays:
             found = map_entries(batched_run, is_batched, arrays)
         else:
             merged = {field: merge(field, x, moved, size, length) for field, x, moved in entries}
-            found = call(merge_results(operation, size), merged).values()
-            found = tuple(x.reshape(size, -1, *x.shape[1:]) for x in found)
+            whole = call(merge_results(operation, size), merged)
+            found = tuple(x.reshape(size, -1, *x.shape[1:]) for x in whole.values())
         return tuple(found), (True,) * len(names)
 
     results = batched_run(*given.values())

@@ -1,4 +1,4 @@
-"""Scores, selections and attention. Names and defaults are those of the functions for PyTorch."""
+"""Scores, selections and attention, with the names and defaults of the functions for PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 
 from .. import _library
 from ._arguments import (
@@ -27,7 +27,6 @@ from ._arguments import (
 from ._call import Operation, call
 from ._gradients import (
     OF_SELECTION,
-    Array,
     Given,
     Options,
     jit_attention,
@@ -131,7 +130,7 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    named = {"value": value, "dt_proj": dt_proj, "a_coef": a_coef, "dt_bias": dt_bias}
+    named: Given = {"value": value, "dt_proj": dt_proj, "a_coef": a_coef, "dt_bias": dt_bias}
     named.update(key_valid=key_valid, kv_used=kv_used)
     x = check_arrays(named, ("dt_bias", "key_valid", "kv_used"))
     choose("bias_form", bias_form, _library.BIAS_FORMS)
@@ -191,12 +190,12 @@ def select(
 
     Source: arXiv:2508.02124, section 3.
     """
-    named = {"score": score, "key_valid": key_valid, "starts": starts, "kv_used": kv_used}
+    named: Given = {"score": score, "key_valid": key_valid, "starts": starts, "kv_used": kv_used}
     given = check_arrays(named, ("key_valid", "starts", "kv_used"))
     scope_number = choose("scope", scope, _library.SCOPES)
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = check_rules(window, recent, sinks, no_recent=no_recent)
-    options = (*zip(("window", "recent", "sinks"), rules), ("scope", scope_number))
+    options: Options = (*zip(("window", "recent", "sinks"), rules), ("scope", scope_number))
     options += (("gap", check_gap(gap, no_recent)),)
     given["score"] = lax.stop_gradient(given["score"])
     expiry, slot = jit_select(options, check_backend(backend), given)
@@ -276,7 +275,13 @@ def attention(
 
     Source: arXiv:2205.14135; arXiv:2508.02124.
     """
-    named = {"query": query, "key": key, "value": value, "bias": bias, "key_valid": key_valid}
+    named: Given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "key_valid": key_valid,
+    }
     named.update(starts=starts, kv_used=kv_used, sink_logit=sink_logit)
     named.update(attn_mask=attn_mask, attn_bias=attn_bias)
     x = check_arrays(named, tuple(named)[3:])
@@ -366,7 +371,13 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    named = {"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef}
+    named: Given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "dt_proj": dt_proj,
+        "a_coef": a_coef,
+    }
     named.update(dt_bias=dt_bias, key_valid=key_valid, starts=starts, kv_used=kv_used)
     x = check_arrays({**named, "sink_logit": sink_logit}, tuple(named)[5:] + ("sink_logit",))
     check_flag("causal", causal)

@@ -10,11 +10,11 @@ from typing import Any, Dict, Tuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from .. import _library
 from ._call import Arrays, Operation, call
 
-Array = jax.Array
 Options = Tuple[Tuple[str, Any], ...]
 Given = Dict[str, Any]
 
