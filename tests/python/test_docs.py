@@ -74,6 +74,7 @@ def test_sections(thing: Any) -> None:
 @pytest.fixture(scope="module")
 def api_reference() -> ModuleType:
     pytest.importorskip("onnxscript")
+    pytest.importorskip("jax")
     sys.path.append(str(ROOT / "tools"))
     return importlib.import_module("api_reference")
 

@@ -2,8 +2,9 @@
 
     import flash_dmattn.jax as fdma
 
-The functions have the names of the package's for PyTorch. They take arrays of JAX, on the CPU and on CUDA
-devices; this module does not import PyTorch. They work under jax.jit, jax.grad and jax.vmap.
+The functions have the names of the package's for PyTorch. They take arrays of JAX, on the CPU and
+on CUDA devices; this module does not import PyTorch. They work under jax.jit, jax.grad and
+jax.vmap.
 Options are static: numbers and names, not traced arrays. docs/jax.md has examples.
 """
 
