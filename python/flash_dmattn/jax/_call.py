@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 from typing import Any, Dict, Mapping, NoReturn, Tuple
 
 import jax
@@ -300,7 +301,9 @@ def register() -> None:
     Raises:
         ImportError: there is no libfdma_jax.
     """
-    path = _library.find("FDMA_JAX_LIBRARY", "libfdma_jax")
+    beside = _library.PATH.with_name("libfdma_jax.so")
+    is_chosen = "FDMA_JAX_LIBRARY" in os.environ or not beside.is_file()
+    path = _library.find("FDMA_JAX_LIBRARY", "libfdma_jax") if is_chosen else beside
     try:
         handlers = ctypes.CDLL(str(path))
         capsules = [jax.ffi.pycapsule(handlers.fdma_jax_cpu)]
