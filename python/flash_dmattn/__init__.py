@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     names = __getattr__("__all__")
-    return sorted([*names, "__version__", "rotary", *SEPARATE])
+    return sorted([*names, "__version__", "pictures", "rotary", *SEPARATE])
 
 
 if "torch" in sys.modules:

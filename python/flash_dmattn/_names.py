@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from . import _versions  # noqa: F401 (refuses an old PyTorch)
+from . import (
+    _versions,  # noqa: F401 (refuses an old PyTorch)
+    pictures,  # noqa: F401
+)
 from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
 from .flash_dmattn_flex import flex_dmattn_func
