@@ -50,8 +50,10 @@ def make_wheel(folder: Path, **env: str | None) -> Path:
     return wheel
 
 
-# From the sources without optimisation, which takes a fraction of the time.
+# From the sources without optimisation, which takes a fraction of the time, and without
+# libfdma_jax, which would be built if CMake found a Python that has jaxlib.
 SOURCES = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
+SOURCES["SKBUILD_CMAKE_DEFINE"] = "FDMA_JAX=OFF"
 
 
 @pytest.fixture(scope="module", params=["sources", "built"])
