@@ -54,7 +54,8 @@ def make_model(name: str, folder: Path, ties: bool = False) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     for where, weight in model.named_parameters():
         if where.endswith(".A"):
-            torch.nn.init.uniform_(weight, 0.5, 2.0)
+            if "doge" in name or bool(weight.any()):  # it is 0 in layers that slide
+                torch.nn.init.uniform_(weight, 0.5, 2.0)
         elif where.endswith("contract.bias"):
             weight.data.fill_(4.0)
         elif weight.dim() > 1 or "bias" in where:
@@ -75,12 +76,18 @@ def make_prompts(count: int, most: int = 500, seed: int = 3) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+# When vLLM deletes an engine it closes the process groups that all engines of a process share.
+engines: list[Any] = []
+
+
 def make_engine(folder: Path, **changes: Any) -> Any:
     from vllm import LLM
 
     options = {"dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 512}
     options.update({"max_model_len": 1024, "enforce_eager": True, "skip_tokenizer_init": True})
-    return LLM(str(folder), **{**options, **changes}).llm_engine
+    options["num_gpu_blocks_override"] = 80
+    engines.append(LLM(str(folder), **{**options, **changes}))
+    return engines[-1].llm_engine
 
 
 def parameters(tokens: int) -> Any:
@@ -124,14 +131,25 @@ def serve(
     return [found[str(number)] for number in range(len(prompts))]
 
 
+def load(folder: Path, implementation: str, dtype: torch.dtype) -> Any:
+    given: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+
+
+@torch.no_grad()
+def first_logprobs(folder: Path, prompts: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """[prompts, vocabulary]: logarithms of probabilities of the token after each prompt."""
+    model = load(folder, "dynamic_mask", dtype)
+    last = [model(torch.tensor([prompt]), use_cache=False).logits[0, -1] for prompt in prompts]
+    return torch.stack(last).float().log_softmax(1)
+
+
 @torch.no_grad()
 def generate(
     folder: Path, prompts: list[list[int]], tokens: int = 16, implementation: str = "dynamic_mask"
 ) -> list[list[int]]:
     """The tokens that transformers generates for each prompt alone."""
-    given: dict[str, Any] = {"attn_implementation": implementation, "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **given).eval()
-    found = []
+    model, found = load(folder, implementation, torch.float32), []
     for prompt in prompts:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)
         found.append(out[0, len(prompt) :].tolist())

@@ -121,25 +121,24 @@ def test_attention_of_transformers_itself(tmp_path: Path) -> None:
 
 
 def test_bfloat16(folders: dict[str, Path]) -> None:
-    """The logarithms of probabilities of first tokens, against float32."""
+    """The logarithms of probabilities of first tokens: at most twice the error of transformers."""
     from vllm import SamplingParams
 
-    prompts = make_prompts(8)
+    prompts, folder = make_prompts(8), folders["doge"]
     given = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        engine = make_engine(folders["doge"], dtype=dtype, max_logprobs=-1)
-        for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, given)
-        rows: dict[str, torch.Tensor] = {}
-        while len(rows) < len(prompts):
-            for one in engine.step():
-                tokens = one.outputs[0].logprobs[0]
-                row = [tokens[token].logprob for token in range(serving.VOCABULARY)]
-                rows[one.request_id] = torch.tensor(row)
-        found.append(torch.stack([rows[str(n)] for n in range(len(prompts))]))
-    error = (found[1] - found[0]).square().mean().sqrt()
-    assert error < 0.1 * found[0].std()
+    engine = make_engine(folder, dtype="bfloat16", max_logprobs=-1)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, given)
+    rows: dict[str, torch.Tensor] = {}
+    while len(rows) < len(prompts):
+        for one in engine.step():
+            tokens = one.outputs[0].logprobs[0]
+            row = [tokens[token].logprob for token in range(serving.VOCABULARY)]
+            rows[one.request_id] = torch.tensor(row)
+    exact = serving.first_logprobs(folder, prompts, torch.float32)
+    plain = serving.first_logprobs(folder, prompts, torch.bfloat16)
+    found = torch.stack([rows[str(number)] for number in range(len(prompts))])
+    assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
 @pytest.mark.parametrize("name", ["doge with biases", "hybrid with lifetimes"])
