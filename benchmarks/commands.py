@@ -102,7 +102,8 @@ def add_default_device(parser: Parser) -> None:
 DECODE = """
 A pass calls each peer once for each of many caches. Together they are larger than the processor's
 cache, so that none is read from it. On a device a pass is one CUDA graph.
-Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
+Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW[rRECENT], where
+TOKENS have passed.
 /draftsN: N new tokens, which do not enter the cache; otherwise one, which does.
 /float32: dt_proj is float32; otherwise it is bfloat16.
 Peers:
@@ -157,7 +158,7 @@ fdma; of sdpa, the same of fdma's times over sdpa's, which have goals on a CUDA 
 """
 
 MODEL_PARTS = ["decoding", "training"]
-MODEL_MODES = ["eager", "compiled", "graphs"]
+MODEL_MODES = ["eager", "compiled", "captured", "graphs"]
 MODEL_LAYOUTS = {"h8g4d128": (8, 4, 128), "h16g4d64": (16, 4, 64)}
 MODEL_SECONDS = 5.0
 MODEL_STEP = """
@@ -171,6 +172,7 @@ Cases:
              groups. MODE:
     eager      as it is
     compiled   each layer and the loss in torch.compile()
+    captured   the same, where a CUDA graph replays the whole step, the optimizer included
     graphs     the model in torch.compile() with mode="reduce-overhead"
   decoding   decoding/bBATCH/LAYOUT/nCONTEXT/wWINDOWrRECENT: a step of a layer for one token of each
              sequence, the CONTEXT-th one, with bfloat16 weights: projections, rotary embedding, the
@@ -217,10 +219,10 @@ def add_model_step(parser: Parser) -> None:
     names = ", ".join(MODEL_LAYOUTS)
     add("--layouts", **layouts, default=[*MODEL_LAYOUTS], help=f"default: all, {names}")
     numbers = {"type": whole_number, "nargs": "+", "metavar": "N"}
-    lengths = "tokens of training; default: 1024 to 131072, doubling; compiled: 4096 16384 65536"
+    lengths = "tokens of training; default: 1024 to 131072, doubling; if compiled 4096 16384 65536"
     add("--lengths", **numbers, help=lengths)
     add("--contexts", **numbers, help="of decoding; default: 512 to 131072, doubling")
-    batches = "sequences; default: training 1 8, compiled 1, decoding 1 8 64"
+    batches = "sequences; default: training 1 8, if compiled 1, decoding 1 8 64"
     add("--batches", **numbers, help=batches)
     window = "keys by score, and as many of the newest; default: 1024"
     add("--window", type=whole_number, metavar="N", help=window)

@@ -34,6 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 DENSE_KEYS = 131072  # for the peer sdpa
 CPU_CACHE = 64 << 20  # bytes, if the machine does not say
+DECODED = (1, 8, 64)  # sequences of the cases with more rows
 TIMES_CACHE = 3  # the caches of a pass are this many times the processor's cache
 
 
@@ -46,11 +47,17 @@ class Case(NamedTuple):
     window: int
     drafts: int = 0
     wide: bool = False  # dt_proj is float32
+    recent: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.window + self.recent
 
     def name(self) -> str:
         heads = f"h{self.q_heads}g{self.kv_heads}/d{self.head_dim}"
+        kept = f"w{self.window}" + f"r{self.recent}" * (self.recent > 0)
         end = f"/drafts{self.drafts}" if self.drafts else "/float32" if self.wide else ""
-        return f"decode/bf16/b{self.batch}/{heads}/n{self.tokens}/w{self.window}{end}"
+        return f"decode/bf16/b{self.batch}/{heads}/n{self.tokens}/{kept}{end}"
 
 
 def all_cases(device: str) -> list[Case]:
@@ -64,6 +71,10 @@ def all_cases(device: str) -> list[Case]:
         cases += [Case(batch, 32, 8, 128, 4096, 2048) for batch in (4, 8, 16, 32)]
         cases.append(Case(16, 32, 8, 128, 4096, 512))
         cases += [Case(64, 16, 4, 64, 4096, 2048), Case(16, 16, 4, 256, 4096, 2048)]
+        for rows in (2304, 4608, 9216):
+            cases += [Case(batch, 32, 8, 128, 8 * rows, rows) for batch in DECODED]
+            half = {"window": rows // 2, "recent": rows // 2}
+            cases += [Case(batch, 8, 4, 64, tokens=8 * rows, **half) for batch in DECODED]
     return cases
 
 
@@ -72,7 +83,7 @@ def caches_of(case: Case, device: str) -> int:
     found = CPU_CACHE
     if device == "cuda":
         found = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", CPU_CACHE)
-    size = 4 * case.batch * case.kv_heads * case.window * case.head_dim
+    size = 4 * case.batch * case.kv_heads * case.rows * case.head_dim
     return max(2, math.ceil(TIMES_CACHE * found / size))
 
 
@@ -101,17 +112,22 @@ class Inputs:
 
     def make_caches(self, new: Callable[..., torch.Tensor]) -> None:
         case, device = self.case, self.device
-        by_head = (self.count, case.batch, case.kv_heads, case.window)
+        by_head = (self.count, case.batch, case.kv_heads, case.rows)
         # The key and the value of a cache are adjacent, so that one sum reads both.
         self.memory = new(self.count, 2, *by_head[1:], case.head_dim)
         score = torch.rand(by_head, device=device)
-        step = case.tokens // case.window
+        older = case.tokens - case.recent
+        step = older // case.window
         position = step * torch.arange(case.window, dtype=torch.int32, device=device)
-        position = position + torch.randint(step, by_head, dtype=torch.int32, device=device)
+        chosen = (*by_head[:3], case.window)
+        position = position + torch.randint(step, chosen, dtype=torch.int32, device=device)
+        newest = torch.arange(older, case.tokens, dtype=torch.int32, device=device)
+        position = torch.cat((position, newest.expand(*by_head[:3], -1)), -1)
         seen = torch.full(by_head[:2], case.tokens, dtype=torch.int32, device=device)
         states = zip(self.memory.transpose(3, 4), score.exp(), score, position, seen)
         self.caches = [
-            flash_dmattn.KeyCache(*keys, *numbers, window=case.window) for keys, *numbers in states
+            flash_dmattn.KeyCache(*keys, *numbers, window=case.window, recent=case.recent)
+            for keys, *numbers in states
         ]
 
 

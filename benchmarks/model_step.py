@@ -51,7 +51,11 @@ LEAST, MOST = 3, 50  # rounds
 WARM_UP = 3  # steps: a CUDA graph is captured in the second one
 PROBED_TOKENS = 65536
 CHECKED, CHECKED_KEYS = 256, 64  # tokens, and keys of a sliding window
-COMPILERS: dict[str, dict[str, Any]] = {"compiled": {}, "graphs": {"mode": "reduce-overhead"}}
+COMPILERS: dict[str, dict[str, Any]] = {
+    "compiled": {},
+    "captured": {},
+    "graphs": {"mode": "reduce-overhead"},
+}
 
 
 class Case(NamedTuple):
@@ -77,9 +81,9 @@ def compiled(mode: str, call: Any) -> Any:
 
 
 def compiled_model(mode: str, model: Model) -> Any:
-    """In mode "compiled" one graph serves all layers, and one all pieces of the loss, as a graph of
-    the whole model takes a minute to compile. Where CUDA graphs are captured there is one graph."""
-    if mode != "compiled":
+    """In modes "compiled" and "captured" one graph serves all layers, and one all pieces of the
+    loss, as a graph of the whole model takes a minute to compile. In mode "graphs" there is one."""
+    if mode not in ("compiled", "captured"):
         return compiled(mode, model)
     for block in model.blocks:
         block.compile(dynamic=False, **COMPILERS[mode])
@@ -195,12 +199,14 @@ class Trainer:
         with torch.device(device):
             model = Model(case.sizes, case.layout, make, variant.rotary)
         initialise(model, seed=0)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        options = {"fused": True, "capturable": case.mode == "captured" and device == "cuda"}
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
         self.loss = compiled_model(case.mode, model)
         shape = (2, case.batch, case.length)
         generator = torch.Generator(device).manual_seed(case.length)
         given: dict[str, Any] = {"device": device, "generator": generator}
         self.tokens, self.targets = torch.randint(case.sizes.vocabulary, shape, **given)
+        self.replay: Callable[[], Any] = self.step
 
     def step(self) -> torch.Tensor:
         """Make one step. Returns the loss, whose memory belongs to the next step in a graph."""
@@ -214,9 +220,25 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def warm_up(self) -> list[float]:
+        """The losses of the first steps. In mode "captured" a CUDA graph of a whole step, with the
+        gradients and the optimizer, takes the place of step()."""
+        if self.case.mode != "captured" or self.device != "cuda":
+            return [self.step().item() for _ in range(WARM_UP)]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            losses = [self.step().item() for _ in range(WARM_UP)]
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.replay = graph.replay
+        return losses
+
     def steps(self) -> None:
         for _ in range(self.case.steps):
-            self.step()
+            self.replay()
 
     def time(self) -> float:
         """Milliseconds of a step, the host's time included."""
@@ -238,7 +260,7 @@ def warmed_up(
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(case, variant, device)
-    losses = [trainer.step().item() for _ in range(WARM_UP)]
+    losses = trainer.warm_up()
     if not all(map(math.isfinite, losses)):
         raise ArithmeticError(f"the losses are {losses}")
     fields: Row = {"attention": variant.name, "loss": losses[0]}

@@ -105,7 +105,7 @@ from quality_retention import Gate, new_gate, train
 from quality_rivals import Rows, Rule, attend_and_evict, recall, rules_of
 from torch.nn.functional import logsigmoid
 
-NEEDLES_BACK = (4096, 16384, 57344)  # bytes
+NEEDLES_BACK = (4096, 16384, 57344, 229376)  # bytes
 SETTINGS = ("length", "pieces", "block", "queries", "rate", "recall")  # in the results
 SETTINGS += ("recall_weight", "capacity_weight", "seed", "shortest_span")
 

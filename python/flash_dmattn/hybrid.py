@@ -302,5 +302,17 @@ class StepTargets:
         valid = None if key_valid is None else key_valid[one]
         rules: dict[str, Any] = {"recent": layer.recent, "sinks": layer.sinks}
         rules = {**rules, "softmax_scale": layer.softmax_scale, "softcap": layer.softcap}
-        rows = (query[one], key[one], value[one], layer.dt_proj.weight)
+        rows = (query[one], key[one], value[one], gathered(layer.dt_proj.weight))
         return [score_target_loss(*rows, key_valid=valid, starts=starts, **rules)]
+
+
+def gathered(weight: torch.Tensor) -> torch.Tensor:
+    """All of a weight that FSDP2 divides among ranks, outside its layer's forward(). As of other
+    weights, the gradient is the mean over ranks."""
+    if not hasattr(weight, "full_tensor"):
+        return weight
+    from torch.distributed.tensor import Partial
+
+    means = [Partial("avg")] * weight.device_mesh.ndim
+    whole: torch.Tensor = weight.full_tensor(grad_placements=means)
+    return whole

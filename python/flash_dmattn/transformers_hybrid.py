@@ -306,7 +306,7 @@ class HybridPreTrainedModel(llama.LlamaPreTrainedModel):
             initialization.constant_(module.contract.bias, math.log(module.lifetime))
 
 
-class Teach(torch.autograd.Function):
+class AddedLoss(torch.autograd.Function):
     """Hidden states as they are, whose backward adds the gradient of another loss.
 
     That loss has the factor that backward gave the model's own, as in gradient accumulation, or 1
@@ -324,13 +324,13 @@ class Teach(torch.autograd.Function):
         return grad, torch.ones_like(ctx.like) * factor, None
 
 
-class KeepFactor(torch.autograd.Function):
-    """A loss as it is, whose backward keeps the factor for Teach."""
+class KeptFactor(torch.autograd.Function):
+    """A loss as it is, whose backward keeps the factor for AddedLoss."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
         ctx.factors = factors
-        return loss.view_as(loss)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -383,7 +383,7 @@ class HybridModel(HybridPreTrainedModel, llama.LlamaModel):
         of_scores, hidden = targets.loss(), out.last_hidden_state
         self.factors = [] if of_scores.requires_grad else None
         if self.factors is not None:
-            out.last_hidden_state = Teach.apply(hidden, of_scores, self.factors)
+            out.last_hidden_state = AddedLoss.apply(hidden, of_scores, self.factors)
         is_record = self.config.return_dict if is_record is None else is_record
         return out if is_record else out.to_tuple()
 
@@ -423,15 +423,15 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
 
     @property
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        """transformers' loss of logits and labels; its backward tells Teach its factor."""
+        """transformers' loss of logits and labels; its backward tells AddedLoss its factor."""
         compute = super().loss_function
 
         @torch.compiler.disable(recursive=False)
-        def compute_noted(*given: Any, **named: Any) -> torch.Tensor:
+        def compute_kept(*given: Any, **named: Any) -> torch.Tensor:
             factors, loss = self.model.factors, compute(*given, **named)
-            return loss if factors is None else KeepFactor.apply(loss, factors)
+            return loss if factors is None else KeptFactor.apply(loss, factors)
 
-        return compute_noted
+        return compute_kept
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., torch.Tensor]) -> None:
@@ -511,6 +511,11 @@ class HybridForCausalLM(HybridPreTrainedModel, llama.LlamaForCausalLM):
             entered.append(given[0] if given else named["hidden_states"])
 
         layer = block.self_attn
+        if hasattr(layer.o_proj.weight, "full_tensor"):
+            raise ValueError(
+                "model: fully_shard() divides its parameters among ranks, want whole ones, as the "
+                "gate learns on one device"
+            )
         with block.register_forward_pre_hook(enter, with_kwargs=True), StepTargets([layer], 0):
             self.model(input_ids, attention_mask=attention_mask, use_cache=False)
         states, layer.states = layer.states, None

@@ -25,9 +25,9 @@ from programs import ROOT, python
 
 TINY_DECODE = [
     decode.Case(2, 4, 2, 16, 64, 32, wide=True),
-    decode.Case(1, 4, 2, 16, 999, 32, drafts=8),
+    decode.Case(1, 4, 2, 16, 999, 16, drafts=8, recent=16),
 ]
-DECODES = ["decode/bf16/b2/h4g2/d16/n64/w32/float32", "decode/bf16/b1/h4g2/d16/n999/w32/drafts8"]
+DECODES = ["decode/bf16/b2/h4g2/d16/n64/w32/float32", "decode/bf16/b1/h4g2/d16/n999/w16r16/drafts8"]
 HOST_CASES = (
     *("no-gradients", "recording", "dense", "decode", "operator", "operator-backward"),
     "backward",

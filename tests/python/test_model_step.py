@@ -64,9 +64,10 @@ def names_of(options: str) -> list[str]:
 
 def test_cases() -> None:
     names = names_of("")
-    assert len(set(names)) == len(names) == 2 * (8 * 2 + 3 + 3) + 2 * 9 * 3
+    assert len(set(names)) == len(names) == 2 * (8 * 2 + 3 * 3) + 2 * 9 * 3
     wanted = {
         "training/b8/h16g4/d64/n131072/w1024r1024/eager",
+        "training/b1/h8g4/d128/n65536/w1024r1024/captured",
         "training/b1/h8g4/d128/n65536/w1024r1024/graphs",
         "decoding/b64/h8g4/d128/n131072/w1024r1024",
     }

@@ -1,15 +1,19 @@
-"""Adapters of PEFT and the trainers of TRL around hybrids: their scores learn, and are kept."""
+"""Adapters of PEFT, the trainers of TRL, and wrappers of processes around hybrids: their scores
+learn, and are kept."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import context_ranks
 import flash_dmattn.transformers as ours
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
@@ -92,3 +96,82 @@ def test_sft_trainer(tmp_path: Path, is_adapted: bool, packing: bool) -> None:
     losses = trainer.train().training_loss
     assert 0 < losses < 10
     assert any(SCORES in name for name in moved(trainer.model, before))
+
+
+# ---- in processes: each has one text, and gradients are the mean of both ----
+
+WRAPPERS = ("ddp", "fsdp") if hasattr(torch.distributed.fsdp, "fully_shard") else ("ddp",)
+RATE = 0.5
+
+
+def texts() -> torch.Tensor:
+    return torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(1))
+
+
+def make_trained() -> Any:
+    """A hybrid whose scores learn in every other step."""
+    model = make_hybrid().train()
+    model.config.target_every = 2
+    return model
+
+
+def wrapped(kind: str, model: Any) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model.model.layers, model):
+        torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+    return model  # type: ignore[no-any-return]
+
+
+def run_distributed(rank: int) -> dict[str, Any]:
+    """The parameters after three steps in each wrapper, and how a divided gate is refused."""
+    found: dict[str, Any] = {}
+    text = texts()[rank : rank + 1]
+    for kind in WRAPPERS:
+        inner = make_trained()
+        model = wrapped(kind, inner)
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        for _ in range(3):
+            model(text, labels=text).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = {
+            name: getattr(one, "full_tensor", lambda one=one: one)()
+            for name, one in inner.named_parameters()
+        }
+        found[kind] = {name: one.detach() for name, one in whole.items()}
+    rules = {"num_hidden_layers": 2, "sliding_keys": 16, "selecting_keys": 32, "lifetime_units": 8}
+    if "fsdp" in WRAPPERS:
+        gated = wrapped("fsdp", ours.HybridForCausalLM(ours.HybridConfig(**SIZES, **rules)))
+        with pytest.raises(ValueError) as refused:
+            gated.lifetime_loss(text, progress=0.0)
+        found["refused"] = str(refused.value)
+    return found
+
+
+RUN = context_ranks.Once(__name__, "run_distributed", 2, timeout=60)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_distributed(kind: str) -> None:
+    model = make_trained()
+    before = copies(model)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for step in range(3):
+        for text in texts().split(1):
+            model.model.calls = step
+            (model(text, labels=text).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(SCORES in name for name in moved(model, before))
+    first, second = (one[kind] for one in RUN.results())
+    for name, one in model.named_parameters():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], one.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif("fsdp" not in WRAPPERS, reason="PyTorch has no fully_shard")
+def test_a_divided_gate_is_refused() -> None:
+    message = "model: fully_shard() divides its parameters among ranks, want whole ones"
+    assert all(one["refused"].startswith(message) for one in RUN.results())
