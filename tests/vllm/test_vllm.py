@@ -155,7 +155,9 @@ def test_two_ranks(folders: dict[str, Path], name: str) -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [list(map(int, line.split())) for line in done.stdout.splitlines() if line[:1].isdigit()]
+    found = [
+        list(map(int, line.split())) for line in done.stdout.splitlines() if line[:1].isdigit()
+    ]
     assert found == generate(folders[name], make_prompts(6))
 
 
@@ -172,7 +174,7 @@ def test_versions(version: str) -> None:
 
 
 def config(**changes: Any) -> Any:
-    """What check_config() reads of vLLM's configuration."""
+    """The fields of vLLM's configuration that check_config() reads."""
     names = ("speculative_config", "kv_transfer_config", "lora_config")
     own = {name: changes.get(name) for name in names}
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -180,7 +182,10 @@ def config(**changes: Any) -> Any:
     parallel.update({name: changes[name] for name in parallel if name in changes})
     cache.update({name: changes[name] for name in cache if name in changes})
     model = SimpleNamespace(hf_config=SimpleNamespace(num_key_value_heads=2))
-    rest = {"parallel_config": SimpleNamespace(**parallel), "cache_config": SimpleNamespace(**cache)}
+    rest = {
+        "parallel_config": SimpleNamespace(**parallel),
+        "cache_config": SimpleNamespace(**cache),
+    }
     return SimpleNamespace(**own, **rest, model_config=model)
 
 
@@ -233,9 +238,10 @@ def test_models(name: str, change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "weights, message",
     [
-        ({}, "layer.weight: is not in the folder"),
+        ({}, "gate_proj.weight: is not in the folder, nor are 2 more"),
         ({"layer.weight": [1.0, float("nan")]}, "layer.weight: has numbers that are not finite"),
         ({"layer.weight": [1.0, 2.0], "more.weight": [1.0]}, "more.weight: is in the folder, but"),
+        ({"layer.weight": [1.0, 2.0]}, "up_proj.weight: is not in the folder, nor are 0 more"),
     ],
 )
 def test_weights(weights: dict[str, list[float]], message: str) -> None:
@@ -245,6 +251,11 @@ def test_weights(weights: dict[str, list[float]], message: str) -> None:
     torch.nn.Module.__init__(model)
     model.is_tied, model.layer = False, torch.nn.Module()
     model.layer.weight = torch.nn.Parameter(torch.zeros(2))
+    model.gate_up_proj = torch.nn.Module()
+    model.gate_up_proj.weight = torch.nn.Parameter(torch.zeros(2))
+    model.gate_up_proj.weight.weight_loader = lambda *_: None
+    if weights:
+        weights = {**weights, "gate_proj.weight": [1.0]}
     pairs = [(name, torch.tensor(numbers)) for name, numbers in weights.items()]
     with pytest.raises(ValueError, match=message):
         model.load_weights(pairs)

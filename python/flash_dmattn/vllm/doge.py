@@ -13,7 +13,13 @@ from .states import RequestStates, Rules
 
 class DogeAttention(Attention):
     def __init__(
-        self, sizes: Sizes, layer: int, eps: float, states: RequestStates, config: VllmConfig, prefix: str
+        self,
+        sizes: Sizes,
+        layer: int,
+        eps: float,
+        states: RequestStates,
+        config: VllmConfig,
+        prefix: str,
     ) -> None:
         super().__init__(sizes, layer, True, False, eps, states, config, prefix)
         dtype = config.model_config.dtype

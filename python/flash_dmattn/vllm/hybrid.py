@@ -18,9 +18,7 @@ class HybridAttention(Attention):
     """The attention of a layer. The scores of a sliding layer are 0: of equal ones later keys rank
     first."""
 
-    def __init__(
-        self, layer: int, states: RequestStates, config: VllmConfig, prefix: str
-    ) -> None:
+    def __init__(self, layer: int, states: RequestStates, config: VllmConfig, prefix: str) -> None:
         given: HybridConfig = config.model_config.hf_config
         plan, bias = given.plan, given.attention_bias
         rules = plan.arguments(layer)
@@ -85,7 +83,7 @@ class HybridForCausalLM(CausalLM):
         plan = given.plan
         if plan.sliding is None:
             raise NotImplementedError(
-                "sliding_keys: is None, want a number: layers that keep all keys are not implemented"
+                "sliding_keys: is None, want a number: layers that keep all keys are not served"
             )
         rules = []
         for layer in range(plan.layers):

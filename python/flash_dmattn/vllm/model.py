@@ -1,5 +1,5 @@
-"""What the models for vLLM share: projections of vLLM's, which tensor parallelism divides, and
-attention over the states of requests."""
+"""Parts that the models for vLLM share: projections that tensor parallelism divides, and attention
+over the states of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -35,6 +39,7 @@ PACKED = {  # weights of a folder, and the part that each is of a weight here
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+LENGTH_RULES = ("dynamic", "longrope")  # of rotary embeddings
 
 
 def check_config(config: VllmConfig) -> None:
@@ -69,7 +74,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 class Tokens(NamedTuple):
-    """What the layers know of the tokens of a step."""
+    """The tokens of a step, for all layers."""
 
     step: Step | None
     positions: torch.Tensor  # [tokens]
@@ -110,8 +115,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
-        self.rank = get_tensor_model_parallel_rank()
-        self.all_kv_heads, self.head_dim = sizes.kv_heads, sizes.head_dim
+        self.head_dim = sizes.head_dim
         self.heads, self.kv_heads = sizes.heads // ranks, sizes.kv_heads // ranks
         self.layer, self.nope, self.eps = layer, nope, eps
         quant = config.quant_config
@@ -154,7 +158,8 @@ class Attention(nn.Module):
     def score(self, x: torch.Tensor, value: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """The scores [kv_heads, tokens] float32 of hidden states x and values [tokens, kv_heads,
         head_dim]."""
-        return self.dt_proj(value, self.A)
+        dt_proj: Any = self.dt_proj
+        return dt_proj(value, self.A)
 
 
 class ScoreProjection(nn.Module):
@@ -163,14 +168,11 @@ class ScoreProjection(nn.Module):
 
     def __init__(self, kv_heads: int, head_dim: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.ranks, self.rank = (
-            get_tensor_model_parallel_world_size(),
-            get_tensor_model_parallel_rank(),
-        )
-        self.width = kv_heads * head_dim // self.ranks
-        self.own = slice(
-            kv_heads // self.ranks * self.rank, kv_heads // self.ranks * (self.rank + 1)
-        )
+        self.ranks = get_tensor_model_parallel_world_size()
+        self.rank = get_tensor_model_parallel_rank()
+        own_heads = kv_heads // self.ranks
+        self.width = own_heads * head_dim
+        self.own = slice(own_heads * self.rank, own_heads * (self.rank + 1))
         self.weight = nn.Parameter(torch.empty(kv_heads, self.width, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(kv_heads, dtype=dtype)) if bias else None
         self.weight.weight_loader = self._load  # type: ignore[attr-defined]
@@ -183,8 +185,6 @@ class ScoreProjection(nn.Module):
         if self.ranks == 1:
             given: dict[str, Any] = {"dt_bias": self.bias, "bias_form": "none"}
             return functional.score(value[None], self.weight, a_coef, **given)[0][0]
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
         dt = value.flatten(1).float() @ self.weight.float().T
         dt = tensor_model_parallel_all_reduce(dt)[:, self.own]
         dt = dt if self.bias is None else dt + self.bias[self.own].float()
@@ -236,13 +236,19 @@ class Model(nn.Module):
             make_layer(states, layer, f"{prefix}.layers.{layer}") for layer in range(len(rules))
         )
         self.norm = norm
-        inv_freq, self.factor = rotary_frequencies(model)
+        rule = (model.rope_parameters or {}).get("rope_type", "default")
+        if rule in LENGTH_RULES:
+            raise NotImplementedError(f"rope_type: is {rule!r}, whose angles depend on the length")
+        inv_freq, factor = rotary_frequencies(model)
+        self.factor: float = factor
+        self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden]: embeddings; positions [tokens]."""
         given: dict[str, Any] = {"inv_freq": self.inv_freq, "factor": self.factor}
-        table = rotary_table(to_int32(positions), 2 * self.inv_freq.shape[0], **given)
+        dim = 2 * len(self.inv_freq)
+        table = rotary_table(to_int32(positions), dim, **given)
         tokens = Tokens(self.states[0].begin(), positions, table)
         for layer in self.layers:
             x = layer(x, tokens)
@@ -275,7 +281,7 @@ class CausalLM(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor,
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -298,14 +304,16 @@ class CausalLM(nn.Module):
             ValueError: a weight that the model does not have, one that is not finite, or one that
                 is missing.
         """
-        own, loaded = dict(self.named_parameters()), set()
+        own: dict[str, Any] = dict(self.named_parameters())
+        found = set()
         for name, weight in weights:
             if self.skips(name):
                 continue
             if weight.is_floating_point() and not bool(weight.isfinite().all()):
                 raise ValueError(f"{name}: has numbers that are not finite")
             part = name.split(".")[-2] if "." in name else ""
-            shard, target = (), name
+            shard: tuple[Any, ...] = ()
+            target = name
             if part in PACKED:
                 target, shard = name.replace(part, PACKED[part][0]), PACKED[part][1:]
             if target not in own:
@@ -313,9 +321,15 @@ class CausalLM(nn.Module):
                 raise ValueError(f"{name}: is in the folder, but {kind} has no such weight")
             load = getattr(own[target], "weight_loader", default_weight_loader)
             load(own[target], weight, *shard)
-            loaded.add(name if shard else target)
-            loaded.add(target)
-        missing = sorted(own.keys() - loaded)
+            found.add(name)
+        missing = sorted(x for target in own for x in sources_of(target) if x not in found)
         if missing:
             raise ValueError(f"{missing[0]}: is not in the folder, nor are {len(missing) - 1} more")
-        return loaded & own.keys()
+        return set(own)
+
+
+def sources_of(name: str) -> list[str]:
+    """The names of a weight's parts in a folder."""
+    kind = name.split(".")[-2] if "." in name else ""
+    parts = [part for part, (target, _) in PACKED.items() if target == kind]
+    return [name.replace(kind, part) for part in parts] or [name]

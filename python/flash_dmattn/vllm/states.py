@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from .. import _arguments, ops, streams
+from .. import _arguments, streams
 from ..streams import TOKENS_MAX, KeyCache, Tokens
 
 NO_PAGE = 0  # the number that vLLM's block table has where a request has no page
@@ -63,7 +63,7 @@ class Step:
 
 
 class StateBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks for the metadata of RequestStates."""
+    """Names the class that makes the metadata of RequestStates."""
 
     @staticmethod
     def get_name() -> str:
@@ -259,20 +259,16 @@ class RequestStates(nn.Module, MambaBase):  # type: ignore[misc]
         packed, by_token = (query, key, value), score.transpose(0, 1)
         out = torch.empty_like(query)
         for rows in step.rows:
-            own = [x[: len(rows.pages), None] for x in packed]
-            scores = by_token[: len(rows.pages), :, None]
-            if rows.tokens is not None:
+            if rows.tokens is None:
+                own: Any = [x[: len(rows.pages), None] for x in packed]
+                scores = by_token[: len(rows.pages), :, None]
+            else:
                 own = [x[rows.tokens] for x in packed]
                 scores = by_token[rows.tokens].transpose(1, 2)
-            found: Any = streams.decode(
-                *own,
-                cache,
-                score=scores.contiguous(),
-                index=rows.pages,
-                n_tokens=rows.n_tokens,
-                bias_form=form,
-                softmax_scale=scale,
-            )
+            given: dict[str, Any] = {"index": rows.pages, "n_tokens": rows.n_tokens}
+            given.update({"bias_form": form, "softmax_scale": scale})
+            q, k, v = own
+            found: Any = streams.decode(q, k, v, cache, score=scores.contiguous(), **given)
             if rows.tokens is None:
                 out[: len(rows.pages)] = found[:, 0]
             elif rows.n_tokens is None:
@@ -291,17 +287,19 @@ class RequestStates(nn.Module, MambaBase):  # type: ignore[misc]
 def enter(
     cache: KeyCache,
     piece: Piece,
-    rows: list[torch.Tensor],
+    rows: Any,
     score: torch.Tensor,
     bias_form: str,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of a piece [1, len, heads, head_dim] of a request, which enters the cache."""
+    """Attention of a piece of a request, which enters the cache.
+
+    rows: query, key and value [1, len, heads, head_dim]; score [1, kv_heads, len]."""
     carried, page = None, piece.page
     if not piece.is_first:
-        one = [x.index_select(0, page.clamp(min=0)) for x in cache[:6]]
-        carried = KeyCache(*one, *streams.rules_of(cache))
+        fields: Any = [x.index_select(0, page.clamp(min=0)) for x in cache[:6]]
+        carried = KeyCache._make((*fields, *streams.rules_of(cache), None))
     options = (bias_form, scale, 0.0, None)
-    rest = (None, None, None, None, options, score.contiguous())
-    tokens = Tokens(*rows, (None, None, None), *rest)
+    weights, absent = (None, None, None), (None, None, None, None)
+    tokens = Tokens._make((*rows, weights, *absent, options, score.contiguous()))
     return streams.prefill(cache, page, carried, tokens)
