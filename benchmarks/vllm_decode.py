@@ -40,6 +40,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def tokens_of(options: argparse.Namespace) -> int:
+    """New tokens of a request: no request ends while the prompts of others pass, or steps are
+    timed."""
+    pieces = -(-options.context // PIECE) + 1
+    return options.requests * pieces + options.steps
+
+
 def make_engine(config: Any, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
     from vllm import LLM
@@ -51,7 +58,7 @@ def make_engine(config: Any, options: argparse.Namespace) -> Any:
             dtype=options.dtype,
             max_num_seqs=options.requests,
             max_num_batched_tokens=PIECE,
-            max_model_len=options.context + options.steps + 8,
+            max_model_len=options.context + tokens_of(options),
             enable_prefix_caching=False,
             enforce_eager=True,
             skip_tokenizer_init=True,
@@ -63,7 +70,7 @@ def fill(engine: Any, options: argparse.Namespace) -> float:
     import torch
     from vllm import SamplingParams
 
-    given = SamplingParams(temperature=0, max_tokens=options.steps + 4, ignore_eos=True)
+    given = SamplingParams(temperature=0, max_tokens=tokens_of(options), ignore_eos=True)
     given.detokenize = False
     random = torch.Generator().manual_seed(1)
     for number in range(options.requests):
@@ -73,6 +80,11 @@ def fill(engine: Any, options: argparse.Namespace) -> float:
     while len(written) < options.requests:
         written |= {one.request_id for one in engine.step() if one.outputs[0].token_ids}
     return time.perf_counter() - started
+
+
+def running_of(engine: Any) -> list[Any]:
+    running: list[Any] = engine.engine_core.engine_core.scheduler.running
+    return running
 
 
 def bytes_of_requests(engine: Any) -> int:
@@ -113,6 +125,9 @@ def main() -> int:
             seconds[name].append(time.perf_counter() - started)
     ratio = statistics.median(b / a for a, b in zip(seconds["selected"], seconds["full"]))
     sizes_said = f"{options.requests} requests of {options.context} tokens"
+    if any(len(running_of(engine)) < options.requests for engine in engines.values()):
+        print("vllm_decode.py: want more --gib, as requests waited", file=sys.stderr)
+        return 1
     print(f"{sizes_said}, window {options.window}, {options.dtype}")
     for name in engines:
         rate = options.requests / statistics.median(seconds[name])

@@ -173,6 +173,14 @@ def test_versions(version: str) -> None:
         flash_dmattn.vllm.check_version(version)
 
 
+def test_another_version_serves_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin refuses its own models alone."""
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    flash_dmattn.vllm.register()
+    with pytest.raises(ImportError, match="vllm: is 0.99.0, want 0.31 or 0.32"):
+        _ = flash_dmattn.vllm.DogeForCausalLM
+
+
 def config(**changes: Any) -> Any:
     """The fields of vLLM's configuration that check_config() reads."""
     names = ("speculative_config", "kv_transfer_config", "lora_config")

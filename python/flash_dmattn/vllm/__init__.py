@@ -7,16 +7,15 @@ processes. Nothing of vLLM is imported before that.
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
 
 __all__ = ["register"]
 
 TESTED = ("0.31", "0.32")  # minor versions of vLLM
-MODELS = {  # architectures in config.json, and the classes that serve them
-    "DogeForCausalLM": "flash_dmattn.vllm.doge:DogeForCausalLM",
-    "HybridForCausalLM": "flash_dmattn.vllm.hybrid:HybridForCausalLM",
-}
-BACKEND = "flash_dmattn.vllm.states.StateBackend"
+# Architectures in config.json, which are the names of classes, and the modules that have these.
+MODELS = {"DogeForCausalLM": ".doge", "HybridForCausalLM": ".hybrid"}
 
 
 def check_version(version: str) -> None:
@@ -33,24 +32,27 @@ def check_version(version: str) -> None:
 def register() -> None:
     """Make vLLM know Doge and the hybrids of flash_dmattn.transformers. vLLM calls it by itself.
 
-    Raises:
-        ImportError: a version of vLLM or transformers that is not supported.
-
-    Example:
-        >>> import flash_dmattn.vllm
-        >>> flash_dmattn.vllm.register()  # doctest: +SKIP
-
-    Source: docs/vllm.md.
+    With a version of vLLM that is not supported these models are refused once one is asked for, so
+    that vLLM goes on serving others.
     """
-    import vllm
-
-    check_version(vllm.__version__)
     from vllm import ModelRegistry
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     from ..transformers_hybrid import register_hybrid
 
-    register_backend(MambaAttentionBackendEnum.CUSTOM, BACKEND, is_mamba=True)
     register_hybrid()
-    for architecture, path in MODELS.items():
-        ModelRegistry.register_model(architecture, path)
+    for name in MODELS:
+        ModelRegistry.register_model(name, f"{__name__}:{name}")
+
+
+def __getattr__(name: str) -> Any:
+    """The class of a model, which vLLM asks for by its name.
+
+    Raises:
+        ImportError: a version of vLLM that is not supported.
+    """
+    if name not in MODELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm
+
+    check_version(vllm.__version__)
+    return getattr(importlib.import_module(MODELS[name], __name__), name)

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from .. import _arguments, streams
@@ -76,6 +76,11 @@ class StateBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def is_ssm(cls) -> bool:
         return True
+
+
+register_backend(
+    MambaAttentionBackendEnum.CUSTOM, f"{__name__}.{StateBackend.__name__}", is_mamba=True
+)
 
 
 class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
