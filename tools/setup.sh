@@ -4,7 +4,8 @@
 #   setup.sh format   also .venv with the formatters alone, unless it is there
 #   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt, and
 #                     the header of ONNX Runtime in build/onnxruntime
-#   setup.sh gates    all of these, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
+#   setup.sh site     all of these, clang and its libraries for WebAssembly, and tools/site/requirements.txt in .venv
+#   setup.sh gates    all of these, Chromium, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
 #                     a cross compiler and an emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
@@ -105,6 +106,22 @@ fetch_ort_header() {
     rm -rf "$folder/lists" "$folder/cache" "$folder/unpacked"
 }
 
+# Needs of tools/site/build.sh.
+setup_site() {
+    want lld command -v wasm-ld
+    want wasi-libc test -e /usr/lib/wasm32-wasi/libc.a
+    want "libclang-rt-$(clang -dumpversion | cut -d. -f1)-dev-wasm32" \
+        test -e "$(clang --target=wasm32-wasi -print-libgcc-file-name)"
+    stamp=.venv/site.stamp
+    wanted=$(sha256sum <tools/site/requirements.txt)
+    [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || return 0
+    if .venv/bin/python -m pip --quiet --disable-pip-version-check install -r tools/site/requirements.txt; then
+        echo "$wanted" >"$stamp"
+    else
+        echo "setup: going on without the packages of tools/site/requirements.txt"
+    fi
+}
+
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
@@ -119,7 +136,7 @@ need libcjson-dev test -e /usr/include/cjson/cJSON.h
 case $what in
 build) ;;
 format) need python3-venv python3 -c 'import ensurepip, venv' ;;
-tests | gates)
+tests | site | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
     # torch.compile compiles C++ against Python.
     need g++ command -v "${CXX:-c++}"
@@ -128,7 +145,7 @@ tests | gates)
     [ "$what" = tests ] || need clang command -v clang
     ;;
 *)
-    echo "setup: unknown argument '$what': give none, or format, tests or gates" >&2
+    echo "setup: unknown argument '$what': give none, or format, tests, site or gates" >&2
     exit 2
     ;;
 esac
@@ -142,14 +159,17 @@ if [ "$what" = gates ]; then
     want libc6-dev-arm64-cross compiles aarch64-linux-gnu-gcc '#include <math.h>
 int main(void) { return 0; }'
     want qemu-user command -v qemu-aarch64
+    want chromium command -v chromium
+    want chromium-driver command -v chromedriver
 fi
 case $what in
 format) make_format_venv ;;
-tests | gates)
+tests | site | gates)
     fetch_ort_header
     make_venv
     ;;
 esac
+[ "$what" != site ] && [ "$what" != gates ] || setup_site
 if [ "$what" = gates ] && ! .venv/bin/python -c 'import codespell_lib, mypy' 2>/dev/null; then
     .venv/bin/python -m pip --quiet --disable-pip-version-check install codespell==2.4.3 mypy==2.4.1 ||
         echo "setup: going on without mypy and codespell"
