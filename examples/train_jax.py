@@ -20,7 +20,7 @@ TEXT = Path(__file__).parent / "data" / "text.txt"
 
 
 def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
+    head, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("--text", type=Path, default=TEXT, help="a file to learn")
     parser.add_argument("--steps", type=int, default=200, help="of training")
@@ -90,7 +90,9 @@ def rotate(x: Any, positions: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def rows_of(layer: Parameters, rules: dict[str, int], x: Any, positions: Any) -> Any:
+def rows_of(
+    layer: Parameters, rules: dict[str, int], x: Any, positions: Any
+) -> tuple[Any, Any, Any]:
     """query, key and value [batch, len, heads, head_dim]."""
     rows = (normalize(x) @ layer["qkv"]).reshape(*x.shape[:2], -1, HEAD_DIM)
     query, key, value = jnp.split(rows, (HEADS, HEADS + KV_HEADS), axis=2)
@@ -108,10 +110,14 @@ def finish_layer(layer: Parameters, x: Any, out: Any) -> Any:
 def logits_of(parameters: Parameters, text: Any) -> Any:
     x, positions = parameters["embedding"][text], jnp.arange(text.shape[1])[None]
     for layer, rules in zip(parameters["layers"], LAYERS):
-        weights = layer["dt_proj"], layer["a_coef"]
-        keeps = {"keep_window_size": rules["window"], "recent": rules["recent"], "causal": True}
-        rows = rows_of(layer, rules, x, positions)
-        out = fdma.flash_dma_attention(*rows, *weights, **keeps)
+        out = fdma.flash_dma_attention(
+            *rows_of(layer, rules, x, positions),
+            layer["dt_proj"],
+            layer["a_coef"],
+            keep_window_size=rules["window"],
+            recent=rules["recent"],
+            causal=True,
+        )
         x = finish_layer(layer, x, out)
     return normalize(x) @ parameters["head"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import jax
 from jax import Array, lax
@@ -34,6 +34,28 @@ from ._gradients import (
     jit_score,
     like,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Keywords(TypedDict, total=False):
+    """Of flash_dma_attention()."""
+
+    dt_bias: Array | None
+    key_valid: Array | None
+    starts: Array | None
+    kv_used: Array | None
+    sink_logit: Array | None
+    recent: int
+    sinks: int
+    gap: float | None
+    scope: str | None
+    bias_form: str
+    softcap: float
+    rng_key: Array | None
+    backend: str | None
+    deterministic: bool
 
 
 @functools.partial(
@@ -305,6 +327,36 @@ def attention(
     return finish(out, query.shape[-1], dropout_p), lse
 
 
+@overload
+def flash_dma_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    dt_proj: Array,
+    a_coef: Array,
+    keep_window_size: int = 2048,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Array: ...
+@overload
+def flash_dma_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    dt_proj: Array,
+    a_coef: Array,
+    keep_window_size: int = 2048,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Array, Array]: ...
 def flash_dma_attention(
     query: Array,
     key: Array,
