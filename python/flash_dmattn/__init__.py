@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _library, _versions  # noqa: F401 (refuses an old PyTorch)
+from . import _library, _versions  # noqa: F401 (what the package needs)
 from ._library import version
 from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
