@@ -1,14 +1,5 @@
-# Files that `cmake --install` installs. A Python wheel has only the libraries, inside the package
-# flash_dmattn.
-
-if(SKBUILD)
-  install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
-  install(FILES include/fdma.h DESTINATION flash_dmattn)
-  if(TARGET fdma_ort)
-    install(TARGETS fdma_ort LIBRARY DESTINATION flash_dmattn)
-  endif()
-  return()
-endif()
+# Files that `cmake --install` installs. A Python wheel has them inside the package flash_dmattn, and
+# in its folder of programs a script that runs the command.
 
 include(CMakePackageConfigHelpers)
 
@@ -21,13 +12,16 @@ install(TARGETS fdma_static ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 if(TARGET fdma_tool)
   add_dependencies(fdma_installed fdma_tool)
   install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  if(SKBUILD_SCRIPTS_DIR)
+    install(PROGRAMS python/run_fdma.py DESTINATION "${SKBUILD_SCRIPTS_DIR}" RENAME fdma)
+  endif()
 endif()
 if(TARGET fdma_ort)
   add_dependencies(fdma_installed fdma_ort)
   install(TARGETS fdma_ort LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 endif()
 
-set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/fdma")
+cmake_path(SET package_dir NORMALIZE "${CMAKE_INSTALL_LIBDIR}/cmake/fdma") # LIBDIR may be "."
 install(EXPORT fdma NAMESPACE fdma:: FILE fdma-targets.cmake DESTINATION "${package_dir}")
 file(WRITE "${PROJECT_BINARY_DIR}/fdma-config.cmake"
      "include(\"\${CMAKE_CURRENT_LIST_DIR}/fdma-targets.cmake\")\n")
