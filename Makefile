@@ -21,7 +21,7 @@ TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/bu
 # The part that `make full` runs; see tools/gates/check_full.py.
 PART ?= all
 
-.PHONY: build setup setup-format setup-tests setup-gates demo test gates run-gates full format bench clean help
+.PHONY: build setup setup-format setup-tests setup-site setup-gates demo test site gates run-gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
@@ -37,6 +37,9 @@ setup-format:
 
 setup-tests:
 	@tools/setup.sh tests
+
+setup-site:
+	@tools/setup.sh site
 
 setup-gates:
 	@tools/setup.sh gates
@@ -71,6 +74,9 @@ test: setup-tests build ## run the tests, those in C and those in Python
 	wait $$c_tests || status=1; \
 	cat build/ctest.log; \
 	exit $$status
+
+site: setup-site build ## build the documents as a site with search, build/site/html
+	@tools/site/build.sh
 
 gates: setup-gates build run-gates ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
 

@@ -208,19 +208,18 @@ def entry_text(title: str, text: str, code: list[str]) -> Iterator[str]:
         yield fenced("c", "\n".join(code))
 
 
-def c_text() -> Iterator[str]:
-    """Each entry with its declarations: the calls behind it, the type that it names, and the types
-    before it that belong to no other entry."""
-    yield "## C"
+def c_entries() -> Iterator[tuple[str, str, list[str]]]:
+    """Title, text and declarations of each entry: the calls behind it, the type that it names, and
+    the types before it that belong to no other entry. A section is a title alone."""
     title, text = "", ""
     code: list[str] = []
     types: list[str] = []
     for kind, found in declarations_of(HEADER.read_text()):
         if kind in ("entry", "section") and title:
-            yield from entry_text(title, text, code)
+            yield title, text, code
             title, code = "", []
         if kind == "section":
-            yield f"### {comment_text(found)}"
+            yield comment_text(found), "", []
         elif kind == "entry":
             title, _, text = comment_text(found).partition(" - ")
             code, types = types, []
@@ -228,7 +227,13 @@ def c_text() -> Iterator[str]:
             code.append(found.replace("FDMA_API ", "").replace("\n" + 9 * " ", "\n"))
         else:
             (code if found.endswith(f"}} {title};") else types).append(found)
-    yield from entry_text(title, text, code)
+    yield title, text, code
+
+
+def c_text() -> Iterator[str]:
+    yield "## C"
+    for title, text, code in c_entries():
+        yield from entry_text(title, text, code) if text else [f"### {title}"]
 
 
 def c_index() -> Iterator[str]:

@@ -5,7 +5,8 @@
 #   setup.sh wheels   also what tools/wheels/build.sh needs: Python's headers, and the source of cJSON in build/cjson
 #   setup.sh tests    also a C++ compiler, .venv with the packages of tests/requirements.txt, and the header of
 #                     ONNX Runtime in build/onnxruntime
-#   setup.sh gates    all of these, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
+#   setup.sh site     all of these, clang and its libraries for WebAssembly, and tools/site/requirements.txt in .venv
+#   setup.sh gates    all of these, Chromium, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
 #                     a cross compiler and an emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
@@ -134,6 +135,22 @@ fetch_cjson() {
     done
 }
 
+# Needs of tools/site/build.sh.
+setup_site() {
+    want lld command -v wasm-ld
+    want wasi-libc test -e /usr/lib/wasm32-wasi/libc.a
+    want "libclang-rt-$(clang -dumpversion | cut -d. -f1)-dev-wasm32" \
+        test -e "$(clang --target=wasm32-wasi -print-libgcc-file-name)"
+    stamp=.venv/site.stamp
+    wanted=$(sha256sum <tools/site/requirements.txt)
+    [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || return 0
+    if .venv/bin/python -m pip --quiet --disable-pip-version-check install -r tools/site/requirements.txt; then
+        echo "$wanted" >"$stamp"
+    else
+        echo "setup: going on without the packages of tools/site/requirements.txt"
+    fi
+}
+
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
@@ -148,17 +165,17 @@ need libcjson-dev test -e /usr/include/cjson/cJSON.h
 case $what in
 build) ;;
 format) need python3-venv python3 -c 'import ensurepip, venv' ;;
-wheels | tests | gates)
+wheels | tests | site | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
     need python3-dev python3 -c \
         'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
     need dpkg-dev command -v dpkg-source # of the source of cJSON
     # torch.compile compiles C++ against Python.
     [ "$what" = wheels ] || need g++ command -v "${CXX:-c++}"
-    [ "$what" != gates ] || need clang command -v clang
+    case $what in site | gates) need clang command -v clang ;; esac
     ;;
 *)
-    echo "setup: unknown argument '$what': give none, or format, wheels, tests or gates" >&2
+    echo "setup: unknown argument '$what': give none, or format, wheels, tests, site or gates" >&2
     exit 2
     ;;
 esac
@@ -172,16 +189,19 @@ if [ "$what" = gates ]; then
     want libc6-dev-arm64-cross compiles aarch64-linux-gnu-gcc '#include <math.h>
 int main(void) { return 0; }'
     want qemu-user command -v qemu-aarch64
+    want chromium command -v chromium
+    want chromium-driver command -v chromedriver
 fi
 case $what in
 format) make_format_venv ;;
 wheels) fetch_cjson ;;
-tests | gates)
+tests | site | gates)
     fetch_cjson
     fetch_ort_header
     make_venv
     ;;
 esac
+[ "$what" != site ] && [ "$what" != gates ] || setup_site
 if [ "$what" = gates ] && ! .venv/bin/python -c 'import codespell_lib, mypy' 2>/dev/null; then
     .venv/bin/python -m pip --quiet --disable-pip-version-check install codespell==2.4.3 mypy==2.4.1 ||
         echo "setup: going on without mypy and codespell"

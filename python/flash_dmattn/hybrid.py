@@ -306,13 +306,13 @@ class StepTargets:
         return [score_target_loss(*rows, key_valid=valid, starts=starts, **rules)]
 
 
-def gathered(weight: torch.Tensor) -> torch.Tensor:
+def gathered(weight: Any) -> torch.Tensor:
     """All of a weight that FSDP2 divides among ranks, outside its layer's forward(). As of other
     weights, the gradient is the mean over ranks."""
-    if not hasattr(weight, "full_tensor"):
-        return weight
-    from torch.distributed.tensor import Partial
+    whole: torch.Tensor = weight
+    if hasattr(weight, "full_tensor"):
+        from torch.distributed.tensor import Partial
 
-    means = [Partial("avg")] * weight.device_mesh.ndim
-    whole: torch.Tensor = weight.full_tensor(grad_placements=means)
+        means = [Partial("avg")] * weight.device_mesh.ndim
+        whole = weight.full_tensor(grad_placements=means)
     return whole

@@ -424,6 +424,22 @@ tidy() {
         xargs -n 20 -P "$jobs" sh -c 'flags=$0 && clang-tidy --quiet "$@" -- $flags' "$flags"
 }
 
+# The site, built without a warning and opened in a browser.
+site_opens() {
+    for command in wasm-ld chromium chromedriver; do
+        command -v "$command" && continue
+        echo "skipped: $command is not installed, and tools/setup.sh could not install it"
+        return
+    done
+    if ! "$python" -c 'import material, selenium'; then
+        echo "skipped: the packages of tools/site/requirements.txt are not installed"
+        return
+    fi
+    export FDMA_LIBRARY="$PWD/build/libfdma.so" PYTHONPATH=python:tools
+    PYTHON=$python tools/site/build.sh && "$python" tools/site/check_site.py --self-test &&
+        "$python" tools/site/check_site.py
+}
+
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
 form_and_cpus() {
@@ -436,6 +452,7 @@ form_and_cpus() {
     gate tidy tidy
     gate types types_checked
     gate vocabulary words_tested
+    gate site site_opens
     gate header header_alone
     gate cpu_headers cpu_headers_alone
     gate refused refused_builds
