@@ -331,10 +331,10 @@ def is_unhooked(norm: Any) -> bool:
     """False if something may change what a module does."""
     if "forward" in vars(norm):
         return False
-    of_all = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
-    of_all += (modules._global_backward_hooks, modules._global_backward_pre_hooks)
-    own = (norm._forward_hooks, norm._forward_pre_hooks)
-    own += (norm._backward_hooks, norm._backward_pre_hooks)
+    of_all = [modules._global_forward_hooks, modules._global_forward_pre_hooks]
+    of_all += [modules._global_backward_hooks, modules._global_backward_pre_hooks]
+    own = [norm._forward_hooks, norm._forward_pre_hooks]
+    own += [norm._backward_hooks, norm._backward_pre_hooks]
     return not any(of_all + own)
 
 
