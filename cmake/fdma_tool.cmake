@@ -25,3 +25,18 @@ if(TARGET fdma_cjson)
 else()
   message(NOTICE "cJSON not found: the fdma command cannot read safetensors files")
 endif()
+
+# The manual page and what completes command lines, which the command prints itself.
+if(NOT CMAKE_CROSSCOMPILING)
+  set(texts "${PROJECT_BINARY_DIR}/texts")
+  set(fdma_texts "${texts}/fdma.1" "${texts}/bash/fdma" "${texts}/zsh/_fdma" "${texts}/fish/fdma.fish")
+  add_custom_command(
+    OUTPUT ${fdma_texts}
+    COMMAND ${CMAKE_COMMAND} -E make_directory "${texts}/bash" "${texts}/zsh" "${texts}/fish"
+    COMMAND fdma_tool man >"${texts}/fdma.1"
+    COMMAND fdma_tool completion bash >"${texts}/bash/fdma"
+    COMMAND fdma_tool completion zsh >"${texts}/zsh/_fdma"
+    COMMAND fdma_tool completion fish >"${texts}/fish/fdma.fish"
+    DEPENDS fdma_tool)
+  add_custom_target(fdma_texts ALL DEPENDS ${fdma_texts})
+endif()

@@ -47,6 +47,7 @@ HEADER = ROOT / "include" / "fdma.h"
 WIDTH = 100
 MODULES = (
     flash_dmattn,
+    flash_dmattn.pictures,
     flash_dmattn.rotary,
     flash_dmattn.distributed,
     flash_dmattn.transformers,

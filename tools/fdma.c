@@ -13,29 +13,30 @@
 #include <stdio.h>
 #include <string.h>
 
-static const struct {
-    const char *name;
-    int (*main)(int argc, char **argv);
-    const char *about;
-} commands[] = {
-    {"attend", attend_main, "run attention on the tensors of a file, over all keys and the best"},
-    {"check", check_main, "check every kernel of this machine against the reference"},
-    {"bench", bench_main, "time each kernel, and compare it with what the machine can do"},
-    {"info", info_main, "print the kernels that would run, this machine, and all kernels"},
+const subcommand subcommands[] = {
+    {"attend", attend_main, &attend_command,
+     "run attention on the tensors of a file, over all keys and the best"},
+    {"check", check_main, &check_command,
+     "check every kernel of this machine against the reference"},
+    {"bench", bench_main, &bench_command,
+     "time each kernel, and compare it with what the machine can do"},
+    {"info", info_main, &info_command,
+     "print the kernels that would run, this machine, and all kernels"},
+    {"man", man_main, &man_command, "print the manual page"},
+    {"completion", completion_main, &completion_command,
+     "print what completes command lines in bash, zsh or fish"},
+    {0},
 };
-
-enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
 
 static void print_usage(FILE *stream) {
     fprintf(stream, "usage: fdma COMMAND [options]\n\n"
                     "Flash Dynamic Mask Attention: each query attends to its best keys only.\n\n");
-    for (int c = 0; c < COMMAND_COUNT; c++)
-        fprintf(stream, "  %-8s %s\n", commands[c].name, commands[c].about);
+    for (const subcommand *one = subcommands; one->name != NULL; one++)
+        fprintf(stream, "  %-10s %s\n", one->name, one->about);
     fprintf(stream,
             "\n"
             "`fdma COMMAND --help` explains a command; `fdma --version` prints the version.\n"
-            "Exit status: 0 done; 1 a check failed, or output could not be written;\n"
-            "2 bad usage or bad input.\n");
+            "Exit status: " EXIT_STATUS_TEXT);
 }
 
 static int run_command(int argc, char **argv) {
@@ -52,10 +53,10 @@ static int run_command(int argc, char **argv) {
         return EXIT_DONE;
     }
     nearest_name nearest = {.typed = argv[1]};
-    for (int c = 0; c < COMMAND_COUNT; c++) {
-        if (strcmp(commands[c].name, argv[1]) == 0)
-            return commands[c].main(argc - 1, argv + 1);
-        offer_name(&nearest, commands[c].name, false);
+    for (const subcommand *one = subcommands; one->name != NULL; one++) {
+        if (strcmp(one->name, argv[1]) == 0)
+            return one->main(argc - 1, argv + 1);
+        offer_name(&nearest, one->name, false);
     }
     print_unknown("fdma: no command", argv[1], nearest.name, "see fdma --help");
     return EXIT_USAGE;

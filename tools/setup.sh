@@ -3,8 +3,9 @@
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh format   also .venv with the formatters alone, unless it is there
 #   setup.sh wheels   also what tools/wheels/build.sh needs: Python's headers, and the source of cJSON in build/cjson
-#   setup.sh tests    also a C++ compiler, .venv with the packages of tests/requirements.txt, and the header of
-#                     ONNX Runtime in build/onnxruntime
+#   setup.sh tests    also a C++ compiler, .venv with the packages of tests/requirements.txt,
+#                     .venv/extra with tests/requirements-extra.txt, and the header of ONNX Runtime in
+#                     build/onnxruntime
 #   setup.sh site     all of these, clang and its libraries for WebAssembly, and tools/site/requirements.txt in .venv
 #   setup.sh gates    all of these, Chromium, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
 #                     a cross compiler and an emulator of 64-bit ARM if apt has them
@@ -73,6 +74,22 @@ make_venv() {
     # pip's settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) choose the build of PyTorch; the CPU build
     # suffices and is gigabytes smaller.
     .venv/bin/python -m pip --quiet --disable-pip-version-check install -r tests/requirements.txt
+    echo "$wanted" >"$stamp"
+}
+
+# An environment beside it, in which programs start apart that tests use: with them in .venv every
+# import of transformers would load `kernels`, too. It sees the packages of .venv.
+make_extra_venv() {
+    stamp=.venv/extra/requirements.stamp
+    wanted=$(sha256sum <tests/requirements-extra.txt)
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+    echo "setup: making .venv/extra with the packages of tests/requirements-extra.txt"
+    rm -rf .venv/extra
+    .venv/bin/python -m venv --without-pip .venv/extra
+    .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+        >"$(.venv/extra/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+    .venv/extra/bin/python -m pip --quiet --disable-pip-version-check install \
+        -r tests/requirements-extra.txt
     echo "$wanted" >"$stamp"
 }
 
@@ -199,6 +216,7 @@ tests | site | gates)
     fetch_cjson
     fetch_ort_header
     make_venv
+    make_extra_venv
     ;;
 esac
 [ "$what" != site ] && [ "$what" != gates ] || setup_site

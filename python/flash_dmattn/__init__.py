@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _library, _versions  # noqa: F401 (what the package needs)
+from . import (
+    _library,
+    _versions,  # noqa: F401 (what the package needs)
+    pictures,  # noqa: F401
+)
 from ._library import version
 from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
@@ -76,4 +80,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "distributed", "onnx", "rotary", "transformers"])
+    return sorted(
+        [*__all__, "__version__", "distributed", "onnx", "pictures", "rotary", "transformers"]
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from . import (
@@ -87,7 +86,7 @@ def register(operator: ops.Operator, count: Any) -> None:
         return count(dict(zip(operator.arguments, arguments)))
 
     for name in (operator.name, f"{operator.name}_no_grad"):
-        packet = getattr(torch.ops.flash_dmattn, name, None)
+        packet = getattr(ops.REGISTERED, name, None)
         if packet is not None:
             register_flop_formula(packet)(formula)
             # PyTorch 2.4 keeps formulas by overload, and looks for them by packet

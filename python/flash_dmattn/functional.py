@@ -36,7 +36,8 @@ scaled_dot_product_attention does; scores, biases and lse stay float32.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -59,6 +60,9 @@ from ._arguments import (
     refuse_tangents,
     spread,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Selection(NamedTuple):
@@ -86,6 +90,51 @@ class Selection(NamedTuple):
     recent: int = 0
     sinks: int = 0
     gap: float | None = None
+
+    def plot(
+        self,
+        *,
+        batch: int = 0,
+        kv_head: int = 0,
+        rows: str = "keys",
+        slot: int | None = None,
+        texts: Sequence[str] | None = None,
+        axes: Axes | None = None,
+    ) -> Axes:
+        """Draw which keys the queries of one kv head keep, with matplotlib.
+
+        A kept key is a bar over the positions of the queries that keep it: from its own position to
+        its expiry, or over all positions in global scope. Early keys are dark, late ones light.
+
+        Args:
+            batch: which sequence.
+            kv_head: which kv head.
+            rows: what stands in a row: "keys", each key in its own; "slots", keys in the row of
+                their slot, one after another.
+            slot: optional: the keys of this slot are red.
+            texts: optional, a text for each key, such as its token: they stand beside the rows of
+                keys, if there are 64 at most.
+            axes: matplotlib's Axes to draw into; None for a new figure.
+
+        Returns:
+            The Axes; .figure.savefig("picture.png") stores the picture.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an index that is out of range, another number of texts, or unknown rows.
+            ImportError: matplotlib is not installed.
+
+        Example:
+            >>> selection = flash_dmattn.select(torch.randn(1, 2, 100), 8, recent=4)
+            >>> axes = selection.plot(kv_head=1, rows="slots")
+            >>> axes.get_title()
+            'the keys in their 12 slots'
+        """
+        from . import pictures
+
+        return pictures.plot_selection(
+            self, batch=batch, kv_head=kv_head, rows=rows, slot=slot, texts=texts, axes=axes
+        )
 
 
 def get_available_backends() -> list[str]:

@@ -165,7 +165,7 @@ DECOMPOSITIONS = {
     rotary.SHARED_TABLE: decompose_shared,
     ops.ROTARY_TABLE.op: decompose_table,
     ops.ROTATE.op: decompose_rotation,
-    torch.ops.flash_dmattn.rotate_no_grad.default: decompose_rotation,
+    ops.REGISTERED.rotate_no_grad.default: decompose_rotation,
 }
 
 
@@ -215,8 +215,8 @@ def fake_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 ops.LIBRARY.define(CACHED_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 ops.LIBRARY.impl("cached_attention", run_cached, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_dmattn::cached_attention", fake_cached, lib=ops.LIBRARY)
-CACHED_ATTENTION = torch.ops.flash_dmattn.cached_attention.default
+torch.library.register_fake(f"{ops.NAMESPACE}::cached_attention", fake_cached, lib=ops.LIBRARY)
+CACHED_ATTENTION = ops.REGISTERED.cached_attention.default
 
 
 def translate_cached(*arguments: Any) -> Any:
@@ -409,7 +409,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
         one for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
     )
     for node in (node for one in graphs for node in one.graph.nodes):
-        if getattr(node.target, "namespace", "") != "flash_dmattn":
+        if getattr(node.target, "namespace", "") != ops.NAMESPACE:
             continue
         if node.target is ops.FUSED_OUT.op:
             check_attention({**dict(zip(ops.FUSED_OUT.arguments, node.args)), **node.kwargs})

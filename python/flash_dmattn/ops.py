@@ -30,7 +30,10 @@ from . import _arguments, _call, _library, _repeat, _types
 from ._arguments import NO_TANGENTS, check_same_device
 from ._call import Operation, make_mask_lists, unpack
 
-LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+# The operators of this copy of the package: one that is loaded under another name has its own.
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+REGISTERED = getattr(torch.ops, NAMESPACE)
 
 
 class Operator:
@@ -75,11 +78,11 @@ class Operator:
         """Register the operator under its name plus `suffix`, with kernels that make the C call."""
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
-        op = getattr(torch.ops.flash_dmattn, name).default
+        op = getattr(REGISTERED, name).default
         _repeat.bypass_dispatcher(self, op)
         for device in _arguments.DEVICES:
             LIBRARY.impl(name, self.run, device.upper())
-        torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=LIBRARY)
         return op
 
     def differentiate(

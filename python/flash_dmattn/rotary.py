@@ -308,8 +308,8 @@ def fake_table(length: int, dim: int, base: float, wide: bool, device: str) -> t
 
 ops.LIBRARY.define(SHARED_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 ops.LIBRARY.impl("shared_rotary_table", copy_table, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_dmattn::shared_rotary_table", fake_table, lib=ops.LIBRARY)
-SHARED_TABLE = torch.ops.flash_dmattn.shared_rotary_table.default
+torch.library.register_fake(f"{ops.NAMESPACE}::shared_rotary_table", fake_table, lib=ops.LIBRARY)
+SHARED_TABLE = ops.REGISTERED.shared_rotary_table.default
 
 
 def shared_table(length: int, dim: int, base: float, x: torch.Tensor) -> torch.Tensor:

@@ -61,3 +61,10 @@ done
 echo "the installed command"
 "$prefix/bin/fdma" info >/dev/null
 [ "$("$scratch/shared")" = "$("$scratch/package/use")" ]
+
+echo "its manual page, and completion of command lines"
+grep -q '^.SS fdma attend$' "$prefix/share/man/man1/fdma.1"
+bash -n "$prefix/share/bash-completion/completions/fdma"
+[ -s "$prefix/share/zsh/site-functions/_fdma" ]
+[ -s "$prefix/share/fish/vendor_completions.d/fdma.fish" ]
+[ -s "$prefix/share/doc/fdma/LICENSE" ]

@@ -18,7 +18,7 @@ from safetensors import numpy as files
 from samples import combinations
 from tool import EXAMPLE, TOOL, attend_json, make_inputs, refusal, run_tool
 
-COMMANDS = ["attend", "check", "bench", "info"]
+COMMANDS = ["attend", "check", "bench", "info", "man", "completion"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ static const option option_table[] = {
     {"--device", "D",
      "where to run: cpu (default), cuda, or a number; the reference always\n"
      "runs on the CPU",
-     NULL, offsetof(attend_options, where), OPTION_TEXT, false},
+     device_words, offsetof(attend_options, where), OPTION_TEXT, false},
     {"--decode", "N",
      "also decode the last N positions one by one, after a prefill of the\n"
      "others; the exit status is 1 if they differ from the whole sequence",
@@ -77,7 +77,7 @@ static const option option_table[] = {
      offsetof(attend_options, json), OPTION_FLAG, false},
 };
 
-static const command_line command = {
+const command_line attend_command = {
     .name = "fdma attend",
     .about = "Runs attention over all keys and over the N best, and shows the difference.",
     .more =
@@ -181,14 +181,14 @@ static int check_options(const attend_options *options) {
     else if (names[ATTEND_SCORE] != NULL &&
              (names[ATTEND_DT_PROJ] != NULL || names[ATTEND_A] != NULL))
         print_error("fdma attend: --score excludes --dt-proj and --a");
-    else if (check_kernel(command.name, options->kernel))
+    else if (check_kernel(attend_command.name, options->kernel))
         return EXIT_DONE;
     return EXIT_USAGE;
 }
 
 int attend_main(int argc, char **argv) {
     attend_options options = {.scope = -1, .bias = FDMA_BIAS_EXP, .dtype = -1};
-    const int read = read_options(&command, argc, argv, &options);
+    const int read = read_options(&attend_command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
     if (options.list)
@@ -204,7 +204,7 @@ int attend_main(int argc, char **argv) {
                     options.out);
         return EXIT_USAGE;
     }
-    options.device = find_device(command.name, options.where);
+    options.device = find_device(attend_command.name, options.where);
     if (options.device < 0)
         return EXIT_USAGE;
     attend_inputs inputs = {0};

@@ -39,8 +39,8 @@ static const option option_table[] = {
      NULL, offsetof(bench_options, json), OPTION_TEXT, false},
     {"--threads", "N", "CPU threads (default 1)", NULL, offsetof(bench_options, threads),
      OPTION_COUNT, false},
-    {"--device", "D", "cpu (default), cuda, or a number; devices have cases of their own", NULL,
-     offsetof(bench_options, where), OPTION_TEXT, false},
+    {"--device", "D", "cpu (default), cuda, or a number; devices have cases of their own",
+     device_words, offsetof(bench_options, where), OPTION_TEXT, false},
     {"--kernel", "NAME", "run this kernel instead of the one that would be dispatched", NULL,
      offsetof(bench_options, kernel), OPTION_TEXT, false},
     {"--all", NULL, "run every available kernel; the reference only with --kernel reference", NULL,
@@ -49,7 +49,7 @@ static const option option_table[] = {
      offsetof(bench_options, list), OPTION_FLAG, false},
 };
 
-static const command_line command = {
+const command_line bench_command = {
     .name = "fdma bench",
     .about = "Times the cases whose names contain FILTER, or match it if it has *, ? or [.",
     .more =
@@ -253,17 +253,17 @@ static int check_options(const bench_options *options) {
         print_error("fdma bench: --all and --kernel exclude each other");
         return EXIT_USAGE;
     }
-    if (!check_kernel(command.name, options->kernel))
+    if (!check_kernel(bench_command.name, options->kernel))
         return EXIT_USAGE;
     return count_matches(options, options->list) > 0 ? EXIT_DONE : refuse_filter(options);
 }
 
 int bench_main(int argc, char **argv) {
     bench_options options = {.threads = 1};
-    const int read = read_options(&command, argc, argv, &options);
+    const int read = read_options(&bench_command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
-    options.device = find_device(command.name, options.where);
+    options.device = find_device(bench_command.name, options.where);
     const int code = options.device < 0 ? EXIT_USAGE : check_options(&options);
     if (code != EXIT_DONE || options.list)
         return code;

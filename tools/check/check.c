@@ -193,6 +193,7 @@ static const option option_table[] = {
     {.name = "--device",
      .value = "D",
      .help = "the device whose kernels are checked: cpu (default), cuda, or a number",
+     .choices = device_words,
      .offset = offsetof(check_options, device),
      .kind = OPTION_TEXT},
     {.name = "--one-dtype",
@@ -205,7 +206,7 @@ static const option option_table[] = {
      .kind = OPTION_FLAG},
 };
 
-static const command_line command = {
+const command_line check_command = {
     .name = "fdma check",
     .about = "Checks every kernel of this machine against the reference, over many cases.",
     .more = "FILTER selects the cases whose names contain it, such as padding or head-dim/64.\n"
@@ -223,11 +224,11 @@ static const command_line command = {
 
 int check_main(int argc, char **argv) {
     check_options options = {0};
-    const int read = read_options(&command, argc, argv, &options);
+    const int read = read_options(&check_command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
-    const int32_t device = find_device(command.name, options.device);
-    if (device < 0 || !check_kernel(command.name, options.kernel))
+    const int32_t device = find_device(check_command.name, options.device);
+    if (device < 0 || !check_kernel(check_command.name, options.kernel))
         return EXIT_USAGE;
     if (count_matches(&options) == 0)
         return refuse_filter(options.filter);

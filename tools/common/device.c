@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+const char *const device_words[] = {"cpu", "cuda", NULL};
+
 #ifdef FDMA_HAVE_CUDA
 #include <cuda_runtime_api.h>
 

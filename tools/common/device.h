@@ -6,6 +6,9 @@
 
 #include <stdbool.h>
 
+/*! device_words - values of --device, NULL last; a number is one, too. */
+extern const char *const device_words[];
+
 /*! find_device() - the device that the value of --device means: NULL or "cpu", "cuda" (the first),
  *  or a number. Returns -1 after a line on stderr if there is no such device. */
 int32_t find_device(const char *command, const char *text);

@@ -23,20 +23,19 @@ static int refuse_unknown(const command_line *command, const char *typed) {
     return EXIT_USAGE;
 }
 
-static int store_choice(const command_line *command, const option *known, const char *text,
-                        int *index) {
-    char words[256] = "";
+/* The index of `text` among `words`; -1 after a line on stderr that lists them. */
+static int find_choice(const command_line *command, const char *name, const char *const *words,
+                       const char *text) {
+    char list[256] = "";
     size_t used = 0;
-    for (int i = 0; known->choices[i] != NULL; i++) {
-        if (strcmp(known->choices[i], text) == 0) {
-            *index = i;
-            return OPTIONS_READ;
-        }
-        used += (size_t)snprintf(words + used, sizeof words - used, "%s %s", used > 0 ? "," : "",
-                                 known->choices[i]);
+    for (int i = 0; words[i] != NULL; i++) {
+        if (strcmp(words[i], text) == 0)
+            return i;
+        used += (size_t)snprintf(list + used, sizeof list - used, "%s %s", used > 0 ? "," : "",
+                                 words[i]);
     }
-    print_error("%s: %s is '%s', want one of%s", command->name, known->name, text, words);
-    return EXIT_USAGE;
+    print_error("%s: %s is '%s', want one of%s", command->name, name, text, list);
+    return -1;
 }
 
 static int store_value(const command_line *command, const option *known, const char *text,
@@ -48,7 +47,10 @@ static int store_value(const command_line *command, const option *known, const c
     if (known->kind == OPTION_TEXT) {
         memcpy(field, &text, sizeof text);
     } else if (known->kind == OPTION_CHOICE) {
-        return store_choice(command, known, text, field);
+        const int found = find_choice(command, known->name, known->choices, text);
+        if (found < 0)
+            return EXIT_USAGE;
+        *(int *)field = found;
     } else if (known->kind == OPTION_COUNT || known->kind == OPTION_POSITIVE) {
         const bool positive = known->kind == OPTION_POSITIVE;
         const long long number = strtoll(text, &end, 10);
@@ -83,8 +85,8 @@ static void print_option(const char *name, const char *value, const char *help) 
     putchar('\n');
 }
 
-static void print_help(const command_line *command) {
-    printf("usage: %s", command->name);
+void print_synopsis(const command_line *command) {
+    printf("%s", command->name);
     if (command->operand != NULL)
         printf(command->operand_required ? " %s" : " [%s]", command->operand);
     for (int o = 0; o < command->option_count; o++) {
@@ -92,7 +94,14 @@ static void print_help(const command_line *command) {
         if (known->required)
             printf(" %s %s", known->name, known->value);
     }
-    printf(" [options]\n\n%s\n\n", command->about);
+    if (command->option_count > 0)
+        printf(" [options]");
+}
+
+static void print_help(const command_line *command) {
+    printf("usage: ");
+    print_synopsis(command);
+    printf("\n\n%s\n\n", command->about);
     for (int o = 0; o < command->option_count; o++)
         print_option(command->options[o].name, command->options[o].value, command->options[o].help);
     print_option("-h, --help", NULL, "print this help and exit");
@@ -181,6 +190,9 @@ int read_options(const command_line *command, int argc, char **argv, void *value
             if (read != OPTIONS_READ)
                 return read;
         } else if (command->operand != NULL && !operand_given) {
+            if (command->operand_choices != NULL &&
+                find_choice(command, command->operand, command->operand_choices, argv[at]) < 0)
+                return EXIT_USAGE;
             memcpy((char *)values + command->operand_offset, &argv[at], sizeof argv[at]);
             operand_given = true;
         } else {

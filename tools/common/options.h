@@ -20,7 +20,7 @@ typedef struct option {
     const char *name;           /* with its dashes */
     const char *value;          /* the value's name in the help text; NULL for a flag */
     const char *help;           /* may contain newlines */
-    const char *const *choices; /* OPTION_CHOICE: the words, NULL last */
+    const char *const *choices; /* OPTION_CHOICE: the words, NULL last; OPTION_TEXT: some of them */
     size_t offset;              /* offset of the value in the struct that is filled */
     option_kind kind;
     bool required;
@@ -33,6 +33,7 @@ typedef struct command_line {
     const char *operand;   /* the operand's name in the help text; NULL: there is none */
     size_t operand_offset; /* offset of a const char * */
     bool operand_required;
+    const char *const *operand_choices; /* its words, NULL last; NULL: any text */
     const char *unless; /* a flag with which no option is required; NULL: there is none */
     int option_count;
     const option *options;
@@ -42,6 +43,9 @@ enum { OPTIONS_READ = -1 };
 
 /*! is_help() - whether the argument is -h or --help. */
 bool is_help(const char *argument);
+
+/*! print_synopsis() - prints "fdma attend FILE --window N [options]". */
+void print_synopsis(const command_line *command);
 
 /*! read_options() - fills `values` from argv[1] on; values of options that are not given keep what
  *  they hold.

@@ -6,6 +6,15 @@ from fault import Fault
 
 # fmt: off
 PYTHON = [
+    Fault("in global scope bars begin at the diagonal", "python/flash_dmattn/pictures.py",
+          '(0, kv_len) if selection.scope == "global" else (j, expiry[j])', "j, expiry[j]",
+          ("pytest test_pictures.py -k global",)),
+    Fault("a picture hides small probabilities", "python/flash_dmattn/pictures.py",
+          "masked_fill(rows == 0, torch.nan)", "masked_fill(rows < LEAST, torch.nan)",
+          ("pytest test_pictures.py -k test_probabilities",)),
+    Fault("a release takes the tag of another commit", "tools/release.py",
+          'if tagged(version) not in ("", git("rev-parse", "HEAD")):', "if False:",
+          ("pytest test_release.py -k tagged",)),
     Fault("a gap is left out at export", "python/flash_dmattn/",
           '("dropout_p", "; eval() turns it off"), ("gap", "")',
           '("dropout_p", "; eval() turns it off"),',

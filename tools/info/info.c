@@ -21,7 +21,7 @@ static const option option_table[] = {
      offsetof(info_options, json), OPTION_FLAG, false},
 };
 
-static const command_line command = {
+const command_line info_command = {
     .name = "fdma info",
     .about = "Prints which kernels would run forward and backward, this machine's features, and\n"
              "all kernels in the order in which they are tried.",
@@ -234,7 +234,7 @@ static void print_json(void) {
 
 int info_main(int argc, char **argv) {
     info_options options = {0};
-    const int read = read_options(&command, argc, argv, &options);
+    const int read = read_options(&info_command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
     if (options.json)
