@@ -4,10 +4,10 @@ PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
 # The CUDA backend: AUTO (where nvcc and an NVIDIA driver are found), ON or OFF.
 CUDA ?= AUTO
-# Compute capabilities to build CUDA code for. By default those of the GPUs here or, without a GPU,
-# 9.0, which takes little time (with CUDA=ON). ARCHITECTURES= builds for all.
-ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-	tr -d . | sort -nu | paste -sd ';'),90)
+# Compute capabilities to build CUDA code for, such as 80;90; empty: those of the GPUs here; all.
+ARCHITECTURES ?=
+# Where `make install` puts the library, beneath DESTDIR if that is given.
+PREFIX ?= /usr/local
 # Warnings as errors, as in .ci/run: the gates then do not compile again what is in build.
 WERROR ?= OFF
 # Where set-up has fetched the header of ONNX Runtime, the operators for it are built, too.
@@ -21,13 +21,17 @@ TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/bu
 # The part that `make full` runs; see tools/gates/check_full.py.
 PART ?= all
 
-.PHONY: build setup setup-format setup-tests setup-site setup-gates demo test site gates run-gates full format bench clean help
+.PHONY: build install setup setup-format setup-tests setup-site setup-gates demo test site gates run-gates full format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
 	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" \
 		-DFDMA_WERROR=$(WERROR) -DFDMA_ORT=$$(test -e $(ORT_HEADER) && echo ON || echo OFF) >/dev/null
 	@cmake --build --preset release -j $(JOBS)
+
+install: $(if $(wildcard build/build.ninja),,build) ## install what was built: PREFIX=DIR, DESTDIR=DIR
+	@cmake --build --preset release -j $(JOBS) --target fdma_installed
+	@DESTDIR="$(DESTDIR)" cmake --install build --prefix "$(PREFIX)"
 
 setup: ## install what the build needs and this machine does not have
 	@tools/setup.sh

@@ -8,7 +8,7 @@ include(fdma_architectures)
 set(fdma_least_cuda 12.9)
 set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc and a driver are found, unless as a subproject), ON, OFF, or EMULATED: for the emulator of tests/emulator, which needs CUDA's headers")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
-    "compute capabilities to include code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
+    "compute capabilities to include code for, the last also as PTX; empty: for this machine's GPUs; all, or no GPU: 80;90;100;120 as far as nvcc knows them")
 set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF EMULATED)
 
 set(fdma_has_cuda OFF)
@@ -41,7 +41,7 @@ endif()
 target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
 target_link_libraries(fdma_objects PRIVATE ${fdma_cuda_runtime})
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
-target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests depend on it
+target_compile_definitions(fdma_static INTERFACE $<BUILD_INTERFACE:FDMA_HAVE_CUDA=1>) # for tests
 
 foreach(kind fdma_shared fdma_static)
   target_link_libraries(${kind} PRIVATE $<BUILD_INTERFACE:${fdma_cuda_runtime}>)

@@ -6,6 +6,10 @@ set(CMAKE_C_EXTENSIONS OFF)
 
 add_library(fdma_flags INTERFACE)
 target_compile_options(fdma_flags INTERFACE -Wall -Wextra -Wconversion -Wshadow)
+if(WIN32 AND CMAKE_C_COMPILER_ID STREQUAL "GNU")
+  # gcc checks formats as of msvcrt, which is not used. INFINITY of the headers is a double.
+  target_compile_options(fdma_flags INTERFACE -Wno-format -Wno-format-extra-args -Wno-float-conversion)
+endif()
 if(FDMA_WERROR)
   target_compile_options(fdma_flags INTERFACE -Werror)
 endif()

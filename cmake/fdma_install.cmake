@@ -7,8 +7,11 @@ include(CMakePackageConfigHelpers)
 add_custom_target(fdma_installed DEPENDS fdma_shared fdma_static)
 
 install(FILES include/fdma.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
-install(TARGETS fdma_shared EXPORT fdma LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
-install(TARGETS fdma_static ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS fdma_shared EXPORT fdma LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+        RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+separate_arguments(private_libs UNIX_COMMAND "${CMAKE_THREAD_LIBS_INIT} ${fdma_private_libs}")
+target_link_libraries(fdma_static INTERFACE "$<INSTALL_INTERFACE:${private_libs}>")
+install(TARGETS fdma_static EXPORT fdma ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 if(TARGET fdma_tool)
   add_dependencies(fdma_installed fdma_tool)
   install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")

@@ -10,10 +10,9 @@ if(CUDAToolkit_VERSION VERSION_LESS fdma_least_cuda)
   message(FATAL_ERROR "the CUDA backend needs CUDA ${fdma_least_cuda} or later, this is "
                       "${CUDAToolkit_VERSION}: install a later one, or configure with -DFDMA_CUDA=OFF")
 endif()
-if(NOT FDMA_CUDA_ARCHITECTURES)
-  fdma_known_architectures(known "${CMAKE_CUDA_COMPILER}")
-  fdma_choose_architectures(FDMA_CUDA_ARCHITECTURES ${known})
-endif()
+fdma_known_architectures(known "${CMAKE_CUDA_COMPILER}")
+fdma_present_architectures(present)
+fdma_wanted_architectures(FDMA_CUDA_ARCHITECTURES "${FDMA_CUDA_ARCHITECTURES}" "${present}" ${known})
 message(STATUS "CUDA backend: CUDA ${CUDAToolkit_VERSION}, architectures ${FDMA_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "") # the C++ library is not used
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)       # fdma_cuda_runtime

@@ -79,7 +79,8 @@ def states_of(layer: DynamicMaskAttention, x: torch.Tensor) -> list[torch.Tensor
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     query, key, value = (one(x).unflatten(2, (-1, layer.head_dim)) for one in projections)
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    query, key = (rotate_heads(one, positions, layer.rope_base) for one in (query, key))
+    if layer.rope_base is not None:
+        query, key = (rotate_heads(one, positions, layer.rope_base) for one in (query, key))
     return [query, key, value]
 
 
@@ -101,7 +102,8 @@ def received_attention(
     later = (probability * is_later)[..., : length - recent]
     queries = is_later.sum(0)[: length - recent]
     received = later.amax(2).square() if largest else later.sum(2) / queries
-    return received.unflatten(1, (layer.kv_heads, -1)).sum(2)
+    summed: torch.Tensor = received.unflatten(1, (layer.kv_heads, -1)).sum(2)
+    return summed
 
 
 def scores_of(layer: DynamicMaskAttention, x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +113,7 @@ def scores_of(layer: DynamicMaskAttention, x: torch.Tensor) -> torch.Tensor:
     _, score = flash_dmattn.score(
         value, projection.weight, layer.A, dt_bias=projection.bias, bias_form="linear"
     )
+    assert score is not None  # as it is with bias_form "none"
     return score
 
 
@@ -164,7 +167,7 @@ class LowRank(nn.Module):
 
 def add_low_rank(layer: DynamicMaskAttention, rank: int) -> list[nn.Parameter]:
     """Add a LowRank, 0 at first, to the four projections; returns the parameters to train."""
-    changes = []
+    changes: list[nn.Parameter] = []
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
         change = LowRank(projection.weight, rank)
         parametrize.register_parametrization(projection, "weight", change)

@@ -32,6 +32,7 @@ class DraftServer(Server):
     ) -> None:
         super().__init__(model, pool, options)
         self.drafts, self.count = drafts, options.draft
+        self.caches = (drafts.cache, pool.cache)
         self.pools.append(drafts)
         self.has_all_rows = True
         self.rounds = Graphs(self.round, options.device)
@@ -50,8 +51,8 @@ class DraftServer(Server):
         right = (made[:, :-1] == drafted[:, 1:]).cumprod(1).sum(1)
         # The token before the drafts, and the right drafts, enter both caches.
         accepted = ((right + 1) * rows.n_tokens).int()
-        for pool in (self.drafts, self.pool):
-            pool.cache.commit(accepted)
+        for cache in self.caches:
+            cache.commit(accepted)
         return torch.cat((made, right[:, None]), 1)
 
     def forward(self, rows: Rows) -> torch.Tensor:

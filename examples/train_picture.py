@@ -18,7 +18,7 @@ import program
 
 
 def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
+    head, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("curves", type=Path, help="a file that train_text.py --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture, .svg or .png")
@@ -33,6 +33,7 @@ if __name__ == "__main__":
 
 import matplotlib
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
 COLOURS = {"selected": "#0072B2", "hybrid": "#009E73", "dense": "#CC79A7"}  # Okabe and Ito's
 AXES = (("training steps", 0, 1.0), ("minutes of training", 1, 60.0))  # index and unit of x
@@ -45,14 +46,14 @@ def label_of(name: str, run: dict[str, Any]) -> str:
     return f"{name}: {run['sliding']} bytes, in the last layer {last}"
 
 
-def draw_runs(axes: pyplot.Axes, runs: dict[str, Any], index: int, unit: float) -> None:
+def draw_runs(axes: Axes, runs: dict[str, Any], index: int, unit: float) -> None:
     """Held-out losses as solid lines, and the losses of every training step as pale ones."""
     for name, run in sorted(runs.items(), reverse=True):
-        for curve, style in (("train", {"alpha": 0.25, "linewidth": 0.8}), ("held_out", {})):
+        for curve, alpha, width in (("train", 0.25, 0.8), ("held_out", 1.0, 1.5)):
             points = run[curve]
             label = label_of(name, run) if curve == "held_out" else None
             x, y = [point[index] / unit for point in points], [point[2] for point in points]
-            axes.plot(x, y, color=COLOURS[name], label=label, **style)
+            axes.plot(x, y, color=COLOURS[name], label=label, alpha=alpha, linewidth=width)
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

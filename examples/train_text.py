@@ -38,7 +38,7 @@ FORMS = ("selected", "hybrid", "dense")
 
 
 def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
+    head, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument(
         "--text", type=Path, help="a file to train on (default: Python's documentation)"
@@ -129,10 +129,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """`options` go to the attention."""
         x = x + self.attention(self.attention_norm(x), **options)
-        return x + self.contract(torch.nn.functional.gelu(self.expand(self.norm(x))))
+        return torch.add(x, self.contract(torch.nn.functional.gelu(self.expand(self.norm(x)))))
 
 
-def sizes_of(width: int) -> dict[str, int]:
+def sizes_of(width: int) -> dict[str, Any]:
     heads = width // HEAD_DIM
     return {"hidden": width, "heads": heads, "kv_heads": max(1, heads // GROUP)}
 
@@ -170,7 +170,8 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(text))))
+        logits: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(text))))
+        return logits
 
 
 class Text(NamedTuple):
@@ -236,9 +237,9 @@ class Bar:
 
     def __init__(self) -> None:
         form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-        on_terminal = tqdm is not None and sys.stderr.isatty()
-        self.bar = tqdm(total=100, unit="%", bar_format=form) if on_terminal else None
-        if self.bar is not None:
+        self.bar = None
+        if tqdm is not None and sys.stderr.isatty():
+            self.bar = tqdm(total=100, unit="%", bar_format=form)
             program.quiet()
 
     def show(self, progress: Progress, loss: float, held_out: float) -> None:

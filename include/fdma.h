@@ -205,10 +205,12 @@
 #define FDMA_VERSION_MINOR 2
 #define FDMA_VERSION_PATCH 0
 
-#if defined(_WIN32)
-#define FDMA_API
-#else
+#if !defined(_WIN32)
 #define FDMA_API __attribute__((visibility("default")))
+#elif defined(FDMA_BUILDS_LIBRARY)
+#define FDMA_API __declspec(dllexport)
+#else
+#define FDMA_API /* one header for the DLL and the static library */
 #endif
 
 #ifdef __cplusplus

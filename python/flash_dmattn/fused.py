@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -20,8 +20,12 @@ from ._arguments import (
     pad_head_dim,
     refuse_tangents,
 )
+from ._signatures import BiasForm, FusedKeywords, Scope
 from .functional import _rules_of
 from .options import WINDOW, DynamicMaskOptions, options_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NUMBERS = (int, float)
 TENSORS = 10  # tensor arguments of flash_dma_attention: the first ones of ops.FUSED
@@ -32,10 +36,10 @@ def _rules_of_call(
     recent: int,
     sinks: int,
     gap: float | None,
-    scope: str | None,
+    scope: Scope | None,
     causal: bool,
     options: DynamicMaskOptions | None,
-) -> tuple[tuple[int, int, int], float, str]:
+) -> tuple[tuple[int, int, int], float, Scope]:
     """The rules (window, recent, sinks), the gap (0 for none) and the scope."""
     if type(causal) is not bool:
         _types.check_flag("causal", causal)
@@ -157,6 +161,96 @@ def _attend_alone(
     return ops.FUSED_OUT.op(*tensors, *rest, backend)
 
 
+@overload
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[FusedKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[FusedKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: Literal[False] = ...,
+    **options: Unpack[FusedKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: Literal[True],
+    **options: Unpack[FusedKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_attn_probs: bool = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[FusedKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
+
+
 def flash_dma_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -177,8 +271,8 @@ def flash_dma_attention(
     recent: int = 0,
     sinks: int = 0,
     gap: float | None = None,
-    scope: str | None = None,
-    bias_form: str = "exp",
+    scope: Scope | None = None,
+    bias_form: BiasForm = "exp",
     softcap: float = 0.0,
     generator: torch.Generator | None = None,
     backend: str | None = None,

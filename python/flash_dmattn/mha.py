@@ -6,7 +6,7 @@ in fdma.h; torch.nn's L is q_len, S is kv_len, N is batch and E is embed_dim.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Tuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import _arguments, _types
 from ._arguments import check_dropout, check_probabilities_fit, draw_state
 from ._layer_checks import HEAD_DIM_MAX, check_input, check_types, require
+from ._signatures import BiasForm
 from .functional import attention, score, select
 from .fused import flash_dma_attention
 from .nn import ALL_KEYS
@@ -189,7 +190,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         recent: int = 0,
         sinks: int = 0,
         gap: float | None = None,
-        bias_form: str = "exp",
+        bias_form: BiasForm = "exp",
     ) -> None:
         check_types(MultiheadAttention, locals())
         check_dropout(dropout, "dropout")
@@ -314,6 +315,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         return out if batched else out[0], weights
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, *args: Any, **named: Any
+        ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def _forward_nested(
         self,

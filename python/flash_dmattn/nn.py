@@ -438,6 +438,10 @@ class DynamicMaskAttention(nn.Module):
             )
         return self.o_proj(out.flatten(2))
 
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **named: Any) -> torch.Tensor: ...
+
     def score_target_loss(
         self,
         x: torch.Tensor,

@@ -6,12 +6,16 @@ many there are. fdma.h, "Streams", says which these are and why no others are ne
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
 from . import _arguments, _types, ops
 from ._arguments import MaybeTensor, autocast, finish, kernel_scale, pad_head_dim, refuse_tangents
+from ._signatures import BiasForm, DecodeKeywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 TOKENS_MAX = 64  # new tokens in one decode()
 
@@ -92,6 +96,42 @@ def counts(name: str, count: int | MaybeTensor, like: torch.Tensor) -> MaybeTens
     return torch.full((like.shape[0],), number, dtype=torch.int32, device=like.device)
 
 
+@overload
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KeyCache,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DecodeKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KeyCache,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KeyCache,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[DecodeKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def decode(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -106,7 +146,7 @@ def decode(
     n_tokens: torch.Tensor | int | None = None,
     commit: torch.Tensor | int | None = None,
     sink_logit: torch.Tensor | None = None,
-    bias_form: str = "exp",
+    bias_form: BiasForm = "exp",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     batch_invariant: bool = False,

@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.llama import modeling_llama as llama
 
 from . import _types, functional
+from ._signatures import BiasForm
 from .doge_cache import NAME, KeptKeys
 from .hybrid import HybridPlan, StepTargets
 from .lifetimes import LifetimeGate, lifetime_loss
@@ -240,7 +241,7 @@ class HybridCache(Cache):
         given = [plan.arguments(number) for number in range(plan.layers)]
         self.rules = [(one["window"], one["recent"]) for one in given]
         self.full = [number for number, one in enumerate(given) if one["window"] is None]
-        forms = ["none" if one.get("lifetime_units") else "exp" for one in given]
+        forms: list[BiasForm] = ["none" if one.get("lifetime_units") else "exp" for one in given]
         if static and self.full:
             raise NotImplementedError(
                 "static: is True, want False for a model with layers that keep all keys"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from . import _arguments, _types, dmattn
 from ._arguments import MaybeTensor, as_bool_mask, call_renamed, check_no_bool, choose_scale
 from ._orders import has_scale, in_any_order
+from ._signatures import BiasForm, Scope, VarlenKeywords
 from .fused import flash_dma_attention
 from .options import DynamicMaskOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WINDOW = 2048  # default of keep_window_size
 
@@ -182,6 +186,101 @@ def _check_weights(
         raise ValueError("options: is given, want None without dt_proj and a_coef")
 
 
+@overload
+def flash_dmattn_varlen_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    *,
+    return_attn_probs: Literal[False] | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_varlen_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    *,
+    return_attn_probs: Literal[False] | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dmattn_varlen_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenKeywords],
+) -> tuple[torch.Tensor, ...]: ...
+
+
+@overload
+def flash_dmattn_varlen_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: Literal[True],
+    **options: Unpack[VarlenKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_dmattn_varlen_func(
+    q: torch.Tensor | None = ...,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    *,
+    return_attn_probs: bool | None = ...,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
+
+
 @in_any_order(_order_of, FLASH_ATTN, _return_lse)
 def flash_dmattn_varlen_func(
     q: torch.Tensor | None = None,
@@ -210,8 +309,8 @@ def flash_dmattn_varlen_func(
     recent: int = 0,
     sinks: int = 0,
     gap: float | None = None,
-    scope: str | None = None,
-    bias_form: str = "exp",
+    scope: Scope | None = None,
+    bias_form: BiasForm = "exp",
     softcap: float | None = 0.0,
     generator: torch.Generator | None = None,
     backend: str | None = None,

@@ -10,53 +10,37 @@
 
 #include "core/integers.h"
 #include "cpu/simd/modes.h"
+#include "cpu/threads.h"
 
-#include <fcntl.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #if defined(__linux__)
-#include <sched.h>
+#include <fcntl.h>
 #endif
 
 int32_t fdma_usable_cpus(void) {
+    int32_t quota = INT32_MAX;
 #if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        return (int32_t)min(CPU_COUNT(&set),
-                            fdma_quota_cpus("/proc/self/cgroup", "/sys/fs/cgroup"));
+    quota = fdma_quota_cpus("/proc/self/cgroup", "/sys/fs/cgroup");
 #endif
-#if defined(_SC_NPROCESSORS_ONLN)
-    return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
-#else
-    return 1;
-#endif
+    return (int32_t)min(count_processors(), quota);
 }
 
 #if defined(FDMA_HAVE_THREADS)
 
-#include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stdlib.h>
-#include <time.h>
 
 enum {
     most_threads = 1024,
     spin_ns = 50000, // how long a thread spins before it sleeps
 };
 
-int fdma_defer_cancellation(void) {
-    int before = PTHREAD_CANCEL_ENABLE;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
-    return before;
-}
+int fdma_defer_cancellation(void) { return defer_cancellation(); }
 
-void fdma_allow_cancellation(int before) { pthread_setcancelstate(before, NULL); }
+void fdma_allow_cancellation(int before) { allow_cancellation(before); }
 
 /* One call of fdma_parallel_for(). */
 typedef struct parallel_job {
@@ -71,10 +55,10 @@ typedef struct parallel_job {
 } parallel_job;
 
 typedef struct thread_pool {
-    pthread_mutex_t mutex; // protects what is not atomic, here and in jobs
-    pthread_cond_t posted; // a job was posted
-    pthread_cond_t left;   // a worker left a job
-    parallel_job *jobs;    // in the order in which they were posted
+    thread_mutex mutex;      // protects what is not atomic, here and in jobs
+    thread_condition posted; // a job was posted
+    thread_condition left;   // a worker left a job
+    parallel_job *jobs;      // in the order in which they were posted
     _Atomic uint32_t posts;
     int32_t wanted;   // workers that all jobs together could use
     int32_t workers;  // threads of the pool
@@ -83,12 +67,6 @@ typedef struct thread_pool {
 } thread_pool;
 
 static thread_pool pool;
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 /* Pauses for some cycles. Returns true before `end`. */
 static bool spin_before(int64_t end) {
@@ -120,31 +98,31 @@ static void join_job(parallel_job *job) {
     const int32_t thread = job->joined++;
     job->working++;
     pool.idle--;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock_mutex(&pool.mutex);
     run_tasks(job, thread);
-    pthread_mutex_lock(&pool.mutex);
+    lock_mutex(&pool.mutex);
     pool.idle++;
     job->working--; // from here on the job may be gone, because its caller may return
-    pthread_cond_broadcast(&pool.left);
+    wake_all(&pool.left);
 }
 
 static void wait_for_post(int64_t spin_end) {
     const uint32_t posts = pool.posts;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock_mutex(&pool.mutex);
     while (pool.posts == posts && spin_before(spin_end))
         continue;
-    pthread_mutex_lock(&pool.mutex);
+    lock_mutex(&pool.mutex);
     if (pool.posts != posts)
         return;
     pool.sleeping++;
-    pthread_cond_wait(&pool.posted, &pool.mutex);
+    wait_locked(&pool.posted, &pool.mutex);
     pool.sleeping--;
 }
 
-static void *work(void *unused) {
+THREAD_FUNCTION work(void *unused) {
     int64_t spin_end = 0; // a worker spins only after work of its own, not whenever a job is posted
     (void)unused;
-    pthread_mutex_lock(&pool.mutex);
+    lock_mutex(&pool.mutex);
     for (;;) {
         parallel_job *const job = find_job();
         if (job == NULL) {
@@ -154,38 +132,27 @@ static void *work(void *unused) {
         join_job(job);
         spin_end = now_ns() + spin_ns;
     }
-    return NULL;
+    return 0;
 }
 
-/* Workers handle no signals of the program. If the system refuses a thread, the existing ones do
- * the work. */
+/* If the system refuses a thread, the existing ones do the work. */
 static void add_workers(void) {
-    sigset_t all, old;
-    if (pool.workers >= min(pool.wanted, most_threads - 1))
-        return;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    while (pool.workers < min(pool.wanted, most_threads - 1)) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, work, NULL) != 0)
-            break;
-        pthread_detach(thread);
+    while (pool.workers < min(pool.wanted, most_threads - 1) && start_thread(work)) {
         pool.workers++;
         pool.idle++;
     }
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 /* For a new process, and for a child after fork(), which has none of its parent's threads. */
 static void empty_pool(void) {
     pool = (thread_pool){
-        .mutex = PTHREAD_MUTEX_INITIALIZER,
-        .posted = PTHREAD_COND_INITIALIZER,
-        .left = PTHREAD_COND_INITIALIZER,
+        .mutex = THREAD_MUTEX_INIT,
+        .posted = THREAD_CONDITION_INIT,
+        .left = THREAD_CONDITION_INIT,
     };
 }
 
-static pthread_once_t started = PTHREAD_ONCE_INIT;
+static thread_once started = THREAD_ONCE_INIT;
 static int32_t default_threads;
 
 static void start_pool(void) {
@@ -194,13 +161,13 @@ static void start_pool(void) {
     const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
     default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
     empty_pool();
-    pthread_atfork(NULL, NULL, empty_pool);
+    prepare_process(empty_pool);
     fdma_allow_cancellation(before);
 }
 
 static void post_job(parallel_job *job) {
-    pthread_once(&started, start_pool);
-    pthread_mutex_lock(&pool.mutex);
+    run_once(&started, start_pool);
+    lock_mutex(&pool.mutex);
     parallel_job **last = &pool.jobs;
     while (*last != NULL)
         last = &(*last)->later;
@@ -210,35 +177,35 @@ static void post_job(parallel_job *job) {
     add_workers();
     const int32_t sleeping = pool.sleeping, awake = pool.idle - sleeping;
     const int64_t wake = min(job->threads - 1 - awake, sleeping);
-    pthread_mutex_unlock(&pool.mutex);
+    unlock_mutex(&pool.mutex);
     if (wake == sleeping)
-        pthread_cond_broadcast(&pool.posted);
+        wake_all(&pool.posted);
     for (int64_t n = 0; n < wake && wake < sleeping; n++)
-        pthread_cond_signal(&pool.posted);
+        wake_one(&pool.posted);
 }
 
 /* Withdraws a job. Returns when no worker uses it any more. */
 static void close_job(parallel_job *job) {
-    pthread_mutex_lock(&pool.mutex);
+    lock_mutex(&pool.mutex);
     parallel_job **at = &pool.jobs;
     while (*at != job)
         at = &(*at)->later;
     *at = job->later;
     pool.wanted -= job->threads - 1;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock_mutex(&pool.mutex);
     const int64_t spin_end = now_ns() + spin_ns;
     while (job->working > 0 && spin_before(spin_end))
         continue;
     if (job->working == 0)
         return;
-    pthread_mutex_lock(&pool.mutex);
+    lock_mutex(&pool.mutex);
     while (job->working > 0)
-        pthread_cond_wait(&pool.left, &pool.mutex);
-    pthread_mutex_unlock(&pool.mutex);
+        wait_locked(&pool.left, &pool.mutex);
+    unlock_mutex(&pool.mutex);
 }
 
 int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
-    pthread_once(&started, start_pool);
+    run_once(&started, start_pool);
     const int64_t wanted = min(asked > 0 ? asked : default_threads, most_threads);
     return (int32_t)min(wanted, max(tasks, 1));
 }
@@ -253,7 +220,7 @@ static void run_together(int32_t threads, int64_t count, parallel_task task, con
     run_tasks(&job, 0);
     close_job(&job);
     fdma_allow_cancellation(before);
-    pthread_testcancel();
+    end_if_cancelled();
 }
 
 #else
@@ -287,6 +254,8 @@ void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const
         task(context, index, 0);
     restore_modes(modes);
 }
+
+#if defined(__linux__)
 
 /* ---- the quota of a cgroup ---- */
 
@@ -377,3 +346,5 @@ int32_t fdma_quota_cpus(const char *membership, const char *mount) {
     }
     return (int32_t)least;
 }
+
+#endif

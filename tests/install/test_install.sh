@@ -39,7 +39,12 @@ echo "find_package"
 "$cmake" -S "$here" -B "$scratch/package" -DCMAKE_PREFIX_PATH="$prefix" \
     -DCMAKE_C_COMPILER="$compiler" >/dev/null
 "$cmake" --build "$scratch/package"
-"$scratch/package/use"
+"$scratch/package/use_fdma"
+"$scratch/package/use_fdma_static"
+if readelf -d "$scratch/package/use_fdma_static" | grep libfdma; then
+    echo "fdma::fdma_static links the shared library"
+    exit 1
+fi
 
 echo "find_package of other versions"
 has_version() {
@@ -60,7 +65,7 @@ done
 
 echo "the installed command"
 "$prefix/bin/fdma" info >/dev/null
-[ "$("$scratch/shared")" = "$("$scratch/package/use")" ]
+[ "$("$scratch/shared")" = "$("$scratch/package/use_fdma")" ]
 
 echo "its manual page, and completion of command lines"
 grep -q '^.SS fdma attend$' "$prefix/share/man/man1/fdma.1"

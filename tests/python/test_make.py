@@ -30,10 +30,8 @@ def commands(target: str, *, smi: str | None, folder: Path, argument: str = "") 
 @pytest.mark.parametrize(
     ("smi", "argument", "architectures"),
     [
-        (None, "", "90"),
-        ("9.0\\n", "", "90"),
-        ("9.0\\n8.0\\n9.0\\n", "", "80;90"),
-        (None, "ARCHITECTURES=", ""),
+        (None, "", ""),
+        (None, "ARCHITECTURES=all", "all"),
         ("8.0\\n", "ARCHITECTURES=120", "120"),
     ],
 )

@@ -23,6 +23,7 @@ ZONES = (
     ("reference", "src/reference/"),
     ("cpu row", "src/cpu/cpu.h"),
     ("cpu threads", "src/cpu/parallel."),
+    ("cpu threads", "src/cpu/threads."),
     ("cpu simd", "src/cpu/simd/"),
     ("cpu common", "src/cpu/common/"),
     ("cpu score", "src/cpu/score/"),

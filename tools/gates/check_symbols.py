@@ -21,6 +21,11 @@ def declared(header: Path) -> set[str]:
 
 
 def exported(library: Path) -> set[str]:
+    if library.suffix == ".dll":
+        dump = ("x86_64-w64-mingw32-objdump", "--private-headers", str(library))
+        printed = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+        names = printed.partition("[Ordinal/Name Pointer] Table")[2].partition("\n\n")[0]
+        return set(re.findall(r"\[ *\d+\] (?:\+base\[ *\d+\] +)?(?:\w+ )?(\w+)$", names, re.M))
     nm = ("nm", "--dynamic", "--defined-only", "--format=posix", str(library))
     lines = subprocess.run(nm, check=True, capture_output=True, text=True).stdout.splitlines()
     return {line.split()[0] for line in lines}

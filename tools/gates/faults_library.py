@@ -19,7 +19,7 @@ LIBRARY = [
     Fault("a workspace's message does not name the threads", "src/fdma.c",
           "alone.exec.threads = 1;", "",
           ("test_workspace",)),
-    Fault("a cancelled thread leaves its job to the workers", "src/cpu/parallel.c",
+    Fault("a cancelled thread leaves its job to the workers", "src/cpu/threads.h",
           "pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);", "",
           ("test_parallel",)),
     Fault("a quota of a CPU and a half is one CPU", "src/cpu/parallel.c",

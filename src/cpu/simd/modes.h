@@ -13,11 +13,29 @@ enum {
     flush_to_zero = _MM_FLUSH_ZERO_ON | 0x40 /* of results, and of operands (DAZ) */,
 };
 
+#if defined(_WIN32)
+/* expf() and others of its C library compute in x87, whose modes are the upper half of ours. Its
+ * threads begin with another precision than the first one. */
+enum { x87_modes = 0x37F /* round to nearest, no traps, all digits */ };
+
+static inline uint32_t set_x87_modes(uint32_t modes) {
+    uint16_t old, wanted = (uint16_t)(modes >> 16);
+    __asm__ volatile("fnstcw %0" : "=m"(old));
+    if (wanted == 0)
+        wanted = x87_modes;
+    if (old != wanted)
+        __asm__ volatile("fldcw %0" : : "m"(wanted));
+    return (uint32_t)old << 16;
+}
+#else
+static inline uint32_t set_x87_modes(uint32_t modes) { return modes & 0; }
+#endif
+
 static inline uint32_t set_modes(uint32_t modes) {
-    const uint32_t old = _mm_getcsr();
-    if (((old ^ modes) & ~(uint32_t)_MM_EXCEPT_MASK) != 0) // writing takes longer than reading
-        _mm_setcsr(modes);
-    return old;
+    const uint32_t old = _mm_getcsr(), wanted = modes & 0xFFFF;
+    if (((old ^ wanted) & ~(uint32_t)_MM_EXCEPT_MASK) != 0) // writing takes longer than reading
+        _mm_setcsr(wanted);
+    return old | set_x87_modes(modes);
 }
 
 #elif defined(__aarch64__)
