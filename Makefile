@@ -17,7 +17,8 @@ LM_MODEL := examples/lm/model.safetensors
 LM_TEXT := examples/data/text.txt
 # What Python tests need to find what was built.
 TEST_VARIABLES := FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
-	FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so OMP_WAIT_POLICY=passive
+	FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so FDMA_JAX_LIBRARY=$(CURDIR)/build/libfdma_jax.so \
+	OMP_WAIT_POLICY=passive
 # The part that `make full` runs; see tools/gates/check_full.py.
 PART ?= all
 

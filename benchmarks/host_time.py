@@ -15,6 +15,7 @@ if __name__ == "__main__":
     bench.start("host_time")
 
 import flash_dmattn
+import flash_dmattn.ops
 import torch
 from benchmarking import (
     QUICK,

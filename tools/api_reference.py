@@ -37,6 +37,7 @@ import flash_dma
 import flash_dma_cuda
 import flash_dmattn
 import flash_dmattn.distributed
+import flash_dmattn.jax
 import flash_dmattn.onnx
 import flash_dmattn.rotary
 import flash_dmattn.transformers
@@ -52,6 +53,7 @@ MODULES = (
     flash_dmattn.distributed,
     flash_dmattn.transformers,
     flash_dmattn.onnx,
+    flash_dmattn.jax,
     flash_dma,
     flash_dma_cuda,
 )

@@ -9,6 +9,7 @@ The library is the file that FDMA_LIBRARY names or, if that is not set, the one 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import sys
@@ -214,6 +215,20 @@ def backends() -> list[str]:
     preference."""
     names = [kernel.name for kernel in kernels() if kernel.missing is None]
     return list(dict.fromkeys(name.split("/")[0] for name in names))
+
+
+@functools.lru_cache(maxsize=None)
+def backend_for(backend: str | None, *operations: str) -> str | None:
+    """The longest path prefix of the name `backend` under which each of `operations` has a kernel.
+
+    A name that suits forward, such as cpu/avx2/decode, need not exist for backward."""
+    for operation in operations:
+        if backend is None:
+            break
+        names = [kernel.name for kernel in kernels() if kernel.operation == operation]
+        while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+            backend = backend.rpartition("/")[0]
+    return backend
 
 
 def has_cuda() -> bool:

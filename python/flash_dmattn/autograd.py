@@ -204,3 +204,5 @@ def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradien
 
 
 ops.SCORE.differentiate(keep_score, score_backward)
+
+from . import _flops  # noqa: E402, F401 (registers what FlopCounterMode counts)

@@ -41,14 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import (
-    _arguments,
-    _flops,  # noqa: F401 (registers what FlopCounterMode counts)
-    _library,
-    _types,
-    autograd,  # noqa: F401 (registers gradients)
-    ops,
-)
+from . import _arguments, _library, _types, ops
 from ._arguments import (
     autocast,
     draw_state,

@@ -20,15 +20,15 @@ autograd takes longer than a small call itself: it reads the schema anew for eve
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _call, _library, _repeat, _types
+from . import _arguments, _call, _repeat, _types
 from ._arguments import NO_TANGENTS, check_same_device
 from ._call import Operation, make_mask_lists, unpack
+from ._library import backend_for
 
 # The operators of this copy of the package: one that is loaded under another name has its own.
 NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
@@ -201,20 +201,6 @@ class Operator:
             shape, dtype = _arguments.result_like(name, tensors, sizes, given)
             results.append(arguments[0].new_empty(shape, dtype=dtype))
         return unpack(tuple(results))
-
-
-@functools.lru_cache(maxsize=None)
-def backend_for(backend: str | None, *operations: str) -> str | None:
-    """The longest path prefix of the name `backend` under which each of `operations` has a kernel.
-
-    A name that suits forward, such as cpu/avx2/decode, need not exist for backward."""
-    for operation in operations:
-        if backend is None:
-            break
-        names = [kernel.name for kernel in _library.kernels() if kernel.operation == operation]
-        while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
-            backend = backend.rpartition("/")[0]
-    return backend
 
 
 class BackwardOperator(Operator):
@@ -475,3 +461,5 @@ for _operator in (DECODE, PREFILL, CACHE_STORE, CACHE_COPY):
     _operator.refuse_gradients(
         f"flash_dmattn: {_operator.name} has no gradient, call it within torch.no_grad()"
     )
+
+from . import autograd  # noqa: E402, F401 (registers the gradients)

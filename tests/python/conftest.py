@@ -1,5 +1,5 @@
-"""The libraries under test: the file FDMA_LIBRARY, by default build/libfdma.so, and the file
-FDMA_ORT_LIBRARY, by default build/libfdma_ort.so, which need not exist."""
+"""The libraries under test: the files FDMA_LIBRARY, FDMA_ORT_LIBRARY and FDMA_JAX_LIBRARY, by
+default libfdma.so, libfdma_ort.so and libfdma_jax.so in build/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 from programs import ROOT, Seen
 
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
-os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so"))
+for name in ("ort", "jax"):  # which need not exist
+    library = ROOT / "build" / f"libfdma_{name}.so"
+    os.environ.setdefault(f"FDMA_{name.upper()}_LIBRARY", str(library))
 sys.path[:0] = [str(ROOT / folder) for folder in ("python", "benchmarks", "research", "examples")]
 
 

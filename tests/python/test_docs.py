@@ -29,6 +29,8 @@ if importlib.util.find_spec("transformers"):
 if importlib.util.find_spec("onnxscript"):
     if Path(os.environ["FDMA_ORT_LIBRARY"]).is_file():
         MODULES.append(importlib.import_module("flash_dmattn.onnx"))
+if importlib.util.find_spec("jax") and Path(os.environ["FDMA_JAX_LIBRARY"]).is_file():
+    MODULES.append(importlib.import_module("flash_dmattn.jax"))
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in MODULES
@@ -72,6 +74,7 @@ def test_sections(thing: Any) -> None:
 @pytest.fixture(scope="module")
 def api_reference() -> ModuleType:
     pytest.importorskip("onnxscript")
+    pytest.importorskip("jax")
     sys.path.append(str(ROOT / "tools"))
     return importlib.import_module("api_reference")
 

@@ -17,6 +17,7 @@ from programs import ROOT
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
     pytest.importorskip("onnxscript")
+    pytest.importorskip("jax")
     sys.path += [str(ROOT / "tools"), str(ROOT / "tools" / "site")]
     return importlib.import_module("site_pages")
 

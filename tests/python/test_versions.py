@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flash_dmattn import _library, _versions
+from flash_dmattn import _environment, _library, _versions
 from programs import ROOT, output_of, python
 
 PACKAGE = sorted((ROOT / "python").glob("*/*.py"))
@@ -54,7 +54,7 @@ def test_a_pytorch_that_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.3.1+cu121"\n')
     path = f"{tmp_path}:{ROOT / 'python'}"
-    done = python("-c", "import flash_dmattn", env={"PYTHONPATH": path})
+    done = python("-c", "import flash_dmattn; flash_dmattn.select", env={"PYTHONPATH": path})
     assert done.returncode != 0
     assert "ImportError: PyTorch: is 2.3.1+cu121, want 2.4 or later; `pip install" in done.stderr
 
@@ -63,13 +63,13 @@ def test_a_pytorch_that_is_too_old(tmp_path: Path) -> None:
 def test_a_cpu_that_suffices(machine: str, features: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _versions.warn_of_old_cpu(machine, features)
+        _environment.warn_of_old_cpu(machine, features)
 
 
 @pytest.mark.parametrize("features", ["", "fma f16c"])
 def test_a_cpu_without_avx2(features: str) -> None:
     with pytest.warns(RuntimeWarning, match="lacks AVX2"):
-        _versions.warn_of_old_cpu("AMD64", features)
+        _environment.warn_of_old_cpu("AMD64", features)
 
 
 def install_record(site: Path, name: str) -> None:
@@ -80,13 +80,13 @@ def install_record(site: Path, name: str) -> None:
 
 def test_the_other_package_in_the_same_folder(tmp_path: Path) -> None:
     """Both projects' wheels write site-packages/flash_dmattn."""
-    assert find("pyproject.toml", r'(?m)^name = "(.*)"') == _versions.NAME
+    assert find("pyproject.toml", r'(?m)^name = "(.*)"') == _environment.NAME
     shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn")
     shutil.copytree(ROOT / "include", tmp_path / "flash_dmattn", dirs_exist_ok=True)
     env = {"PYTHONPATH": str(tmp_path), "FDMA_LIBRARY": str(_library.find())}
-    install_record(tmp_path, _versions.NAME)
+    install_record(tmp_path, _environment.NAME)
     assert "RuntimeWarning" not in python("-c", "import flash_dmattn", env=env).stderr
-    install_record(tmp_path, _versions.OTHER)
+    install_record(tmp_path, _environment.OTHER)
     done = python("-c", "import flash_dmattn", env=env)
     output_of(done)
     assert "flash-dmattn 1.2.2 is installed in the folder of flashdma" in done.stderr

@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
 
 
 def main() -> None:
-    import flash_dmattn  # noqa: F401
+    from flash_dmattn import attention  # noqa: F401 (imports all of the package, and PyTorch)
 
     for line in sys.stdin:
         job = json.loads(line)

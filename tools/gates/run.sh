@@ -441,7 +441,7 @@ tidy() {
     echo 'long f(int x) { return (long)(x * x); }' >"$logs/planted.c"
     ! clang-tidy --quiet "$logs/planted.c" -- -std=c11 || return 1
     # shellcheck disable=SC2016 # the inner shell has the flags as $0
-    git ls-files 'src/*.c' 'tools/*.c' | grep -vE '^src/(cuda|ort|python|cpu/isa)/|^tools/gates/' |
+    git ls-files 'src/*.c' 'tools/*.c' | grep -vE '^src/(cuda|ort|jax|python|cpu/isa)/|^tools/gates/' |
         xargs -n 20 -P "$jobs" sh -c 'flags=$0 && clang-tidy --quiet "$@" -- $flags' "$flags"
 }
 

@@ -70,7 +70,7 @@ build_wheel() { # build_wheel TARGET: into $folder/TARGET-CUDA/wheel
     rm -rf "$build/wheel" # of an earlier run
     mkdir -p "$build/wheel"
     defines+=("CMAKE_TOOLCHAIN_FILE=$PWD/tools/wheels/zig.cmake" "FDMA_CUDA=$with_cuda"
-        CMAKE_C_FLAGS=-g0\ -w FDMA_ORT=OFF)
+        CMAKE_C_FLAGS=-g0\ -w FDMA_ORT=OFF FDMA_JAX=OFF)
     [ "$1" = windows ] || add_cjson "$build"
     for define in "${defines[@]}"; do
         settings+=(--config-settings="cmake.define.$define")
