@@ -1,5 +1,5 @@
-"""Warns of what makes the package slow or another one than it seems: a CPU without AVX2, and another
-project's package in the same folder. It does not need PyTorch."""
+"""Warns of what makes the package slow or another one than it seems: a CPU without AVX2, and
+another project's package in the same folder. It does not need PyTorch."""
 
 from __future__ import annotations
 
