@@ -255,7 +255,7 @@ class Tokens(NamedTuple):
     n_tokens: MaybeTensor
     sink_logit: MaybeTensor
     options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
-    score: MaybeTensor = None  # [batch, kv_heads, len], in place of weights; bias_form is "none"
+    score: MaybeTensor = None  # [batch, kv_heads, len], in place of weights
 
 
 def prefill(
@@ -304,15 +304,24 @@ def attend_by_score(
     _, scale, softcap, backend = options
     assert score is not None
     scope = (*rules, "causal")
+    bias = bias_of(score, options[0])
     if carried is None:
         kept = ops.SELECT(score, key_valid, None, None, *scope, 0.0, backend)
-        rows: tuple[Any, ...] = (query, key, value, None, key_valid, None, None, sink_logit)
+        rows: tuple[Any, ...] = (query, key, value, bias, key_valid, None, None, sink_logit)
         rows = (*rows, *(None,) * 4)  # rng_state, attn_mask, attn_bias, mask_lists
         out, _ = ops.ATTENTION(*rows, *kept, *scope, True, scale, softcap, 0.0, False, backend)
     else:
         table = (carried.score, carried.position, carried.seen)
         kept = ops.SELECT_CARRIED(score, key_valid, *table, *scope, backend)
-        rows = (query, key, value, None, carried.key, carried.value, None, sink_logit)
+        before = None if bias is None else carried.bias
+        rows = (query, key, value, bias, carried.key, carried.value, before, sink_logit)
         numbers = (True, scale, softcap, False, backend)
         out, _ = ops.CARRIED_ATTENTION(*rows, *kept, *scope, *numbers)
     return out, score, *kept
+
+
+def bias_of(score: torch.Tensor, bias_form: str) -> MaybeTensor:
+    """The bias of keys with these scores."""
+    if bias_form == "none":
+        return None
+    return score.exp() if bias_form == "exp" else score

@@ -48,6 +48,10 @@ PARTS = {
         "include/*.h src/**/*.[ch] python/**/*.py tests/python/*.py examples/**/*.py",
     ),
     "research": Part(f"{PYTEST} research/tests", "research/**/*.py python/flash_dmattn/nn.py"),
+    "vllm": Part(
+        "tests/vllm/run.sh",
+        "python/flash_dmattn/vllm/*.py python/flash_dmattn/streams.py tests/vllm/*.*",
+    ),
     "last_bits": Part("tools/gates/run.sh last_bits", f"{MODELS} tests/python/sum_order.py"),
     "clang": Part("tools/gates/run.sh clang", KERNELS),
     "older_cpus": Part("tools/gates/run.sh older_cpus", KERNELS),
