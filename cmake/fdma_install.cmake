@@ -1,16 +1,5 @@
-# Files that `cmake --install` installs. A Python wheel has only the libraries, inside the package
-# flash_dmattn.
-
-if(SKBUILD)
-  install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
-  install(FILES include/fdma.h DESTINATION flash_dmattn)
-  foreach(adapter ort jax)
-    if(TARGET fdma_${adapter})
-      install(TARGETS fdma_${adapter} LIBRARY DESTINATION flash_dmattn)
-    endif()
-  endforeach()
-  return()
-endif()
+# Files that `cmake --install` installs. A Python wheel has them inside the package flash_dmattn, and
+# in its folder of programs a script that runs the command.
 
 include(CMakePackageConfigHelpers)
 
@@ -26,8 +15,11 @@ install(TARGETS fdma_static EXPORT fdma ARCHIVE DESTINATION "${CMAKE_INSTALL_LIB
 if(TARGET fdma_tool)
   add_dependencies(fdma_installed fdma_tool)
   install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  if(SKBUILD_SCRIPTS_DIR)
+    install(PROGRAMS python/run_fdma.py DESTINATION "${SKBUILD_SCRIPTS_DIR}" RENAME fdma)
+  endif()
 endif()
-if(TARGET fdma_texts)
+if(TARGET fdma_texts AND NOT SKBUILD)
   add_dependencies(fdma_installed fdma_texts)
   set(texts "${PROJECT_BINARY_DIR}/texts")
   set(data "${CMAKE_INSTALL_DATAROOTDIR}")
@@ -36,7 +28,9 @@ if(TARGET fdma_texts)
   install(FILES "${texts}/zsh/_fdma" DESTINATION "${data}/zsh/site-functions")
   install(FILES "${texts}/fish/fdma.fish" DESTINATION "${data}/fish/vendor_completions.d")
 endif()
-install(FILES LICENSE CHANGELOG.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+if(NOT SKBUILD)
+  install(FILES LICENSE CHANGELOG.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+endif()
 foreach(adapter ort jax)
   if(TARGET fdma_${adapter})
     add_dependencies(fdma_installed fdma_${adapter})
@@ -44,7 +38,7 @@ foreach(adapter ort jax)
   endif()
 endforeach()
 
-set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/fdma")
+cmake_path(SET package_dir NORMALIZE "${CMAKE_INSTALL_LIBDIR}/cmake/fdma") # LIBDIR may be "."
 install(EXPORT fdma NAMESPACE fdma:: FILE fdma-targets.cmake DESTINATION "${package_dir}")
 file(WRITE "${PROJECT_BINARY_DIR}/fdma-config.cmake"
      "include(\"\${CMAKE_CURRENT_LIST_DIR}/fdma-targets.cmake\")\n")

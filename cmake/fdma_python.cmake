@@ -5,7 +5,12 @@
 option(FDMA_PYTHON "build _native, the extension module of the Python package, where Python.h is"
        ${PROJECT_IS_TOP_LEVEL})
 # A program cannot load a module with sanitizers that it was not built with.
-if(NOT FDMA_PYTHON OR WIN32 OR CMAKE_CROSSCOMPILING OR FDMA_SANITIZE OR FDMA_FUZZ)
+if(NOT FDMA_PYTHON OR WIN32 OR FDMA_SANITIZE OR FDMA_FUZZ)
+  return()
+endif()
+# The stable ABI is the same in all systems whose long has 64 bits, so for one of them the headers of
+# this machine serve; only for a wheel, which says for which system it is.
+if(CMAKE_CROSSCOMPILING AND NOT SKBUILD)
   return()
 endif()
 
@@ -27,7 +32,11 @@ if(NOT FDMA_COMPILES_PYTHON)
 endif()
 
 file(GLOB python_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/python/*.c")
-add_library(fdma_python MODULE ${python_sources})
+set(module MODULE)
+if(APPLE) # Python loads both kinds there, and zig links no bundles
+  set(module SHARED)
+endif()
+add_library(fdma_python ${module} ${python_sources})
 set_target_properties(fdma_python PROPERTIES
   OUTPUT_NAME _native
   PREFIX ""
@@ -40,5 +49,5 @@ if(TARGET fdma_flags)
   target_link_libraries(fdma_python PRIVATE fdma_flags)
 endif()
 if(SKBUILD)
-  install(TARGETS fdma_python LIBRARY DESTINATION flash_dmattn)
+  install(TARGETS fdma_python LIBRARY DESTINATION .)
 endif()

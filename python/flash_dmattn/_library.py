@@ -111,7 +111,7 @@ def find(variable: str = "FDMA_LIBRARY", name: str = "libfdma") -> Path:
         if not Path(chosen).is_file():
             raise ImportError(f"{variable} is {chosen!r}, which is not a file")
         return Path(chosen).absolute()
-    name += ".dylib" if sys.platform == "darwin" else ".so"
+    name += {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
     candidates = [folder / name for folder in folders()]
     for candidate in candidates:
         if candidate.is_file():
@@ -190,6 +190,13 @@ def check(status: int) -> None:
 def version() -> str:
     """The library's version, "major.minor.patch"."""
     return library.fdma_version().decode()
+
+
+def cpu_features() -> str:
+    """The features of this CPU that kernels use, such as "avx2 fma". It looks for no device."""
+    info = HEADER.structs["fdma_device_info"]()
+    check(library.fdma_describe_device(0, ctypes.byref(info)))
+    return info.features.decode()
 
 
 def kernels() -> list[Kernel]:

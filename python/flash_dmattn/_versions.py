@@ -14,7 +14,9 @@ def check_torch(version: str) -> None:
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if found < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise ImportError(f"PyTorch: is {version}, want {oldest} or later")
+        raise ImportError(
+            f"PyTorch: is {version}, want {oldest} or later; `pip install -U torch` installs one"
+        )
 
 
 check_torch(torch.__version__)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 
 from . import _arguments, _repeat, _types, ops
 from ._arguments import MaybeTensor, finish, pad_head_dim, refuse_tangents
@@ -329,10 +329,13 @@ norms: dict[type, str] = {nn.RMSNorm: "eps"}
 
 def is_unhooked(norm: Any) -> bool:
     """False if something may change what a module does."""
-    if "forward" in vars(norm) or _has_any_global_hook():
+    if "forward" in vars(norm):
         return False
-    hooks = (norm._forward_hooks, norm._forward_pre_hooks)
-    return not (any(hooks) or norm._backward_hooks or norm._backward_pre_hooks)
+    of_all = [modules._global_forward_hooks, modules._global_forward_pre_hooks]
+    of_all += [modules._global_backward_hooks, modules._global_backward_pre_hooks]
+    own = [norm._forward_hooks, norm._forward_pre_hooks]
+    own += [norm._backward_hooks, norm._backward_pre_hooks]
+    return not any(of_all + own)
 
 
 def norm_in_rotation(norm: Any, x: torch.Tensor) -> tuple[torch.Tensor, float] | None:

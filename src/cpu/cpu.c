@@ -51,44 +51,63 @@ const kernel_backend fdma_cpu_backend = {.tables = tables, .adapters = fdma_host
 #include <sys/syscall.h>
 #endif
 
-/* Each kernel needs the first features of this list; its `missing` has their number. */
-static const char *const feature_names[] = {
-    "avx2",     "fma",      "f16c",     "bmi",        "bmi2", "avx512f",
-    "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "amx",
+enum { eax, ebx, ecx, edx };                   // registers of a leaf of cpuid
+enum { ymm = 0x6, zmm = 0xe6, tmm = 0x60000 }; // bits of XCR0: the system saves these registers
+
+typedef struct cpu_feature {
+    const char *name;
+    uint32_t leaf, subleaf; // of cpuid
+    int reg;
+    uint32_t bits;
+    uint32_t saved; // bits of XCR0
+} cpu_feature;
+
+/* Each kernel needs the first features of this list; its `missing` has their number. cpuid is asked
+ * directly: not every compiler has the variables of __builtin_cpu_supports(), or all names. */
+static const cpu_feature features[] = {
+    {"avx2", 7, 0, ebx, 1U << 5, ymm},
+    {"fma", 1, 0, ecx, 1U << 12, ymm},
+    {"f16c", 1, 0, ecx, 1U << 29, ymm},
+    {"bmi", 7, 0, ebx, 1U << 3, 0},
+    {"bmi2", 7, 0, ebx, 1U << 8, 0},
+    {"avx512f", 7, 0, ebx, 1U << 16, zmm},
+    {"avx512bw", 7, 0, ebx, 1U << 30, zmm},
+    {"avx512dq", 7, 0, ebx, 1U << 17, zmm},
+    {"avx512vl", 7, 0, ebx, 1U << 31, zmm},
+    {"avx512bf16", 7, 1, eax, 1U << 5, zmm},
+    {"amx", 7, 0, edx, 1U << 22 | 1U << 24, tmm}, // amx_bf16 and amx_tile
 };
 
 enum {
-    feature_count = sizeof feature_names / sizeof feature_names[0],
+    feature_count = sizeof features / sizeof features[0],
     made_by_intel = 1 << 30, // beside the bits of the features
     is_known = 1 << 29,
 };
 
-/* Asks cpuid directly where some compilers know no name of a feature. */
+/* The low half of XCR0, 0 where the system does not use it. */
+static uint32_t saved_registers(void) {
+    enum { osxsave = 1 << 27 };
+    unsigned words[4], low, high;
+    if (!__get_cpuid(1, &words[eax], &words[ebx], &words[ecx], &words[edx]) ||
+        !(words[ecx] & osxsave))
+        return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
 static uint32_t ask_cpu(void) {
-    enum { amx_bf16_and_tile = 1 << 22 | 1 << 24, avx512_bf16 = 1 << 5 };
-    unsigned a, b, c, d;
-    const bool intel = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
-    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    const bool amx =
-        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx_bf16_and_tile) == amx_bf16_and_tile;
-    const bool avx512bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & avx512_bf16);
-    __builtin_cpu_init();
-    const bool found[feature_count] = {
-        __builtin_cpu_supports("avx2"),
-        __builtin_cpu_supports("fma"),
-        f16c && __builtin_cpu_supports("avx"),
-        __builtin_cpu_supports("bmi"),
-        __builtin_cpu_supports("bmi2"),
-        __builtin_cpu_supports("avx512f"),
-        __builtin_cpu_supports("avx512bw"),
-        __builtin_cpu_supports("avx512dq"),
-        __builtin_cpu_supports("avx512vl"),
-        avx512bf16 && __builtin_cpu_supports("avx512f"),
-        amx,
-    };
+    const uint32_t saved = saved_registers();
+    unsigned words[4];
+    const bool intel = __get_cpuid(0, &words[eax], &words[ebx], &words[ecx], &words[edx]) &&
+                       words[ebx] == signature_INTEL_ebx;
     uint32_t bits = is_known | (intel ? made_by_intel : 0);
-    for (int n = 0; n < feature_count; n++)
-        bits |= (uint32_t)found[n] << n;
+    for (int n = 0; n < feature_count; n++) {
+        const cpu_feature *const f = &features[n];
+        if (__get_cpuid_count(f->leaf, f->subleaf, &words[eax], &words[ebx], &words[ecx],
+                              &words[edx]) &&
+            (words[f->reg] & f->bits) == f->bits && (saved & f->saved) == f->saved)
+            bits |= 1U << n;
+    }
     return bits;
 }
 
@@ -103,7 +122,7 @@ static uint32_t cpu_bits(void) {
 
 static const char *first_missing(int count) {
     const uint32_t missing = ~cpu_bits() & ((1U << count) - 1);
-    return missing != 0 ? feature_names[__builtin_ctz(missing)] : NULL;
+    return missing != 0 ? features[__builtin_ctz(missing)].name : NULL;
 }
 
 const char *fdma_missing_avx2(void) { return first_missing(5); }
@@ -151,7 +170,7 @@ static void list_features(char *text, size_t size) {
     for (int n = 0; n < feature_count; n++)
         if (cpu_bits() >> n & 1)
             used += (size_t)snprintf(text + used, size - used, "%s%s", used ? " " : "",
-                                     feature_names[n]);
+                                     features[n].name);
 }
 
 static void name_cpu(char *text, size_t size) {

@@ -116,6 +116,17 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem) {
 }
 
 static fdma_status fail_driver(const char *what, cudaError_t status) {
+    int driver = 0; // 1000 * major + 10 * minor; 0: there is none
+    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess) {
+        FDMA_REQUIRE(driver > 0, FDMA_CUDA_ERROR,
+                     "%s: no NVIDIA driver is found, want one for CUDA %d.%d or later", what,
+                     CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return fdma_fail(FDMA_CUDA_ERROR,
+                         "%s: the NVIDIA driver is for CUDA %d.%d, want one for CUDA %d.%d or "
+                         "later, with which this library is built",
+                         what, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+                         CUDART_VERSION % 1000 / 10);
+    }
     return fdma_fail(FDMA_CUDA_ERROR, "%s: %s", what, cudaGetErrorString(status));
 }
 

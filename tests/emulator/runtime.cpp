@@ -1,5 +1,6 @@
 /* The functions of the CUDA runtime that the library and its tests call, on the emulated device of
- * emulator.h. Its compute capability is 9.0, or FDMA_EMULATED_CAPABILITY, such as 80. */
+ * emulator.h. Its compute capability is 9.0, or FDMA_EMULATED_CAPABILITY, such as 80. With
+ * FDMA_EMULATED_DRIVER, such as 12040, the driver is for that version of CUDA, and too old. */
 #include "emulator.h"
 
 #include <cuda.h>
@@ -106,9 +107,17 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
 
 /* ---- devices ---- */
 
-cudaError_t cudaGetDeviceCount(int *count) {
-    *count = 1;
+cudaError_t cudaDriverGetVersion(int *version) {
+    const char *const text = getenv("FDMA_EMULATED_DRIVER");
+    *version = text != NULL ? atoi(text) : CUDART_VERSION;
     return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    int driver;
+    cudaDriverGetVersion(&driver);
+    *count = driver < CUDART_VERSION ? 0 : 1;
+    return driver < CUDART_VERSION ? cudaErrorInsufficientDriver : cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int *device) {

@@ -47,6 +47,20 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused.value.code == 2 and "'infos'" in capsys.readouterr().err
 
 
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main([])
+    assert refused.value.code == 2 and "want a command" in capsys.readouterr().err
+
+
+def test_sources_have_no_cmake_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """test_wheel.py has the folders of a wheel."""
+    with pytest.raises(SystemExit) as refused:
+        command.main(["--cmake-dir"])
+    assert refused.value.code == 2
+    assert "no cmake/fdma/fdma-config.cmake in" in capsys.readouterr().err
+
+
 def test_the_message_of_an_unknown_backend_names_it() -> None:
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(NotImplementedError, match="python -m flash_dmattn info"):

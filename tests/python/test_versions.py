@@ -1,16 +1,19 @@
 """The oldest Python, PyTorch, CMake and CUDA: every file names the same versions. Older ones are
-refused with a message. The package's sources use nothing that the oldest Python lacks."""
+refused with a message. The package's sources use nothing that the oldest Python lacks. The import
+warns of a CPU without AVX2, and of another project's package in the same folder."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flash_dmattn import _versions
-from programs import ROOT, python
+from flash_dmattn import _environment, _library, _versions
+from programs import ROOT, output_of, python
 
 PACKAGE = sorted((ROOT / "python").glob("*/*.py"))
 OLDEST_PYTHON = (3, 8)
@@ -53,7 +56,42 @@ def test_a_pytorch_that_is_too_old(tmp_path: Path) -> None:
     path = f"{tmp_path}:{ROOT / 'python'}"
     done = python("-c", "import flash_dmattn; flash_dmattn.select", env={"PYTHONPATH": path})
     assert done.returncode != 0
-    assert "ImportError: PyTorch: is 2.3.1+cu121, want 2.4 or later\n" in done.stderr
+    assert "ImportError: PyTorch: is 2.3.1+cu121, want 2.4 or later; `pip install" in done.stderr
+
+
+@pytest.mark.parametrize("machine, features", [("x86_64", "avx2 fma"), ("aarch64", "neon")])
+def test_a_cpu_that_suffices(machine: str, features: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _environment.warn_of_old_cpu(machine, features)
+
+
+@pytest.mark.parametrize("features", ["", "fma f16c"])
+def test_a_cpu_without_avx2(features: str) -> None:
+    with pytest.warns(RuntimeWarning, match="lacks AVX2"):
+        _environment.warn_of_old_cpu("AMD64", features)
+
+
+def install_record(site: Path, name: str) -> None:
+    folder = site / f"{name.replace('-', '_')}-1.2.2.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.2\n")
+
+
+def test_the_other_package_in_the_same_folder(tmp_path: Path) -> None:
+    """Both projects' wheels write site-packages/flash_dmattn."""
+    assert find("pyproject.toml", r'(?m)^name = "(.*)"') == _environment.NAME
+    shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn")
+    shutil.copytree(ROOT / "include", tmp_path / "flash_dmattn", dirs_exist_ok=True)
+    env = {"PYTHONPATH": str(tmp_path), "FDMA_LIBRARY": str(_library.find())}
+    install_record(tmp_path, _environment.NAME)
+    assert "RuntimeWarning" not in python("-c", "import flash_dmattn", env=env).stderr
+    install_record(tmp_path, _environment.OTHER)
+    done = python("-c", "import flash_dmattn", env=env)
+    output_of(done)
+    assert "flash-dmattn 1.2.2 is installed in the folder of flashdma" in done.stderr
+    elsewhere = {**env, "PYTHONPATH": f"{ROOT / 'python'}:{tmp_path}"}
+    assert "RuntimeWarning" not in python("-c", "import flash_dmattn", env=elsewhere).stderr
 
 
 def evaluated(node: ast.AST) -> Iterator[ast.AST]:

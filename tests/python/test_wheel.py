@@ -1,8 +1,10 @@
 """Installing: a wheel is built without torch, contains the package with the library, and works
-unpacked; an editable install finds the library."""
+unpacked; the one of tools/wheels/build.sh passes its smoke test; an editable install finds the
+library."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 import sysconfig
@@ -50,21 +52,32 @@ def make_wheel(folder: Path, **env: str | None) -> Path:
     return wheel
 
 
-# From the sources without optimisation, which takes a fraction of the time, and without
-# libfdma_jax, which would be built if CMake found a Python that has jaxlib.
-SOURCES = {"FDMA_CUDA": "OFF", "FDMA_LIBRARY": None, "SKBUILD_CMAKE_BUILD_TYPE": "Debug"}
-SOURCES["SKBUILD_CMAKE_DEFINE"] = "FDMA_JAX=OFF"
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel for this machine's system that tools/wheels/build.sh makes."""
+    folder = tmp_path_factory.mktemp("released")
+    target = platform.machine()
+    output_of(run(ROOT / "tools" / "wheels" / "build.sh", folder, target, timeout=1200))
+    (wheel,) = folder.glob(f"flashdma-*-py3-none-manylinux_2_28_{target}.whl")
+    return wheel
 
 
-@pytest.fixture(scope="module", params=["sources", "built"])
+@pytest.fixture(scope="module", params=["released", "built"])
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = {"FDMA_LIBRARY": str(_library.find())}
-    env = built if request.param == "built" else SOURCES
-    return make_wheel(tmp_path_factory.mktemp(f"wheel-{request.param}"), **env)
+    if request.param == "released":
+        return request.getfixturevalue("released")
+    folder = tmp_path_factory.mktemp("wheel-built")
+    return make_wheel(folder, FDMA_LIBRARY=str(_library.find()))
+
+
+# Beside what every wheel has.
+RELEASED = {f"cmake/fdma/fdma-{name}.cmake" for name in ("config", "config-version", "targets")}
+RELEASED |= {"cmake/fdma/fdma-targets-release.cmake", "pkgconfig/fdma.pc", "bin/fdma", "libfdma.a"}
 
 
 def test_contents(wheel: Path) -> None:
-    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheel).namelist()
+    files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
     folder = ROOT / "python"
     paths = [path for ending in ("py", "pyi", "typed") for path in folder.rglob(f"*/*.{ending}")]
     sources = {path.relative_to(folder).as_posix() for path in paths}
@@ -75,11 +88,40 @@ def test_contents(wheel: Path) -> None:
         "flash_dmattn/fdma.h",
         *(["flash_dmattn/_native.abi3.so"] if HAS_HEADERS else []),
     }
+    name, version, *_ = wheel.name.split("-")
+    assert name == "flashdma" and "-py3-none-" in wheel.name
+    if "released" in wheel.parent.name:
+        built |= {f"flash_dmattn/{name}" for name in RELEASED}
+        built |= {f"flashdma-{version}.data/scripts/fdma"}
+        assert wheel.stat().st_size < 3e6
     assert files == {*sources, *built}
-    assert wheel.name.startswith("flash_dmattn-") and "-py3-none-" in wheel.name
     with zipfile.ZipFile(wheel) as opened:
         is_built = opened.read("flash_dmattn/libfdma.so") == _library.find().read_bytes()
     assert is_built == ("built" in wheel.parent.name)
+
+
+def make_environment(folder: Path) -> tuple[Path, Path]:
+    """A virtual environment that sees this one's packages: its interpreter, and its own folder of
+    packages."""
+    output_of(python("-m", "venv", "--without-pip", folder))
+    packages = next(folder.glob("lib/python*/site-packages"))
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "outer.pth").write_text("\n".join(paths) + "\n")  # torch, pip, scikit-build-core
+    return folder / "bin" / "python", packages
+
+
+def test_the_smoke_test(released: Path, tmp_path: Path) -> None:
+    inner, packages = make_environment(tmp_path / "environment")
+    env = {"FDMA_LIBRARY": None, "PYTHONPATH": None}
+    output_of(run(inner, "-m", "pip", "install", *PIP_OPTIONS, released, env=env))
+    smoke = ROOT / "tools" / "wheels" / "smoke.py"
+    assert output_of(run(inner, smoke, env=env)).startswith("passed: ")
+    # cJSON is in the command, so that it reads files
+    sample = ROOT / "examples" / "data" / "minilm.safetensors"
+    command = packages.parents[2] / "bin" / "fdma"
+    assert "kept keys" in output_of(run(command, "attend", sample, "--window", "64", env=env))
+    (packages / "flash_dmattn" / "bin" / "fdma").unlink()
+    assert "has no bin/fdma; install it anew" in run(command, "info", env=env).stderr
 
 
 def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
@@ -93,12 +135,7 @@ def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
 def test_an_editable_install_is_importable(tmp_path: Path) -> None:
     """The sources and the library are then in different folders."""
     source = copy_sources(tmp_path)
-    environment = tmp_path / "environment"
-    output_of(python("-m", "venv", "--without-pip", environment))
-    packages = next(environment.glob("lib/python*/site-packages"))
-    paths = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "outer.pth").write_text("\n".join(paths) + "\n")  # torch, pip, scikit-build-core
-    inner = environment / "bin" / "python"
+    inner, packages = make_environment(tmp_path / "environment")
     output_of(
         run(
             *(inner, "-m", "pip", "install", *PIP_OPTIONS, "--editable", source),

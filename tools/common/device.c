@@ -26,9 +26,8 @@ static void must(cudaError_t status, const char *what) {
 }
 
 const char *why_no_device(void) {
-    int count = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    return status == cudaSuccess ? "no device" : cudaGetErrorString(status);
+    fdma_device_info info = {.size = sizeof info};
+    return fdma_describe_device(1, &info) == FDMA_OK ? "no device" : fdma_last_error();
 }
 
 static void use(int32_t device) { must(cudaSetDevice(device - 1), "cudaSetDevice"); }

@@ -58,6 +58,7 @@ PARTS = {
     "sanitizers": Part("tools/gates/run.sh sanitizers", KERNELS),
     "neon": Part("tools/gates/run.sh neon", KERNELS),
     "fuzzers": Part("tools/gates/run.sh fuzz_build fuzzers", f"{KERNELS} tests/fuzz/*.[ch]"),
+    "wheels": Part("tools/wheels/check.sh", "tools/wheels/* pyproject.toml cmake/*.cmake"),
     "cuda": Part("tools/gates/run.sh cuda", DEVICE),
     "emulated": Part("tools/gates/run.sh emulated", f"{DEVICE} tests/emulator/**/*.[ch]*"),
 }

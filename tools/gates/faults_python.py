@@ -120,7 +120,7 @@ PYTHON = [
           "known[:] = [in_new_thread(lambda: make_table(rows, dim, **kind))]",
           ("pytest test_rotary.py -k doubling",)),
     Fault("hooks of a norm are passed over", "python/flash_dmattn/",
-          "(any(hooks) or norm._backward_hooks", "(norm._backward_hooks",
+          "own = [norm._forward_hooks, norm._forward_pre_hooks]", "own: list = []",
           ("pytest test_rotary.py -k norms",)),
     Fault("a padded norm divides by the padded mean square", "python/flash_dmattn/",
           "share = head_dim / x.shape[3]", "share = 1.0",
