@@ -10,7 +10,8 @@
  *   This comment     Purpose, Making a call, Common to all operations, Names, Positions, Padding,
  *                    Packed sequences, Preallocated keys, Masks, Streams, Dropout, Devices,
  *                    Threads, Traps
- *   Status, Tensors  fdma_status, fdma_last_error(), fdma_tensor, fdma_tensor_4d(), fdma_exec
+ *   Status, Tensors  fdma_status, fdma_last_error(), fdma_tensor, fdma_tensor_4d(), fdma_exec,
+ *                    fdma_parallel
  *   Attention        fdma_attention(), all steps in one call: what most programs want. The steps:
  *                      fdma_score()    value states -> score and bias of each key
  *                      fdma_select()   scores -> a selection: which queries keep each key
@@ -179,9 +180,9 @@
  * device, a selection whose window + recent is smaller than kv_len needs its slots.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
- * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
- * are bit-equal for every number of threads, and a sequence's result does not depend on the others
- * of its batch. Sums may differ in their last bits between kernels, and so between machines. A
+ * threads that sleep between calls; a child process after fork() gets a pool of its own. A call may
+ * use threads of the caller instead: exec.parallel. Results are bit-equal for every number and kind
+ * of threads, and a sequence's result does not depend on the others of its batch. Sums may differ in their last bits between kernels, and so between machines. A
  * thread can be cancelled in a call. dlclose() leaves the library in memory.
  *
  * Traps
@@ -289,6 +290,28 @@ FDMA_API fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, in
 #define FDMA_CPU 0
 #define FDMA_CUDA(n) ((n) + 1)
 
+/* Part of a call on the CPU. A caller's pool gives it the context that came with it. */
+typedef void (*fdma_task)(void *task_context, int64_t index);
+
+/* Runs task(task_context, index) for each index from 0 to count - 1, and returns when all of them
+ * have returned. They may run on any threads, in any order, at the same time or in turn. */
+typedef void (*fdma_run_tasks)(void *context, int64_t count, fdma_task task, void *task_context);
+
+/*! fdma_parallel - a caller's own threads, in place of the library's pool.
+ *  Use it in a program that has a pool of threads: a call then starts no thread and wakes none.
+ *  The library calls `run` from the thread of the call, a few times in a large call and never in a
+ *  small one, and never from within a task. `count` is at most exec.threads. All work of a call of
+ *  `run` is done even if one task does it all, or none is run. So `run` may run the tasks in turn,
+ *  and may leave out tasks for which it has no threads.
+ *  Edge       results are bit-equal to those with the pool. `run` may itself call the library, with
+ *             other buffers. It must return, not throw or longjmp(). A task must not be run after
+ *             `run` has returned. pthread_cancel() does not end the calling thread in `run` */
+typedef struct fdma_parallel {
+    size_t size;        /* sizeof(fdma_parallel) */
+    fdma_run_tasks run; /* not NULL */
+    void *context;      /* the first argument of `run` */
+} fdma_parallel;
+
 /*! fdma_exec - zeros are good defaults, but most calls need workspace. */
 typedef struct fdma_exec {
     void *workspace;       /* scratch memory, any alignment; see the fdma_*_workspace functions */
@@ -306,7 +329,8 @@ typedef struct fdma_exec {
                               memory that this device can access. The call then skips these checks,
                               which saves host time. If the guarantee is false, this call and later
                               ones may fail, fault, or write to other memory */
-    int32_t reserved[3];
+    int32_t reserved;
+    const fdma_parallel *parallel; /* CPU only: the caller's own threads; NULL: the library's */
 } fdma_exec;
 
 /* Attention */

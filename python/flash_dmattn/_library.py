@@ -29,6 +29,7 @@ POINTERS = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}  # other pointers 
 DECLARATION = re.compile(
     r"typedef enum (?P<enum>\w+) \{(?P<values>.*?)\}"
     r"|typedef struct (?P<struct>\w+) \{(?P<members>.*?)\}"
+    r"|typedef void \(\*(?P<callback>\w+)\)\((?P<given>.*?)\);"
     r"|FDMA_API (?P<result>[\w ]+\*?) ?\b(?P<function>\w+)\((?P<parameters>.*?)\);",
     re.DOTALL,
 )
@@ -54,7 +55,7 @@ class Header:
         for found in DECLARATION.finditer(re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)):
             self.declare(**found.groupdict())
 
-    def declare(self, enum: str, struct: str, function: str, **rest: str) -> None:
+    def declare(self, enum: str, struct: str, callback: str, function: str, **rest: str) -> None:
         if enum:
             self.types[enum] = ctypes.c_int
             values = re.findall(r"(\w+) = (\d+)", rest["values"])
@@ -63,6 +64,8 @@ class Header:
             fields = [one for line in rest["members"].split(";") for one in self.fields_of(line)]
             made = type(struct, (Struct,), {"_fields_": fields})
             self.types[struct] = self.structs[struct] = made
+        elif callback:
+            self.types[callback] = ctypes.CFUNCTYPE(None, *self.arguments_of(rest["given"]))
         else:
             (_, result), *_ = self.fields_of(rest["result"] + " result")
             self.functions[function] = (result, self.arguments_of(rest["parameters"]))

@@ -370,21 +370,32 @@ fdma_status fdma_copy_struct(const char *name, const void *caller, size_t first_
     return FDMA_OK;
 }
 
+static fdma_status check_reserved(const char *name, int32_t reserved) {
+    FDMA_REQUIRE(reserved == 0, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0", name, reserved);
+    return FDMA_OK;
+}
+
+static fdma_status check_parallel(const fdma_parallel *given) {
+    fdma_parallel parallel;
+    if (given == NULL)
+        return FDMA_OK;
+    FDMA_TRY(fdma_copy_struct("exec.parallel", given, sizeof parallel, &parallel, sizeof parallel));
+    FDMA_REQUIRE(parallel.run != NULL, FDMA_INVALID_ARGUMENT,
+                 "exec.parallel: its run is NULL, want a function");
+    return FDMA_OK;
+}
+
 static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
     FDMA_REQUIRE(exec->threads >= 0, FDMA_INVALID_ARGUMENT, "exec.threads: is %d, want 0 or more",
                  exec->threads);
     FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT,
                  "exec.device: is %d, want FDMA_CPU or FDMA_CUDA(n)", exec->device);
-    FDMA_TRY(fdma_check_reserved("exec", exec->reserved, sizeof exec->reserved));
+    FDMA_TRY(check_reserved("exec.reserved", exec->reserved));
+    FDMA_TRY(check_parallel(exec->parallel));
     FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
                  FDMA_INVALID_ARGUMENT,
                  "exec.workspace: is NULL, want %zu bytes as exec.workspace_size says",
                  exec->workspace_size);
-    return FDMA_OK;
-}
-
-static fdma_status check_reserved(const char *name, int32_t reserved) {
-    FDMA_REQUIRE(reserved == 0, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0", name, reserved);
     return FDMA_OK;
 }
 

@@ -50,7 +50,7 @@ typedef struct parallel_job {
     _Atomic int64_t next;       // the next task to hand out
     _Atomic int32_t working;    // workers that have joined and not left
     int32_t threads;            // threads that may join, including the caller
-    int32_t joined;             // threads that have joined, also those that left; the caller counts
+    _Atomic int32_t joined;     // threads that have joined, also those that left; the caller counts
     struct parallel_job *later; // the next job of the pool
 } parallel_job;
 
@@ -223,6 +223,27 @@ static void run_together(int32_t threads, int64_t count, parallel_task task, con
     end_if_cancelled();
 }
 
+/* Does work of a job until there is none, on any thread. Each run has a thread number of its own,
+ * whatever index the caller's pool gives it, because scratch memory depends on it. */
+static void run_own_task(void *context, int64_t index) {
+    parallel_job *const job = context;
+    const int32_t thread = job->joined++;
+    (void)index;
+    if (thread < job->threads)
+        run_tasks(job, thread);
+}
+
+/* What the caller's pool leaves undone this thread does. */
+static void run_on_own_threads(const fdma_parallel *own, int32_t threads, int64_t count,
+                               parallel_task task, const void *context) {
+    parallel_job job = {.task = task, .context = context, .count = count, .threads = threads};
+    const int before = fdma_defer_cancellation();
+    own->run(own->context, threads, run_own_task, &job);
+    run_own_task(&job, 0);
+    fdma_allow_cancellation(before);
+    end_if_cancelled();
+}
+
 #else
 
 int fdma_defer_cancellation(void) { return 0; }
@@ -241,14 +262,18 @@ int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microsecon
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_microseconds));
 }
 
-void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
+void fdma_parallel_for(const fdma_parallel *own, int32_t threads, int64_t count, parallel_task task,
+                       const void *context) {
 #if defined(FDMA_HAVE_THREADS)
-    if (min(threads, count) > 1) {
-        run_together((int32_t)min(threads, count), count, task, context);
+    const int32_t used = (int32_t)min(threads, count);
+    if (used > 1 && own != NULL)
+        run_on_own_threads(own, used, count, task, context);
+    else if (used > 1)
+        run_together(used, count, task, context);
+    if (used > 1)
         return;
-    }
 #endif
-    (void)threads;
+    (void)own, (void)threads;
     const uint32_t modes = keep_subnormals();
     for (int64_t index = 0; index < count; index++)
         task(context, index, 0);

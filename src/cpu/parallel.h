@@ -1,6 +1,8 @@
 /* Threads. No other file of the CPU backend starts one or waits for one. */
 #pragma once
 
+#include "fdma.h"
+
 #include <stdint.h>
 
 /* Runs task `index` on thread number `thread`, whose scratch memory it may use. */
@@ -23,9 +25,10 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks);
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds);
 
 /* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, including the
- * caller. Tasks round to nearest, without floating-point traps and with subnormal numbers, in any
- * modes of the caller. */
-void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context);
+ * caller: threads of `own`, which may be NULL, or of the pool. Tasks round to nearest, without
+ * floating-point traps and with subnormal numbers, in any modes of the caller. */
+void fdma_parallel_for(const fdma_parallel *own, int32_t threads, int64_t count, parallel_task task,
+                       const void *context);
 
 /* The quota of a cgroup, by which Linux limits the CPU time of a container. */
 

@@ -268,6 +268,8 @@ static void selections_are_checked(void) {
 }
 
 static void exec_is_checked(void) {
+    const fdma_parallel unsized = {.run = NULL}, later = {.size = 9000};
+    const fdma_parallel idle = {.size = sizeof idle};
     for (int i = 0; i < operation_count; i++) {
         call *x;
 #define EXEC_REJECTS(statement, ...)                                                               \
@@ -280,9 +282,11 @@ static void exec_is_checked(void) {
         EXEC_REJECTS(threads = INT32_MIN, INVALID("threads", "-2147483648"));
         EXEC_REJECTS(device = -1, INVALID("device", "-1"));
         EXEC_REJECTS(device = -7, INVALID("device", "-7"));
-        EXEC_REJECTS(reserved[0] = 1, INVALID("reserved"));
-        EXEC_REJECTS(reserved[1] = 5, INVALID("reserved"));
-        EXEC_REJECTS(reserved[2] = -1, INVALID("reserved"));
+        EXEC_REJECTS(reserved = 1, INVALID("exec.reserved", "1"));
+        EXEC_REJECTS(reserved = -1, INVALID("exec.reserved", "-1"));
+        EXEC_REJECTS(parallel = &unsized, INVALID("exec.parallel", "size is 0"));
+        EXEC_REJECTS(parallel = &later, INVALID("exec.parallel", "size is 9000", "later"));
+        EXEC_REJECTS(parallel = &idle, INVALID("exec.parallel", "run is NULL"));
         EXEC_REJECTS(kernel = "gpu", FDMA_UNSUPPORTED, {"kernel", "gpu"}, 0);
         EXEC_REJECTS(kernel = "cpu/sse9", FDMA_UNSUPPORTED, {"kernel", "cpu/sse9"}, 0);
         EXEC_REJECTS(workspace = NULL, FDMA_INVALID_ARGUMENT, {"workspace", "NULL"}, 1);
@@ -384,7 +388,7 @@ static void structs_may_be_longer(void) {
         longer[size - 1] = 1;
         CHECK_INT(operations[i].call(longer), FDMA_UNSUPPORTED);
         CHECK_WORD(fdma_last_error(), number((int64_t)size));
-        CHECK_WORD(fdma_last_error(), "compiled with a later fdma.h than this library, ");
+        CHECK_WORD(fdma_last_error(), "compiled with a later fdma.h than this library");
         CHECK_WORD(fdma_last_error(), fdma_version());
         CHECK_INT(operations[i].workspace(longer, &bytes), FDMA_UNSUPPORTED);
         CHECK_INT(bytes, 99);

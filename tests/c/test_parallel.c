@@ -50,7 +50,7 @@ static void count_task(const void *context, int64_t index, int32_t thread) {
 /* True if each of `count` tasks ran once, and no two at a time with one thread number. */
 static int is_done_once(int32_t threads, int64_t count, int64_t work) {
     tally t = {.work = work};
-    fdma_parallel_for(threads, count, count_task, &t);
+    fdma_parallel_for(NULL, threads, count, count_task, &t);
     int right = t.clashes == 0 && t.wrong_modes == 0;
     for (int64_t n = 0; n < most_tasks; n++)
         right &= t.done[n] == (n < count);
@@ -116,7 +116,7 @@ static void cancel_task(const void *context, int64_t index, int32_t thread) {
 static void *call_and_be_cancelled(void *context) {
     cancelled_call *const c = context;
     c->caller = pthread_self();
-    fdma_parallel_for(2, 2, cancel_task, c);
+    fdma_parallel_for(NULL, 2, 2, cancel_task, c);
     return NULL;
 }
 

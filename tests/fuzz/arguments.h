@@ -115,6 +115,21 @@ static const char *make_kernel(source *in) {
     return names[take(in) % (sizeof names / sizeof *names)];
 }
 
+/* Tasks on the calling thread: all, or every second one. */
+static void run_some(void *context, int64_t count, fdma_task task, void *task_context) {
+    for (int64_t index = 0; index < count; index += context != NULL ? 2 : 1)
+        task(task_context, index);
+}
+
+static const fdma_parallel *make_parallel(source *in) {
+    static int some;
+    static const fdma_parallel made[] = {{sizeof *made, run_some, NULL},
+                                         {sizeof *made, run_some, &some},
+                                         {sizeof *made, NULL, NULL},
+                                         {sizeof *made - 1, run_some, NULL}};
+    return &made[take(in) % (sizeof made / sizeof *made)];
+}
+
 static fdma_exec make_exec(source *in) {
     fdma_exec exec = {.kernel = make_kernel(in), .threads = (int32_t)take_up_to(in, 3)};
     if (seldom(in))
@@ -122,7 +137,9 @@ static fdma_exec make_exec(source *in) {
     if (seldom(in))
         exec.device = (int32_t)strange_number(in);
     if (seldom(in))
-        exec.reserved[take(in) % 2] = take(in);
+        exec.reserved = take(in);
+    if (seldom(in))
+        exec.parallel = make_parallel(in);
     if (seldom(in))
         exec.stream = &exec;
     return exec;

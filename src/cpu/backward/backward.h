@@ -324,7 +324,7 @@ static void sweep_all(backward_context *backward) {
         for (int64_t g = 0; g < problem->kv_heads; g += backward->kv_heads) {
             backward->first_b = b;
             backward->first_g = g;
-            fdma_parallel_for(backward->threads,
+            fdma_parallel_for(backward->problem->exec.parallel, backward->threads,
                               backward->batch * backward->kv_heads * backward->count,
                               sweep_partition, backward);
         }
@@ -384,7 +384,8 @@ static fdma_status check_selection(const backward_context *backward) {
     const int64_t heads = problem->batch * problem->kv_heads;
     if (!problem->selected || rows_of_key_table(backward) >= problem->kv_len)
         return FDMA_OK;
-    fdma_parallel_for(backward->threads, heads, find_most_live, backward);
+    fdma_parallel_for(backward->problem->exec.parallel, backward->threads, heads, find_most_live,
+                      backward);
     for (int64_t head = 0; head < heads; head++)
         FDMA_REQUIRE(backward->most_live[head] <= problem->slots, FDMA_INVALID_ARGUMENT,
                      "selection: keeps %d keys at some position, want at most window + recent, "
@@ -407,9 +408,10 @@ static fdma_status run_backward(const fdma_problem *problem) {
         fdma_clear_tensor(&problem->dattn_bias);
     sweep_all(&context);
     if (context.count > 1)
-        fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, join_partitions,
-                          &context);
+        fdma_parallel_for(problem->exec.parallel, context.threads,
+                          problem->batch * problem->kv_heads, join_partitions, &context);
     if (is_present(&problem->dsink_logit))
-        fdma_parallel_for(context.threads, problem->q_heads, find_dsink, problem);
+        fdma_parallel_for(problem->exec.parallel, context.threads, problem->q_heads, find_dsink,
+                          problem);
     return FDMA_OK;
 }

@@ -39,7 +39,7 @@ static fdma_status run_cache_store(const fdma_problem *problem) {
     const int64_t tasks = count_prompts(problem) * problem->kv_heads;
     const int64_t rows = min(problem->new_len, rows_of_cache(&problem->cache));
     const int32_t threads = threads_to_move(problem, tasks, tasks * problem->kv_len, tasks * rows);
-    fdma_parallel_for(threads, tasks, store_head_task, problem);
+    fdma_parallel_for(problem->exec.parallel, threads, tasks, store_head_task, problem);
     fdma_count_stored(problem);
     return FDMA_OK;
 }
@@ -212,7 +212,8 @@ static fdma_status run_cache_copy(const fdma_problem *problem) {
     plan_copy(problem, &copy);
     if (problem->batch == 0)
         return FDMA_OK;
-    fdma_parallel_for(copy.threads, problem->kv_heads * copy.row_tasks, copy_rows_task, &copy);
+    fdma_parallel_for(problem->exec.parallel, copy.threads, problem->kv_heads * copy.row_tasks,
+                      copy_rows_task, &copy);
     fdma_arena arena = {.base = copy.scratch};
     copy_seen(problem, take_row_copies(&arena, problem).position);
     return FDMA_OK;

@@ -252,8 +252,8 @@ static size_t cached_workspace(const fdma_problem *problem) {
 static fdma_status run_cached(const fdma_problem *problem) {
     cached_context context;
     plan_cached(problem, &context);
-    fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, decode_head_task,
-                      &context);
+    fdma_parallel_for(problem->exec.parallel, context.threads, problem->batch * problem->kv_heads,
+                      decode_head_task, &context);
     fdma_count_committed(problem);
     return FDMA_OK;
 }

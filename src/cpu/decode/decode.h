@@ -714,8 +714,9 @@ static fdma_status run_decode(const fdma_problem *problem) {
     plan_decode(problem, &decode);
     const int64_t heads = problem->batch * problem->kv_heads, splits = heads * decode.splits;
     const int64_t bytes = splits * decode.rows * partial_length(&decode) * (int64_t)sizeof(float);
-    fdma_parallel_for(decode.threads, problem->batch * decode.head_sets * decode.splits,
-                      attend_split, &decode);
-    fdma_parallel_for(threads_to_read(problem, heads, bytes), heads, merge_head, &decode);
+    fdma_parallel_for(problem->exec.parallel, decode.threads,
+                      problem->batch * decode.head_sets * decode.splits, attend_split, &decode);
+    fdma_parallel_for(problem->exec.parallel, threads_to_read(problem, heads, bytes), heads,
+                      merge_head, &decode);
     return FDMA_OK;
 }

@@ -128,8 +128,9 @@ static fdma_status run_forward(const fdma_problem *problem) {
     forward_context context;
     plan_forward(problem, &context);
     if (context.snapshots.count > 0)
-        fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, snapshot_head,
-                          &context);
-    fdma_parallel_for(context.threads, context.tasks, attend_tile, &context);
+        fdma_parallel_for(problem->exec.parallel, context.threads,
+                          problem->batch * problem->kv_heads, snapshot_head, &context);
+    fdma_parallel_for(problem->exec.parallel, context.threads, context.tasks, attend_tile,
+                      &context);
     return FDMA_OK;
 }

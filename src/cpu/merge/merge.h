@@ -139,6 +139,6 @@ static fdma_status run_merge(const fdma_problem *problem) {
     const int64_t bytes = rows * problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
     const int32_t threads =
         fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / merge_bytes);
-    fdma_parallel_for(threads, tasks, merge_some_rows, problem);
+    fdma_parallel_for(problem->exec.parallel, threads, tasks, merge_some_rows, problem);
     return FDMA_OK;
 }

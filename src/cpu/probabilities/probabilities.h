@@ -74,6 +74,6 @@ static fdma_status run_probabilities(const fdma_problem *problem) {
     const int64_t row_time = problem->kv_len * problem->head_dim / multiplied_channels;
     const int64_t microseconds = rows * max(row_time, 1);
     const int32_t threads = fdma_worthwhile_threads(problem->exec.threads, rows, microseconds);
-    fdma_parallel_for(threads, rows, write_probabilities, problem);
+    fdma_parallel_for(problem->exec.parallel, threads, rows, write_probabilities, problem);
     return FDMA_OK;
 }

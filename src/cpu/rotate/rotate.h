@@ -56,7 +56,7 @@ static fdma_status run_rotary_table(const fdma_problem *problem) {
     const int32_t threads =
         fdma_worthwhile_threads(problem->exec.threads, tasks, rows * pairs / table_speed);
     fdma_find_frequencies(problem, &call.frequencies);
-    fdma_parallel_for(threads, tasks, fill_table_rows, &call);
+    fdma_parallel_for(problem->exec.parallel, threads, tasks, fill_table_rows, &call);
     return FDMA_OK;
 }
 
@@ -260,7 +260,7 @@ static fdma_status run_rotate(const fdma_problem *problem) {
     const int64_t tasks = tasks_of_rotation(problem);
     const int32_t threads =
         fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / rotated_bytes);
-    fdma_parallel_for(threads, tasks, rotate_positions, &call);
+    fdma_parallel_for(problem->exec.parallel, threads, tasks, rotate_positions, &call);
     if (is_present(&problem->dweight))
         add_weight_sums(problem, call.sums, tasks);
     return FDMA_OK;

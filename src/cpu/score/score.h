@@ -333,7 +333,8 @@ static fdma_status run_score(const fdma_problem *problem) {
     score_context context;
     plan_score(problem, &context);
     find_lines(&context);
-    fdma_parallel_for(1, context.heads, pack_head, &context);
-    fdma_parallel_for(context.threads, problem->batch * context.tasks, score_task, &context);
+    fdma_parallel_for(problem->exec.parallel, 1, context.heads, pack_head, &context);
+    fdma_parallel_for(problem->exec.parallel, context.threads, problem->batch * context.tasks,
+                      score_task, &context);
     return FDMA_OK;
 }

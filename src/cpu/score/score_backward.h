@@ -287,8 +287,9 @@ static size_t score_backward_workspace(const fdma_problem *problem) {
 static fdma_status run_score_backward(const fdma_problem *problem) {
     gradient_context context;
     plan_gradients(problem, &context);
-    fdma_parallel_for(1, problem->kv_heads, pack_weights, &context);
-    fdma_parallel_for(context.threads, context.ranges, add_range, &context);
-    fdma_parallel_for(context.threads, problem->kv_heads, write_weight_gradients, &context);
+    fdma_parallel_for(problem->exec.parallel, 1, problem->kv_heads, pack_weights, &context);
+    fdma_parallel_for(problem->exec.parallel, context.threads, context.ranges, add_range, &context);
+    fdma_parallel_for(problem->exec.parallel, context.threads, problem->kv_heads,
+                      write_weight_gradients, &context);
     return FDMA_OK;
 }

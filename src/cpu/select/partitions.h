@@ -474,21 +474,27 @@ static void mark_task(const void *context, int64_t index, int32_t thread) {
 
 static void select_global(const select_context *select) {
     const int64_t partitions = select->heads * select->partitions;
-    fdma_parallel_for(select->threads, partitions, find_task, select);
-    fdma_parallel_for(select->threads, select->heads, merge_task, select);
-    fdma_parallel_for(select->threads, partitions, mark_task, select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, partitions, find_task,
+                      select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, select->heads, merge_task,
+                      select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, partitions, mark_task,
+                      select);
 }
 
 static void select_causal(const select_context *select) {
     const int64_t later = select->heads * (select->partitions - 1);
-    fdma_parallel_for(select->threads, max(later, select->heads), prepare_task, select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, max(later, select->heads),
+                      prepare_task, select);
     if (later == 0)
         return;
-    fdma_parallel_for(select->threads, select->heads, merge_task, select);
-    fdma_parallel_for(select->threads, later, pass_task, select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, select->heads, merge_task,
+                      select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, later, pass_task, select);
     if (keeps_slots(select->problem))
-        fdma_parallel_for(select->threads, select->heads, true_slot_task, select);
-    fdma_parallel_for(select->threads, later, finish_task, select);
+        fdma_parallel_for(select->problem->exec.parallel, select->threads, select->heads,
+                          true_slot_task, select);
+    fdma_parallel_for(select->problem->exec.parallel, select->threads, later, finish_task, select);
 }
 
 /* Turns the selection by score into one that also keeps the newest keys. */
@@ -514,7 +520,9 @@ static void select_partitions(const select_context *select) {
     else
         select_causal(select);
     if (select->problem->recent > 0)
-        fdma_parallel_for(select->threads, select->heads, recent_task, select);
+        fdma_parallel_for(select->problem->exec.parallel, select->threads, select->heads,
+                          recent_task, select);
     if (select->problem->gap > 0)
-        fdma_parallel_for(select->threads, select->heads, gap_task, select);
+        fdma_parallel_for(select->problem->exec.parallel, select->threads, select->heads, gap_task,
+                          select);
 }
