@@ -17,7 +17,8 @@
  *                      fdma_select()   scores -> a selection: which queries keep each key
  *                      fdma_forward()  q, k, v and a selection -> out, lse; without one: dense
  *                    fdma_mask_lists(), fdma_probabilities()
- *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode()
+ *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode(),
+ *                    fdma_cache_save(), fdma_cache_restore()
  *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
  *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
  *   Rotary embedding fdma_rotary_table(), fdma_rotate(), fdma_rotate_backward(): of q and k, with
@@ -182,8 +183,9 @@
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. A call may
  * use threads of the caller instead: exec.parallel. Results are bit-equal for every number and kind
- * of threads, and a sequence's result does not depend on the others of its batch. Sums may differ in their last bits between kernels, and so between machines. A
- * thread can be cancelled in a call. dlclose() leaves the library in memory.
+ * of threads, and a sequence's result does not depend on the others of its batch. Sums may differ
+ * in their last bits between kernels, and so between machines. A thread can be cancelled in a call.
+ * dlclose() leaves the library in memory.
  *
  * Traps
  *
@@ -688,6 +690,37 @@ FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
  *  Errors     as fdma_cache_bytes(); FDMA_INVALID_ARGUMENT also for a sequence that the cache does
  *             not have, and for a table of other sizes */
 FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
+
+/*! fdma_cache_save(), fdma_cache_restore() - a sequence of a cache as bytes, and back into a cache
+ *  of another process or machine. fdma_cache_state_bytes() says how many bytes it takes now.
+ *  Use them to put a request aside and go on later: a restored sequence decodes with the bits that
+ *  it would have had. The bytes have a version, the sizes, rules and dtype of the cache, and a
+ *  checksum. They hold the rows that have keys, so that a short sequence is short.
+ *
+ *      size_t bytes;
+ *      fdma_cache_state_bytes(&cache, 3, &bytes);
+ *      void *state = malloc(bytes);
+ *      fdma_cache_save(&cache, 3, state, bytes);
+ *      fdma_cache_restore(&other, 0, state, bytes);
+ *
+ *  Shapes     the other cache has the same kv_heads, head_dim, window, recent, sinks and dtype. The
+ *             number of its sequences, its strides and its pages may be others
+ *  Ownership  state is memory of the host with any alignment; bytes beyond the state are ignored
+ *  Edge       caches are on the CPU. Of a cache on a device copy the tensors, or views of one
+ *             sequence, to the host, and describe them there by an fdma_cache with the same
+ *             strides; to restore, copy them back. No call on the cache may be under way. With a
+ *             page_table the pages of all rows with keys must be there. bias_form is not saved: it
+ *             must be the same in every call on both caches
+ *  Errors     FDMA_INVALID_ARGUMENT for a sequence that the cache does not have, tensors as in
+ *             fdma_cache_copy(), a state that is truncated, damaged or of another cache, too few
+ *             bytes, and missing pages; FDMA_UNSUPPORTED for another version or a device. A restore
+ *             that is refused has changed nothing */
+FDMA_API fdma_status fdma_cache_state_bytes(const fdma_cache *cache, int64_t sequence,
+                                            size_t *bytes);
+FDMA_API fdma_status fdma_cache_save(const fdma_cache *cache, int64_t sequence, void *state,
+                                     size_t bytes);
+FDMA_API fdma_status fdma_cache_restore(const fdma_cache *cache, int64_t sequence,
+                                        const void *state, size_t bytes);
 
 typedef struct fdma_cache_store_args {
     size_t size;        /* sizeof(fdma_cache_store_args) */

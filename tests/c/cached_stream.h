@@ -233,7 +233,7 @@ static inline void decode_streams(const whole_call *x, const fdma_cache *cache, 
     CHECK(seen[0] > 2 * x->test->len / 3);
 }
 
-/* Decodes and commits the next token of stream 0 in the sequences of `index`, each of which has
+/* Decodes and commits the next token of stream 0 in the sequences of `index`, each of them with
  * `seen` tokens of it. */
 static inline void decode_token(const whole_call *x, const fdma_cache *cache, int32_t seen,
                                 const int32_t *index, int64_t batch, const char *kernel) {

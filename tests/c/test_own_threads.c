@@ -80,7 +80,7 @@ static const fdma_operation tested[] = {
     operation_score_backward, operation_merge,     operation_probabilities,  operation_rotary_table,
     operation_rotate,         operation_attention, operation_rotate_backward};
 
-/* A call of which every kernel of the CPU makes work for several threads. */
+/* A call that is work for several threads with every kernel of the CPU. */
 static void make_call(call *x, fdma_operation operation) {
     const int64_t kv_len = operation == operation_select ? 30000 : 1200;
     const call_sizes n = {
@@ -240,7 +240,7 @@ static void a_cache_is_the_same(void) {
 
 /* ---- calls within calls ---- */
 
-/* The caller's pool runs two requests at once, each of which uses the pool. */
+/* The caller's pool runs two requests at once, and each of them uses the pool. */
 typedef struct requests {
     call calls[2];
 } requests;
