@@ -184,6 +184,7 @@ static fdma_tensor serve(fdma_cache *cache, const fdma_parallel *parallel) {
     const int64_t heads = cache->kv_heads;
     uint64_t state = 8;
     const fdma_tensor out = new_tensor(FDMA_FLOAT32, steps, 1, 2 * heads, 128);
+    const own_pool *const pool = parallel != NULL ? parallel->context : NULL;
     const fdma_tensor score = random_score(heads, prompt_len, &state);
     fdma_selection selection = selection_for(score);
     fdma_select_args select = {
@@ -214,7 +215,9 @@ static fdma_tensor serve(fdma_cache *cache, const fdma_parallel *parallel) {
                                    .score = random_score(heads, 1, &state)};
         decode.out = fdma_tensor_4d((float *)out.data + n * out.stride[0], FDMA_FLOAT32, 1, 1,
                                     2 * heads, 128);
+        const int calls = pool != NULL ? pool->calls : 0;
         run_with(operation_decode, &decode, parallel);
+        CHECK(pool == NULL || pool->calls > calls);
     }
     return out;
 }
