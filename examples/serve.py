@@ -5,8 +5,9 @@ Requests of random bytes arrive over time, and a small transformer of random wei
 by its likeliest bytes. Its DynamicMaskCache is a pool of sequences; a request has one from its
 first token to its last, and then the next request begins there. All tokens of a step are one batch:
 pieces of prompts, and the newest tokens of requests of other ages. With --draft the bytes that
-followed an earlier occurrence of the last two are drafts, which the model checks in the same call. Run it with the package installed, or with
-FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment:
+followed an earlier occurrence of the last two are drafts, which the model checks in the same call.
+Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the
+environment:
 
     python examples/serve.py                        # 16 requests on 8 sequences
     python examples/serve.py --draft 3 --piece 100  # with drafts; long pieces come by themselves
