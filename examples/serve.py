@@ -87,7 +87,7 @@ class Model(train_text.Model):
             options.width, (DynamicMaskAttention(**sizes) for _ in range(options.layers))
         )
         # Attention is sharp and decides on the next byte. Scores differ between keys, except in the
-        # first layer, where those of equal bytes would differ by rounding alone.
+        # first layer, where equal bytes would differ by rounding alone.
         nn.init.normal_(self.embedding.weight, std=0.3)
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -123,7 +123,7 @@ class Request:
 
     def take(self, piece: list[int], next_tokens: list[int]) -> int:
         """Note what the model makes after each token of a piece. Returns how many of these enter
-        the cache: those of the text, and the drafts up to the first wrong one."""
+        the cache: the tokens of the text, and the drafts up to the first wrong one."""
         left = len(self.prompt) + len(self.made) - self.passed
         known = accepted = min(len(piece), left)
         while accepted < len(piece) and piece[accepted] == next_tokens[accepted - 1]:
@@ -197,8 +197,8 @@ class Server:
             self.running[b].take(pieces[b], next_tokens)
 
     def pass_drafts(self, pieces: Pieces) -> None:
-        """Pass tokens of which some are drafts. There is a row for each sequence, and a token
-        enters the cache when it is committed."""
+        """Pass tokens and their drafts. There is a row for each sequence, and a token enters the
+        cache when it is committed."""
         numbers = list(range(self.options.sequences))
         tokens, n_tokens = self.rows(pieces, numbers)
         found = self.model.read(tokens, cache=self.cache, n_tokens=n_tokens, draft=True)
@@ -213,7 +213,7 @@ class Server:
         self.cache.commit(self.int32(accepted))
 
     def rows(self, pieces: Pieces, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of these sequences, padded to the longest piece, and their numbers."""
+        """The tokens of these sequences, padded to the longest piece, and how many each has."""
         rows = [pieces.get(b, []) for b in numbers]
         longest = max(map(len, rows))
         tokens = torch.tensor([one + [0] * (longest - len(one)) for one in rows])
@@ -241,7 +241,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
 
 
 def is_of_whole_sequence(model: Model, request: Request) -> bool:
-    """Whether the model makes the same tokens from all earlier ones at once, without a cache."""
+    """The model makes the same tokens from all earlier ones at once, without a cache."""
     text = torch.tensor([request.prompt + request.made[:-1]], device=model.head.weight.device)
     made = model.read(text)[0, len(request.prompt) - 1 :].argmax(-1)
     return made.tolist() == request.made

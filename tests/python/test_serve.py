@@ -1,5 +1,5 @@
-"""examples/serve.py: the tokens of a batch are those of the model on whole sequences, without a
-cache; drafts do not change them."""
+"""examples/serve.py: a batch has the tokens that the model makes from whole sequences, without a
+cache, with drafts and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def served(example: Any, arguments: str) -> tuple[Any, Any, Any]:
 
 @torch.no_grad()
 def wrong(example: Any, model: Any, requests: Any) -> int:
-    """Requests whose tokens are not those of the whole sequence."""
+    """Requests whose tokens differ on the whole sequence."""
     return sum(not example.is_of_whole_sequence(model, one) for one in requests)
 
 
