@@ -54,7 +54,7 @@ COUNTS = {  # options: default and help
 
 
 def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
+    head, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     for name, (default, words) in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
@@ -116,16 +116,16 @@ class Reader(train_text.Model):
         self.before = nn.Embedding(train_text.BYTES, width)
         nn.init.normal_(self.before.weight, std=0.02)
         heads = width // HEAD_DIM
-        for block in self.blocks:
+        for block in self.each_block():
             block.attention = DynamicMaskAttention(
                 width, heads, heads // GROUP, None, rope_base=ROPE_BASE
             )
             for weight in block.attention.parameters():  # of the projections
                 nn.init.normal_(weight, std=width**-0.5)
 
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        before = pad(text[:, :-1], (1, 0))
-        return self.head(self.norm(self.blocks(self.embedding(text) + self.before(before))))
+    def embed(self, text: torch.Tensor) -> torch.Tensor:
+        before: torch.Tensor = self.before(pad(text[:, :-1], (1, 0)))
+        return super().embed(text) + before
 
 
 def losses_of(model: nn.Module, pieces: Pieces) -> torch.Tensor:
@@ -144,7 +144,7 @@ def text_loss(model: nn.Module, pieces: Pieces) -> torch.Tensor:
 
 
 def optimize(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[torch.Tensor],
     rate: float,
     steps: int,
     loss_at: Callable[[int], torch.Tensor],
@@ -166,13 +166,13 @@ def optimize(
 def with_selection(dense: Reader, kept: Kept, harmless: bool) -> Reader:
     """A copy of the model whose layers keep `kept` keys; see adapt_layers.select_from()."""
     model = copy.deepcopy(dense).requires_grad_(False)
-    for block in model.blocks:
+    for block in model.each_block():
         block.attention = adapt_layers.select_from(block.attention, kept, harmless)
     return model
 
 
 def pairs_of(dense: Reader, model: Reader) -> list[Pair]:
-    return [Pair(a.attention, b.attention) for a, b in zip(dense.blocks, model.blocks)]
+    return [Pair(a.attention, b.attention) for a, b in zip(dense.each_block(), model.each_block())]
 
 
 def states_of(dense: Reader, text: torch.Tensor) -> States:
@@ -182,7 +182,7 @@ def states_of(dense: Reader, text: torch.Tensor) -> States:
     def keep(_: nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:
         states.append((inputs[0], out))
 
-    hooks = [block.attention.register_forward_hook(keep) for block in dense.blocks]
+    hooks = [block.attention.register_forward_hook(keep) for block in dense.each_block()]
     with torch.no_grad():
         dense(text)
     for hook in hooks:
@@ -205,7 +205,8 @@ def train_scores(dense: Reader, kept: Kept, draw: Draw, target: str, steps: int)
                 pair.selected.window = round(kept.window * (text.shape[1] / kept.window) ** rest)
         with narrow(text.device):
             states = states_of(dense, text)
-            return sum(loss_of(pair, *state) for pair, state in zip(pairs, states))
+            losses = [loss_of(pair, *state) for pair, state in zip(pairs, states)]
+        return torch.stack(losses).sum()
 
     parameters = [pair.selected.dt_proj.weight for pair in pairs]
     if through_outputs:
@@ -219,7 +220,7 @@ def train_projections(model: Reader, rank: int, draw: Draw, steps: int) -> Reade
     model = copy.deepcopy(model).requires_grad_(False)
     changes = [
         change
-        for block in model.blocks
+        for block in model.each_block()
         for change in adapt_layers.add_low_rank(block.attention, rank)
     ]
     optimize(changes, LORA_RATE, steps, lambda _: text_loss(model, draw()), "stage 2")
@@ -234,7 +235,7 @@ def row_of(model: Reader, pieces: Pieces) -> dict[str, float]:
     with narrow(pieces.text.device):
         kept = [
             adapt_layers.kept_attention(block.attention, x)
-            for block, (x, _) in zip(model.blocks, states_of(model, pieces.text[:, :-1]))
+            for block, (x, _) in zip(model.each_block(), states_of(model, pieces.text[:, :-1]))
         ]
     return {**row, "kept_attention": sum(kept) / len(kept)}
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import program
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompt", type=int, default=300, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=40, help="tokens that follow one by one")
     given = parser.parse_args()
@@ -82,8 +83,9 @@ class DividedAttention(nn.Module):
         tokens: [batch, len, hidden]."""
         weights = (self.q_weight, self.k_weight, self.v_weight)
         query, key, value = (linear(x, w).unflatten(2, (-1, self.head_dim)) for w in weights)
-        positions = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
-        query, key = (rotate_heads(one, positions, self.base) for one in (query, key))
+        if self.base is not None:
+            positions = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
+            query, key = (rotate_heads(one, positions, self.base) for one in (query, key))
         out = flash_dmattn.decode(query, key, value, cache, score=self.score(value))
         out = linear(out.flatten(2), self.o_weight)
         dist.all_reduce(out)
@@ -101,13 +103,13 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)  # the same layer and tokens on all ranks
-    sizes = {"window": 48, "recent": 16}
+    sizes: dict[str, Any] = {"window": 48, "recent": 16}
     whole = flash_dmattn.DynamicMaskAttention(256, 8, 4, **sizes)
     nn.init.normal_(whole.A)
     states = torch.randn(2, given.prompt + given.tokens, 256)
     whole, states = whole.to(device, dtype), states.to(device, dtype)
     divided = DividedAttention(whole, rank, ranks)
-    kind = {"head_dim": whole.head_dim, "dtype": dtype, "device": device}
+    kind: dict[str, Any] = {"head_dim": whole.head_dim, "dtype": dtype, "device": device}
     cache = flash_dmattn.DynamicMaskCache(1, 2, whole.kv_heads // ranks, **sizes, **kind)
 
     steps = [*range(0, given.prompt, PIECE), *range(given.prompt, states.shape[1])]

@@ -46,7 +46,7 @@ def read_bytes(path: Path | None) -> torch.Tensor:
 
 
 def parse() -> argparse.Namespace:
-    head, _, _ = __doc__.partition("\n\n")
+    head, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument(
         "--text", type=Path, help="a file to train on (default: Python's documentation)"
@@ -99,16 +99,6 @@ from train_text import Model, Progress, narrow, select_alike
 MIB = 2**20
 
 
-class LongModel(Model):
-    """The logits of each next byte [1, len, 256] from a rank's own bytes [1, len]."""
-
-    def forward(self, text: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
-        x = self.embedding(text)
-        for block in self.blocks:
-            x = block(x, lengths=lengths)
-        return self.head(self.norm(x))
-
-
 class Ranks(NamedTuple):
     """This process among those that train together."""
 
@@ -120,15 +110,13 @@ class Ranks(NamedTuple):
 def join_ranks(kind: str) -> Ranks:
     """Join the processes that torchrun has started, or else be the only one."""
     device = torch.device(kind)
-    backend, options = "gloo", {}
-    if kind == "cuda":
+    is_cuda = kind == "cuda"
+    if is_cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        backend, options = "nccl", {"device_id": device}
-    if "RANK" not in os.environ:
-        store = dist.TCPStore("localhost", 0, world_size=1, is_master=True)
-        options.update(store=store, rank=0, world_size=1)
-    dist.init_process_group(backend, **options)
+    if "RANK" not in os.environ:  # port 0: any free one
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -145,7 +133,7 @@ def sum_losses(
     """The sum, in bits, of the losses of a rank's own bytes. Each byte predicts the next."""
     piece = piece.to(device)
     with narrow(device):
-        logits = model(piece[:, :-1], lengths)
+        logits = model(piece[:, :-1], lengths=lengths)
     total = cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten(), reduction="sum")
     return total / math.log(2)
 
@@ -216,10 +204,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     torch.manual_seed(options.seed)
     sizes = (options.layers, options.width, options.window)
     attentions = select_alike(*sizes, process_group=dist.group.WORLD)
-    model = LongModel(options.width, attentions).to(ranks.device)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    plain = Model(options.width, attentions).to(ranks.device)
+    count = sum(parameter.numel() for parameter in plain.parameters())
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-    model = DistributedDataParallel(model, device_ids=devices)
+    model = DistributedDataParallel(plain, device_ids=devices)
     if ranks.rank == 0:
         print(
             f"ranks: {ranks.size}, {dist.get_backend()}; sequences of {options.length} of "

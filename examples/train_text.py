@@ -169,8 +169,19 @@ class Model(nn.Module):
             if name.endswith("weight") and parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(text))))
+    def each_block(self) -> list[Block]:
+        return [one for one in self.blocks if isinstance(one, Block)]
+
+    def embed(self, text: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(text)
+        return embedded
+
+    def forward(self, text: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`options` go to the attention of every block."""
+        x = self.embed(text)
+        for block in self.blocks:
+            x = block(x, **options)
+        logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
 

@@ -116,8 +116,6 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
     import definition_cases
     import ranks
     import ranks_common
-    import serve
-    import serve_loop
     import suite_items
     import train_long
     import train_text
@@ -129,7 +127,6 @@ def test_choices_are_those_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(ranks.ITEMS) == commands.RANKS_ITEMS
     choices = {one.dest: one.choices for one in commands.make_parser("ranks")._actions}
     assert list(ranks_common.DTYPES) == list(choices["dtype"])
-    assert serve_loop.Server.rides == serve.RIDES
     assert list(suite_items.ITEMS) == commands.SUITE_ITEMS
     assert train_text.HEAD_DIM == train_long.HEAD_DIM
     assert (*workloads.TASKS,) == workloads.NAMES and workloads_model.FORMS == workloads.FORMS

@@ -20,11 +20,6 @@ import gate
 FENCE = re.compile(r"^```python\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 FOLDER = gate.ROOT / "build" / "gates" / "types"
 PROGRAMS = ("examples/*.py", "tests/types/*.py")
-# They have not all their types yet.
-UNTYPED = (
-    *("adapt", "serve", "serve_full", "serve_loop", "serve_model"),
-    *("tensor_parallel", "train_long"),
-)
 PACKAGES = ("python/flash_dmattn", "python/flash_dma", "python/flash_dma_cuda")
 # Faults of other packages, which a program that uses them cannot avoid.
 OTHERS = re.compile(
@@ -105,7 +100,6 @@ def wrong_lines(programs: list[Path]) -> set[tuple[str, int]]:
 def main() -> int:
     programs = extract()
     programs += [path for name in PROGRAMS for path in sorted(gate.ROOT.glob(name))]
-    programs = [path for path in programs if path.stem not in UNTYPED]
     wrong = wrong_lines(programs)
     if not wrong:
         sys.exit("fails: tests/types has no wrong line")
