@@ -77,8 +77,8 @@ static bool read_ids(const generate_options *options, const model *of, text *it)
             return false;
         }
         it->tokens[it->count++] = (int32_t)id;
-        at = *end == ',' ? end + 1 : end;
-    } while (*at != '\0');
+        at = end + 1;
+    } while (at[-1] == ',');
     it->prompt = it->count;
     return true;
 }
