@@ -38,7 +38,7 @@ class Folder(NamedTuple):
 
 def make_folder(path: Path, length: int, dtype: torch.dtype, **changes: Any) -> Folder:
     """A model with random weights, in shards, and a prompt of distinct tokens: equal ones have
-    equal scores, of which transformers keeps any."""
+    equal scores, and transformers keeps any of them."""
     torch.manual_seed(len(str(sorted(changes))))
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**{**SIZES, **changes}))
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-/* The time of a token beside that of a plain read of its weights. */
+/* The time of a token beside the time of a plain read of its weights. */
 #pragma once
 
 #include "generate/run.h"

@@ -198,7 +198,7 @@ static bool read_heads(const reader *from, config *it) {
     return true;
 }
 
-/* Sizes that config.json does not have are those of transformers' DogeConfig. */
+/* Sizes that config.json does not have are the defaults of transformers' DogeConfig. */
 static bool read_entries(const reader *from, config *it) {
     *it = (config){
         .vocab_size = 32768,

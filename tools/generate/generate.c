@@ -34,7 +34,7 @@ static const option option_table[] = {
      offsetof(generate_options, threads), OPTION_POSITIVE, false},
     {"--logits", "FILE", "write the logits of each token written, as safetensors", NULL,
      offsetof(generate_options, logits), OPTION_TEXT, false},
-    {"--bench", NULL, "compare the time of a token with that of a plain read of the weights", NULL,
+    {"--bench", NULL, "time a token, and beside it a plain read of the weights", NULL,
      offsetof(generate_options, bench), OPTION_FLAG, false},
     {"--json", NULL, "print one JSON object instead, when all tokens are there", NULL,
      offsetof(generate_options, json), OPTION_FLAG, false},
@@ -56,11 +56,11 @@ const command_line generate_command = {
 };
 
 typedef struct text {
-    int32_t *tokens; /* those of the prompt first */
+    int32_t *tokens; /* the prompt's first */
     int64_t prompt, count;
 } text;
 
-/* Returns the tokens of "1,20,300"; NULL after an error. */
+/* Reads "1,20,300". Returns false after an error. */
 static bool read_ids(const generate_options *options, const model *of, text *it) {
     const int64_t vocab_size = of->config.vocab_size;
     it->tokens =
