@@ -123,8 +123,10 @@ static times write_tokens(const generate_options *options, run_state *state, tex
             break;
         run_tokens(state, &id, 1);
     }
-    if (!options->json)
+    if (!options->json) {
         printf("\n");
+        fflush(stdout); // before the report on standard error
+    }
     return (times){middle - start, now_ms() - middle};
 }
 

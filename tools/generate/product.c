@@ -1,6 +1,8 @@
 /* See generate/product.h. product_loops.h makes the loops of each instruction set. */
 #include "generate/product.h"
 
+#include "fdma.h"
+
 #include "common/arrays.h"
 
 #include <stddef.h>
@@ -8,7 +10,8 @@
 #include <string.h>
 
 enum {
-    GROUP = 4,         // dots that are summed side by side, so that additions need not wait
+    GROUP = 4,         // rows of w that a call of `dots` multiplies
+    SUMS = 4,          // of a dot, so that additions need not wait for each other
     PANEL_VECTORS = 2, // of outputs in a panel
     FEW_ROWS = 4,      // with fewer rows of x than this, packing panels does not pay
     MOST_SUMS = 12 * 32,
@@ -56,15 +59,39 @@ static inline float read_number(const char *w, int64_t c, bool is_bfloat16) {
 
 #endif
 
-static const loops *choose_loops(void) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
-        return &avx512_loops;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return &avx2_loops;
+static bool has_feature(const fdma_device_info *device, const char *name) {
+    const size_t length = strlen(name);
+    for (const char *at = device->features; *at != '\0'; at += strspn(at, " ")) {
+        const size_t word = strcspn(at, " ");
+        if (word == length && strncmp(at, name, length) == 0)
+            return true;
+        at += word;
+    }
+    return false;
+}
 #endif
+
+static const loops *find_loops(void) {
+#if defined(__x86_64__)
+    fdma_device_info device = {.size = sizeof device};
+    if (fdma_describe_device(FDMA_CPU, &device) != FDMA_OK || !has_feature(&device, "avx2") ||
+        !has_feature(&device, "fma"))
+        return &baseline_loops;
+    if (has_feature(&device, "avx512f") && has_feature(&device, "avx512bw") &&
+        has_feature(&device, "avx512vl"))
+        return &avx512_loops;
+    return &avx2_loops;
+#else
     return &baseline_loops;
+#endif
+}
+
+static const loops *choose_loops(void) {
+    static const loops *found; // by the thread that calls multiply()
+    if (found == NULL)
+        found = find_loops();
+    return found;
 }
 
 typedef struct product {

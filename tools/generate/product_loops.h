@@ -21,22 +21,26 @@ TARGET static inline NAME(lanes) NAME(load)(const char *w, bool is_bfloat16) {
     return (NAME(lanes))(__builtin_convertvector(*(const NAME(halves) *)w, NAME(words)) << 16);
 }
 
+/* A row after the other, so that the weights are read from first to last. */
 TARGET static inline void NAME(dots_of)(const float *x, const char *w, int64_t columns,
                                         bool is_bfloat16, float dots[GROUP]) {
-    const int64_t size = is_bfloat16 ? 2 : 4, row = columns * size;
-    NAME(lanes) sums[GROUP] = {{0}};
-    int64_t c = 0;
-    for (; c + NAME(count) <= columns; c += NAME(count)) {
-        const NAME(lanes) lanes = *(const NAME(floats) *)(x + c);
-        for (int n = 0; n < GROUP; n++)
-            sums[n] += lanes * NAME(load)(w + n * row + c * size, is_bfloat16);
-    }
+    const int64_t size = is_bfloat16 ? 2 : 4, step = SUMS * NAME(count);
     for (int n = 0; n < GROUP; n++) {
+        const char *const row = w + n * columns * size;
+        NAME(lanes) sums[SUMS] = {{0}};
+        int64_t c = 0;
+        for (; c + step <= columns; c += step)
+            for (int s = 0; s < SUMS; s++) {
+                const int64_t at = c + s * (int64_t)NAME(count);
+                sums[s] +=
+                    *(const NAME(floats) *)(x + at) * NAME(load)(row + at * size, is_bfloat16);
+            }
+        const NAME(lanes) all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         float sum = 0;
         for (int l = 0; l < (int)NAME(count); l++)
-            sum += sums[n][l];
-        for (int64_t rest = c; rest < columns; rest++)
-            sum += x[rest] * read_number(w + n * row, rest, is_bfloat16);
+            sum += all[l];
+        for (; c < columns; c++)
+            sum += x[c] * read_number(row, c, is_bfloat16);
         dots[n] = sum;
     }
 }
