@@ -22,8 +22,9 @@ int attend_main(int argc, char **argv);
 int bench_main(int argc, char **argv);
 int check_main(int argc, char **argv);
 int completion_main(int argc, char **argv);
+int generate_main(int argc, char **argv);
 int info_main(int argc, char **argv);
 int man_main(int argc, char **argv);
 
 extern const command_line attend_command, bench_command, check_command, completion_command,
-    info_command, man_command;
+    generate_command, info_command, man_command;

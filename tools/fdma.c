@@ -20,6 +20,10 @@ const subcommand subcommands[] = {
      "check every kernel of this machine against the reference"},
     {"bench", bench_main, &bench_command,
      "time each kernel, and compare it with what the machine can do"},
+#ifdef FDMA_HAVE_CJSON
+    {"generate", generate_main, &generate_command,
+     "continue a prompt with a model of transformers, in constant memory"},
+#endif
     {"info", info_main, &info_command,
      "print the kernels that would run, this machine, and all kernels"},
     {"man", man_main, &man_command, "print the manual page"},

@@ -10,7 +10,7 @@ import pytest
 from programs import output_of, run
 from tool import TOOL, refusal, run_tool
 
-COMMANDS = ["attend", "check", "bench", "info", "man", "completion"]
+COMMANDS = ["attend", "check", "bench", "generate", "info", "man", "completion"]
 # Typed words, the last one to complete, and words that must and must not be offered.
 TYPED = [
     (["ch"], {"check"}, {"bench"}),

@@ -25,9 +25,10 @@ const command_line completion_command = {
     .operand_choices = shells,
 };
 
-/* True for a value or an operand that is a path: it is called FILE. */
+/* True for a value or an operand that is a path: it is called FILE or DIR. */
 static bool is_path(const char *value) {
-    return value != NULL && strncmp(value, "FILE", strlen("FILE")) == 0;
+    return value != NULL &&
+           (strncmp(value, "FILE", strlen("FILE")) == 0 || strcmp(value, "DIR") == 0);
 }
 
 static void print_words(const char *const *words) {

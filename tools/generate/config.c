@@ -1,0 +1,235 @@
+/* See generate/config.h. */
+#include "generate/config.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_LAYERS = 1000, MOST_SIZE = 1 << 20, MOST_BYTES = 1 << 28 };
+
+typedef struct reader {
+    const cJSON *tree;
+    char *message;
+    size_t message_size;
+} reader;
+
+__attribute__((format(printf, 2, 3))) static bool refuse(const reader *from, const char *format,
+                                                         ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(from->message, from->message_size, format, values);
+    va_end(values);
+    return false;
+}
+
+/* All bytes of a stream, and a zero. Returns NULL if it cannot be read or has too many. */
+static char *read_all(FILE *stream, size_t *count) {
+    size_t room = 1 << 16;
+    char *bytes = malloc(room);
+    *count = 0;
+    while (bytes != NULL) {
+        *count += fread(bytes + *count, 1, room - *count - 1, stream);
+        if (*count < room - 1)
+            break;
+        room *= 2;
+        char *const grown = room <= MOST_BYTES ? realloc(bytes, room) : NULL;
+        if (grown == NULL)
+            free(bytes);
+        bytes = grown;
+    }
+    if (bytes != NULL)
+        bytes[*count] = '\0';
+    return bytes;
+}
+
+cJSON *read_json(const char *path, char *message, size_t message_size) {
+    FILE *const stream = fopen(path, "rb");
+    if (stream == NULL) {
+        snprintf(message, message_size, "cannot be opened: %s", strerror(errno));
+        return NULL;
+    }
+    size_t count = 0;
+    char *const bytes = read_all(stream, &count);
+    const bool failed = bytes == NULL || ferror(stream) != 0;
+    fclose(stream);
+    cJSON *tree = NULL;
+    if (failed) {
+        snprintf(message, message_size, "cannot be read, or has more than %d bytes", MOST_BYTES);
+    } else {
+        tree = cJSON_ParseWithLength(bytes, count);
+        if (!cJSON_IsObject(tree)) {
+            snprintf(message, message_size, "is no JSON object");
+            cJSON_Delete(tree);
+            tree = NULL;
+        }
+    }
+    free(bytes);
+    return tree;
+}
+
+/* The entry; NULL if it is absent or null. */
+static const cJSON *find(const cJSON *tree, const char *name) {
+    const cJSON *const found = cJSON_GetObjectItemCaseSensitive(tree, name);
+    return cJSON_IsNull(found) ? NULL : found;
+}
+
+/* An absent entry leaves *value as it is. */
+static bool read_count(const reader *from, const char *name, int64_t least, int64_t most,
+                       int64_t *value) {
+    const cJSON *const found = find(from->tree, name);
+    if (found != NULL) {
+        const double number = found->valuedouble;
+        if (!cJSON_IsNumber(found) || !(number >= (double)least && number <= (double)most) ||
+            number != floor(number))
+            return refuse(from, "'%s': want an integer from %" PRId64 " to %" PRId64, name, least,
+                          most);
+        *value = (int64_t)number;
+    }
+    if (*value < least)
+        return refuse(from, "'%s': is missing, want an integer from %" PRId64 " to %" PRId64, name,
+                      least, most);
+    return true;
+}
+
+static bool read_number(const reader *from, const cJSON *tree, const char *name, double *value) {
+    const cJSON *const found = find(tree, name);
+    if (found == NULL)
+        return true;
+    if (!cJSON_IsNumber(found) || !(found->valuedouble > 0) || !isfinite(found->valuedouble))
+        return refuse(from, "'%s': want a number above 0", name);
+    *value = found->valuedouble;
+    return true;
+}
+
+static bool read_flag(const reader *from, const char *name, bool *value) {
+    const cJSON *const found = find(from->tree, name);
+    if (found == NULL)
+        return true;
+    if (!cJSON_IsBool(found))
+        return refuse(from, "'%s': want true or false", name);
+    *value = cJSON_IsTrue(found);
+    return true;
+}
+
+static bool check_text(const reader *from, const char *name, const char *want) {
+    const cJSON *const found = find(from->tree, name);
+    const char *const text = cJSON_IsString(found) ? found->valuestring : "no text";
+    if (strcmp(text, want) != 0)
+        return refuse(from, "'%s': is %.64s, want %s", name, text, want);
+    return true;
+}
+
+/* Whatever would change the model, and is not computed here. */
+static bool check_kind(const reader *from) {
+    bool has_experts = false;
+    if (!check_text(from, "model_type", "doge") || !read_flag(from, "is_moe", &has_experts))
+        return false;
+    if (has_experts)
+        return refuse(from, "'is_moe': is true, want false: models with experts are not read");
+    if (find(from->tree, "sliding_window") != NULL)
+        return refuse(from, "'sliding_window': want null: models that slide are not read");
+    return find(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
+}
+
+/* transformers 5 has one object, and earlier versions rope_theta and rope_scaling. */
+static bool read_rotary(const reader *from, config *it) {
+    const cJSON *rules = find(from->tree, "rope_parameters");
+    if (rules == NULL)
+        rules = find(from->tree, "rope_scaling");
+    const cJSON *kind = find(rules, "rope_type");
+    if (kind == NULL)
+        kind = find(rules, "type");
+    static const char *const kinds[] = {"default", "linear", "dynamic"}; // rotary_rule
+    const char *const name = cJSON_IsString(kind) ? kind->valuestring : kinds[0];
+    int n = 0;
+    while (n < 3 && strcmp(kinds[n], name) != 0)
+        n++;
+    if (n == 3)
+        return refuse(from, "'rope_type': is %.64s, want default, linear or dynamic", name);
+    it->rotary_rule = (rotary_rule)n;
+    it->rotary_base = 10000;
+    it->rotary_factor = 1;
+    return read_number(from, from->tree, "rope_theta", &it->rotary_base) &&
+           read_number(from, rules, "rope_theta", &it->rotary_base) &&
+           read_number(from, rules, "factor", &it->rotary_factor);
+}
+
+static bool add_end(const reader *from, const cJSON *end, config *it) {
+    if (!cJSON_IsNumber(end) || it->end_count == MOST_ENDS)
+        return refuse(from, "'eos_token_id': want a token, or up to %d", MOST_ENDS);
+    it->ends[it->end_count++] = (int64_t)end->valuedouble;
+    return true;
+}
+
+static bool read_ends(const reader *from, config *it) {
+    const cJSON *const ends = find(from->tree, "eos_token_id");
+    if (!cJSON_IsArray(ends))
+        return ends == NULL || add_end(from, ends, it);
+    const cJSON *end;
+    cJSON_ArrayForEach(end, ends) {
+        if (!add_end(from, end, it))
+            return false;
+    }
+    return true;
+}
+
+static bool read_heads(const reader *from, config *it) {
+    if (!read_count(from, "num_attention_heads", 1, MOST_SIZE, &it->q_heads))
+        return false;
+    it->kv_heads = it->q_heads;
+    if (!read_count(from, "num_key_value_heads", 1, it->q_heads, &it->kv_heads))
+        return false;
+    it->head_dim = it->hidden_size / it->q_heads;
+    if (!read_count(from, "head_dim", 8, 256, &it->head_dim))
+        return false;
+    if (it->q_heads % it->kv_heads != 0)
+        return refuse(from,
+                      "'num_key_value_heads': is %" PRId64
+                      ", want a divisor of num_attention_heads, %" PRId64,
+                      it->kv_heads, it->q_heads);
+    if (it->head_dim > 256 || it->head_dim % 8 != 0)
+        return refuse(from, "'head_dim': is %" PRId64 ", want a multiple of 8 up to 256",
+                      it->head_dim);
+    return true;
+}
+
+/* Sizes that config.json does not have are the defaults of transformers' DogeConfig. */
+static bool read_entries(const reader *from, config *it) {
+    *it = (config){
+        .vocab_size = 32768,
+        .hidden_size = 1024,
+        .intermediate_size = 2048,
+        .layers = 32,
+        .q_heads = 8,
+        .window = 2048,
+        .trained_length = 2048,
+        .norm_eps = 1e-6,
+    };
+    return check_kind(from) && read_count(from, "vocab_size", 1, INT32_MAX / 2, &it->vocab_size) &&
+           read_count(from, "hidden_size", 8, MOST_SIZE, &it->hidden_size) &&
+           read_count(from, "intermediate_size", 1, MOST_SIZE, &it->intermediate_size) &&
+           read_count(from, "num_hidden_layers", 1, MOST_LAYERS, &it->layers) &&
+           read_heads(from, it) &&
+           read_count(from, "keep_window_size", 1, INT32_MAX / 2, &it->window) &&
+           read_count(from, "max_position_embeddings", 1, INT32_MAX, &it->trained_length) &&
+           read_number(from, from->tree, "rms_norm_eps", &it->norm_eps) &&
+           read_flag(from, "attention_bias", &it->attention_bias) &&
+           read_flag(from, "mlp_bias", &it->mlp_bias) &&
+           read_flag(from, "tie_word_embeddings", &it->is_tied) && read_rotary(from, it) &&
+           read_ends(from, it);
+}
+
+int read_config(const char *path, config *it, char *message, size_t message_size) {
+    cJSON *const tree = read_json(path, message, message_size);
+    if (tree == NULL)
+        return -1;
+    const reader from = {tree, message, message_size};
+    const bool is_read = read_entries(&from, it);
+    cJSON_Delete(tree);
+    return is_read ? 0 : -1;
+}
