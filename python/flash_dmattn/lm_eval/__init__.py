@@ -8,20 +8,24 @@ lm-eval is imported before that.
 
 from __future__ import annotations
 
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+
 __all__ = ["register"]
 
 TESTED = "0.4.13"  # the version of lm-eval
 
 
-def check_version(version: str) -> None:
-    """Refuse a version of lm-eval that this package was not tested with.
+def check_version(version: str | None) -> None:
+    """Refuse a version of lm-eval that this package was not tested with, or None for no lm-eval.
 
     Raises:
         ImportError: the version is not supported.
     """
     if version != TESTED:
         raise ImportError(
-            f"lm_eval: is {version}, want {TESTED}; `pip install lm_eval=={TESTED}` installs it"
+            f"lm_eval: is {version or 'not installed'}, want {TESTED}; "
+            f"`pip install 'lm_eval[hf,ruler]=={TESTED}'` installs it"
         )
 
 
@@ -36,7 +40,9 @@ def register() -> None:
         flash_dmattn.lm_eval.register()
         lm_eval.simple_evaluate(model="flash_dmattn", model_args={"pretrained": FOLDER}, tasks=[...])
     """
-    from importlib.metadata import version
-
-    check_version(version("lm_eval"))
-    from . import model  # noqa: F401
+    try:
+        found: str | None = version("lm_eval")
+    except PackageNotFoundError:
+        found = None
+    check_version(found)
+    importlib.import_module(".model", __name__)

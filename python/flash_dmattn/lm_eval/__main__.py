@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def main(words: list[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # of lm-eval's tasks
             found = evaluate(options)
         Path(options.to).write_text(json.dumps(found, indent=2, default=str) + "\n")
-    except (ImportError, PackageNotFoundError, OSError, ValueError, NotImplementedError) as error:
+    except (ImportError, OSError, ValueError, NotImplementedError) as error:
         print(f"flash_dmattn.lm_eval: {error}", file=sys.stderr)
         return 1
     for name, numbers in found["results"].items():

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..doge_cache import NAME, DogeCache
 from ..transformers import register
-from ..transformers_hybrid import CACHE, TYPE, HybridConfig
+from ..transformers_hybrid import CACHE, TYPE
 
 register()
 
@@ -62,18 +62,13 @@ class DynamicMaskLM(HFLM):
     def __init__(self, pretrained: str, **given: Any) -> None:
         check_folder(pretrained)
         super().__init__(pretrained=pretrained, attn_implementation=NAME, **given)
-        if isinstance(self.config, HybridConfig) and self.tokenizer.vocab_size > self.vocabulary:
+        tokens, known = len(self.tokenizer), int(self.config.vocab_size)
+        if tokens > known:
             raise ValueError(
-                f"pretrained: the tokenizer has {self.tokenizer.vocab_size} tokens, want at most "
-                f"the {self.vocabulary} of the model"
+                f"pretrained: the tokenizer has {tokens} tokens, want at most the model's {known}"
             )
         # lm-eval scores whole texts, for which a cache would be filled in vain.
         self.model.config.use_cache = False
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of the model's tokens."""
-        return int(self.config.vocab_size)
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any
