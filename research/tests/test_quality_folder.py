@@ -51,7 +51,10 @@ def test_logits_agree(form: str, tmp_path: Path) -> None:
         ({"nope": (0, 0, 1), "sliding": (2, 2, 1)}, "nope: layer 2 has 1 NoPE heads, want 0 or 2"),
         ({"nope": ()}, "nope: no layer has NoPE heads, want one or more"),
         ({"sliding": (2, 0, 0)}, r"layer 1: selects keys, want that only in layers \[2\]"),
-        ({"window": None, "nope_window": None}, r"window: is all keys in layers \[2\], want a number"),
+        (
+            {"window": None, "nope_window": None},
+            r"window: is all keys in layers \[2\], want a number",
+        ),
         ({"sinks": 2}, "sinks: is 2, want 0"),
         ({"nope_rotary_dim": 16}, "nope_rotary_dim: is 16, want 0"),
     ],

@@ -82,7 +82,9 @@ def test_command(folders: dict[str, str], name: str, tmp_path: Path) -> None:
     for one in NAMES[:-1]:
         assert 0 <= found["results"][one][f"{LENGTH},none"] <= 1
     bits = found["results"][tasks.LOSS]["bits_per_byte,none"]
-    assert bits == pytest.approx(bits_of(folders[name], Path(folders["text"]).read_text()), rel=1e-5)
+    assert bits == pytest.approx(
+        bits_of(folders[name], Path(folders["text"]).read_text()), rel=1e-5
+    )
 
 
 def test_samples_are_those_of_lm_eval(folders: dict[str, str]) -> None:
@@ -167,9 +169,15 @@ def test_model_of_the_registry(folders: dict[str, str]) -> None:
         (["hybrid", "--text", "latin"], "text: is 'latin', want a file of text in UTF-8"),
         (["hybrid", "--text", "short"], "text: has 5 tokens, want 4096 or more"),
         (["hybrid", "--tasks", "ruler_cwe"], "lengths: has 4096, want .* or more for ruler_cwe"),
-        (["hybrid", "--tasks", "ruler_vt", "--lengths", "900"], "lengths: has 900, want .* ruler_vt"),
+        (
+            ["hybrid", "--tasks", "ruler_vt", "--lengths", "900"],
+            "lengths: has 900, want .* ruler_vt",
+        ),
         (["hybrid", "--tasks", "ruler_fwe", "--lengths", "300"], "has 300, want .* ruler_fwe"),
-        (["hybrid", "--tasks", "niah_single_1", "--lengths", "300"], "Could not generate any sample"),
+        (
+            ["hybrid", "--tasks", "niah_single_1", "--lengths", "300"],
+            "Could not generate any sample",
+        ),
     ],
 )
 def test_bad_input(
@@ -184,7 +192,9 @@ def test_bad_input(
     for name in ("t5", "broken", "bare", "mute"):
         Path(name).mkdir()
         kind = "t5" if name == "t5" else "doge"
-        Path(name, "config.json").write_text("{" if name == "broken" else f'{{"model_type": "{kind}"}}')
+        Path(name, "config.json").write_text(
+            "{" if name == "broken" else f'{{"model_type": "{kind}"}}'
+        )
     Path("mute/model.safetensors").touch()
     config = models.HybridConfig(**{**SIZES, "vocab_size": 256, "pad_token_id": None})
     models.HybridForCausalLM(config).save_pretrained("small")

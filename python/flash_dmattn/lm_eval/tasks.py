@@ -39,7 +39,9 @@ NEEDLES: dict[str, tuple[str, str, str, dict[str, int]]] = {
 }
 EXAMPLE = 500  # tokens of the example before the chains of ruler_vt, with tokens of several bytes
 ANSWERS = {"niah": 128, "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}  # tokens
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+NOISE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
 
 Samples = list[dict[str, Any]]
 
@@ -64,7 +66,9 @@ def require_room(task: str, length: int, least: int) -> None:
         )
 
 
-def make_needles(name: str, words: Sequence[str], tokenizer: Any, length: int, count: int) -> Samples:
+def make_needles(
+    name: str, words: Sequence[str], tokenizer: Any, length: int, count: int
+) -> Samples:
     between, keys, values, numbers = NEEDLES[name]
     given = list(words) if between == "essay" else prepare_niah.get_haystack(type_haystack=between)
     made: Samples = prepare_niah.generate_samples(
