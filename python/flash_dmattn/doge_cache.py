@@ -29,6 +29,12 @@ def has_plain_weights(layer: Any) -> bool:
     return type(dt_proj) is torch.nn.Linear and not hooks and not is_parallel
 
 
+def a_of(layer: Any) -> torch.Tensor:
+    """A of a layer, with 0 for the sliding heads of a hybrid."""
+    a_coef: torch.Tensor = getattr(layer, "a_coef", layer.A)
+    return a_coef
+
+
 def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:
     """The scores [batch, kv_heads, len], float32, of values [batch, len, kv_heads, head_dim], by a
     call of dt_proj.
@@ -36,7 +42,7 @@ def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: gradients through a dt_proj that is tensor-parallel.
     """
-    dt, a_coef = layer.dt_proj(value.flatten(2)), layer.A
+    dt, a_coef = layer.dt_proj(value.flatten(2)), a_of(layer)
     kv_heads, mesh = value.shape[2], getattr(layer.dt_proj.weight, "device_mesh", None)
     if dt.shape[2] != kv_heads and mesh is not None:  # scores of all ranks
         if torch.is_grad_enabled() and dt.requires_grad:
@@ -53,7 +59,7 @@ def scores_of(layer: Any, value: torch.Tensor) -> torch.Tensor:
     """The scores [batch, kv_heads, len], float32, of values [batch, len, kv_heads, head_dim]."""
     if not has_plain_weights(layer):
         return score_by_module(layer, value)
-    weights = (layer.dt_proj.weight, layer.A)
+    weights = (layer.dt_proj.weight, a_of(layer))
     return functional.score(value, *weights, dt_bias=layer.dt_proj.bias, bias_form="none")[0]
 
 
@@ -164,7 +170,7 @@ class KeptKeys(CacheLayerMixin):
         if score is not None:
             scored: dict[str, Any] = {"score": score}
         elif has_plain_weights(layer):
-            scored = {"dt_proj": layer.dt_proj.weight, "a_coef": layer.A}
+            scored = {"dt_proj": layer.dt_proj.weight, "a_coef": a_of(layer)}
             scored["dt_bias"] = layer.dt_proj.bias
         else:
             return self._enter_in_pieces(layer, (query, key, value), key_valid, n_tokens)

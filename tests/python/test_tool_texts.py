@@ -48,7 +48,11 @@ def complete_in_fish(words: list[str], folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-@pytest.mark.parametrize(("words", "offered", "others"), TYPED, ids=lambda x: " ".join(x))
+@pytest.mark.parametrize(
+    ("words", "offered", "others"),
+    TYPED,
+    ids=lambda x: " ".join(sorted(x) if isinstance(x, set) else x),
+)
 def test_completion(
     shell: str, words: list[str], offered: set[str], others: set[str], tmp_path: Path
 ) -> None:

@@ -130,6 +130,17 @@ def test_generation(sliding: int | None, left: int) -> None:
     assert rows == ([KEYS] if sliding is None else [SLIDING, SLIDING, KEYS])
 
 
+def test_a_of_layers_that_slide_counts_as_0() -> None:
+    """In caches, too."""
+    model, tokens = make_model(), make_tokens()
+    wanted = model(tokens, use_cache=False).logits
+    for layer in model.model.layers[:2]:
+        layer.self_attn.A.fill_(1.0)
+    cache = ours.HybridCache(model.config)
+    pieces = [model(own, past_key_values=cache).logits for own in tokens.split(LENGTH // 2, 1)]
+    near(torch.cat(pieces, 1), wanted)
+
+
 def test_a_static_cache() -> None:
     model, tokens = make_model(), make_tokens(length=30)
     given = {"max_new_tokens": 20, "do_sample": False}
