@@ -2,8 +2,8 @@
 
     python -m flash_dmattn.lm_eval FOLDER --to RESULTS.json
 
-register() adds the model `flash_dmattn` to lm-eval's own, for programs that call lm-eval. Nothing of
-lm-eval is imported before that.
+register() adds the model `flash_dmattn` to lm-eval's own, for programs that call lm-eval. Nothing
+of lm-eval is imported before that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def register() -> None:
 
     Example:
         flash_dmattn.lm_eval.register()
-        lm_eval.simple_evaluate(model="flash_dmattn", model_args={"pretrained": FOLDER}, tasks=[...])
+        given = {"pretrained": FOLDER}
+        lm_eval.simple_evaluate(model="flash_dmattn", model_args=given, tasks=[...])
     """
     try:
         found: str | None = version("lm_eval")

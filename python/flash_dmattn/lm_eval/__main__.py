@@ -1,4 +1,4 @@
-"""Evaluate a folder of transformers by tasks of lm-eval that need no network, and write the results.
+"""Evaluate a folder of transformers by tasks of lm-eval that need no network, and write results.
 
     python -m flash_dmattn.lm_eval FOLDER --to RESULTS.json
 

@@ -1,5 +1,5 @@
-"""The model `flash_dmattn` of lm-eval: its model of transformers, with attention computed here and a
-cache of constant size."""
+"""The model `flash_dmattn` of lm-eval: its model of transformers, with attention computed here and
+a cache of constant size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def check_folder(folder: str) -> None:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != TYPE and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"{file}: model_type is {kind!r}, want 'doge', {TYPE!r} or another causal language model"
+            f"{file}: model_type is {kind!r}, want 'doge', {TYPE!r} or another causal language "
+            "model"
         )
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"pretrained: {folder!r} has no weights, want a model.safetensors")
