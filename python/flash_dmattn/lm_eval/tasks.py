@@ -1,7 +1,7 @@
 """Tasks that lm-eval runs without a network: RULER's, with data that they generate, and the loss on
 a local text.
 
-Prompts, answers and scores are those of lm-eval's tasks of the same names. Lengths, the number of
+Prompts, answers and scores are as in lm-eval's tasks of the same names. Lengths, the number of
 samples and the text between needles are given here; nltk's sentences are found by a pattern.
 """
 
@@ -112,7 +112,7 @@ def make_common(tokenizer: Any, length: int, count: int) -> Samples:
 
 
 def make_frequent(tokenizer: Any, length: int, count: int) -> Samples:
-    """Coded words of which three are frequent."""
+    """Coded words, with three that are frequent."""
     require_room("ruler_fwe", length, 3 * tokens_of(tokenizer, fwe_utils.TEMPLATE))
     made: Samples = fwe_utils.sys_kwext(tokenizer, length, num_samples=count)
     return made
