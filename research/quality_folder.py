@@ -2,7 +2,8 @@
 
     python research/quality_folder.py OUT/NAME.safetensors FOLDER
 
-The logits of the 256 bytes are the model's. Its layers have to be as a HybridConfig has them: all heads of a layer slide, or all are NoPE heads.
+The logits of the 256 bytes are the model's. Its layers have to be as a HybridConfig has them: all
+heads of a layer slide, or all are NoPE heads.
 
 A hybrid multiplies two projections, one of them through an activation: with relu and twice the
 weights of `expand` that is relu(expand(x))^2. Its tokenizer has two tokens more. The end of a text,
