@@ -52,6 +52,9 @@ PARTS = {
         "tests/vllm/run.sh",
         "python/flash_dmattn/vllm/*.py python/flash_dmattn/streams.py tests/vllm/*.*",
     ),
+    "lm_eval": Part(
+        "tests/lm_eval/run.sh", f"{MODELS} python/flash_dmattn/lm_eval/*.py tests/lm_eval/*.*"
+    ),
     "last_bits": Part("tools/gates/run.sh last_bits", f"{MODELS} tests/python/sum_order.py"),
     "clang": Part("tools/gates/run.sh clang", KERNELS),
     "older_cpus": Part("tools/gates/run.sh older_cpus", KERNELS),
