@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Write a model of quality.py as a folder of transformers: a HybridForCausalLM with its tokenizer.
 
     python research/quality_folder.py OUT/NAME.safetensors FOLDER
@@ -16,7 +17,21 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+
+import benchmarks_path  # noqa: F401
+import program
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    head, _, _ = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument("model", type=Path, help="a safetensors file of quality.py")
+    parser.add_argument("folder", type=Path, help="is made")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    program.begin(parse)
 
 import quality_model
 import torch
@@ -123,12 +138,7 @@ def hybrid_of(model: quality_model.Model) -> HybridForCausalLM:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="a safetensors file of quality.py")
-    parser.add_argument("folder", type=Path, help="is made")
-    options: Any = parser.parse_args(words)
+    options = parse(words)
     try:
         hybrid = hybrid_of(quality_model.load(options.model))
     except ValueError as error:
