@@ -38,6 +38,8 @@ from ._gradients import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .._signatures import BiasForm, Scope
+
 
 class Keywords(TypedDict, total=False):
     """Of flash_dma_attention()."""
@@ -50,8 +52,8 @@ class Keywords(TypedDict, total=False):
     recent: int
     sinks: int
     gap: float | None
-    scope: str | None
-    bias_form: str
+    scope: Scope | None
+    bias_form: BiasForm
     softcap: float
     rng_key: Array | None
     backend: str | None
@@ -334,12 +336,12 @@ def flash_dma_attention(
     value: Array,
     dt_proj: Array,
     a_coef: Array,
-    keep_window_size: int = 2048,
-    dropout_p: float = 0.0,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
     *,
-    return_lse: Literal[False] = False,
+    return_lse: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> Array: ...
 @overload
@@ -349,10 +351,10 @@ def flash_dma_attention(
     value: Array,
     dt_proj: Array,
     a_coef: Array,
-    keep_window_size: int = 2048,
-    dropout_p: float = 0.0,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    keep_window_size: int = ...,
+    dropout_p: float = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
     *,
     return_lse: Literal[True],
     **keywords: Unpack[Keywords],
