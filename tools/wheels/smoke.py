@@ -60,7 +60,7 @@ def evaluate(torch: Any, given: list[Any], keeps: Any) -> tuple[Any, Any]:
 
 
 def compare(torch: Any, what: str, found: Any, exact: Any, plain: Any) -> None:
-    """An error may be twice that of a plain evaluation, and a step of rounding."""
+    """At most twice the error of a plain evaluation, and a step of rounding."""
     step = torch.finfo(found.dtype).eps * exact.abs().max().item()
     error, usual = ((x.double() - exact).abs().max().item() for x in (found, plain))
     assert error <= 2 * usual + step, f"{what}: error {error}, of a plain evaluation {usual}"
@@ -104,7 +104,7 @@ def check_calls(torch: Any, flash_dmattn: Any, device: str) -> None:
 
 
 def check_cache(torch: Any, flash_dmattn: Any, device: str) -> None:
-    """A prompt, tokens one by one and a piece: their results are those of the whole sequence."""
+    """A prompt, tokens one by one and a piece have the results of the whole sequence."""
     given, scores = inputs(torch, device, 120)
     cache = flash_dmattn.DynamicMaskCache(
         1, 2, 2, 64, WINDOW, recent=RECENT, bias_form="none", dtype=given[0].dtype, device=device
@@ -151,7 +151,7 @@ def check_kernels(torch: Any, flash_dmattn: Any) -> str:
     names = device_functions(torch, call)
     ours = [x for x in sorted(names) if not re.search("at::|at_cuda_detail|Memcpy|Memset", x)]
     print(f"on the device: {', '.join(ours)}", flush=True)
-    if not names:  # not even those of sum()
+    if not names:  # not even of sum()
         return f"{' '.join(chosen)} (the profiler sees no functions)"
     assert len(ours) >= 2, f"on the device run {names}, want attention and its gradient"
     return " ".join(chosen)
