@@ -30,6 +30,8 @@ if(TARGET fdma_texts AND NOT SKBUILD)
 endif()
 if(NOT SKBUILD)
   install(FILES LICENSE CHANGELOG.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+elseif(FDMA_LICENSES) # a folder of licences of other code that is linked in
+  install(DIRECTORY "${FDMA_LICENSES}/" DESTINATION "${SKBUILD_METADATA_DIR}/licenses")
 endif()
 foreach(adapter ort jax)
   if(TARGET fdma_${adapter})

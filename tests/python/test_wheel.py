@@ -94,6 +94,8 @@ def test_contents(wheel: Path) -> None:
         built |= {f"flash_dmattn/{name}" for name in RELEASED}
         built |= {f"flashdma-{version}.data/scripts/fdma"}
         assert wheel.stat().st_size < 3e6
+        licences = {Path(x).name for x in names if "/licenses/" in x and not x.endswith("/")}
+        assert licences == {"LICENSE", "cJSON.txt", "zig.txt"}
     assert files == {*sources, *built}
     with zipfile.ZipFile(wheel) as opened:
         is_built = opened.read("flash_dmattn/libfdma.so") == _library.find().read_bytes()

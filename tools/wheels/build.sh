@@ -65,6 +65,26 @@ add_cjson() { # add_cjson BUILD_FOLDER
     defines+=("CJSON_INCLUDE_DIR=$PWD/build" "CJSON_LIBRARY=$1/cjson/libcjson.a")
 }
 
+# Licences of the code of others that is linked in.
+add_licences() { # add_licences BUILD_FOLDER TARGET
+    local texts=$1/licenses zig cuda
+    rm -rf "$texts"
+    mkdir -p "$texts"
+    zig=$(dirname "$FDMA_ZIG")
+    cp "$zig/LICENSE" "$texts/zig.txt" # of functions of the compiler
+    if [ "$2" = windows ]; then
+        cp "$zig/lib/libc/mingw/COPYING" "$texts/mingw-w64.txt"
+    elif [ -e "$cjson/cJSON.c" ]; then
+        cp "$cjson/LICENSE" "$texts/cJSON.txt"
+    fi
+    if [ $with_cuda = ON ]; then # the runtime is linked statically
+        cuda=$("${CUDACXX:-nvcc}" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+        cp "$cuda/EULA.txt" "$texts/CUDA.txt" 2>/dev/null ||
+            cp "$cuda"/dist-info/nvidia_cuda_runtime-*/licenses/License.txt "$texts/CUDA.txt"
+    fi
+    defines+=("FDMA_LICENSES=$texts")
+}
+
 build_wheel() { # build_wheel TARGET: into $folder/TARGET-CUDA/wheel
     local build=$folder/$1-cuda-$with_cuda settings=() define
     rm -rf "$build/wheel" # of an earlier run
@@ -72,6 +92,7 @@ build_wheel() { # build_wheel TARGET: into $folder/TARGET-CUDA/wheel
     defines+=("CMAKE_TOOLCHAIN_FILE=$PWD/tools/wheels/zig.cmake" "FDMA_CUDA=$with_cuda"
         CMAKE_C_FLAGS=-g0\ -w FDMA_ORT=OFF FDMA_JAX=OFF)
     [ "$1" = windows ] || add_cjson "$build"
+    add_licences "$build" "$1"
     for define in "${defines[@]}"; do
         settings+=(--config-settings="cmake.define.$define")
     done

@@ -15,6 +15,7 @@ with "passed"; the exit status is 1 if anything fails.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -191,6 +192,15 @@ def check_jax(torch: Any, flash_dmattn: Any, device: str) -> str:
     return f"JAX {jax.__version__} on {where.platform}"
 
 
+def check_licences(has_cjson: bool, has_cuda: bool) -> None:
+    """The wheel has the licence of other code that is linked in."""
+    files = importlib.metadata.distribution("flashdma").files or []
+    found = "".join(x.read_text() for x in files if x.parent.name == "licenses")
+    wanted = ["FlashDMA authors"] + ["Dave Gamble"] * has_cjson + ["NVIDIA"] * has_cuda
+    for author in wanted:
+        assert author in found, f"no text in licenses/ of the wheel names {author}"
+
+
 def check_files(version: str, device: str) -> str:
     """The command, and C programs; returns what was built."""
     names = {"win32": ".dll", "darwin": ".dylib"}
@@ -203,6 +213,8 @@ def check_files(version: str, device: str) -> str:
         command = next(x / "fdma" for x in folders if (x / "fdma").is_file())
         assert f"fdma       {version}\n" in run(command, "info")
         cases = run(command, "check", "window/", "--one-dtype", "--device", device)
+        has_cjson = "generate" in run(command, "--help")
+        check_licences(has_cjson, "cuda/" in run(command, "info"))
         print(f"fdma check window/: {cases.strip().splitlines()[-1]}", flush=True)
     compiler = next((name for name in COMPILERS if shutil.which(name)), None)
     if not (compiler and shutil.which("cmake") and USE_C.is_dir()):
