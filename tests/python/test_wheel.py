@@ -73,6 +73,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # Beside what every wheel has.
 RELEASED = {f"cmake/fdma/fdma-{name}.cmake" for name in ("config", "config-version", "targets")}
 RELEASED |= {"cmake/fdma/fdma-targets-release.cmake", "pkgconfig/fdma.pc", "bin/fdma", "libfdma.a"}
+RELEASED |= {"libfdma_jax.so"}
 
 
 def test_contents(wheel: Path) -> None:
