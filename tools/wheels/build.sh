@@ -38,7 +38,8 @@ out=$(realpath "$out")
 folder=$(realpath -m "${FDMA_WHEELS_BUILD:-build/wheels}")
 mkdir -p "$folder"
 
-# One environment with the tools, made anew when their list changes.
+# One environment with the tools, made anew when their list changes, and nothing beside it.
+unset PYTHONPATH
 python=$folder/venv/bin/python
 wanted=$(sha256sum <tools/wheels/requirements.txt)
 if [ ! -f "$folder/venv/stamp" ] || [ "$(cat "$folder/venv/stamp")" != "$wanted" ]; then
