@@ -57,7 +57,7 @@ class Needle(NamedTuple):
 
 
 class NeedleDraw(NamedTuple):
-    """What the episodes of training state and ask for."""
+    """The needles of training episodes: draw(count, random) makes them."""
 
     draw: Callable[[int, np.random.Generator], list[Needle]]
     longest: int  # bytes of a statement or a question
