@@ -190,8 +190,7 @@ static inline int64_t channels_at(int64_t d, int64_t dim) {
     return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
 }
 
-/* <x, y> of two rows, in double precision. Four sums hide the latency of an addition. Lanes beyond
- * the row are 0. */
+/* <x, y> of two rows, in double precision. Four sums hide the latency of an addition. */
 static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, int64_t dim) {
     double sum[4] = {0};
     for (int64_t d = 0; d < dim; d += vf_width) {
@@ -199,8 +198,7 @@ static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, in
         float left[vf_width], right[vf_width];
         vf_store(left, load_channels(x, dtype, d, count));
         vf_store(right, load_channels(y, dtype, d, count));
-        UNROLL
-        for (int n = 0; n < vf_width; n++)
+        for (int64_t n = 0; n < count; n++)
             sum[n % 4] += (double)left[n] * (double)right[n];
     }
     return sum[0] + sum[1] + (sum[2] + sum[3]);
