@@ -5,9 +5,9 @@ graphs, beside the same layers with attention to all keys.
     vllm_layer.py OUT.json                   # on a GPU, a minute
     vllm_layer.py OUT.json --device cpu      # small sizes
 
-Steps and states are those of flash_dmattn.vllm; the projections are plain ones. First, requests of
+Steps and states come from flash_dmattn.vllm; the projections are plain ones. First, requests of
 different ages are served, in packed steps with pieces of prompts and steps of decoding, and
-compared with each request alone. Then come steps of decoding over filled states: those of every way
+compared with each request alone. Then come steps of decoding over filled states, in every way: they
 are compared with the eager ones, and timed in turns, host included. A graph is captured for each
 size of a batch and replayed for smaller ones, with padding, as vLLM does. Every row is a line of
 JSON.
@@ -113,7 +113,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """What vLLM compiles: embedding, layers and the last norm."""
+    """Embedding, layers and the last norm: the part that vLLM compiles."""
 
     def __init__(self, sizes: Sizes, attention: type[Attention]) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ class Selecting:
                     own[name + GRAPH] = self.steps.capture(calls[name], padded)
 
     def begin(self, count: int, padded: int, total: int) -> None:
-        """Make the step of `count` requests, `total` tokens of each of which will have passed."""
+        """Make the step after which `total` tokens of each of `count` requests have passed."""
         table = self.server.table
         table[:count] = self.numbers[:count]
         table[count:] = 0

@@ -97,7 +97,8 @@ def restore_all(
     Raises:
         ValueError: also if bytes are left.
     """
-    rest, found = to_bytes(state), []
+    rest = to_bytes(state)
+    found: list[tuple[KeyCache, int, KeyCache]] = []
     layers = sum(len(sequences) for _, sequences in caches)
     for cache, sequences in caches:
         for sequence in sequences:

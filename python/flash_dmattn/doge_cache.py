@@ -338,6 +338,7 @@ class KeptKeysCache(Cache):
 
     def _kept(self) -> list[DynamicMaskCache]:
         """The keys of the layers."""
+        found: list[DynamicMaskCache] = []
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, KeptKeys):
                 raise NotImplementedError(
@@ -351,7 +352,8 @@ class KeptKeysCache(Cache):
                 )
             if layer._drafts is not None:
                 raise ValueError("cache: has tokens of assisted generation that crop() may remove")
-        return [layer.kept for layer in self.layers]
+            found.append(layer.kept)
+        return found
 
     def save(self, b: int = 0) -> bytes:
         """Sequence b as bytes, so that generate() can go on later, or in another process.

@@ -104,7 +104,7 @@ def test_bytes_of_a_page() -> None:
 
 
 def test_steps_of_decoding_have_one_place() -> None:
-    """A CUDA graph reads the pages of later steps where those of the captured one stood."""
+    """A CUDA graph reads the pages of each step in the memory where it was captured."""
     states, maker = make_states(4)
     for table, wanted in (([3, 1, 2, 0], [3, 1, 2, -1]), ([2, 4, 0, 0], [2, 4, -1, -1])):
         count = sum(page > 0 for page in table)

@@ -191,10 +191,10 @@ def test_steps_of_decoding_can_be_captured(doge: Any) -> None:
     (builder,) = runner.attn_groups[0][0].metadata_builders
     places = set()
 
-    def note(_: int) -> None:
+    def find_place(_: int) -> None:
         places.add(builder.maker.pages.data_ptr())
 
-    serve(doge, make_prompts(4), after_step=note)
+    serve(doge, make_prompts(4), after_step=find_place)
     assert len(places) == 1
 
 
