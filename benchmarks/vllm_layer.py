@@ -5,10 +5,10 @@ graphs, beside the same layers with attention to all keys.
     vllm_layer.py OUT.json                   # on a GPU, a minute
     vllm_layer.py OUT.json --device cpu      # small sizes
 
-Steps and states come from flash_dmattn.vllm; the projections are plain ones. First, requests of
+Steps and states are flash_dmattn.vllm's; the projections are plain ones. First, requests of
 different ages are served, in packed steps with pieces of prompts and steps of decoding, and
-compared with each request alone. Then come steps of decoding over filled states, in every way: they
-are compared with the eager ones, and timed in turns, host included. A graph is captured for each
+compared with each request alone. Then come steps of decoding over filled states: every way is
+compared with eager steps, and all are timed in turns, host included. A graph is captured for each
 size of a batch and replayed for smaller ones, with padding, as vLLM does. Every row is a line of
 JSON.
 """
@@ -113,7 +113,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers and the last norm: the part that vLLM compiles."""
+    """The part that vLLM compiles: embedding, layers and the last norm."""
 
     def __init__(self, sizes: Sizes, attention: type[Attention]) -> None:
         super().__init__()
@@ -313,8 +313,10 @@ def serve_requests(
 
 def check_requests(device: str) -> dict[str, Any]:
     """Outputs of requests served together against each request alone: at most twice the error of a
-    plain evaluation in float32. Layers that are traced have the same bits in steps of all kinds."""
-    kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    plain evaluation in the same dtype. Layers that are traced have the same bits in steps of all
+    kinds."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    kind: dict[str, Any] = {"device": device, "dtype": dtype}
     random = torch.Generator().manual_seed(5)
     prompts = [torch.randperm(VOCABULARY, generator=random)[: n + DECODED] for n in LENGTHS]
     model = make_model(SMALL, Attention, kind)
@@ -405,7 +407,7 @@ class Selecting:
                     own[name + GRAPH] = self.steps.capture(calls[name], padded)
 
     def begin(self, count: int, padded: int, total: int) -> None:
-        """Make the step after which `total` tokens of each of `count` requests have passed."""
+        """Make the step of `count` requests, each after `total` tokens with the new one."""
         table = self.server.table
         table[:count] = self.numbers[:count]
         table[count:] = 0

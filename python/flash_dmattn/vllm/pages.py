@@ -92,7 +92,7 @@ class Pages:
         return sum(math.prod(a) * b.itemsize for a, b in zip(self.shapes(), self.dtypes()))
 
     def use(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the states in tensors of these shapes, with an axis of pages in front."""
+        """Keep the states in these tensors: a page's, with an axis of pages in front."""
         pages, device = tensors[0].shape[0], tensors[0].device
         self.positions = tensors[4::5]
         self.seen = torch.zeros(len(self.rules), pages, dtype=torch.int32, device=device)
