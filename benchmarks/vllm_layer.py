@@ -29,6 +29,18 @@ from typing import Any, Callable, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # for program.py
 
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vllm_layer.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT.json", help="a line of JSON for each row")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="cuda, if there is one")
+    parser.add_argument("--seconds", type=int, default=50, help="no case begins later (50)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    OPTIONS = parse()  # before PyTorch is imported
+
 import flash_dmattn
 import torch
 from benchmarking import (
@@ -548,19 +560,14 @@ def rows_of(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     yield from time_decoding(ours, sizes, kind, deadline)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="vllm_layer.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("out", type=Path, metavar="OUT.json", help="a line of JSON for each row")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=list(SIZES), default=device)
-    parser.add_argument("--seconds", type=int, default=50, help="no case begins later (50)")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     signal.alarm(options.seconds + 30)  # ends the process, whatever it waits for
     begin = time.monotonic()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode(), options.out.open("w") as file:
-        for row in rows_of(options.device, options.seconds):
+        for row in rows_of(device, options.seconds):
             row["seconds"] = round(time.monotonic() - begin, 1)
             for where in (file, sys.stdout):
                 print(json.dumps(row), file=where, flush=True)
@@ -568,4 +575,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))
