@@ -3,7 +3,7 @@
 file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
 list(FILTER tool_sources EXCLUDE REGEX "/tools/gates/")
 if(NOT TARGET fdma_cjson) # whose folders are described in JSON
-  list(FILTER tool_sources EXCLUDE REGEX "/tools/generate/")
+  list(FILTER tool_sources EXCLUDE REGEX "/tools/(generate|tokenizer)/|/json_tree\\.c$")
 endif()
 # Loops of products are added and multiplied in one instruction where there is one.
 set_source_files_properties("${PROJECT_SOURCE_DIR}/tools/generate/product.c" PROPERTIES
