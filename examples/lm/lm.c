@@ -131,11 +131,11 @@ static int read_prompt(const lm_options *options, bytes *prompt) {
 
 /* ---- generating ---- */
 
-static sampling sampling_of(const lm_options *options) {
-    return (sampling){.temperature = options->temperature,
-                      .top_p = options->top_p,
-                      .min_p = options->min_p,
-                      .random = (uint64_t)options->seed};
+static byte_sampling sampling_of(const lm_options *options) {
+    return (byte_sampling){.by = {.temperature = options->temperature,
+                                  .top_p = options->top_p,
+                                  .min_p = options->min_p,
+                                  .random = (uint64_t)options->seed}};
 }
 
 /* The prompt enters the caches; instead of an empty one a newline does. */
@@ -163,7 +163,7 @@ static int generate(const model *of, const lm_options *options) {
     }
     run_state state =
         new_state(of, PIECE, prompt.count + 1 + options->bytes, (int)options->threads);
-    sampling how = sampling_of(options);
+    byte_sampling how = sampling_of(options);
     fwrite(prompt.data, 1, (size_t)prompt.count, stdout);
     fflush(stdout);
     prefill(&state, &prompt);
@@ -217,7 +217,7 @@ static void ask(run_state *state, const char *pair, const uint8_t *text, int64_t
     around[0] = '<';
     run_next(state, around, KEY + 1);
     for (int n = 0; n < VALUE; n++) {
-        const uint8_t byte = choose_byte(state->logits, &(sampling){.temperature = 0});
+        const uint8_t byte = choose_byte(state->logits, &(byte_sampling){.count = 0});
         answer[n] = (char)(isprint(byte) ? byte : '?');
         run_next(state, &byte, 1);
     }
@@ -278,7 +278,7 @@ static int show_memory(const model *of, const lm_options *options) {
 
 typedef struct sequence {
     run_state state;
-    sampling how;
+    byte_sampling how;
     double times[TIMED_BYTES]; // milliseconds of a byte
 } sequence;
 

@@ -315,21 +315,6 @@ static void parse_alternatives(parser *it) {
         to->steps[jumps[n]].jump = to->step_count - jumps[n];
 }
 
-pattern *compile_pattern(const char *expression, char *message, size_t message_size) {
-    parser it = {.to = allocate(sizeof *it.to), .begin = expression, .at = expression};
-    parse_alternatives(&it);
-    if (*it.at == ')')
-        refuse(&it, "an end of a group without its beginning");
-    add_step(&it, STEP_END);
-    if (it.wrong == NULL)
-        return it.to;
-    snprintf(message, message_size, "at byte %d: %s: not read", (int)(it.at - it.begin), it.wrong);
-    free(it.to);
-    return NULL;
-}
-
-void free_pattern(pattern *it) { free(it); }
-
 /* ---- matching ---- */
 
 typedef struct subject {
@@ -397,6 +382,23 @@ static int64_t run(const subject *it, const step *from, int64_t at) {
         from++;
     }
 }
+
+pattern *compile_pattern(const char *expression, char *message, size_t message_size) {
+    parser it = {.to = allocate(sizeof *it.to), .begin = expression, .at = expression};
+    parse_alternatives(&it);
+    if (*it.at == ')')
+        refuse(&it, "an end of a group without its beginning");
+    add_step(&it, STEP_END);
+    if (it.wrong == NULL && run(&(subject){it.to, "", 0}, it.to->steps, 0) != NO_MATCH)
+        refuse(&it, "expressions that match the empty text");
+    if (it.wrong == NULL)
+        return it.to;
+    snprintf(message, message_size, "at byte %d: %s: not read", (int)(it.at - it.begin), it.wrong);
+    free(it.to);
+    return NULL;
+}
+
+void free_pattern(pattern *it) { free(it); }
 
 bool find_match(const pattern *it, const char *text, size_t count, size_t *begin, size_t *end) {
     const subject in = {it, text, count};
