@@ -188,7 +188,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
     by.add_special_tokens(["<begin>"])
     by.save(str(path / "tokenizer.json"))
     prompt = "The quick \u00e9\U0001f415, jumbox."
-    sizes = {"vocab_size": 257, "keep_window_size": 64, "eos_token_id": None}
+    sizes = {"vocab_size": 257, "keep_window_size": 128, "eos_token_id": None}
     make_folder(path, 1, torch.float32, **sizes)
     return Words(Folder(path, torch.tensor(by.encode(prompt).ids)), by, prompt)
 
