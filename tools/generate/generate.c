@@ -17,6 +17,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -162,6 +163,18 @@ static void print_numbers(int count, const named_number *numbers) {
     }
 }
 
+static void print_bench(const bench_result *bench) {
+    fprintf(stderr, "a token: %.4g ms; a plain read of its weights: %.4g ms, %.2f of it\n",
+            bench->token_ms, bench->read_ms, bench->read_ms / bench->token_ms);
+    fprintf(stderr, "%d tokens of a prompt: %.4g ms; their products: %.4g ms; ", PIECE,
+            bench->piece_ms, bench->products_ms);
+    if (isnan(bench->blas_ms))
+        fprintf(stderr, "libopenblas.so.0, to compare with, is not found\n");
+    else
+        fprintf(stderr, "by OpenBLAS: %.4g ms, %.2f of it\n", bench->blas_ms,
+                bench->blas_ms / bench->products_ms);
+}
+
 static void report(const generate_options *options, run_state *state, const text *it, times took) {
     const int64_t more = it->tokens.count - it->prompt - 1;
     const double weights_mb = (double)state->of->bytes * 1e-6;
@@ -175,8 +188,7 @@ static void report(const generate_options *options, run_state *state, const text
                 " tokens, %.4g tokens/s; weights %.4g MB, cache %.4g MB, %d threads\n",
                 it->prompt, prompt_rate, more + 1, rate, weights_mb, cache_mb, state->thread_count);
         if (options->bench)
-            fprintf(stderr, "a token: %.4g ms; a plain read of its weights: %.4g ms, %.2f of it\n",
-                    bench.token_ms, bench.read_ms, bench.read_ms / bench.token_ms);
+            print_bench(&bench);
         return;
     }
     printf("{\"tokens\": [");
@@ -197,8 +209,11 @@ static void report(const generate_options *options, run_state *state, const text
                                             {"cache_mb", cache_mb}});
     printf(", \"threads\": %d", state->thread_count);
     if (options->bench)
-        print_numbers(
-            2, (const named_number[]){{"token_ms", bench.token_ms}, {"read_ms", bench.read_ms}});
+        print_numbers(5, (const named_number[]){{"token_ms", bench.token_ms},
+                                                {"read_ms", bench.read_ms},
+                                                {"piece_ms", bench.piece_ms},
+                                                {"products_ms", bench.products_ms},
+                                                {"blas_ms", bench.blas_ms}});
     printf("}\n");
 }
 

@@ -111,3 +111,19 @@ void run_crew(crew *it, crew_task task, void *of) {
         else
             sched_yield();
 }
+
+typedef struct task_list {
+    fdma_task task;
+    void *context;
+    int64_t count;
+} task_list;
+
+static void run_some(void *of, int index, int count) {
+    const task_list *const list = of;
+    for (int64_t n = index; n < list->count; n += count)
+        list->task(list->context, n);
+}
+
+void run_tasks(void *threads, int64_t count, fdma_task task, void *task_context) {
+    run_crew(threads, run_some, &(task_list){task, task_context, count});
+}

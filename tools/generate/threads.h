@@ -1,6 +1,8 @@
 /* Threads that share the work of a product. */
 #pragma once
 
+#include "fdma.h"
+
 typedef struct crew crew;
 
 typedef void (*crew_task)(void *of, int index, int count);
@@ -13,3 +15,6 @@ int crew_size(const crew *it);
 /*! run_crew() - runs task(of, n, crew_size()) for n from 0 on, each in a thread, and waits for
  *  all. */
 void run_crew(crew *it, crew_task task, void *of);
+
+/*! run_tasks() - an fdma_run_tasks whose context is a crew. */
+void run_tasks(void *threads, int64_t count, fdma_task task, void *task_context);
