@@ -19,7 +19,7 @@ set_target_properties(fdma_tool PROPERTIES
   BUILD_RPATH "$ORIGIN"
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 target_include_directories(fdma_tool PRIVATE tools tests src)
-target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags fdma_isas Threads::Threads m)
+target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags fdma_isas Threads::Threads ${CMAKE_DL_LIBS} m)
 
 if(fdma_has_cuda)
   target_link_libraries(fdma_tool PRIVATE ${fdma_cuda_runtime})

@@ -354,6 +354,16 @@ def test_weights_that_are_not_finite(tmp_path: Path, whole: Path, name: str, val
     assert f"tensor '{name}': has NaN or infinity, want finite numbers" in message
 
 
+def test_older_checkpoints_are_refused(tmp_path: Path, whole: Path) -> None:
+    shutil.copytree(whole, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(file)
+        kept = {name: tensor for name, tensor in tensors.items() if "_norm.w" not in name}
+        save_file(kept, file)
+    message = refusal("generate", tmp_path / "model", "--ids", "1")
+    assert "has no 'q_norm', as Doge-320M and Doge-*-Instruct, want the form of" in message
+
+
 def test_broken_folders(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "model"
     assert "config.json: cannot be opened" in refusal("generate", path, "--ids", "1")

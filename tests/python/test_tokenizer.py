@@ -203,7 +203,7 @@ def batches() -> list[list[str]]:
 
 
 def test_classes_of_all_characters(tmp_path: Path) -> None:
-    """Runs of characters of one class are pieces, before each of which there is a space."""
+    """Runs of characters of one class are pieces, with a space before each one."""
     names = ("Lu", "Ll", "Lt", "Lm", "Lo", "M", "Nd", "Nl", "No", "P", "S")
     expression = "|".join([rf"\p{{{name}}}+" for name in names] + [r"\s+"])
     check_texts(visible(tmp_path, expression), ["".join(some).encode() for some in batches()])

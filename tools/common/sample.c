@@ -52,7 +52,7 @@ static int64_t keep_likeliest(candidate *all, int64_t count, int64_t most) {
     return most;
 }
 
-/* Keeps those of at least this weight. */
+/* Keeps what has at least this weight. */
 static int64_t keep_above(candidate *all, int64_t count, double weight) {
     int64_t kept = 0;
     for (int64_t n = 0; n < count; n++)

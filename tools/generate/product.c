@@ -156,8 +156,8 @@ static void multiply_rows(void *argument, int index, int count) {
 
 /* ---- many rows of x: the weights are packed into panels ---- */
 
-/* panel [columns, outputs]: rows r, r + 1, ... of w, transposed; 0 where w has no row. A few columns
- * at a time, so that their part of the panel stays in the first cache. */
+/* panel [columns, outputs]: rows r, r + 1, ... of w, transposed; 0 where w has no row. A few
+ * columns at a time, so that their part of the panel stays in the first cache. */
 static void pack_panel(const product *of, int64_t r, float *panel) {
     enum { AT_A_TIME = 16 };
     const matrix *const w = of->w;

@@ -261,8 +261,8 @@ const char *spelling_of(const bpe *it, int32_t id) {
 
 /* ---- encoding ---- */
 
-/* A part of a piece, which grows as it is merged with its neighbours; id is NO_TOKEN once it belongs
- * to the part before. */
+/* A part of a piece, which grows as it is merged with its neighbours; id is NO_TOKEN once it
+ * belongs to the part before. */
 typedef struct part {
     int32_t id;
     int64_t before, after; /* indices of neighbours; -1 at the ends */

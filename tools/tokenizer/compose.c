@@ -41,7 +41,7 @@ static const int32_t *find_decomposition(int32_t point) {
     return NULL;
 }
 
-/* The parts of a character, none of which has parts. Returns their number. */
+/* The parts of a character, which have no parts themselves. Returns their number. */
 static size_t decompose(int32_t point, int32_t parts[MOST_PARTS]) {
     const int32_t syllable = point - SYLLABLE;
     if (syllable >= 0 && syllable < SYLLABLES) {
@@ -78,7 +78,7 @@ static int32_t compose_pair(int32_t first, int32_t second) {
     return 0;
 }
 
-/* Characters with a combining class go behind those of the same or a lower class; only starters,
+/* Characters with a combining class go behind others of the same or a lower class; only starters,
  * whose class is 0, stay where they are. */
 static void append_ordered(int32_t *points, size_t *count, int32_t point) {
     const uint32_t class = combining_class(point);

@@ -13,7 +13,7 @@
 
 enum { MOST_STEPS = 500, MOST_ITEMS = 2000, MOST_DEPTH = 100, MOST_REPEATS = 100000 };
 
-/* Characters: a range, or those of some classes, or spaces. */
+/* Characters: a range, or some classes, or spaces. */
 typedef struct item {
     int32_t first, last;
     uint32_t classes; /* unless 0 */
@@ -120,10 +120,10 @@ static void add_property(parser *it, bool is_negated) {
             add_item(it, (item){.classes = known[n].classes, .is_negated = is_negated});
             return;
         }
-    refuse(it, "a class in \\p{ } besides L, M, N, P, S and those of L and N");
+    refuse(it, "a class in \\p{ } besides L, Lu, Ll, Lt, Lm, Lo, M, N, Nd, Nl, No, P and S");
 }
 
-/* What follows a backslash. Returns a character, or -1 where a class was added. */
+/* The text behind a backslash. Returns a character, or -1 where a class was added. */
 static int32_t read_escape(parser *it) {
     const char letter = *it->at;
     if (letter == '\0') {

@@ -279,7 +279,7 @@ int32_t tokens_end(const tokenizer *it) { return it->end; }
 
 /* ---- encoding ---- */
 
-/* What a piece is split by is the expressions from `stage` on. */
+/* Splits a piece by the expressions from `stage` on, and encodes the parts. */
 static void split_piece(const tokenizer *it, int stage, const char *text, size_t count,
                         token_list *to) {
     const int byte_level = it->split_count - (it->byte_level_splits ? 1 : 0);

@@ -1,5 +1,5 @@
 /* Byte-level tokenizers, as the tokenizer.json of a folder of the hub has them: text to tokens, and
- * back. Ids are those of the library `tokenizers`. */
+ * back. Ids equal the ids of the library `tokenizers`. */
 #pragma once
 
 #include "tokenizer/bpe.h"
@@ -15,7 +15,7 @@ void free_tokenizer(tokenizer *it);
 int32_t tokens_end(const tokenizer *it);
 
 /*! encode_text() - appends the tokens of a text, with those that the post-processor puts around it.
- *  What is not UTF-8 is read as U+FFFD. Special tokens in the text are tokens. */
+ *  Bytes that are not UTF-8 are read as U+FFFD. Special tokens in the text are tokens. */
 void encode_text(const tokenizer *it, const char *text, size_t count, token_list *to);
 
 /* The text of tokens that come one by one. */
