@@ -116,6 +116,7 @@ def peers_of(case: Case) -> list[Peer]:
         "dense": lambda: [DENSE, *rivals],
         "launch": lambda: [FUSED, Peer("graph", replay)],
         "attention": lambda: [FUSED, *rivals],
+        "growing": lambda: [FUSED, *rivals],
     }.get(case.kind, lambda: peers_cuda_backward.peers_of(case))()
     if case.mask and case.kind not in PASSES:
         found += [Peer("masked", masked, "iid"), Peer("mask", build_mask)]

@@ -256,6 +256,17 @@ def short_cases() -> list[Case]:
     return found
 
 
+def growing_cases() -> list[Case]:
+    """Windows that grow more slowly than the length: one sequence, and 16,384 keys in all."""
+    found = []
+    for sizes in ((32, 8, 128), (16, 4, 64)):
+        for length, share in ((1024, 5), (4096, 10), (16384, 20), (65536, 40)):
+            for batch in sorted({1, max(1, 16384 // length)}):
+                window = round(length / share)
+                found.append(make_case("growing", *sizes, length, window, batch=batch))
+    return found
+
+
 def single_cases() -> list[Case]:
     """Cases of a single operation, or of a single query."""
     read = (1 / 1.3, 1 / 1.05)
@@ -277,5 +288,5 @@ def single_cases() -> list[Case]:
 def all_cases(quick: bool) -> list[Case]:
     """quick: only short sequences with head_dim 128, and nothing longer than QUICK_LENGTH."""
     short = [case for case in short_cases() if not quick or case.head_dim == 128]
-    cases = [*forward_cases(), *short, *single_cases(), *backward_cases()]
+    cases = [*forward_cases(), *short, *growing_cases(), *single_cases(), *backward_cases()]
     return [case for case in cases if not quick or case.length <= QUICK_LENGTH]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a model of quality.py as a folder of transformers: a HybridForCausalLM with its tokenizer.
 
-    python research/quality_folder.py OUT/NAME.safetensors FOLDER
+    python research/quality_folder.py OUT/NAME.safetensors FOLDER [--gate FILE]
 
 The logits of the 256 bytes are the model's. Its layers have to be as a HybridConfig has them: all
 heads of a layer slide, or all are NoPE heads.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import benchmarks_path  # noqa: F401
 import program
@@ -27,6 +28,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=head)
     parser.add_argument("model", type=Path, help="a safetensors file of quality.py")
     parser.add_argument("folder", type=Path, help="is made")
+    gate = "lifetimes of the last layer, as quality_orders.py --save writes them"
+    parser.add_argument("--gate", type=Path, metavar="FILE", help=gate)
     return parser.parse_args(words)
 
 
@@ -34,6 +37,7 @@ if __name__ == "__main__":
     program.begin(parse)
 
 import quality_model
+import safetensors
 import torch
 from flash_dmattn.transformers import ByteTokenizer, HybridConfig, HybridForCausalLM
 
@@ -70,7 +74,22 @@ def selecting_of(config: quality_model.Config) -> list[int]:
     return chosen
 
 
-def hybrid_config(model: quality_model.Model) -> HybridConfig:
+class Lifetimes(NamedTuple):
+    """The gate of the last layer, for `keys` keys with the `recent` newest ones among them."""
+
+    keys: int
+    recent: int
+    weights: dict[str, torch.Tensor]
+
+
+def load_lifetimes(path: Path) -> Lifetimes:
+    with safetensors.safe_open(path, "pt") as file:
+        sizes = file.metadata()
+        weights = {name: file.get_tensor(name) for name in file.keys()}
+    return Lifetimes(int(sizes["keys"]), int(sizes["recent"]), weights)
+
+
+def hybrid_config(model: quality_model.Model, lifetimes: Lifetimes | None = None) -> HybridConfig:
     """The configuration of the same model.
 
     Raises ValueError if there is none.
@@ -85,6 +104,12 @@ def hybrid_config(model: quality_model.Model) -> HybridConfig:
     require(first.window is not None, f"window: is all keys in layers {chosen}, want a number")
     others = [one for n, one in enumerate(model.attentions()) if n not in chosen]
     sliding = others[0].window + others[0].recent if others else None
+    keys, recent = first.window + first.recent, first.recent
+    if lifetimes is not None:
+        last = [config.layers - 1]
+        require(chosen == last, f"layers {chosen}: select keys, want {last} alone with --gate")
+        require("expand.bias" in lifetimes.weights, "gate: reads values, want hidden states")
+        keys, recent = lifetimes.keys, lifetimes.recent
     return HybridConfig(
         vocab_size=258,
         hidden_size=config.width,
@@ -100,8 +125,9 @@ def hybrid_config(model: quality_model.Model) -> HybridConfig:
         tie_word_embeddings=False,
         sliding_keys=sliding,
         selecting_layers=chosen,
-        selecting_keys=first.window + first.recent,
-        selecting_recent=first.recent,
+        selecting_keys=keys,
+        selecting_recent=recent,
+        lifetime_units=0 if lifetimes is None else len(lifetimes.weights["expand.bias"]),
         qk_norm=config.qk_norm,
     )
 
@@ -127,20 +153,27 @@ def hybrid_weights(model: quality_model.Model) -> dict[str, torch.Tensor]:
     return found
 
 
-def hybrid_of(model: quality_model.Model) -> HybridForCausalLM:
+def hybrid_of(model: quality_model.Model, lifetimes: Lifetimes | None = None) -> HybridForCausalLM:
     """The hybrid with the weights of the model.
 
     Raises ValueError if its layers are no hybrid's.
     """
-    hybrid = HybridForCausalLM(hybrid_config(model))
-    hybrid.load_state_dict(hybrid_weights(model))
+    hybrid = HybridForCausalLM(hybrid_config(model, lifetimes))
+    weights = hybrid_weights(model)
+    if lifetimes is not None:
+        last = f"model.layers.{model.config.layers - 1}.self_attn."
+        for name in ("A", "dt_proj.weight"):
+            weights.pop(last + name, None)
+        weights |= {f"{last}lifetime_gate.{name}": x for name, x in lifetimes.weights.items()}
+    hybrid.load_state_dict(weights)
     return hybrid.eval()
 
 
 def main(words: list[str] | None = None) -> int:
     options = parse(words)
     try:
-        hybrid = hybrid_of(quality_model.load(options.model))
+        lifetimes = None if options.gate is None else load_lifetimes(options.gate)
+        hybrid = hybrid_of(quality_model.load(options.model), lifetimes)
     except ValueError as error:
         print(f"{options.model}: {error}", file=sys.stderr)
         return 1

@@ -90,6 +90,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     add("--rules", type=order_of, nargs="+", required=True, help="of trained models, in this order")
     add("--untrained", type=order_of, nargs="+", default=[], help="rules without more training")
     add("--state", type=Path, metavar="FILE", help="of the training at --select-start")
+    add("--save", action="store_true", help="the weights of each trained model and of its gate")
     add("--gate-keys", type=int, default=2304, help="for which gates learn (2304)")
     add("--gate-steps", type=int, default=400, help="of one sequence each (400)")
     add("--gate-seconds", type=float, default=60.0, help="of training a gate, at most (60)")
@@ -115,6 +116,7 @@ import quality_gates
 import quality_model
 import quality_options
 import quality_tasks
+import safetensors.torch
 import torch
 from benchmarking import find_machine, write_whole
 from flash_dmattn import attention, select
@@ -128,7 +130,7 @@ from quality_retention import Gate, new_gate, run_frozen, train
 from quality_rivals import Rows, Rule
 
 CALIBRATION = 4  # sequences from which c is found
-NO_SETTINGS = ("rules", "untrained", "state")  # options that other rows show
+NO_SETTINGS = ("rules", "untrained", "state", "save")  # options that other rows show
 
 
 def attend_in_order(
@@ -303,8 +305,25 @@ class Trial:
             rule, gates = self.rule_of(order)
             with choosing(self.model, rule, gates):
                 self.train_until(last)
+            if self.own.save:
+                self.save(order, last - start)
             with eager():
                 self.measure(order, last - start)
+
+    def save(self, order: Order, trained: int) -> None:
+        """OUT/NAME.RULE-KEYS-STEPS.safetensors, and the same with .gate, for quality_folder.py."""
+        stem = f".{rule_name(dataclasses.asdict(order))}-{order.keys or 'all'}-{trained}"
+        stem = stem.replace("/", "-").replace(" ", "-")
+        quality_model.save(self.model, self.run.path(f"{stem}.safetensors"), "bfloat16")
+        if order.keys is None or order.is_half or len(order.gates) != 1:
+            return
+        gate = self.gates[order.name].state_dict()
+        state = {name: one.detach().cpu() for name, one in gate.items()}
+        scale = lifetime_scale(self.scores[order.name], order.keys).float().cpu()
+        state["contract.bias"] = state["contract.bias"] + scale.log()
+        path = self.run.path(f"{stem}.gate.safetensors")
+        sizes = {"keys": str(order.keys), "recent": str(RECENT)}
+        safetensors.torch.save_file(state, path, metadata=sizes)
 
     def prepare(self, order: Order) -> None:
         """Trains the gates of an order that were not yet trained."""

@@ -76,7 +76,8 @@ def rotary_table(
 
     Source: arXiv:2104.09864, RoFormer.
     """
-    _types.check_call(rotary_table, locals())
+    if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
+        _types.check_call(rotary_table, locals())
     if not 2 <= dim <= DIM_MAX or dim % 2 != 0:
         raise ValueError(f"dim: is {dim}, want an even number, 2 to {DIM_MAX}")
     if not 0 < factor < math.inf:

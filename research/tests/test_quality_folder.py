@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import pytest
 import quality_folder
 import quality_model
+import quality_orders
+import safetensors.torch
 import torch
 from flash_dmattn.transformers import ByteTokenizer, HybridForCausalLM
 from quality_model import Config, Model
+from quality_retention import Gate
 
 HYBRID = Config(3, 4, 2, 24, 8, sliding=(2, 2, 0), nope=(0, 0, 2), nope_window=20, nope_recent=12)
 
@@ -43,6 +48,36 @@ def test_logits_agree(form: str, tmp_path: Path) -> None:
     assert (found[..., :256] - exact).abs().max() <= allowed <= 1e-4
     assert torch.equal(found[..., 256], found[..., 255])
     assert ByteTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
+
+
+@torch.no_grad()
+def test_lifetimes_of_quality_orders(tmp_path: Path) -> None:
+    """Which keys the last layer attends to is as in quality_orders.py."""
+    model, keys = make(HYBRID), 2 * quality_orders.RECENT + 40
+    gate = Gate(model.config.width, 2, math.log(1e5), seed=1)
+    gate.contract.weight.mul_(20)  # spreads lifetimes, so that few of them are equal as integers
+    sizes = {"keys": str(keys), "recent": str(quality_orders.RECENT)}
+    safetensors.torch.save_file(gate.state_dict(), tmp_path / "gate", metadata=sizes)
+    quality_model.save(model, tmp_path / "m")
+    words = [str(tmp_path / "m"), str(tmp_path / "out"), "--gate", str(tmp_path / "gate")]
+    assert quality_folder.main(words) == 0
+    text = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(1))
+    rule = functools.partial(quality_orders.attend_in_order, gate, torch.ones(2), keys)
+    with quality_orders.choosing(model, rule, [gate]):
+        wanted = model(text)
+    found = HybridForCausalLM.from_pretrained(tmp_path / "out").eval()(text).logits[..., :256]
+    assert (found - wanted).abs().max() <= 1e-4 < (model(text) - wanted).abs().max()
+
+
+def test_gates_that_no_hybrid_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make(HYBRID)
+    quality_model.save(model, tmp_path / "m")
+    gate = Gate(48, 2, 1.0, seed=1, reads_values=True)
+    sizes = {"keys": "200", "recent": "64"}
+    safetensors.torch.save_file(gate.state_dict(), tmp_path / "gate", metadata=sizes)
+    words = [str(tmp_path / "m"), str(tmp_path / "out"), "--gate", str(tmp_path / "gate")]
+    assert quality_folder.main(words) == 1
+    assert "gate: reads values, want hidden states" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

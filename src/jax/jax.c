@@ -56,16 +56,17 @@ static XLA_FFI_Error_Code code_of(fdma_status status) {
     }
 }
 
-static int is_metadata(const XLA_FFI_Extension_Base *extension) {
-    return extension != NULL && extension->type == XLA_FFI_Extension_Metadata;
-}
-
-/* XLA asks once, at registration. The calls of the handler may become part of a CUDA graph. */
-static void describe(XLA_FFI_Extension_Base *extension) {
-    XLA_FFI_Metadata *const metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    metadata->traits = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+/* Returns 1 for the call that XLA makes once, at registration, and answers it: calls of the handler
+ * may become part of a CUDA graph. The type of `extension_start` has another name in each version of
+ * XLA's header. */
+static int describes(const XLA_FFI_CallFrame *frame) {
+    XLA_FFI_Metadata_Extension *const asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
+    if (asked == NULL || asked->extension_base.type != XLA_FFI_Extension_Metadata)
+        return 0;
+    asked->metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    asked->metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    asked->metadata->traits = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+    return 1;
 }
 
 /* ---- the attributes ---- */
@@ -173,20 +174,16 @@ static XLA_FFI_Error *run(const XLA_FFI_CallFrame *frame, int32_t device, void *
 FDMA_API XLA_FFI_Error *fdma_jax_cpu(XLA_FFI_CallFrame *frame);
 
 XLA_FFI_Error *fdma_jax_cpu(XLA_FFI_CallFrame *frame) {
-    if (is_metadata(frame->extension_start)) {
-        describe(frame->extension_start);
+    if (describes(frame))
         return NULL;
-    }
     return run(frame, FDMA_CPU, NULL);
 }
 
 FDMA_API XLA_FFI_Error *fdma_jax_cuda(XLA_FFI_CallFrame *frame);
 
 XLA_FFI_Error *fdma_jax_cuda(XLA_FFI_CallFrame *frame) {
-    if (is_metadata(frame->extension_start)) {
-        describe(frame->extension_start);
+    if (describes(frame))
         return NULL;
-    }
     XLA_FFI_Stream_Get_Args stream = {.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE};
     stream.ctx = frame->ctx;
     XLA_FFI_Error *error = frame->api->XLA_FFI_Stream_Get(&stream);

@@ -56,7 +56,7 @@ def test_names_and_goals(installed: bool, monkeypatch: pytest.MonkeyPatch) -> No
         peers = [peer.name for peer in peers_cuda.peers_of(case)]
         assert peers[0] == "fdma" and len(set(peers)) == len(peers)
         assert set(case.goals) <= set(peers)
-        compared = ("attention", "dense", "backward", "dense-backward")
+        compared = ("attention", "growing", "dense", "backward", "dense-backward")
         is_dense = case.kind in compared and case.length <= 131072
         assert ("flash4" in peers) == (installed and is_dense)
         needed = {goal.figure for goal in case.goals.values()} & {"of_dense", "times_cudnn"}

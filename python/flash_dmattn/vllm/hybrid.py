@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -10,8 +12,10 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from ..lifetimes import LifetimeGate
 from ..transformers_hybrid import GATE, SCORES, HybridConfig
-from .model import MLP, Attention, CausalLM, Model, ScoreProjection, Sizes, Tokens
-from .states import RequestStates, Rules
+from .attention import Tokens
+from .model import MLP, Attention, CausalLM, Model, ScoreProjection, Sizes
+from .pages import Rules
+from .states import RequestStates
 
 
 class HybridAttention(Attention):
@@ -96,7 +100,9 @@ class HybridForCausalLM(CausalLM):
 
         norm = RMSNorm(given.hidden_size, eps=given.rms_norm_eps)
         name = f"{prefix}.model" if prefix else "model"
-        super().__init__(Model(rules, make, norm, vllm_config, name), vllm_config, prefix)
+        parts: dict[str, Any] = {"rules": rules, "make_layer": make, "norm": norm}
+        model = Model(**parts, vllm_config=vllm_config, prefix=name)
+        super().__init__(model, vllm_config, prefix)
         self.sliding = {n for n in range(plan.layers) if n not in (plan.selecting or ())}
 
     def skips(self, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -27,10 +28,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from .. import functional
-from ..rotary import rotary_table, rotate, to_int32
 from ..transformers import rotary_frequencies
-from .states import RequestStates, Rules, Step
+from .attention import StateAttention, Tokens, place, score_values
+from .pages import ATTEND, Rules
+from .states import RequestStates
 
 PACKED = {  # weights of a folder, and the part that each is of a weight here
     "q_proj": ("qkv_proj", "q"),
@@ -73,14 +74,6 @@ def check_config(config: VllmConfig) -> None:
         )
 
 
-class Tokens(NamedTuple):
-    """The tokens of a step, for all layers."""
-
-    step: Step | None
-    positions: torch.Tensor  # [tokens]
-    table: torch.Tensor  # of these, for rotate()
-
-
 class Sizes(NamedTuple):
     hidden: int
     heads: int
@@ -90,17 +83,9 @@ class Sizes(NamedTuple):
     output_bias: bool
 
 
-class Norm(nn.Module):
-    """The weight of a root-mean-square norm of heads, which rotate() computes."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-
-
-class Attention(nn.Module):
-    """The attention of a layer. `normalizes`: q_norm and k_norm normalize heads; nope: queries and
-    keys are not rotated."""
+class Attention(StateAttention):
+    """The attention of a layer, with projections of vLLM. `normalizes`: q_norm and k_norm normalize
+    heads; nope: queries and keys are not rotated."""
 
     def __init__(
         self,
@@ -113,51 +98,26 @@ class Attention(nn.Module):
         config: VllmConfig,
         prefix: str,
     ) -> None:
-        super().__init__()
         ranks = get_tensor_model_parallel_world_size()
-        self.head_dim = sizes.head_dim
-        self.heads, self.kv_heads = sizes.heads // ranks, sizes.kv_heads // ranks
-        self.layer, self.nope, self.eps = layer, nope, eps
         quant = config.quant_config
-        self.qkv_proj = QKVParallelLinear(
+        qkv_proj = QKVParallelLinear(
             *(sizes.hidden, sizes.head_dim, sizes.heads, sizes.kv_heads),
             bias=sizes.bias,
             quant_config=quant,
             prefix=f"{prefix}.qkv_proj",
         )
-        self.o_proj = RowParallelLinear(
+        o_proj = RowParallelLinear(
             sizes.heads * sizes.head_dim,
             sizes.hidden,
             bias=sizes.output_bias,
             quant_config=quant,
             prefix=f"{prefix}.o_proj",
         )
-        if normalizes:
-            self.q_norm, self.k_norm = Norm(sizes.head_dim), Norm(sizes.head_dim)
-        # Not a submodule: all layers have the same one, and it has no weights.
-        self.states = (states,)
-
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """x [tokens, hidden]."""
-        heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
-        packed = self.qkv_proj(x)[0].unflatten(1, (heads + 2 * kv_heads, head_dim))
-        query, key, value = packed.split((heads, kv_heads, kv_heads), 1)
-        query, key = (self._place(*pair, tokens) for pair in ((query, "q_norm"), (key, "k_norm")))
-        states = self.states[0]
-        rows = (query, key, value, self.score(x, value, tokens))
-        out = states.attend(self.layer, tokens.step, *rows, head_dim**-0.5)
-        return self.o_proj(out.flatten(1))[0]
-
-    def _place(self, x: torch.Tensor, norm: str, tokens: Tokens) -> torch.Tensor:
-        """Queries or keys [tokens, heads, head_dim], normalized and rotated."""
-        weight = getattr(self, norm).weight if hasattr(self, norm) else None
-        nope = x.shape[1] if self.nope else 0
-        given: dict[str, Any] = {"weight": weight, "eps": self.eps, "nope_heads": nope}
-        return rotate(x[None], tokens.table, **given)[0]
+        heads = (sizes.heads // ranks, sizes.kv_heads // ranks, sizes.head_dim)
+        given: dict[str, Any] = {"eps": eps if normalizes else None, "nope": nope}
+        super().__init__((qkv_proj, o_proj), heads, layer, states.prefix, **given)
 
     def score(self, x: torch.Tensor, value: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """The scores [kv_heads, tokens] float32 of hidden states x and values [tokens, kv_heads,
-        head_dim]."""
         dt_proj: Any = self.dt_proj
         return dt_proj(value, self.A)
 
@@ -183,8 +143,7 @@ class ScoreProjection(nn.Module):
 
     def forward(self, value: torch.Tensor, a_coef: torch.Tensor) -> torch.Tensor:
         if self.ranks == 1:
-            given: dict[str, Any] = {"dt_bias": self.bias, "bias_form": "none"}
-            return functional.score(value[None], self.weight, a_coef, **given)[0][0]
+            return score_values(value, self.weight, a_coef, self.bias)
         dt = value.flatten(1).float() @ self.weight.float().T
         dt = tensor_model_parallel_all_reduce(dt)[:, self.own]
         dt = dt if self.bias is None else dt + self.bias[self.own].float()
@@ -210,15 +169,29 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(gate) * up)[0]
 
 
+@support_torch_compile(
+    dynamic_arg_dims=dict.fromkeys(("input_ids", "positions", "inputs_embeds"), 0)
+)
 class Model(nn.Module):
-    """Embedding, layers and the last norm. make_layer(states, layer, prefix) makes a layer that is
-    called with hidden states [tokens, hidden] and Tokens."""
+    """Embedding, layers and the last norm: what vLLM compiles. make_layer(states, layer, prefix)
+    makes a layer that is called with hidden states [tokens, hidden] and Tokens."""
 
     def __init__(
-        self, rules: list[Rules], make_layer: Any, norm: nn.Module, config: VllmConfig, prefix: str
+        self,
+        *,
+        rules: list[Rules],
+        make_layer: Any,
+        norm: nn.Module,
+        vllm_config: VllmConfig,
+        prefix: str,
     ) -> None:
         super().__init__()
+        config = vllm_config
         check_config(config)
+        # Attention runs between pieces that are compiled, and captured, each alone.
+        splitting = config.compilation_config.splitting_ops
+        if splitting and ATTEND.name() not in splitting:
+            splitting.append(ATTEND.name())
         model = config.model_config.hf_config
         head_dim = model.hidden_size // model.num_attention_heads
         head_dim = getattr(model, "head_dim", None) or head_dim
@@ -228,7 +201,6 @@ class Model(nn.Module):
         dtype = config.model_config.dtype
         # vLLM asks that a name has one number.
         states = RequestStates(rules, kv_heads, head_dim, dtype, config, f"{prefix}.states.0")
-        self.states, self.head_dim = (states,), head_dim
         self.embed_tokens = VocabParallelEmbedding(
             model.vocab_size, model.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
@@ -244,12 +216,15 @@ class Model(nn.Module):
         self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden]: embeddings; positions [tokens]."""
-        given: dict[str, Any] = {"inv_freq": self.inv_freq, "factor": self.factor}
-        dim = 2 * len(self.inv_freq)
-        table = rotary_table(to_int32(positions), dim, **given)
-        tokens = Tokens(self.states[0].begin(), positions, table)
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input_ids and positions [tokens], inputs_embeds [tokens, hidden]."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        tokens = place(positions, self.inv_freq, self.factor)
         for layer in self.layers:
             x = layer(x, tokens)
         return self.norm(x)
@@ -287,8 +262,7 @@ class CausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        return self.model(x, positions)
+        return self.model(input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states)
