@@ -39,7 +39,7 @@ static void read_part(const matrix *w, int index, int count) {
     atomic_fetch_xor(&kept, all[0] ^ all[1] ^ all[2] ^ all[3]);
 }
 
-/* The threads meet once, after all weights. */
+/* Part `index` of `count` of each matrix; the threads meet once, after all of them. */
 static void read_weights(void *argument, int index, int count) {
     const model *const of = argument;
     for (int64_t n = 0; n < of->config.layers; n++) {

@@ -143,7 +143,7 @@ static void multiply_group(const product *of, int64_t r) {
     }
 }
 
-/* Thread `index` of `count` has groups of successive rows of each w. */
+/* Part `index` of `count` has groups of successive rows of each w. */
 static void multiply_rows(void *argument, int index, int count) {
     const product_list *const list = argument;
     for (int n = 0; n < list->count; n++) {
