@@ -51,6 +51,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 POINTS = [chr(n) for n in range(1, 0x110000) if not 0xD800 <= n < 0xE000]
 ADDED = [
     AddedToken("<tool>", normalized=False),
+    AddedToken("<tool>s", normalized=False),
     AddedToken("<tool_call>", normalized=True),
     AddedToken("<left>", lstrip=True, special=True),
     AddedToken("<right>", rstrip=True, special=True),
