@@ -163,9 +163,11 @@ def test_output_and_bench(tmp_path: Path) -> None:
     done = run_tool(*command, "--bench")
     assert done.stdout == ",".join(map(str, tokens)) + "\n"
     assert "written: 6 tokens" in done.stderr and "a plain read of its weights" in done.stderr
+    assert "256 tokens of a prompt: " in done.stderr and "openblas" in done.stderr.lower()
     report = json.loads(run_tool(*command, "--bench", "--json", "--threads", 1).stdout)
     assert report["tokens"] == tokens and report["threads"] == 1
-    assert 0 < report["read_ms"] and 0 < report["token_ms"]
+    assert all(0 < report[name] for name in ("read_ms", "token_ms", "piece_ms", "products_ms"))
+    assert report["blas_ms"] is None or 0 < report["blas_ms"]
 
 
 class Words(NamedTuple):

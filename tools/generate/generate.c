@@ -53,8 +53,10 @@ static const option option_table[] = {
      offsetof(generate_options, threads), OPTION_POSITIVE, false},
     {"--logits", "FILE", "write the logits of each token written, as safetensors", NULL,
      offsetof(generate_options, logits), OPTION_TEXT, false},
-    {"--bench", NULL, "time a token, and beside it a plain read of the weights", NULL,
-     offsetof(generate_options, bench), OPTION_FLAG, false},
+    {"--bench", NULL,
+     "time a token beside a plain read of the weights, and products of a\n"
+     "prompt beside OpenBLAS",
+     NULL, offsetof(generate_options, bench), OPTION_FLAG, false},
     {"--json", NULL, "print one JSON object instead, when all tokens are there", NULL,
      offsetof(generate_options, json), OPTION_FLAG, false},
 };

@@ -73,7 +73,8 @@ size_t spelling_bytes(const char *spelling, char *bytes) {
     for (size_t at = 0, length; at < count; at += length) {
         const int32_t byte = byte_of(read_utf8(spelling + at, count - at, &length));
         if (byte < 0) {
-            memcpy(bytes, spelling, count);
+            for (size_t n = 0; n < count; n++)
+                bytes[n] = spelling[n];
             return count;
         }
         bytes[made++] = (char)byte;
@@ -175,11 +176,11 @@ static bool read_merge(bpe *it, const cJSON *pair, int32_t rank) {
     if (left == NULL || right == NULL)
         return false;
     const size_t right_length = strlen(right);
-    char *const both = allocate(left_length + right_length);
-    memcpy(both, left, left_length);
-    memcpy(both + left_length, right, right_length);
+    const size_t both_length = left_length + right_length;
+    char *const both = allocate(both_length + 1);
+    snprintf(both, both_length + 1, "%.*s%s", (int)left_length, left, right);
     const merge made = {*find_name(it, left, left_length), *find_name(it, right, right_length),
-                        *find_name(it, both, left_length + right_length), rank};
+                        *find_name(it, both, both_length), rank};
     free(both);
     if (made.left == NO_TOKEN || made.right == NO_TOKEN || made.made == NO_TOKEN)
         return false;
