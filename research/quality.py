@@ -38,6 +38,7 @@ import quality_options
 import torch
 from quality_evaluate import Evaluation
 from quality_model import narrow, to_device
+from quality_needles import EPISODES
 from quality_recall import Batches
 from quality_targets import ScoreTargets
 from torch import nn
@@ -421,6 +422,7 @@ def main(arguments: list[str] | None = None) -> None:
                 options.curriculum,
                 options.seed,
                 options.shortest_span,
+                EPISODES[options.episodes],
             )
             train(run, evaluation, batches)
         evaluate(run, evaluation)

@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rate", type=float, default=2e-3, help="peak learning rate (0.002)")
     add("--recall", type=float, default=0.5, help="fraction of sequences with episodes (0.5)")
     add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
+    add("--episodes", choices=("pairs", "mixed"), default="pairs", help="kinds of needles (pairs)")
     add("--recall-weight", type=float, default=0.5, help="of the loss of recalled bytes (0.5)")
     add("--capacity-weight", type=float, default=1.0, help="of the loss of too many keys (1)")
     add("--seed", type=int, default=1, help="of gates and of data (1)")
@@ -107,7 +108,7 @@ from torch.nn.functional import logsigmoid
 
 NEEDLES_BACK = (4096, 16384, 57344, 229376)  # bytes
 SETTINGS = ("length", "pieces", "block", "queries", "rate", "recall")  # in the results
-SETTINGS += ("recall_weight", "capacity_weight", "seed", "shortest_span")
+SETTINGS += ("recall_weight", "capacity_weight", "seed", "shortest_span", "episodes")
 
 
 def attend_by_gate(gate: Gate, keys: int, query: Rows, key: Rows, value: Rows) -> Rows:

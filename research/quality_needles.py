@@ -10,6 +10,8 @@ random, so that only memory predicts a value. The four kinds are side by side in
     brackets      "[KEYVAL]", a pair as in training (quality_recall.py) in other delimiters
 
 Models see none of these in training, and only the last kind has delimiters that are rare in text.
+With `--episodes mixed` they see assignments and identifiers beside marked pairs, and sentences and
+brackets are the kinds that they do not know.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from quality_recall import GROUP, LETTERS, Episodes, Question, cut_random
+from quality_recall import (
+    GROUP,
+    LETTERS,
+    PAIRS,
+    Episodes,
+    Needle,
+    NeedleDraw,
+    Question,
+    cut_random,
+    draw_pairs,
+    needles_of,
+)
 
 SMALL = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 DIGITS = np.frombuffer(b"0123456789", np.uint8)
@@ -52,6 +65,22 @@ KINDS = {
     "brackets": Kind(b"[", (LETTERS, 3), b"", (LETTERS, 3), b"]"),
 }
 BLOCK = NEEDLES * len(KINDS) * SLOT  # bytes that statements take
+TRAINED = ("assignment", "identifier")  # with --episodes mixed
+
+
+def draw_mixed(count: int, random: np.random.Generator) -> list[Needle]:
+    """Marked pairs and needles of the kinds TRAINED, of each kind about as many."""
+    found = needles_of(draw_pairs(count, random))
+    kinds = random.integers(len(TRAINED) + 1, size=count).tolist()
+    for number, kind in enumerate(kinds):
+        if kind < len(TRAINED):
+            needle, at = KINDS[TRAINED[kind]].draw(random)
+            found[number] = Needle(needle, needle, at, KINDS[TRAINED[kind]].value[1])
+    return found
+
+
+LONGEST = 16  # bytes of an assignment, the longest of the kinds TRAINED
+EPISODES = {"pairs": PAIRS, "mixed": NeedleDraw(draw_mixed, LONGEST)}
 
 
 def distances_of(length: int) -> list[int]:

@@ -93,6 +93,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
     add("--recall", type=float, default=0.1, help="fraction of sequences with episodes (0.1)")
     add("--recall-weight", type=float, default=0.2, help="of the loss of recalled bytes (0.2)")
+    add("--episodes", choices=("pairs", "mixed"), default="pairs", help="kinds of needles (pairs)")
     add("--curriculum", type=int, default=600, help="steps until episodes are long (600)")
     add("--shortest-span", type=int, default=128, help="bytes of an episode, at least (128)")
     add("--seed", type=int, default=0, help="of weights and of data (0)")

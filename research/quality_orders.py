@@ -124,6 +124,7 @@ from flash_dmattn.lifetimes import lifetime_scale
 from quality_evaluate import Evaluation
 from quality_limits import attend_with, restricted_heads
 from quality_model import Model, to_device
+from quality_needles import EPISODES
 from quality_recall import Batches
 from quality_results import table_of
 from quality_retention import Gate, new_gate, run_frozen, train
@@ -196,7 +197,8 @@ class Trial:
         self.model, self.device = self.run.model, self.run.device
         corpus = quality.read_bytes(given.corpus / "corpus.bin")
         sizes = (given.batch, given.length, given.recall, given.curriculum, given.seed)
-        self.corpus, self.batches = corpus, Batches(corpus, *sizes, given.shortest_span)
+        needles = EPISODES[given.episodes]
+        self.corpus, self.batches = corpus, Batches(corpus, *sizes, given.shortest_span, needles)
         held_out = quality.read_bytes(given.corpus / "held_out.bin")
         measured = (given.length, min(4, given.pieces), given.pieces, self.device)
         self.evaluation = Evaluation(held_out, *measured)
@@ -250,13 +252,14 @@ class Trial:
         program.doing(f"trains the gate {kind}")
         names = {"steps": own.gate_steps, "seconds": own.gate_seconds, "keys": [own.gate_keys]}
         names |= {"rate": own.gate_rate, "capacity_weight": own.capacity_weight}
-        names |= {name: getattr(given, name) for name in ("recall", "recall_weight", "length")}
+        same = ("recall", "recall_weight", "length", "episodes")
+        names |= {name: getattr(given, name) for name in same}
         names |= {"shortest_span": min(own.gate_span, given.length)}
         names |= {"queries": own.queries, "seed": given.seed + 100, "device": given.device}
         gate = new_gate(self.model, kind, given.length, given.seed).to(self.device)
         self.add(train(gate, kind, self.model, self.corpus, argparse.Namespace(**names)))
         sizes = (1, given.length, given.recall, 0, given.seed + 200, names["shortest_span"])
-        texts = Batches(self.corpus, *sizes)
+        texts = Batches(self.corpus, *sizes, EPISODES[given.episodes])
         found = []
         for number in range(CALIBRATION):
             text = to_device(texts(number)[0], self.device).long()[:, :-1]

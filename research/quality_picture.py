@@ -58,6 +58,7 @@ USUAL = {  # settings that labels do not mention, and their names in labels
     "score_rate": (1.0, "rate of scores x {}"),
     "sinks": (0, "{} sinks"),
     "shortest_span": (128, "episodes from {}"),
+    "episodes": ("pairs", "{} episodes"),
     "rotary_base": (10000.0, "rotary base {}"),
     "nope_keys": (None, "{} keys there"),
     "nope_rotary_dim": (0, "{} channels rotated"),

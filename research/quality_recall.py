@@ -19,7 +19,7 @@ In evaluation, the statements are side by side, and so are the questions, so far
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ KEY, VALUE = 3, 3  # letters
 PAIR = KEY + VALUE + 2  # bytes of a statement or a question
 SLOT = PAIR + 4  # bytes from one statement to the next if they are side by side
 SHORTEST_SPAN = 128  # by default; the longest span at step 0 is twice as long
-MOST_PAIRS = 64
+MOST_PAIRS = 64  # or other needles of an episode
 GROUP = 4  # questions that change their order, in evaluation
 STATED, ASKED = b"{}", b"<>"  # around a statement and a question
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
@@ -49,6 +49,20 @@ class Pairs(NamedTuple):
     values: np.ndarray  # [pairs, VALUE] uint8
 
 
+class Needle(NamedTuple):
+    stated: bytes
+    asked: bytes
+    at: int  # of the value in both
+    size: int = VALUE  # of the value
+
+
+class NeedleDraw(NamedTuple):
+    """The needles of training episodes: draw(count, random) makes them."""
+
+    draw: Callable[[int, np.random.Generator], list[Needle]]
+    longest: int  # bytes of a statement or a question
+
+
 def draw_pairs(count: int, random: np.random.Generator) -> Pairs:
     numbers = random.choice(len(LETTERS) ** KEY, count, replace=False)
     digits = [numbers // len(LETTERS) ** digit % len(LETTERS) for digit in range(KEY)]
@@ -56,34 +70,50 @@ def draw_pairs(count: int, random: np.random.Generator) -> Pairs:
     return Pairs(LETTERS[np.stack(digits, 1)], LETTERS[values])
 
 
-def write(text: np.ndarray, at: int, pairs: Pairs, number: int, around: bytes) -> int:
-    """Write a statement or a question into the text. Returns the position of its value."""
-    pair = bytes(pairs.keys[number]) + bytes(pairs.values[number])
-    text[at : at + PAIR] = np.frombuffer(around[:1] + pair + around[1:], np.uint8)
-    return at + KEY + 1
+def needles_of(pairs: Pairs) -> list[Needle]:
+    found = []
+    for key, value in zip(*pairs):
+        pair = bytes(key) + bytes(value)
+        words = (around[:1] + pair + around[1:] for around in (STATED, ASKED))
+        found.append(Needle(*words, KEY + 1))
+    return found
 
 
-def scatter(count: int, begin: int, end: int, random: np.random.Generator) -> np.ndarray:
-    """`count` ascending positions from `begin` on, PAIR or more bytes apart and before `end`."""
-    free = end - begin - count * PAIR
-    return begin + np.sort(random.integers(free + 1, size=count)) + PAIR * np.arange(count)
+PAIRS = NeedleDraw(lambda count, random: needles_of(draw_pairs(count, random)), PAIR)
+
+
+def write(text: np.ndarray, at: int, words: bytes, value: int) -> int:
+    """Write words into the text. Returns the position of their byte `value`."""
+    text[at : at + len(words)] = np.frombuffer(words, np.uint8)
+    return at + value
+
+
+def scatter(count: int, size: int, begin: int, end: int, random: np.random.Generator) -> np.ndarray:
+    """`count` ascending positions from `begin` on, `size` or more bytes apart and before `end`."""
+    free = end - begin - count * size
+    return begin + np.sort(random.integers(free + 1, size=count)) + size * np.arange(count)
 
 
 def add_episode(
-    text: np.ndarray, begin: int, span: int, pairs: Pairs, random: np.random.Generator
+    text: np.ndarray,
+    begin: int,
+    span: int,
+    needles: list[Needle],
+    size: int,
+    random: np.random.Generator,
 ) -> list[Question]:
-    """State `pairs` in the first half of text[begin : begin + span], ask for them in the second."""
-    count, middle = len(pairs.keys), begin + span // 2
-    stated = [
-        write(text, at, pairs, number, STATED)
-        for number, at in enumerate(scatter(count, begin, middle, random))
-    ]
+    """State needles in the first half of text[begin : begin + span], ask for them in the second."""
+    count, middle = len(needles), begin + span // 2
+    positions = scatter(count, size, begin, middle, random).tolist()
+    stated = [write(text, at, one.stated, one.at) for at, one in zip(positions, needles)]
     order = random.permutation(count)
-    positions = scatter(count, middle, begin + span, random)
-    return [
-        Question(stated[number], write(text, at, pairs, number, ASKED))
-        for number, at in zip(order, positions)
-    ]
+    positions = scatter(count, size, middle, begin + span, random).tolist()
+    questions = []
+    for number, at in zip(order, positions):
+        needle = needles[number]
+        asked = write(text, at, needle.asked, needle.at)
+        questions.append(Question(stated[number], asked, needle.size))
+    return questions
 
 
 def longest_span(step: int, curriculum: int, length: int, shortest: int = SHORTEST_SPAN) -> int:
@@ -101,19 +131,18 @@ def log_uniform(least: int, most: int, random: np.random.Generator) -> int:
 
 
 def fill(
-    text: np.ndarray, shortest: int, longest: int, random: np.random.Generator
+    text: np.ndarray, shortest: int, longest: int, needles: NeedleDraw, random: np.random.Generator
 ) -> list[Question]:
     """Put episodes of one random span into all of a text."""
     span = min(log_uniform(shortest, longest, random), len(text))
     episodes = len(text) // span
-    most = min(MOST_PAIRS, span // (4 * PAIR))  # so that half of the span is other text
+    most = min(MOST_PAIRS, span // (4 * needles.longest))  # so that half of the span is other text
     count = log_uniform(max(1, most // 8), most, random)
-    pairs = draw_pairs(episodes * count, random)
+    drawn = needles.draw(episodes * count, random)
     questions = []
     for number in range(episodes):
-        own = slice(number * count, (number + 1) * count)
-        episode = Pairs(pairs.keys[own], pairs.values[own])
-        questions += add_episode(text, number * span, span, episode, random)
+        own = drawn[number * count : (number + 1) * count]
+        questions += add_episode(text, number * span, span, own, needles.longest, random)
     return questions
 
 
@@ -121,7 +150,7 @@ def mark(length: int, questions: list[Question]) -> np.ndarray:
     """[length] bool: the bytes that only memory can predict."""
     marked = np.zeros(length, bool)
     for question in questions:
-        marked[question.asked : question.asked + VALUE] = True
+        marked[question.asked : question.asked + question.size] = True
     return marked
 
 
@@ -141,10 +170,14 @@ def ask_at(
     for first in range(0, count, GROUP):
         own = order[first : first + GROUP]
         own[:] = random.permutation(own)
-    stated = [write(text, begin + number * SLOT, pairs, number, STATED) for number in range(count)]
+    needles = needles_of(pairs)
+    stated = [
+        write(text, begin + number * SLOT, one.stated, one.at) for number, one in enumerate(needles)
+    ]
+    places = begin + distance + SLOT * np.arange(count)
     return [
-        Question(stated[number], write(text, begin + distance + at * SLOT, pairs, number, ASKED))
-        for at, number in enumerate(order)
+        Question(stated[number], write(text, at, needles[number].asked, needles[number].at))
+        for at, number in zip(places.tolist(), order)
     ]
 
 
@@ -178,10 +211,10 @@ def passkey(source: np.ndarray, length: int, depth: int, sequences: int, seed: i
     text = cut_random(source, sequences, length + 1, random)
     questions = []
     for row in text:
-        pairs = draw_pairs(1, random)
+        (needle,) = needles_of(draw_pairs(1, random))
         last = length + 1 - PAIR
-        stated = write(row, (last - PAIR) * depth // PASSKEY_DEPTHS, pairs, 0, STATED)
-        questions.append([Question(stated, write(row, last, pairs, 0, ASKED))])
+        stated = write(row, (last - PAIR) * depth // PASSKEY_DEPTHS, needle.stated, needle.at)
+        questions.append([Question(stated, write(row, last, needle.asked, needle.at))])
     return Episodes(text, questions)
 
 
@@ -203,6 +236,7 @@ class Batches:
         fraction: fraction of the sequences that have episodes.
         curriculum: steps until spans are as long as sequences.
         shortest: bytes of the shortest span.
+        needles: of episodes.
     """
 
     def __init__(
@@ -214,10 +248,11 @@ class Batches:
         curriculum: int,
         seed: int,
         shortest: int = SHORTEST_SPAN,
+        needles: NeedleDraw = PAIRS,
     ) -> None:
         self.corpus, self.batch, self.length = corpus, batch, length
         self.fraction, self.curriculum, self.seed = fraction, curriculum, seed
-        self.shortest = shortest
+        self.shortest, self.needles = shortest, needles
 
     def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """text [batch, length + 1] uint8; marked [batch, length] bool: the targets that only
@@ -230,6 +265,6 @@ class Batches:
         marked = np.zeros((self.batch, self.length), bool)
         longest = longest_span(step, self.curriculum, self.length, self.shortest)
         for row in np.flatnonzero(has_episodes):
-            questions = fill(text[row], self.shortest, longest, random)
+            questions = fill(text[row], self.shortest, longest, self.needles, random)
             marked[row] = mark(self.length + 1, questions)[1:]
         return text, marked, has_episodes

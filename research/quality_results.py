@@ -63,7 +63,7 @@ from benchmarking import commit, write_whole
 LOSSES = 60  # training losses of each run
 SETTINGS = (
     "form size keys recent sinks bias_form initial_a score_rate rate warm_up steps batch length "
-    "recall recall_weight curriculum seed compile start dt_std sliding_heads score_layers "
+    "recall recall_weight episodes curriculum seed compile start dt_std sliding_heads score_layers "
     "shortest_span nope_heads nope_layers nope_keys nope_recent nope_rotary_dim nope_a nope_rate "
     "nope_a_rate start_step new_scores score_targets target_start target_every target_rate "
     "target_recent rotary_base decay clip schedule_steps pieces questions optimizer hidden_rate "

@@ -46,6 +46,7 @@ from flash_dmattn.score_targets import log_targets
 from quality_evaluate import observing
 from quality_limits import attend_with, restricted_heads
 from quality_model import Attention, Model, narrow, to_device
+from quality_needles import EPISODES
 from quality_optimizer import rate_at
 from quality_recall import Batches
 from torch import nn
@@ -281,7 +282,7 @@ def train(
     """Trains a gate for the first of options.keys. Returns what there is to say of it."""
     device = torch.device(options.device)
     given = (options.length, options.recall, 0, options.seed, options.shortest_span)
-    batches = Batches(corpus, 1, *given)
+    batches = Batches(corpus, 1, *given, EPISODES[options.episodes])
     optimizer = optimizer_of(gate)
     recent = options.keys[0] // 2 if kind == "attention" else None
     generator = torch.Generator(device).manual_seed(options.seed)

@@ -13,6 +13,7 @@ import pytest
 import quality
 import quality_evaluate
 import quality_model
+import quality_needles
 import quality_optimizer
 import quality_picture
 import quality_recall
@@ -57,6 +58,25 @@ def test_training_marks_what_only_memory_can_predict(corpus: Path, step: int) ->
             assert quality_recall.PAIR <= distance < longest
             expected[position : position + quality_recall.VALUE] = True
         assert (row_marked == expected[1:]).all()
+
+
+def test_training_with_mixed_needles(corpus: Path) -> None:
+    """Every marked value stands behind the same letters before, and all kinds are asked for."""
+    source = quality.read_bytes(corpus / "corpus.bin")
+    needles = quality_needles.EPISODES["mixed"]
+    batches = quality_recall.Batches(source, 4, LENGTH, 0.5, 0, seed=7, needles=needles)
+    seen = {"pair": 0, "assignment": 0, "identifier": 0}
+    for text, marked, _ in map(batches, range(20)):
+        for row, is_value in zip(text, marked):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], is_value, [0]]))) + 1
+            for begin, end in edges.reshape(-1, 2).tolist():
+                words = row[begin - 3 : end].tobytes()
+                assert row.tobytes().find(words) + len(words) < begin - 3
+                ends = {b" = ": "assignment", b"_": "identifier"}
+                kind = ends.get(words[:3], ends.get(words[2:3], "pair"))
+                assert end - begin == (3 if kind == "pair" else 5)
+                seen[kind] += 1
+    assert min(seen.values()) > 20
 
 
 def test_spans_grow_to_the_whole_sequence() -> None:

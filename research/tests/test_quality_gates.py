@@ -313,7 +313,7 @@ def test_training_lowers_the_loss(kind: str) -> None:
     options = argparse.Namespace(
         **{"keys": [KEYS], "steps": 16, "seconds": 1000.0, "queries": 128, "rate": 2e-3},
         **{"recall": 0.5, "recall_weight": 0.5, "capacity_weight": 1.0},
-        **{"seed": 0, "length": 256, "shortest_span": 128, "device": "cpu"},
+        **{"seed": 0, "length": 256, "shortest_span": 128, "episodes": "pairs", "device": "cpu"},
     )
     gate = quality_retention.new_gate(model, kind, 256, 0)
     before = {name: one.clone() for name, one in model.state_dict().items()}
