@@ -17,6 +17,7 @@
 
 #include "commands.h"
 #include "common/arrays.h"
+#include "common/json_tree.h"
 #include "common/options.h"
 #include "common/progress.h"
 #include "common/random.h"
@@ -24,7 +25,6 @@
 #include "common/timing.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,24 +99,13 @@ static const command_line command = {
 /* ---- input ---- */
 
 static int read_bytes(const char *path, bytes *text) {
-    FILE *const stream = fopen(path, "rb");
-    if (stream == NULL) {
-        print_error("lm: %s: cannot be opened: %s", path, strerror(errno));
-        return -1;
-    }
-    size_t room = 1 << 16, count = 0, got;
-    text->data = malloc(room);
-    while (text->data != NULL && (got = fread(text->data + count, 1, room - count, stream)) > 0) {
-        count += got;
-        if (count == room)
-            text->data = realloc(text->data, room *= 2);
-    }
-    const bool failed = text->data == NULL || ferror(stream) != 0;
-    if (failed)
-        print_error("lm: %s: cannot be read: %s", path, strerror(errno));
-    fclose(stream);
+    char reason[MESSAGE_SIZE];
+    size_t count = 0;
+    text->data = (uint8_t *)read_file(path, &count, reason, sizeof reason);
     text->count = (int64_t)count;
-    return failed ? -1 : 0;
+    if (text->data == NULL)
+        print_error("lm: %s: %s", path, reason);
+    return text->data != NULL ? 0 : -1;
 }
 
 static int read_prompt(const lm_options *options, bytes *prompt) {
