@@ -57,8 +57,8 @@ static XLA_FFI_Error_Code code_of(fdma_status status) {
 }
 
 /* Returns 1 for the call that XLA makes once, at registration, and answers it: calls of the handler
- * may become part of a CUDA graph. The type of `extension_start` has another name in each version of
- * XLA's header. */
+ * may become part of a CUDA graph. The type of `extension_start` has another name in each version
+ * of XLA's header. */
 static int describes(const XLA_FFI_CallFrame *frame) {
     XLA_FFI_Metadata_Extension *const asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
     if (asked == NULL || asked->extension_base.type != XLA_FFI_Extension_Metadata)
