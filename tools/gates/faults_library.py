@@ -106,7 +106,7 @@ LIBRARY = [
     Fault("the output may replace the input", "tools/attend/attend.c",
           "is_same_file(options.out, options.file)", "false",
           ("pytest test_attend.py -k input",)),
-    Fault("an added token is the first that matches, not the longest", "tools/tokenizer/tokenizer.c",
+    Fault("the shortest added token is taken", "tools/tokenizer/tokenizer.c",
           "one->length > found->length", "one->length < found->length",
           ("pytest test_tokenizer.py -k odd_texts",)),
     Fault("look-ahead reads the text of the next piece", "tools/tokenizer/pattern.c",
