@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _arguments, _types, ops, streams
+from . import _arguments, _types, cache_state, ops, streams
 from ._arguments import MaybeTensor, autocast, call_renamed, finish, kernel_scale, pad_head_dim
 from ._signatures import BiasForm
 from .streams import TOKENS_MAX, KeyCache, Tokens
@@ -462,14 +462,52 @@ class DynamicMaskCache:
             TypeError: b is not an int.
             ValueError: there is no such sequence, or there are drafts.
         """
-        if not 0 <= _arguments.check_int("b", b) < self.batch:
-            raise ValueError(f"b: is {b}, want 0 to {self.batch - 1}")
-        require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
+        self._check_settled(b)
         self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
         self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
         for layer in range(self.layers):
             self._dropped[layer] = tuple({*self._dropped[layer], b})
             self._empty[layer] |= len(self._dropped[layer]) == self.batch
+
+    def save(self, b: int) -> bytes:
+        """Sequence b of all layers as bytes, so that it can go on later, or in another process or
+        machine. A CUDA device is waited for.
+
+        Raises:
+            TypeError: b is not an int.
+            ValueError: there is no such sequence, or there are drafts.
+        """
+        return b"".join(self.keys.save(sequence) for sequence in self._numbers(b))
+
+    def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
+        """Make sequence b what another one was when it was saved, in a cache of as many layers and
+        of the same sizes, rules, dtype and bias_form. A state that is refused changes nothing.
+
+        Raises:
+            TypeError: b is not an int, or state is not bytes.
+            ValueError: there is no such sequence, or there are drafts; a state that is truncated or
+                damaged, or of a cache of other layers, sizes, rules or dtype.
+            NotImplementedError: a state of another version.
+        """
+        numbers = self._numbers(b)
+        cache_state.restore_all([(self.keys, numbers)], state)
+        self._restored(b)
+
+    def _restored(self, b: int) -> None:
+        """Count the tokens of a sequence that has been restored."""
+        self._empty = [False] * self.layers
+        self._dropped = [tuple({*own} - {b}) for own in self._dropped]
+        self._lengths = [None] * self.layers
+
+    def _numbers(self, b: int) -> list[int]:
+        """The numbers of sequence b in `keys`, one for each layer."""
+        self._check_settled(b)
+        return [layer * self.batch + b for layer in range(self.layers)]
+
+    def _check_settled(self, b: int) -> None:
+        if not 0 <= _arguments.check_int("b", b) < self.batch:
+            raise ValueError(f"b: is {b}, want 0 to {self.batch - 1}")
+        require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from . import _types, functional, streams
+from . import _types, cache_state, functional, streams
 from ._signatures import BiasForm
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
@@ -333,7 +333,59 @@ class KeptKeys(CacheLayerMixin):
         self.kept._lengths = before._lengths[:]
 
 
-class DogeCache(Cache):
+class KeptKeysCache(Cache):
+    """A cache whose sequences can be saved as bytes: of layers with KeptKeys."""
+
+    def _kept(self) -> list[DynamicMaskCache]:
+        """The keys of the layers."""
+        found: list[DynamicMaskCache] = []
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer, KeptKeys):
+                raise NotImplementedError(
+                    f"cache: its layer {number} is a {type(layer).__name__} of transformers, want "
+                    "layers of constant size to save or restore"
+                )
+            if layer.kept is None:
+                raise ValueError(
+                    "cache: has no sizes yet, want a call of the model before, or "
+                    "early_initialization(batch, kv_heads, head_dim, dtype, device)"
+                )
+            if layer._drafts is not None:
+                raise ValueError("cache: has tokens of assisted generation that crop() may remove")
+            found.append(layer.kept)
+        return found
+
+    def save(self, b: int = 0) -> bytes:
+        """Sequence b as bytes, so that generate() can go on later, or in another process.
+
+        Raises:
+            TypeError: b is not an int.
+            ValueError: there is no such sequence; a cache without tokens, or one that assisted
+                generation has left tokens in that crop() may remove.
+            NotImplementedError: a model with layers whose cache is one of transformers.
+        """
+        return b"".join(kept.save(b) for kept in self._kept())
+
+    def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
+        """Make sequence b what another one was when it was saved, in a cache of the same model. A
+        state that is refused changes nothing.
+
+            cache.early_initialization(1, kv_heads, head_dim, model.dtype, model.device)
+            cache.restore(0, state)
+
+        Raises:
+            TypeError: b is not an int, or state is not bytes.
+            ValueError: as in save(); a state that is truncated or damaged, or of a cache of other
+                layers, sizes, rules or dtype.
+            NotImplementedError: as in save(); a state of another version.
+        """
+        kept = self._kept()
+        cache_state.restore_all([(one.keys, one._numbers(b)) for one in kept], state)
+        for one in kept:
+            one._restored(b)
+
+
+class DogeCache(KeptKeysCache):
     """A cache for Doge that has keep_window_size keys for each layer and kv head, whatever the
     length: generate() gives the same tokens as with a cache of all keys. For a model with a
     sliding_window it has the keys of that window, from which each query selects its own.

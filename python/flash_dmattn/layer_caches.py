@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _arguments, _types
+from . import _arguments, _types, cache_state
 from .cache import DynamicMaskCache
 
 if TYPE_CHECKING:
@@ -124,6 +124,18 @@ class LayerCaches:
         self._check_drafts("b")
         for cache in self.caches:
             cache.drop(b)
+
+    def save(self, b: int) -> bytes:
+        """As DynamicMaskCache.save()."""
+        self._check_drafts("b")
+        return b"".join(cache.save(b) for cache in self.caches)
+
+    def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
+        """As DynamicMaskCache.restore()."""
+        self._check_drafts("b")
+        cache_state.restore_all([(cache.keys, cache._numbers(b)) for cache in self.caches], state)
+        for cache in self.caches:
+            cache._restored(b)
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""

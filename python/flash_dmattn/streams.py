@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from . import _arguments, _types, ops
+from . import _arguments, _types, cache_state, ops
 from ._arguments import MaybeTensor, autocast, finish, kernel_scale, pad_head_dim, refuse_tangents
 from ._signatures import BiasForm, DecodeKeywords
 
@@ -69,6 +69,39 @@ class KeyCache(NamedTuple):
     recent: int = 0
     sinks: int = 0
     page_table: torch.Tensor | None = None
+
+    def save(self, sequence: int) -> bytes:
+        """A sequence as bytes, so that it can go on later, or in another process or machine.
+
+        They hold the rows that have keys, the sizes, rules and dtype of the cache, and a checksum.
+        A cache on a CUDA device is waited for.
+
+        Raises:
+            TypeError: sequence is not an int.
+            ValueError: there is no such sequence.
+            NotImplementedError: a page_table on a CUDA device.
+
+        Example:
+            >>> cache = flash_dmattn.DynamicMaskCache(1, 2, kv_heads=2, head_dim=8, window=4)
+            >>> state = cache.keys.save(0)
+            >>> cache.keys.restore(1, state)
+        """
+        return cache_state.save(self, sequence)
+
+    def restore(self, sequence: int, state: bytes | bytearray | memoryview) -> None:
+        """Make a sequence what another one was when it was saved; it goes on with the same bits.
+
+        The other cache had the same sizes, rules and dtype, and the same bias_form in its calls; it
+        may have had more sequences, and been on another device. A state that is refused changes
+        nothing.
+
+        Raises:
+            TypeError: sequence is not an int, or state is not bytes.
+            ValueError: there is no such sequence; a state that is truncated or damaged, or of a
+                cache of other sizes, rules or dtype.
+            NotImplementedError: a state of another version; a page_table on a CUDA device.
+        """
+        cache_state.restore(self, sequence, state)
 
 
 # Functions, because torch.compile of PyTorch 2.4 does not trace properties of a NamedTuple.

@@ -27,12 +27,12 @@ from transformers import (
     PreTrainedTokenizer,
     initialization,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama as llama
 
 from . import _types, functional
 from ._signatures import BiasForm
-from .doge_cache import NAME, KeptKeys
+from .doge_cache import NAME, KeptKeys, KeptKeysCache
 from .hybrid import HybridPlan, StepTargets
 from .lifetimes import LifetimeGate, lifetime_loss
 from .nn import DynamicMaskAttention, States
@@ -202,7 +202,7 @@ class HybridKeys(KeptKeys):
     users = "the model is a hybrid"
 
 
-class HybridCache(Cache):
+class HybridCache(KeptKeysCache):
     """A cache for a hybrid: each layer has as many rows as a query keeps keys there, whatever the
     length. Layers that keep all keys have all rows.
 

@@ -1,20 +1,17 @@
-"""A sequence of a cache goes on in another process from the bytes of fdma_cache_save(), and bytes
-that were changed are refused."""
+"""A sequence of a cache goes on in another process from the bytes of save(), and bytes that were
+changed are refused."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from flash_dmattn import KeyCache, _library, decode
-from flash_dmattn._call import view
+from flash_dmattn import DynamicMaskAttention, DynamicMaskCache, KeyCache, LayerCaches, decode
 from programs import output_of, python
 
 HEADS, HEAD_DIM, WINDOW, RECENT = 2, 16, 6, 3
-LIBRARY = _library.library
 
 
 def new_cache(sequences: int, dtype: torch.dtype = torch.bfloat16) -> KeyCache:
@@ -24,36 +21,6 @@ def new_cache(sequences: int, dtype: torch.dtype = torch.bfloat16) -> KeyCache:
     position = torch.full((sequences, HEADS, rows), -1, dtype=torch.int32)
     seen = torch.zeros(sequences, dtype=torch.int32)
     return KeyCache(*keys, *numbers, position, seen, WINDOW, RECENT)
-
-
-def struct_of(cache: KeyCache) -> ctypes.Structure:
-    structs = _library.HEADER.structs
-    key, value, bias, score, position, seen = (view("cache", one) for one in cache[:6])
-    return structs["fdma_cache"](
-        k=key,
-        v=value,
-        bias=bias,
-        table=structs["fdma_table"](score=score, position=position, seen=seen),
-        sequences=cache.key.shape[0],
-        kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        window=cache.window,
-        recent=cache.recent,
-        sinks=cache.sinks,
-        dtype=key.dtype,
-    )
-
-
-def save(cache: KeyCache, sequence: int) -> bytes:
-    one, size = struct_of(cache), ctypes.c_size_t()
-    _library.check(LIBRARY.fdma_cache_state_bytes(one, sequence, ctypes.byref(size)))
-    state = ctypes.create_string_buffer(size.value)
-    _library.check(LIBRARY.fdma_cache_save(one, sequence, state, size.value))
-    return state.raw
-
-
-def restore(cache: KeyCache, sequence: int, state: bytes) -> None:
-    _library.check(LIBRARY.fdma_cache_restore(struct_of(cache), sequence, state, len(state)))
 
 
 def step(cache: KeyCache, sequence: int, number: int) -> torch.Tensor:
@@ -68,7 +35,7 @@ def step(cache: KeyCache, sequence: int, number: int) -> torch.Tensor:
 def go_on(path: str) -> None:
     """Restores a sequence from a file, decodes 20 tokens and prints their sum's bits."""
     cache = new_cache(1)
-    restore(cache, 0, Path(path).read_bytes())
+    cache.restore(0, Path(path).read_bytes())
     outs = torch.cat([step(cache, 0, number) for number in range(30, 50)])
     print(outs.view(torch.int16).tolist())
 
@@ -77,7 +44,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
     cache, path = new_cache(3), tmp_path / "state"
     for number in range(30):
         step(cache, 2, number)
-    path.write_bytes(save(cache, 2))
+    path.write_bytes(cache.save(2))
     here = torch.cat([step(cache, 2, number) for number in range(30, 50)])
     code = f"import test_cache_state; test_cache_state.go_on({str(path)!r})"
     there = output_of(python("-c", code, env={"PYTHONHASHSEED": "0"}, cwd=Path(__file__).parent))
@@ -88,20 +55,116 @@ def test_changed_bytes_are_refused() -> None:
     cache, other = new_cache(1), new_cache(1)
     for number in range(12):
         step(cache, 0, number)
-    state, chance = save(cache, 0), random.Random(5)
+    state, chance = cache.save(0), random.Random(5)
     for _ in range(300):
         changed = bytearray(state)
         changed[chance.randrange(len(state))] ^= chance.randrange(1, 256)
         with pytest.raises((ValueError, NotImplementedError), match="^state: "):
-            restore(other, 0, bytes(changed))
+            other.restore(0, bytes(changed))
         with pytest.raises(ValueError, match="^state: "):
-            restore(other, 0, state[: chance.randrange(len(state))])
+            other.restore(0, state[: chance.randrange(len(state))])
     assert other.seen.item() == 0 and (other.position == -1).all()
-    restore(other, 0, state)
-    assert save(other, 0) == state
+    other.restore(0, state)
+    assert other.save(0) == state
 
 
 def test_another_dtype_is_refused() -> None:
-    state = save(new_cache(1), 0)
+    state = new_cache(1).save(0)
     with pytest.raises(ValueError, match="state: its dtype is bfloat16, want the cache's, float32"):
-        restore(new_cache(1, torch.float32), 0, state)
+        new_cache(1, torch.float32).restore(0, state)
+
+
+def test_wrong_arguments() -> None:
+    cache = new_cache(2)
+    state = cache.save(0)
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match=f"sequence: is {wrong}, want 0 to 1"):
+            cache.save(wrong)
+        with pytest.raises(ValueError, match=f"sequence: is {wrong}, want 0 to 1"):
+            cache.restore(wrong, state)
+    with pytest.raises(TypeError, match="sequence: is 0.0, a float, want an int"):
+        cache.save(0.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="state: is 'state', a str, want bytes"):
+        cache.restore(0, "state")  # type: ignore[arg-type]
+    cache.position[1, 0, 0] = 3
+    with pytest.raises(ValueError, match="^cache.position: "):
+        cache.save(1)
+
+
+def test_pages_and_views() -> None:
+    """A sequence with pages, and one whose rows stand far from each other."""
+    cache, spaced = new_cache(2), new_cache(8)
+    wide = KeyCache(*(x[::3] for x in spaced[:5]), spaced.seen[:3], WINDOW, RECENT)
+    pool = [torch.zeros(6, 4, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.tensor([[0, 1, 2], [4, 3, 5]], dtype=torch.int32)
+    paged = new_cache(2)._replace(key=pool[0], value=pool[1], page_table=table)
+    for number in range(8):
+        step(cache, 1, number)
+    for other in (wide, paged):
+        other.restore(1, bytearray(cache.save(1)))
+        assert torch.equal(step(cache, 1, 99), step(other, 1, 99))
+        assert other.save(1) == cache.save(1)
+
+
+# ---- all layers of a model ----
+
+
+def make_layers(windows: tuple[int, ...]) -> list[DynamicMaskAttention]:
+    torch.manual_seed(2)
+    return [DynamicMaskAttention(32, 2, 1, window, recent=3) for window in windows]
+
+
+def pass_tokens(
+    layers: list[DynamicMaskAttention], cache: DynamicMaskCache | LayerCaches, x: torch.Tensor
+) -> torch.Tensor:
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            x = x + layer(x, cache=cache, layer=number)
+    return x
+
+
+@pytest.mark.parametrize("windows", [(5, 5, 5), (5, 9, 5)])
+@pytest.mark.parametrize("static", [False, True])
+def test_layers_go_on(windows: tuple[int, ...], static: bool) -> None:
+    """Two sequences change places, in a cache where others have passed."""
+    layers = make_layers(windows)
+    one, other = (LayerCaches(layers, 2, static=static) for _ in range(2))
+    if len({*windows}) == 1:
+        one, other = one.caches[0], other.caches[0]  # type: ignore[assignment]
+    prompt, new = torch.randn(2, 70, 32), torch.randn(2, 1, 32)
+    pass_tokens(layers, one, prompt)
+    pass_tokens(layers, other, torch.randn(2, 9, 32))
+    other.drop(0)
+    for b in range(2):
+        other.restore(b, one.save(1 - b))
+    assert int(other.get_seq_length()) == 70
+    found = pass_tokens(layers, other, new.flip(0)).flip(0)
+    assert torch.equal(found, pass_tokens(layers, one, new))
+    long = torch.randn(2, 80, 32)
+    found = pass_tokens(layers, other, long.flip(0)).flip(0)
+    assert torch.equal(found, pass_tokens(layers, one, long))
+
+
+def test_a_state_of_other_layers_changes_nothing() -> None:
+    layers = make_layers((5, 9, 5))
+    cache = LayerCaches(layers, 2)
+    pass_tokens(layers, cache, torch.randn(2, 20, 32))
+    state, before = cache.save(0), cache.save(1)
+    first = cache.caches[0].save(0)
+    wrong = {
+        first: "state: has 2 layers, want 3",
+        state + b"more": "state: has 4 bytes more than 3 layers, want a state of as many",
+        state[:-8]: "state: is truncated",
+        first[: len(first) // 2]
+        + state[len(first) :]: "state: its window is 9, want the cache's, 5",
+    }
+    for given, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            cache.restore(1, given)
+        assert cache.save(1) == before
+    with pytest.raises(ValueError, match="b: is 2, want 0 to 1"):
+        cache.save(2)
+    with torch.no_grad():
+        layers[0](torch.randn(2, 1, 32), cache=cache.caches[0], layer=0, draft=True)
+    with pytest.raises(ValueError, match="b: there are drafts"):
+        cache.caches[0].save(0)

@@ -220,6 +220,25 @@ def test_one_graph_replayed_is_eager(drafts: int) -> None:
 
 
 @on_device
+def test_saved_sequences_go_on_elsewhere() -> None:
+    """On the device and on the CPU, from where they come back."""
+    rows, weights = make_exact()
+    one, other, host = new_cache(layers=2), new_cache(layers=2), new_cache(layers=2, device="cpu")
+    for layer in range(2):
+        attend(one, cut(rows, 0, 80), weights, layer)
+    for b in range(BATCH):
+        state_of_b = one.save(b)
+        host.restore(b, state_of_b)
+        assert host.save(b) == state_of_b
+        other.restore(b, host.save(b))
+        with pytest.raises(ValueError, match="state: is truncated"):
+            other.restore(b, state_of_b[:-8])
+    for t in range(80, 90):
+        piece = cut(rows, t, 1)
+        assert_same(*(step(cache, piece, weights, None) for cache in (one, other)))
+
+
+@on_device
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @torch.no_grad()
 def test_one_compiled_graph_for_all_steps(backend: str) -> None:

@@ -98,6 +98,42 @@ def test_sequences_are_moved() -> None:
     assert cache.get_seq_length() == 60
 
 
+def test_generation_goes_on_from_saved_caches() -> None:
+    """In another cache, whose sequences stand in another order."""
+    _, selected = make_separate("doge")
+    given = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
+    cache = ours.DogeCache(selected.config)
+    tokens = selected.generate(make_tokens(2, 50), past_key_values=cache, **given)
+    states = [cache.save(b) for b in range(2)]
+    wanted = selected.generate(tokens, past_key_values=cache, **given)
+    other = ours.DogeCache(selected.config)
+    with pytest.raises(ValueError, match="cache: has no sizes yet, want a call of the model"):
+        other.restore(0, states[1])
+    config = selected.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    heads = config.num_key_value_heads
+    other.early_initialization(2, heads, head_dim, selected.dtype, selected.device)
+    for b in range(2):
+        other.restore(b, states[1 - b])
+    assert other.get_seq_length() == 64
+    found = selected.generate(tokens.flip(0), past_key_values=other, **given)
+    assert torch.equal(found.flip(0), wanted)
+
+
+def test_caches_that_cannot_be_saved() -> None:
+    _, selected = make_separate("doge")
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        selected(make_tokens(1, 50), past_key_values=cache)
+        cache.layers[0].activate_past_recording()
+        selected(make_tokens(1, 2), past_key_values=cache)
+    with pytest.raises(ValueError, match="cache: has tokens of assisted generation that crop"):
+        cache.save()
+    sliding = transformers.DogeConfig(num_hidden_layers=2, sliding_window=16)
+    with pytest.raises(NotImplementedError, match="cache: its layer 0 is a DynamicSlidingWindow"):
+        ours.DogeCache(sliding).save()
+
+
 def test_bad_caches() -> None:
     _, selected = make_separate("doge")
     eager_llama, llama = make_separate("llama")

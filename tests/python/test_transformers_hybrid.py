@@ -160,6 +160,17 @@ def test_sequences_are_moved() -> None:
     near(model(tokens[[0, 1, 1], 50:], past_key_values=cache).logits, wanted)
 
 
+def test_a_saved_cache() -> None:
+    model, tokens = make_model(), make_tokens()
+    cache, other = (ours.HybridCache(model.config) for _ in range(2))
+    model(tokens[:, :50], past_key_values=cache)
+    other.early_initialization(2, 2, 16, model.dtype, model.device)
+    for b in range(2):
+        other.restore(b, cache.save(b))
+    found, wanted = (model(tokens[:, 50:], past_key_values=x).logits for x in (other, cache))
+    assert torch.equal(found, wanted)
+
+
 def test_beams_have_the_scores_of_their_sequences() -> None:
     model, tokens = make_model(), make_tokens(length=30)
     given = {"max_new_tokens": 12, "num_beams": 3, "length_penalty": 0.0, "do_sample": False}

@@ -10,7 +10,10 @@ import flash_dmattn
 import flash_dmattn.vllm
 import pytest
 import torch
+import vllm_layer
 from flash_dmattn import streams
+from flash_dmattn.vllm import pages
+from flash_dmattn.vllm.pages import Pages, Rules, StepMaker
 from programs import ROOT, output_of, python
 
 
@@ -73,3 +76,75 @@ def test_pieces_with_scores_equal_pieces_with_weights(form: str, length: int) ->
     torch.testing.assert_close(*found)  # biases differ in last bits
     for one, other in zip(*(keys[:6] for keys in caches)):
         assert torch.equal(one, other)
+
+
+# ---- steps and pages, which do not need vLLM ----
+
+
+def test_requests_of_different_ages() -> None:
+    """Packed steps of prompts in pieces and of decoding against each request alone, also through
+    one traced graph for steps of all kinds."""
+    with torch.inference_mode():
+        row = vllm_layer.check_requests("cpu")
+    assert row["divisions of steps"] == 3
+    assert row["traced, equal"]
+
+
+def make_states(requests: int) -> tuple[Pages, StepMaker]:
+    states = Pages([Rules(4), Rules(2, 1), Rules(4)], 2, 8, torch.float32)
+    tensors = [torch.ones(requests + 1, *own) for own in states.shapes()]
+    states.use([x.to(dtype) for x, dtype in zip(tensors, states.dtypes())])
+    return states, StepMaker(states, requests, "cpu")
+
+
+def test_bytes_of_a_page() -> None:
+    states, _ = make_states(1)
+    rows = 2 * 4 + 2 + 1
+    assert states.page_bytes() == 2 * rows * (2 * 8 * 4 + 12)
+
+
+def test_steps_of_decoding_have_one_place() -> None:
+    """A CUDA graph reads the pages of each step in the memory where it was captured."""
+    states, maker = make_states(4)
+    for table, wanted in (([3, 1, 2, 0], [3, 1, 2, -1]), ([2, 4, 0, 0], [2, 4, -1, -1])):
+        count = sum(page > 0 for page in table)
+        starts = [min(n, count) for n in range(5)]
+        step = maker.make(starts, [9] * count + [0] * (4 - count), torch.tensor(table))
+        ((own, *others),) = step.rows
+        assert own.tolist() == wanted
+        assert own.data_ptr() == maker.pages.data_ptr()
+        assert others == [None] * 4
+        assert step.pieces == []
+
+
+def test_padding_takes_part_in_nothing() -> None:
+    """Requests without tokens that have pages, more requests than tokens, and tokens of none."""
+    states, maker = make_states(4)
+    step = maker.make([0, 1, 2, 2], [1, 1, 5], torch.tensor([1, 2, 3]))
+    before = [x.clone() for cache in states.caches for x in cache[:6]]
+    for tokens in (2, 5):
+        query, key, value = torch.randn(tokens, 4, 8), *torch.randn(2, tokens, 2, 8)
+        out = torch.full_like(query, 7)
+        states.attend(1, step, query, key, value, torch.randn(2, tokens), out, 0.5)
+        assert (out[2:3] == 0).all()  # of the third request, which has no page
+        assert (out[3:] == 7).all()
+        assert not (out[:2] == 7).any()
+    after = [x for cache in states.caches for x in cache[:6]]
+    assert states.caches[1].seen.tolist() == [0, 2, 2, 0, 0]
+    for old, new in zip(before, after):
+        assert torch.equal(old[[0, 3, 4]], new[[0, 3, 4]])
+
+
+def test_only_pages_of_new_requests_are_emptied() -> None:
+    states, maker = make_states(3)
+    states.seen.fill_(5)
+    maker.make([0, 70, 71, 72], [70, 9, 1], torch.tensor([3, 1, 2]))
+    assert states.seen.tolist() == [[5, 5, 0, 0]] * 3
+    for cache in states.caches:
+        assert (cache.position[:2] == 1).all()
+        assert (cache.position[2:] == -1).all()
+
+
+def test_no_engine() -> None:
+    with pytest.raises(RuntimeError, match="model.states: no engine serves this model, want one"):
+        pages.no_engine("model.states")

@@ -17,6 +17,7 @@ os.environ.update(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
     }
 )
 ours.register()

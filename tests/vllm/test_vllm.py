@@ -141,6 +141,63 @@ def test_bfloat16(folders: dict[str, Path]) -> None:
     assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
+# ---- torch.compile and CUDA graphs ----
+
+
+@pytest.mark.parametrize("name", ["doge", "hybrid with lifetimes"])
+def test_compiled_layers(folders: dict[str, Path], name: str) -> None:
+    """One graph for steps of all kinds, by inductor, as vLLM compiles on a CPU by default."""
+    prompts = make_prompts(16)
+    engine = make_engine(folders[name], enforce_eager=False)
+    assert engine.vllm_config.compilation_config.backend == "inductor"
+    assert serve(engine, prompts, gap=1) == generate(folders[name], prompts)
+
+
+@pytest.mark.parametrize("name", ["doge", "hybrid with lifetimes"])
+def test_attention_stands_between_compiled_pieces(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As vLLM compiles on a GPU, where it captures each piece, and calls attention between them."""
+    from vllm.compilation.counter import compilation_counter
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    on_cpu = CpuPlatform.check_and_update_config
+
+    def as_on_gpu(config: Any) -> None:
+        on_cpu(config)
+        own = config.compilation_config
+        own.mode, own.backend, own.compile_sizes = CompilationMode.VLLM_COMPILE, "eager", []
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(as_on_gpu))
+    prompts, layers = make_prompts(16), 3
+    engine = make_engine(folders[name], enforce_eager=False)
+    with compilation_counter.expect(num_piecewise_graphs_seen=0):
+        found = serve(engine, prompts, gap=1)  # nothing is compiled anew
+    assert compilation_counter.num_piecewise_capturable_graphs_seen % (layers + 1) == 0
+    assert compilation_counter.num_piecewise_graphs_seen % (2 * layers + 1) == 0
+    assert compilation_counter.num_piecewise_graphs_seen > 0
+    assert found == generate(folders[name], prompts)
+
+
+def test_steps_of_decoding_can_be_captured(doge: Any) -> None:
+    """vLLM asks the builder which steps it may capture whole, and replays them with its pages."""
+    from flash_dmattn.vllm.states import StepBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    found = StepBuilder.get_cudagraph_support(doge.vllm_config, None)
+    assert found == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    runner = doge.model_executor.driver_worker.worker.model_runner
+    (builder,) = runner.attn_groups[0][0].metadata_builders
+    places = set()
+
+    def find_place(_: int) -> None:
+        places.add(builder.maker.pages.data_ptr())
+
+    serve(doge, make_prompts(4), after_step=find_place)
+    assert len(places) == 1
+
+
 @pytest.mark.parametrize("name", ["doge with biases", "hybrid with lifetimes"])
 def test_two_ranks(folders: dict[str, Path], name: str) -> None:
     """Tensor parallelism, in processes that vLLM starts, which find the plugin by themselves."""

@@ -130,7 +130,7 @@ class Pages:
             query: [tokens, q_heads, head_dim].
             key, value: [tokens, kv_heads, head_dim].
             score: [kv_heads, tokens] float32.
-            out: [tokens, q_heads, head_dim], is written, but for padding.
+            out: [tokens, q_heads, head_dim], is written; of padding it has no meaning.
             scale: of logits.
         """
         cache, form = self.caches[layer], self.rules[layer].bias_form
