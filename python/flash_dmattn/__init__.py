@@ -11,8 +11,13 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import _environment, _library  # noqa: F401 (the first one warns)
-from ._library import version
+try:
+    from . import _environment, _library  # noqa: F401 (the first one warns)
+    from ._library import version
+except ImportError as error:
+    if sys.argv[:1] != ["-m"]:
+        raise
+    sys.exit(f"flash_dmattn: {error}")  # `python -m flash_dmattn` needs no traceback
 
 if TYPE_CHECKING:
     from ._names import *  # noqa: F403

@@ -8,7 +8,7 @@
 
 `info` prints the same as `fdma info` for the library that the package uses, and the versions of
 Python and PyTorch. The folders are in an installed package, where libfdma is beside fdma.h. Exit
-status: 0 done; 2 bad usage, or no such folder.
+status: 0 done; 1 no library was found; 2 bad usage, or no such folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Types for type checkers: choices by name, and the keywords that overloads of a function share."""
+"""Types for type checkers: choices by name, the keywords that overloads of a function share, and
+functions that return a function."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Callable, Literal, TypedDict, TypeVar
 
 import torch
 
@@ -11,11 +12,22 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import ParamSpec
 
     from .options import DynamicMaskOptions
 
+    Parameters = ParamSpec("Parameters")
+
+Function = TypeVar("Function")
 Scope = Literal["causal", "global"]
 BiasForm = Literal["exp", "linear", "none"]
+
+
+def returns(
+    like: Function,
+) -> Callable[[Callable[Parameters, Any]], Callable[Parameters, Function]]:
+    """Declares that a function returns one that is called as `like` is."""
+    return lambda function: function
 
 
 class Rules(TypedDict, total=False):

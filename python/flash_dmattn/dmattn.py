@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -26,7 +26,7 @@ from ._arguments import (
     refuse_tangents,
 )
 from ._orders import has_scale, in_any_order
-from ._signatures import MaskedKeywords
+from ._signatures import MaskedKeywords, returns
 from .functional import attention
 from .probabilities import attention_probabilities
 
@@ -307,7 +307,8 @@ def flash_dmattn_func(
     return out if probability is None else (out, lse, probability)
 
 
-def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
+@returns(flash_dmattn_func)
+def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Any:
     """flash_dmattn_func() with its backend chosen.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -48,6 +48,33 @@ def _check_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None)
             raise ValueError(f"{name}: rank is {pairs.dim()}, want 3; {shape}")
 
 
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    is_causal: bool | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    is_causal: bool | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 def flash_dmattn_qkvpacked_func(
     qkv: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
@@ -83,6 +110,35 @@ def flash_dmattn_qkvpacked_func(
     options = {**options, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     rows = _unpack("qkv", qkv, "batch, len, 3, heads, head_dim")
     return call_renamed(IN_QKV, flash_dmattn_func, *rows, attn_mask, attn_bias, **options)
+
+
+@overload
+def flash_dmattn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def flash_dmattn_kvpacked_func(
@@ -121,6 +177,37 @@ def flash_dmattn_kvpacked_func(
     options = {**options, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     rows = (q, *_unpack("kv", kv, "batch, kv_len, 2, kv_heads, head_dim"))
     return call_renamed(IN_KV, flash_dmattn_func, *rows, attn_mask, attn_bias, **options)
+
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    max_seqlen: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def flash_dmattn_varlen_qkvpacked_func(
@@ -162,6 +249,43 @@ def flash_dmattn_varlen_qkvpacked_func(
     sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     names = {**IN_QKV, **ONE_LENGTH}
     return call_renamed(names, flash_dmattn_varlen_func, *rows, *sizes, *options, **named)
+
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    attn_bias: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool | None = ...,
+    softcap: float | None = ...,
+    deterministic: bool | None = ...,
+    *,
+    return_attn_probs: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def flash_dmattn_varlen_kvpacked_func(

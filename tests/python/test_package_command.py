@@ -8,6 +8,7 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import __main__ as command
+from programs import python
 from tool import run_tool
 
 
@@ -59,6 +60,15 @@ def test_sources_have_no_cmake_files(capsys: pytest.CaptureFixture[str]) -> None
         command.main(["--cmake-dir"])
     assert refused.value.code == 2
     assert "no cmake/fdma/fdma-config.cmake in" in capsys.readouterr().err
+
+
+def test_without_a_library() -> None:
+    """In sources that were not built: a sentence, not a traceback."""
+    done = python("-m", "flash_dmattn", "info", env={"FDMA_LIBRARY": None})
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("flash_dmattn: no library at ") and "; set FDMA_LIBRARY to" in line
+    assert "Traceback" in python("-c", "import flash_dmattn", env={"FDMA_LIBRARY": None}).stderr
 
 
 def test_the_message_of_an_unknown_backend_names_it() -> None:

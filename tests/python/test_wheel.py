@@ -73,6 +73,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # Beside what every wheel has.
 RELEASED = {f"cmake/fdma/fdma-{name}.cmake" for name in ("config", "config-version", "targets")}
 RELEASED |= {"cmake/fdma/fdma-targets-release.cmake", "pkgconfig/fdma.pc", "bin/fdma", "libfdma.a"}
+RELEASED |= {"libfdma_jax.so"}
 
 
 def test_contents(wheel: Path) -> None:
@@ -94,6 +95,8 @@ def test_contents(wheel: Path) -> None:
         built |= {f"flash_dmattn/{name}" for name in RELEASED}
         built |= {f"flashdma-{version}.data/scripts/fdma"}
         assert wheel.stat().st_size < 3e6
+        licences = {Path(x).name for x in names if "/licenses/" in x and not x.endswith("/")}
+        assert licences == {"LICENSE", "cJSON.txt", "zig.txt"}
     assert files == {*sources, *built}
     with zipfile.ZipFile(wheel) as opened:
         is_built = opened.read("flash_dmattn/libfdma.so") == _library.find().read_bytes()

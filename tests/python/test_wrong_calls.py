@@ -207,6 +207,8 @@ def caches() -> dict[str, Call]:
         ),
         "DynamicMaskCache.reorder": Call(cache.reorder, {"beam_idx": ints(0)}),
         "DynamicMaskCache.drop": Call(cache.drop, {"b": 0}),
+        "DynamicMaskCache.save": Call(cache.save, {"b": 0}),
+        "DynamicMaskCache.restore": Call(cache.restore, {"b": 0, "state": cache.save(0)}),
         "DynamicMaskCache.reset": Call(cache.reset, {}),
         "DynamicMaskCache.get_seq_length": Call(cache.get_seq_length, {}),
         "LayerCaches": Call(package.LayerCaches, {"layers": [new_layer()], "batch": 1}),
@@ -217,6 +219,8 @@ def caches() -> dict[str, Call]:
         "LayerCaches.commit": Call(several.commit, {}),
         "LayerCaches.reorder": Call(several.reorder, {"beam_idx": ints(0)}),
         "LayerCaches.drop": Call(several.drop, {"b": 0}),
+        "LayerCaches.save": Call(several.save, {"b": 0}),
+        "LayerCaches.restore": Call(several.restore, {"b": 0, "state": several.save(0)}),
         "LayerCaches.reset": Call(several.reset, {}),
         "LayerCaches.get_seq_length": Call(several.get_seq_length, {}),
     }

@@ -38,6 +38,30 @@ masked = flash_dmattn.flash_dmattn_func
 assert_type(masked(x, x, x, is_causal=True), torch.Tensor)
 out, lse, probabilities = masked(query=x, key=x, value=x, return_attn_probs=True)
 masked(x, x, x, causal=True)  # wrong
+chosen = flash_dmattn.flash_dmattn_func_auto(backend="cpu")
+assert_type(chosen(x, x, x, is_causal=True), torch.Tensor)
+out, lse, probabilities = chosen(query=x, key=x, value=x, return_attn_probs=True)
+chosen(x, x, x, causal=True)  # wrong
+flash_dmattn.flash_dmattn_func_auto(8)  # wrong
+
+qkv, kv = torch.randn(1, 8, 3, 2, 8), torch.randn(1, 8, 2, 2, 8)
+all_packed = flash_dmattn.flash_dmattn_qkvpacked_func
+assert_type(all_packed(qkv, None, None, True, 0.5), torch.Tensor)
+out, lse, probabilities = all_packed(qkv, is_causal=True, return_attn_probs=True)
+all_packed(qkv, causal=True)  # wrong
+print(all_packed(qkv, return_attn_probs=True).shape)  # wrong
+keys_packed = flash_dmattn.flash_dmattn_kvpacked_func
+assert_type(keys_packed(x, kv, None, None, 0.5, True), torch.Tensor)
+out, lse, probabilities = keys_packed(x, kv, is_causal=True, return_attn_probs=True)
+keys_packed(kv, is_causal=True)  # wrong
+rows_packed = flash_dmattn.flash_dmattn_varlen_qkvpacked_func
+assert_type(rows_packed(qkv[0], cu_seqlens=lengths, max_seqlen=8), torch.Tensor)
+assert_type(rows_packed(qkv[0], None, None, lengths, 8, 0.5, True), torch.Tensor)
+out, lse, probabilities = rows_packed(qkv[0], None, None, lengths, 8, return_attn_probs=True)
+rows_packed(qkv[0], cu_seqlens_q=lengths)  # wrong
+both_packed = flash_dmattn.flash_dmattn_varlen_kvpacked_func
+assert_type(both_packed(x[0], kv[0], None, None, lengths, lengths, 8, 8), torch.Tensor)
+both_packed(x[0], kv[0], None, None, lengths, lengths, 8, 8, window=4)  # wrong
 
 score, bias = flash_dmattn.score(x, proj, coef, bias_form="linear")
 selection = flash_dmattn.select(score, 4, recent=2, scope="causal")

