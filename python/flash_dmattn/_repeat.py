@@ -43,6 +43,10 @@ MISSING = (
     "flash_dmattn: the extension module _native is missing, so that small calls take several times "
     "as long; to build it, install Python's headers (Debian: python3-dev), then the package anew"
 )
+NEEDS_GIL = (
+    "flash_dmattn: the extension module _native needs a Python with the GIL, so that small calls "
+    "take several times as long"
+)
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
 LAYOUTS_MAX = 8  # per set of options; they are tried one after the other
@@ -120,7 +124,8 @@ NATIVE = find_native()
 @functools.lru_cache(maxsize=None)
 def warn_once() -> None:
     if CAN_ASK:
-        warnings.warn(MISSING, RuntimeWarning, stacklevel=4)  # the caller of the public function
+        why = NEEDS_GIL if sysconfig.get_config_var("Py_GIL_DISABLED") else MISSING
+        warnings.warn(why, RuntimeWarning, stacklevel=4)  # the caller of the public function
 
 
 def repeat_nothing(head: Any, arguments: tuple[Any, ...], count: int) -> Any:
