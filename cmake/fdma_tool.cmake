@@ -3,7 +3,7 @@
 file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
 list(FILTER tool_sources EXCLUDE REGEX "/tools/gates/")
 if(NOT TARGET fdma_cjson) # whose folders are described in JSON
-  list(FILTER tool_sources EXCLUDE REGEX "/tools/generate/")
+  list(FILTER tool_sources EXCLUDE REGEX "/tools/(generate|tokenizer)/|/json_tree\\.c$")
 endif()
 # Loops of products are added and multiplied in one instruction where there is one.
 set_source_files_properties("${PROJECT_SOURCE_DIR}/tools/generate/product.c" PROPERTIES
@@ -19,7 +19,7 @@ set_target_properties(fdma_tool PROPERTIES
   BUILD_RPATH "$ORIGIN"
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 target_include_directories(fdma_tool PRIVATE tools tests src)
-target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags fdma_isas Threads::Threads m)
+target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags fdma_isas Threads::Threads ${CMAKE_DL_LIBS} m)
 
 if(fdma_has_cuda)
   target_link_libraries(fdma_tool PRIVATE ${fdma_cuda_runtime})

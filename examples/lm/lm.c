@@ -17,6 +17,7 @@
 
 #include "commands.h"
 #include "common/arrays.h"
+#include "common/json_tree.h"
 #include "common/options.h"
 #include "common/progress.h"
 #include "common/random.h"
@@ -24,7 +25,6 @@
 #include "common/timing.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,24 +99,13 @@ static const command_line command = {
 /* ---- input ---- */
 
 static int read_bytes(const char *path, bytes *text) {
-    FILE *const stream = fopen(path, "rb");
-    if (stream == NULL) {
-        print_error("lm: %s: cannot be opened: %s", path, strerror(errno));
-        return -1;
-    }
-    size_t room = 1 << 16, count = 0, got;
-    text->data = malloc(room);
-    while (text->data != NULL && (got = fread(text->data + count, 1, room - count, stream)) > 0) {
-        count += got;
-        if (count == room)
-            text->data = realloc(text->data, room *= 2);
-    }
-    const bool failed = text->data == NULL || ferror(stream) != 0;
-    if (failed)
-        print_error("lm: %s: cannot be read: %s", path, strerror(errno));
-    fclose(stream);
+    char reason[MESSAGE_SIZE];
+    size_t count = 0;
+    text->data = (uint8_t *)read_file(path, &count, reason, sizeof reason);
     text->count = (int64_t)count;
-    return failed ? -1 : 0;
+    if (text->data == NULL)
+        print_error("lm: %s: %s", path, reason);
+    return text->data != NULL ? 0 : -1;
 }
 
 static int read_prompt(const lm_options *options, bytes *prompt) {
@@ -131,11 +120,11 @@ static int read_prompt(const lm_options *options, bytes *prompt) {
 
 /* ---- generating ---- */
 
-static sampling sampling_of(const lm_options *options) {
-    return (sampling){.temperature = options->temperature,
-                      .top_p = options->top_p,
-                      .min_p = options->min_p,
-                      .random = (uint64_t)options->seed};
+static byte_sampling sampling_of(const lm_options *options) {
+    return (byte_sampling){.by = {.temperature = options->temperature,
+                                  .top_p = options->top_p,
+                                  .min_p = options->min_p,
+                                  .random = (uint64_t)options->seed}};
 }
 
 /* The prompt enters the caches; instead of an empty one a newline does. */
@@ -163,7 +152,7 @@ static int generate(const model *of, const lm_options *options) {
     }
     run_state state =
         new_state(of, PIECE, prompt.count + 1 + options->bytes, (int)options->threads);
-    sampling how = sampling_of(options);
+    byte_sampling how = sampling_of(options);
     fwrite(prompt.data, 1, (size_t)prompt.count, stdout);
     fflush(stdout);
     prefill(&state, &prompt);
@@ -217,7 +206,7 @@ static void ask(run_state *state, const char *pair, const uint8_t *text, int64_t
     around[0] = '<';
     run_next(state, around, KEY + 1);
     for (int n = 0; n < VALUE; n++) {
-        const uint8_t byte = choose_byte(state->logits, &(sampling){.temperature = 0});
+        const uint8_t byte = choose_byte(state->logits, &(byte_sampling){.count = 0});
         answer[n] = (char)(isprint(byte) ? byte : '?');
         run_next(state, &byte, 1);
     }
@@ -278,7 +267,7 @@ static int show_memory(const model *of, const lm_options *options) {
 
 typedef struct sequence {
     run_state state;
-    sampling how;
+    byte_sampling how;
     double times[TIMED_BYTES]; // milliseconds of a byte
 } sequence;
 

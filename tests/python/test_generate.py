@@ -1,5 +1,5 @@
-"""`fdma generate` has the tokens and the logits of transformers on folders that transformers wrote,
-in memory that does not grow with the text, and refuses other folders."""
+"""`fdma generate` has the tokens, logits and texts of transformers on folders that transformers
+wrote, draws as it does, in memory that does not grow with the text, and refuses other folders."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tool import refusal, run_tool
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -97,7 +98,7 @@ def generated(
 def run_folder(folder: Folder, tokens: int = WRITTEN) -> tuple[dict[str, Any], torch.Tensor]:
     """The report of `fdma generate`, and its logits."""
     out = folder.path / "logits"
-    done = run_tool("generate", folder.path, "--ids", ids_of(folder.prompt), "--tokens", tokens,
+    done = run_tool("generate", folder.path, "--ids", ids_of(folder.prompt), "--max-tokens", tokens,
                     "--logits", out, "--json", "--threads", "2")  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), load_file(out)["logits"]
@@ -158,13 +159,143 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 def test_output_and_bench(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, 5, torch.float32)
     tokens, _ = generated(folder, torch.float32, tokens=6)
-    command = ("generate", folder.path, "--ids", ids_of(folder.prompt), "--tokens", 6)
+    command = ("generate", folder.path, "--ids", ids_of(folder.prompt), "--max-tokens", 6)
     done = run_tool(*command, "--bench")
     assert done.stdout == ",".join(map(str, tokens)) + "\n"
     assert "written: 6 tokens" in done.stderr and "a plain read of its weights" in done.stderr
+    assert "256 tokens of a prompt: " in done.stderr and "openblas" in done.stderr.lower()
     report = json.loads(run_tool(*command, "--bench", "--json", "--threads", 1).stdout)
     assert report["tokens"] == tokens and report["threads"] == 1
-    assert 0 < report["read_ms"] and 0 < report["token_ms"]
+    assert all(0 < report[name] for name in ("read_ms", "token_ms", "piece_ms", "products_ms"))
+    assert report["blas_ms"] is None or 0 < report["blas_ms"]
+
+
+class Words(NamedTuple):
+    folder: Folder
+    by: Tokenizer
+    prompt: str
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """A model whose tokens are bytes and a special one, and a text of distinct bytes."""
+    path = tmp_path_factory.mktemp("words")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by = Tokenizer(models.BPE(vocab=dict(zip(letters, range(256), strict=True)), merges=[]))
+    by.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", 256)]
+    )
+    by.decoder = decoders.ByteLevel()
+    by.add_special_tokens(["<begin>"])
+    by.save(str(path / "tokenizer.json"))
+    prompt = "The quick \u00e9\U0001f415, jumbox."
+    sizes = {"vocab_size": 257, "keep_window_size": 128, "eos_token_id": None}
+    make_folder(path, 1, torch.float32, **sizes)
+    return Words(Folder(path, torch.tensor(by.encode(prompt).ids)), by, prompt)
+
+
+def test_text_streams(words: Words, tmp_path: Path) -> None:
+    tokens, _ = generated(words.folder, torch.float32, tokens=60)
+    said = words.by.decode(tokens)
+    assert "\ufffd" in said  # random bytes
+    command = ("generate", words.folder.path, "--max-tokens", 60)
+    done = run_tool(*command, "--prompt", words.prompt, text=False)
+    assert done.stdout.decode() == said + "\n"
+    assert f"prompt: {len(words.folder.prompt)} tokens" in done.stderr.decode()
+    file = tmp_path / "prompt"
+    file.write_bytes(words.prompt.encode())
+    report = json.loads(run_tool(*command, "--prompt-file", file, "--json").stdout)
+    assert report["tokens"] == tokens and report["text"] == said
+    assert json.loads(run_tool(*command, "--prompt", "", "--json").stdout)["prompt"] == 1
+
+
+def surprises(words: Words, count: int, rules: dict[str, Any], *options: str) -> list[float]:
+    """Of each token drawn: -log of its probability under the rules of transformers, less what is
+    expected of a token drawn by them, divided by the standard deviation of all."""
+    out = words.folder.path / "logits"
+    ids = ids_of(words.folder.prompt)
+    done = run_tool("generate", words.folder.path, "--ids", ids, "--logits", out, "--json",
+                    "--max-tokens", count, "--threads", 1, *options)  # fmt: skip
+    tokens = torch.tensor(json.loads(done.stdout)["tokens"])
+    assert len(tokens) == count
+    logits = load_file(out)["logits"].double()
+    warpers = transformers.LogitsProcessorList(
+        [kind(rules[name]) for name, kind in WARPERS.items() if name in rules]
+    )
+    surprise = -warpers(tokens[:, None], logits).log_softmax(-1)
+    weight = (-surprise).exp()
+    finite = surprise.where(weight > 0, 0)
+    expected = (weight * finite).sum(-1)
+    variance = (weight * finite.square()).sum(-1) - expected.square()
+    drawn = surprise.gather(1, tokens[:, None])[:, 0]
+    return ((drawn - expected) / variance.sum().sqrt()).tolist()
+
+
+WARPERS = {
+    "temperature": transformers.TemperatureLogitsWarper,
+    "top_k": transformers.TopKLogitsWarper,
+    "top_p": transformers.TopPLogitsWarper,
+    "min_p": transformers.MinPLogitsWarper,
+}
+RULES: list[dict[str, Any]] = [
+    {"temperature": 1.5},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_sampling_draws_as_transformers_would(words: Words, rules: dict[str, Any]) -> None:
+    options = [str(part) for name, value in rules.items()
+               for part in ("--" + name.replace("_", "-"), value)]  # fmt: skip
+    found = surprises(words, 1000, rules, *options)
+    assert all(abs(value) < float("inf") for value in found)  # nothing that the rules leave out
+    assert abs(sum(found)) < 4  # standard deviations
+
+
+def test_seeds(words: Words) -> None:
+    command = ("generate", words.folder.path, "--prompt", "a", "--temperature", "1")
+    command += ("--max-tokens", "30")
+    first, again, other = (run_tool(*command, "--seed", seed, text=False) for seed in "112")
+    assert first.stdout == again.stdout != other.stdout
+    greedy = run_tool(*command[:4], "--max-tokens", 30, text=False).stdout
+    for rule in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
+        assert run_tool(*command, *rule, text=False).stdout == greedy
+
+
+def test_wrong_prompts(words: Words, whole: Path, tmp_path: Path) -> None:
+    path = words.folder.path
+    one_of = "want one of --prompt, --prompt-file and --ids"
+    assert one_of in refusal("generate", path)
+    assert one_of in refusal("generate", path, "--ids", "1", "--prompt", "a")
+    assert "tokenizer.json: cannot be opened" in refusal("generate", whole, "--prompt", "a")
+    file = tmp_path / "none"
+    assert f"--prompt-file: {file}: cannot" in refusal("generate", path, "--prompt-file", file)
+    shutil.copytree(whole, tmp_path / "model")
+    tree = json.loads((path / "tokenizer.json").read_text())
+    for changes, prompt, message in (
+        ({"post_processor": None}, "", "the prompt is empty, want a text of one token or more"),
+        ({"added_tokens": [{"content": "b", "id": 1000}]}, "b", "the prompt has token 1000, want"),
+        ({"decoder": None}, "a", "tokenizer.json: 'decoder': is no text, want ByteLevel"),
+    ):
+        (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({**tree, **changes}))
+        assert message in refusal("generate", tmp_path / "model", "--prompt", prompt)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--top-p", "1.5", "--top-p: is above 1, want a probability"),
+        ("--min-p", "1.5", "--min-p: is above 1, want a fraction"),
+        ("--max-tokens", "99999999", "--max-tokens: is above 67108864, want less"),
+        ("--threads", "9999", "--threads: is above 1024, want less"),
+    ],
+)
+def test_wrong_options(whole: Path, option: str, value: str, message: str) -> None:
+    assert message in refusal("generate", whole, "--ids", "1", option, value)
 
 
 def test_a_text_ends_with_an_end_token(tmp_path: Path) -> None:
@@ -223,6 +354,16 @@ def test_weights_that_are_not_finite(tmp_path: Path, whole: Path, name: str, val
             save_file(tensors, file)
     message = refusal("generate", tmp_path / "model", "--ids", "1")
     assert f"tensor '{name}': has NaN or infinity, want finite numbers" in message
+
+
+def test_older_checkpoints_are_refused(tmp_path: Path, whole: Path) -> None:
+    shutil.copytree(whole, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(file)
+        kept = {name: tensor for name, tensor in tensors.items() if "_norm.w" not in name}
+        save_file(kept, file)
+    message = refusal("generate", tmp_path / "model", "--ids", "1")
+    assert "has no 'q_norm', as Doge-320M and Doge-*-Instruct, want the form of" in message
 
 
 def test_broken_folders(tmp_path: Path, whole: Path) -> None:

@@ -5,15 +5,19 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 void json_string(FILE *stream, const char *text) {
-    if (text == NULL) {
+    if (text == NULL)
         fputs("null", stream);
-        return;
-    }
+    else
+        json_text(stream, text, strlen(text));
+}
+
+void json_text(FILE *stream, const char *text, size_t count) {
     fputc('"', stream);
     size_t length;
-    for (const char *at = text; *at != '\0'; at += length) {
+    for (const char *at = text; at < text + count; at += length) {
         const int32_t point = read_character(at, &length);
         if (point == '"' || point == '\\')
             fprintf(stream, "\\%c", *at);

@@ -10,6 +10,9 @@
  *  U+FFFD, because JSON cannot hold it. */
 void json_string(FILE *stream, const char *text);
 
+/*! json_text() - the same of `count` bytes, with a zero behind them; there may be zeros in them. */
+void json_text(FILE *stream, const char *text, size_t count);
+
 /*! json_number() - six digits; null for NaN and infinities, which JSON does not have. */
 void json_number(FILE *stream, double number);
 

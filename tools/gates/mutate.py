@@ -86,7 +86,7 @@ def targets_of(test: str) -> list[str]:
     kind, *_ = test.split()
     if kind == "check":
         return ["fdma_tool"]
-    return ["fdma_tool", "fdma_shared", "fdma_python"] if kind == "pytest" else [kind]
+    return ["fdma_tool", "fdma_shared", "fdma_python", "tokens"] if kind == "pytest" else [kind]
 
 
 def build(folder: Path, targets: list[str]) -> str | None:

@@ -425,7 +425,7 @@ spelling() {
         echo "skipped: codespell is not installed, and tools/setup.sh could not install it"
         return
     fi
-    set -- "$python" -m codespell_lib --ignore-words-list dout,paddin,rarified,refrence,selct,skalar,steams
+    set -- "$python" -m codespell_lib --ignore-words-list dout,nd,paddin,rarified,refrence,selct,skalar,steams
     ! echo 'recieve' | "$@" - || return 1
     git ls-files | grep -vE '\.(svg|json|safetensors|inc|npz|gz|bin|bz3|png)$|/corpus/' | xargs "$@"
 }

@@ -1,16 +1,16 @@
 /* See generate/config.h. */
 #include "generate/config.h"
 
+#include "common/json_tree.h"
+
 #include <cjson/cJSON.h>
-#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-enum { MOST_LAYERS = 1000, MOST_SIZE = 1 << 20, MOST_BYTES = 1 << 28 };
+enum { MOST_LAYERS = 1000, MOST_SIZE = 1 << 20 };
 
 typedef struct reader {
     const cJSON *tree;
@@ -27,61 +27,10 @@ __attribute__((format(printf, 2, 3))) static bool refuse(const reader *from, con
     return false;
 }
 
-/* All bytes of a stream, and a zero. Returns NULL if it cannot be read or has too many. */
-static char *read_all(FILE *stream, size_t *count) {
-    size_t room = 1 << 16;
-    char *bytes = malloc(room);
-    *count = 0;
-    while (bytes != NULL) {
-        *count += fread(bytes + *count, 1, room - *count - 1, stream);
-        if (*count < room - 1)
-            break;
-        room *= 2;
-        char *const grown = room <= MOST_BYTES ? realloc(bytes, room) : NULL;
-        if (grown == NULL)
-            free(bytes);
-        bytes = grown;
-    }
-    if (bytes != NULL)
-        bytes[*count] = '\0';
-    return bytes;
-}
-
-cJSON *read_json(const char *path, char *message, size_t message_size) {
-    FILE *const stream = fopen(path, "rb");
-    if (stream == NULL) {
-        snprintf(message, message_size, "cannot be opened: %s", strerror(errno));
-        return NULL;
-    }
-    size_t count = 0;
-    char *const bytes = read_all(stream, &count);
-    const bool failed = bytes == NULL || ferror(stream) != 0;
-    fclose(stream);
-    cJSON *tree = NULL;
-    if (failed) {
-        snprintf(message, message_size, "cannot be read, or has more than %d bytes", MOST_BYTES);
-    } else {
-        tree = cJSON_ParseWithLength(bytes, count);
-        if (!cJSON_IsObject(tree)) {
-            snprintf(message, message_size, "is no JSON object");
-            cJSON_Delete(tree);
-            tree = NULL;
-        }
-    }
-    free(bytes);
-    return tree;
-}
-
-/* The entry; NULL if it is absent or null. */
-static const cJSON *find(const cJSON *tree, const char *name) {
-    const cJSON *const found = cJSON_GetObjectItemCaseSensitive(tree, name);
-    return cJSON_IsNull(found) ? NULL : found;
-}
-
 /* An absent entry leaves *value as it is. */
 static bool read_count(const reader *from, const char *name, int64_t least, int64_t most,
                        int64_t *value) {
-    const cJSON *const found = find(from->tree, name);
+    const cJSON *const found = find_json(from->tree, name);
     if (found != NULL) {
         const double number = found->valuedouble;
         if (!cJSON_IsNumber(found) || !(number >= (double)least && number <= (double)most) ||
@@ -97,7 +46,7 @@ static bool read_count(const reader *from, const char *name, int64_t least, int6
 }
 
 static bool read_number(const reader *from, const cJSON *tree, const char *name, double *value) {
-    const cJSON *const found = find(tree, name);
+    const cJSON *const found = find_json(tree, name);
     if (found == NULL)
         return true;
     if (!cJSON_IsNumber(found) || !(found->valuedouble > 0) || !isfinite(found->valuedouble))
@@ -107,7 +56,7 @@ static bool read_number(const reader *from, const cJSON *tree, const char *name,
 }
 
 static bool read_flag(const reader *from, const char *name, bool *value) {
-    const cJSON *const found = find(from->tree, name);
+    const cJSON *const found = find_json(from->tree, name);
     if (found == NULL)
         return true;
     if (!cJSON_IsBool(found))
@@ -117,7 +66,7 @@ static bool read_flag(const reader *from, const char *name, bool *value) {
 }
 
 static bool check_text(const reader *from, const char *name, const char *want) {
-    const cJSON *const found = find(from->tree, name);
+    const cJSON *const found = find_json(from->tree, name);
     const char *const text = cJSON_IsString(found) ? found->valuestring : "no text";
     if (strcmp(text, want) != 0)
         return refuse(from, "'%s': is %.64s, want %s", name, text, want);
@@ -131,19 +80,19 @@ static bool check_kind(const reader *from) {
         return false;
     if (has_experts)
         return refuse(from, "'is_moe': is true, want false: models with experts are not read");
-    if (find(from->tree, "sliding_window") != NULL)
+    if (find_json(from->tree, "sliding_window") != NULL)
         return refuse(from, "'sliding_window': want null: models that slide are not read");
-    return find(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
+    return find_json(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
 }
 
 /* transformers 5 has one object, and earlier versions rope_theta and rope_scaling. */
 static bool read_rotary(const reader *from, config *it) {
-    const cJSON *rules = find(from->tree, "rope_parameters");
+    const cJSON *rules = find_json(from->tree, "rope_parameters");
     if (rules == NULL)
-        rules = find(from->tree, "rope_scaling");
-    const cJSON *kind = find(rules, "rope_type");
+        rules = find_json(from->tree, "rope_scaling");
+    const cJSON *kind = find_json(rules, "rope_type");
     if (kind == NULL)
-        kind = find(rules, "type");
+        kind = find_json(rules, "type");
     static const char *const kinds[] = {"default", "linear", "dynamic"}; // rotary_rule
     const char *const name = cJSON_IsString(kind) ? kind->valuestring : kinds[0];
     int n = 0;
@@ -167,7 +116,7 @@ static bool add_end(const reader *from, const cJSON *end, config *it) {
 }
 
 static bool read_ends(const reader *from, config *it) {
-    const cJSON *const ends = find(from->tree, "eos_token_id");
+    const cJSON *const ends = find_json(from->tree, "eos_token_id");
     if (!cJSON_IsArray(ends))
         return ends == NULL || add_end(from, ends, it);
     const cJSON *end;

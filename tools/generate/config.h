@@ -25,7 +25,3 @@ typedef struct config {
 /*! read_config() - reads and checks a config.json.
  *  Returns 0; or -1 with one line in `message`, which names the entry that is wrong */
 int read_config(const char *path, config *it, char *message, size_t message_size);
-
-/*! read_json() - the tree of a JSON file, for cJSON_Delete().
- *  Returns NULL with one line in `message` for a file that cannot be read or is not JSON */
-struct cJSON *read_json(const char *path, char *message, size_t message_size);

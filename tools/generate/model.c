@@ -189,12 +189,25 @@ static bool read_layer(const reader *from, int64_t n) {
     return true;
 }
 
+/* Doge-320M and Doge-*-Instruct have no norms of queries and keys, and scores of each query head.
+ * transformers does not read them either. Source: huggingface/transformers, issue 38573 */
+static bool check_form(const reader *from) {
+    const uint8_t *bytes;
+    if (find_weights(&from->it->weights, "model.layers.0.self_attn.dt_proj.weight", &bytes) ==
+            NULL ||
+        find_weights(&from->it->weights, "model.layers.0.self_attn.q_norm.weight", &bytes) != NULL)
+        return true;
+    return refuse(from, "has no 'q_norm', as Doge-320M and Doge-*-Instruct, want the form of "
+                        "DogeForCausalLM in transformers");
+}
+
 static bool read_tensors(const reader *from) {
     model *const it = from->it;
     const int64_t width = it->config.hidden_size, vocab_size = it->config.vocab_size;
     it->layer = allocate((size_t)it->config.layers * sizeof *it->layer);
     const uint8_t *bytes;
-    if (!read_matrix(from, "model.embed_tokens.weight", vocab_size, width, &it->embedding) ||
+    if (!check_form(from) ||
+        !read_matrix(from, "model.embed_tokens.weight", vocab_size, width, &it->embedding) ||
         !read_floats(from, "model.norm.weight", width, 0, &it->norm))
         return false;
     if (it->config.is_tied && find_weights(&it->weights, "lm_head.weight", &bytes) == NULL) {

@@ -102,6 +102,11 @@ typedef struct product {
     float *y;
 } product;
 
+typedef struct product_list {
+    product all[MOST_PRODUCTS];
+    int count;
+} product_list;
+
 static const char *row_of(const matrix *w, int64_t r) {
     return (const char *)w->data + r * w->columns * (w->is_bfloat16 ? 2 : 4);
 }
@@ -138,24 +143,34 @@ static void multiply_group(const product *of, int64_t r) {
     }
 }
 
-/* Thread `index` of `count` has groups of successive rows of w. */
+/* Part `index` of `count` has groups of successive rows of each w. */
 static void multiply_rows(void *argument, int index, int count) {
-    const product *const of = argument;
-    const int64_t groups = (of->w->rows + GROUP - 1) / GROUP;
-    for (int64_t g = groups * index / count; g < groups * (index + 1) / count; g++)
-        multiply_group(of, g * GROUP);
+    const product_list *const list = argument;
+    for (int n = 0; n < list->count; n++) {
+        const product *const of = &list->all[n];
+        const int64_t groups = (of->w->rows + GROUP - 1) / GROUP;
+        for (int64_t g = groups * index / count; g < groups * (index + 1) / count; g++)
+            multiply_group(of, g * GROUP);
+    }
 }
 
 /* ---- many rows of x: the weights are packed into panels ---- */
 
-/* panel [columns, outputs]: rows r, r + 1, ... of w, transposed; 0 where w has no row. */
+/* panel [columns, outputs]: rows r, r + 1, ... of w, transposed; 0 where w has no row. A few
+ * columns at a time, so that their part of the panel stays in the first cache. */
 static void pack_panel(const product *of, int64_t r, float *panel) {
+    enum { AT_A_TIME = 16 };
+    const matrix *const w = of->w;
     const int64_t outputs = of->by->panel_outputs;
-    for (int64_t n = 0; n < outputs; n++) {
-        const bool exists = r + n < of->w->rows;
-        const char *const row = row_of(of->w, exists ? r + n : 0);
-        for (int64_t c = 0; c < of->w->columns; c++)
-            panel[c * outputs + n] = exists ? read_number(row, c, of->w->is_bfloat16) : 0;
+    for (int64_t first = 0; first < w->columns; first += AT_A_TIME) {
+        const int64_t left = w->columns - first, count = left < AT_A_TIME ? left : AT_A_TIME;
+        for (int64_t n = 0; n < outputs; n++) {
+            const bool exists = r + n < w->rows;
+            const char *const row = row_of(w, exists ? r + n : 0);
+            float *const to = panel + first * outputs + n;
+            for (int64_t c = 0; c < count; c++)
+                to[c * outputs] = exists ? read_number(row, first + c, w->is_bfloat16) : 0;
+        }
     }
 }
 
@@ -175,20 +190,29 @@ static void multiply_panel(const product *of, int64_t r, const float *panel) {
 }
 
 static void multiply_panels(void *argument, int index, int count) {
-    const product *const of = argument;
-    const int64_t outputs = of->by->panel_outputs;
-    const int64_t panels = (of->w->rows + outputs - 1) / outputs;
-    float *const panel = allocate((size_t)(of->w->columns * outputs) * sizeof *panel);
-    for (int64_t p = panels * index / count; p < panels * (index + 1) / count; p++) {
-        pack_panel(of, p * outputs, panel);
-        multiply_panel(of, p * outputs, panel);
+    const product_list *const list = argument;
+    int64_t columns = 0;
+    for (int n = 0; n < list->count; n++)
+        columns = list->all[n].w->columns > columns ? list->all[n].w->columns : columns;
+    const int64_t outputs = list->all[0].by->panel_outputs;
+    float *const panel = allocate((size_t)(columns * outputs) * sizeof *panel);
+    for (int n = 0; n < list->count; n++) {
+        const product *const of = &list->all[n];
+        const int64_t panels = (of->w->rows + outputs - 1) / outputs;
+        for (int64_t p = panels * index / count; p < panels * (index + 1) / count; p++) {
+            pack_panel(of, p * outputs, panel);
+            multiply_panel(of, p * outputs, panel);
+        }
     }
     free(panel);
 }
 
-void multiply(crew *threads, const matrix *w, const float *x, int64_t len, float *y) {
-    product of = {choose_loops(), w, x, len, y};
-    run_crew(threads, len < FEW_ROWS ? multiply_rows : multiply_panels, &of);
+void multiply(crew *threads, int count, const matrix *const *w, const float *x, int64_t len,
+              float *const *y) {
+    product_list list = {.count = count};
+    for (int n = 0; n < count; n++)
+        list.all[n] = (product){choose_loops(), w[n], x, len, y[n]};
+    run_crew(threads, len < FEW_ROWS ? multiply_rows : multiply_panels, &list);
 }
 
 void free_matrix(matrix *w) {

@@ -14,10 +14,14 @@ typedef struct matrix {
     bool is_bfloat16; /* else float32 */
 } matrix;
 
-/*! multiply() - y[i, r] = bias[r] + sum over c of x[i, c] * w[r, c], for x [len, columns] and y
- *  [len, rows]. One row of x costs a read of the weights; many rows are computed in tiles. The sums
- *  of a row of y do not depend on the threads. */
-void multiply(crew *threads, const matrix *w, const float *x, int64_t len, float *y);
+enum { MOST_PRODUCTS = 3 };
+
+/*! multiply() - for each of up to MOST_PRODUCTS matrices w with the same number of columns:
+ *  y[i, r] = bias[r] + sum over c of x[i, c] * w[r, c], for x [len, columns] and y [len, rows]. One
+ *  row of x costs a read of the weights; many rows are computed in tiles. The threads meet once,
+ *  after all of them. The sums of a row of y do not depend on the threads. */
+void multiply(crew *threads, int count, const matrix *const *w, const float *x, int64_t len,
+              float *const *y);
 
 /*! read_row() - row r as float32, without the bias. */
 void read_row(const matrix *w, int64_t r, float *row);

@@ -36,9 +36,12 @@ TARGET static inline void NAME(dots_of)(const float *x, const char *w, int64_t c
                     *(const NAME(floats) *)(x + at) * NAME(load)(row + at * size, is_bfloat16);
             }
         const NAME(lanes) all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        float sum = 0;
-        for (int l = 0; l < (int)NAME(count); l++)
-            sum += all[l];
+        float parts[NAME(count)], sum; // halves are added, so that few additions wait for others
+        memcpy(parts, &all, sizeof parts);
+        for (int half = NAME(count) / 2; half > 0; half /= 2)
+            for (int l = 0; l < half; l++)
+                parts[l] += parts[l + half];
+        sum = parts[0];
         for (; c < columns; c++)
             sum += x[c] * read_number(row, c, is_bfloat16);
         dots[n] = sum;

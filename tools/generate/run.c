@@ -8,8 +8,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { PIECE = 256 }; // tokens of a prompt that pass together
-
 static float *allocate_floats(int64_t count) { return allocate((size_t)count * sizeof(float)); }
 
 static void demand(fdma_status status) {
@@ -65,6 +63,7 @@ run_state new_state(const model *of, int threads) {
         .slot = allocate(keys * sizeof(int32_t)),
     };
     made.thread_count = crew_size(made.threads);
+    made.parallel = (fdma_parallel){sizeof made.parallel, run_tasks, made.threads};
     make_caches(&made);
     return made;
 }
@@ -170,6 +169,7 @@ static void rotate(const run_state *state, const layer *one, fdma_tensor q, fdma
         .offset = state->seen,
     };
     args.exec.threads = q.shape[1] == 1 ? 1 : state->thread_count;
+    args.exec.parallel = &state->parallel;
     demand(fdma_rotate(&args));
 }
 
@@ -182,7 +182,11 @@ static fdma_exec lend(run_state *state, size_t bytes, int32_t threads) {
         state->workspace_size = bytes;
     }
     return (fdma_exec){
-        .workspace = state->workspace, .workspace_size = state->workspace_size, .threads = threads};
+        .workspace = state->workspace,
+        .workspace_size = state->workspace_size,
+        .threads = threads,
+        .parallel = &state->parallel,
+    };
 }
 
 static fdma_tensor dt_proj_of(const run_state *state, int64_t n) {
@@ -269,6 +273,11 @@ static void attend_token(run_state *state, int64_t n, fdma_tensor q, fdma_tensor
 
 /* ---- the model ---- */
 
+static void multiply_one(const run_state *state, const matrix *w, const float *x, int64_t len,
+                         float *y) {
+    multiply(state->threads, 1, &w, x, len, &y);
+}
+
 static void run_layer(run_state *state, int64_t n, int64_t len) {
     const config *const sizes = &state->of->config;
     const layer *const one = &state->of->layer[n];
@@ -277,19 +286,18 @@ static void run_layer(run_state *state, int64_t n, int64_t len) {
     const fdma_tensor k = heads_of(state, state->k, len, sizes->kv_heads);
     const fdma_tensor v = heads_of(state, state->v, len, sizes->kv_heads);
     normalize(state, one->attention_norm, state->x, len, state->normed);
-    multiply(threads, &one->q_proj, state->normed, len, state->q);
-    multiply(threads, &one->k_proj, state->normed, len, state->k);
-    multiply(threads, &one->v_proj, state->normed, len, state->v);
+    multiply(threads, 3, (const matrix *[]){&one->q_proj, &one->k_proj, &one->v_proj},
+             state->normed, len, (float *[]){state->q, state->k, state->v});
     rotate(state, one, q, k);
     (len == 1 ? attend_token : attend_piece)(state, n, q, k, v);
-    multiply(threads, &one->o_proj, state->attended, len, state->change);
+    multiply_one(state, &one->o_proj, state->attended, len, state->change);
     add(state, one->attention_residual, len);
 
     normalize(state, one->mlp_norm, state->x, len, state->normed);
-    multiply(threads, &one->gate_proj, state->normed, len, state->gate);
-    multiply(threads, &one->up_proj, state->normed, len, state->up);
+    multiply(threads, 2, (const matrix *[]){&one->gate_proj, &one->up_proj}, state->normed, len,
+             (float *[]){state->gate, state->up});
     combine(state, len);
-    multiply(threads, &one->down_proj, state->gate, len, state->change);
+    multiply_one(state, &one->down_proj, state->gate, len, state->change);
     add(state, one->mlp_residual, len);
 }
 
@@ -313,5 +321,5 @@ void run_tokens(run_state *state, const int32_t *tokens, int64_t len) {
     }
     const float *const x = state->x + (last - 1) * state->of->config.hidden_size;
     normalize(state, state->of->norm, x, 1, state->normed);
-    multiply(state->threads, &state->of->head, state->normed, 1, state->logits);
+    multiply_one(state, &state->of->head, state->normed, 1, state->logits);
 }

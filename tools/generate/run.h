@@ -4,10 +4,13 @@
 #include "fdma.h"
 #include "generate/model.h"
 
+enum { PIECE = 256 }; /* tokens of a prompt that pass together */
+
 typedef struct run_state {
     const model *of;
     crew *threads;
     int thread_count;
+    fdma_parallel parallel; /* the same threads, for the library's calls */
     float *x, *normed, *change, *q, *k, *v, *attended, *gate, *up; /* [PIECE, ...] */
     float *rotary, *logits; /* [PIECE, head_dim], [vocab_size] */
     double *inverse;        /* [head_dim / 2]: radians for each position */

@@ -2,7 +2,7 @@
 #include "generate/weights.h"
 
 #include "common/arrays.h"
-#include "generate/config.h"
+#include "common/json_tree.h"
 
 #include <cjson/cJSON.h>
 #include <stdlib.h>

@@ -1,0 +1,67 @@
+/* See common/json_tree.h. */
+#include "common/json_tree.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_BYTES = 1 << 28 };
+
+/* All bytes of a stream, and a zero. Returns NULL if it cannot be read or has too many. */
+static char *read_all(FILE *stream, size_t *count) {
+    size_t room = 1 << 16;
+    char *bytes = malloc(room);
+    *count = 0;
+    while (bytes != NULL) {
+        *count += fread(bytes + *count, 1, room - *count - 1, stream);
+        if (*count < room - 1)
+            break;
+        room *= 2;
+        char *const grown = room <= MOST_BYTES ? realloc(bytes, room) : NULL;
+        if (grown == NULL)
+            free(bytes);
+        bytes = grown;
+    }
+    if (bytes != NULL)
+        bytes[*count] = '\0';
+    return bytes;
+}
+
+char *read_file(const char *path, size_t *count, char *message, size_t message_size) {
+    FILE *const stream = fopen(path, "rb");
+    if (stream == NULL) {
+        snprintf(message, message_size, "cannot be opened: %s", strerror(errno));
+        return NULL;
+    }
+    char *bytes = read_all(stream, count);
+    if (bytes == NULL || ferror(stream) != 0) {
+        snprintf(message, message_size, "cannot be read, or has more than %d bytes", MOST_BYTES);
+        free(bytes);
+        bytes = NULL;
+    }
+    fclose(stream);
+    return bytes;
+}
+
+cJSON *read_json(const char *path, char *message, size_t message_size) {
+    size_t count = 0;
+    char *const bytes = read_file(path, &count, message, message_size);
+    if (bytes == NULL)
+        return NULL;
+    cJSON *tree = cJSON_ParseWithLength(bytes, count);
+    if (!cJSON_IsObject(tree)) {
+        snprintf(message, message_size, "is no JSON object");
+        cJSON_Delete(tree);
+        tree = NULL;
+    }
+    free(bytes);
+    return tree;
+}
+
+const cJSON *find_json(const cJSON *tree, const char *name) {
+    const cJSON *const found = cJSON_GetObjectItemCaseSensitive(tree, name);
+    return cJSON_IsNull(found) ? NULL : found;
+}
