@@ -211,7 +211,7 @@ def pad_norm(
         found = f"axis 0 has {weight.shape[0]} elements, x has {head_dim}"
         raise ValueError(f"weight: {found}; weight is [head_dim]")
     wide = _arguments.wide(x.dtype)
-    if weight.dtype in (x.dtype, wide):
+    if weight.dtype in (x.dtype, torch.float32):
         share = head_dim / x.shape[3]
         weight, eps = weight.to(wide) * share**0.5, eps * share
     return nn.functional.pad(weight, (0, x.shape[3] - head_dim)), eps

@@ -592,6 +592,18 @@ def test_norms_under_autocast(device: str) -> None:
     assert (one - other).norm() < 0.1 * other.norm()
 
 
+def test_float32_norms_of_float64_rows() -> None:
+    """Of 6 channels, which are padded to 8."""
+    table = rotary_table(5, 6, dtype=torch.float64)
+    x = torch.randn(1, 5, 2, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(6, requires_grad=True)
+    found = rotate(x, table, weight=weight)
+    wanted = rotate(torch.nn.functional.rms_norm(x, (6,), weight.double(), 1e-6), table)
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad(out.square().sum(), (x, weight)) for out in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_captured_graphs_keep_their_table(device: str, no_tables: Any) -> None:
     """A graph that is replayed after the table has grown, and one that is captured without any."""

@@ -87,9 +87,14 @@ static bool check_kind(const reader *from) {
 
 /* transformers 5 has one object, and earlier versions rope_theta and rope_scaling. */
 static bool read_rotary(const reader *from, config *it) {
+    const cJSON *const scaling = find_json(from->tree, "rope_scaling");
     const cJSON *rules = find_json(from->tree, "rope_parameters");
+    if (rules != NULL && scaling != NULL)
+        return refuse(from, "'rope_scaling': stands beside 'rope_parameters', want one of them");
     if (rules == NULL)
-        rules = find_json(from->tree, "rope_scaling");
+        rules = scaling;
+    if (rules != NULL && !cJSON_IsObject(rules))
+        return refuse(from, "'rope_parameters' or 'rope_scaling': is no object, want an object");
     const cJSON *kind = find_json(rules, "rope_type");
     if (kind == NULL)
         kind = find_json(rules, "type");
@@ -101,6 +106,8 @@ static bool read_rotary(const reader *from, config *it) {
     if (n == 3)
         return refuse(from, "'rope_type': is %.64s, want default, linear or dynamic", name);
     it->rotary_rule = (rotary_rule)n;
+    if (n != 0 && find_json(rules, "factor") == NULL)
+        return refuse(from, "'factor': is missing, want it with rope_type %s", name);
     it->rotary_base = 10000;
     it->rotary_factor = 1;
     return read_number(from, from->tree, "rope_theta", &it->rotary_base) &&
