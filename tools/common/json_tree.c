@@ -3,12 +3,20 @@
 
 #include <cjson/cJSON.h>
 #include <errno.h>
-#include <stdbool.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { MOST_BYTES = 1 << 28 };
+
+bool refuse(message_line to, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(to.text, to.size, format, values);
+    va_end(values);
+    return false;
+}
 
 /* All bytes of a stream, and a zero. Returns NULL if it cannot be read or has too many. */
 static char *read_all(FILE *stream, size_t *count) {

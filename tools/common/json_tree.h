@@ -1,7 +1,16 @@
-/* JSON files as trees of cJSON. */
+/* JSON files as trees of cJSON, and what is wrong with them. */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
+
+typedef struct message_line {
+    char *text;
+    size_t size; /* room in bytes */
+} message_line;
+
+/*! refuse() - writes the line, cut to its size. Returns false, for the caller to return. */
+__attribute__((format(printf, 2, 3))) bool refuse(message_line to, const char *format, ...);
 
 /*! read_json() - the tree of a file that has one JSON object, for cJSON_Delete().
  *  Returns NULL with one line in `message` for a file that cannot be read or is not JSON */

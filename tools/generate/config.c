@@ -6,7 +6,6 @@
 #include <cjson/cJSON.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,18 +13,8 @@ enum { MOST_LAYERS = 1000, MOST_SIZE = 1 << 20 };
 
 typedef struct reader {
     const cJSON *tree;
-    char *message;
-    size_t message_size;
+    message_line message;
 } reader;
-
-__attribute__((format(printf, 2, 3))) static bool refuse(const reader *from, const char *format,
-                                                         ...) {
-    va_list values;
-    va_start(values, format);
-    vsnprintf(from->message, from->message_size, format, values);
-    va_end(values);
-    return false;
-}
 
 /* An absent entry leaves *value as it is. */
 static bool read_count(const reader *from, const char *name, int64_t least, int64_t most,
@@ -35,13 +24,14 @@ static bool read_count(const reader *from, const char *name, int64_t least, int6
         const double number = found->valuedouble;
         if (!cJSON_IsNumber(found) || !(number >= (double)least && number <= (double)most) ||
             number != floor(number))
-            return refuse(from, "'%s': want an integer from %" PRId64 " to %" PRId64, name, least,
-                          most);
+            return refuse(from->message, "'%s': want an integer from %" PRId64 " to %" PRId64, name,
+                          least, most);
         *value = (int64_t)number;
     }
     if (*value < least)
-        return refuse(from, "'%s': is missing, want an integer from %" PRId64 " to %" PRId64, name,
-                      least, most);
+        return refuse(from->message,
+                      "'%s': is missing, want an integer from %" PRId64 " to %" PRId64, name, least,
+                      most);
     return true;
 }
 
@@ -50,7 +40,7 @@ static bool read_number(const reader *from, const cJSON *tree, const char *name,
     if (found == NULL)
         return true;
     if (!cJSON_IsNumber(found) || !(found->valuedouble > 0) || !isfinite(found->valuedouble))
-        return refuse(from, "'%s': want a number above 0", name);
+        return refuse(from->message, "'%s': want a number above 0", name);
     *value = found->valuedouble;
     return true;
 }
@@ -60,7 +50,7 @@ static bool read_flag(const reader *from, const char *name, bool *value) {
     if (found == NULL)
         return true;
     if (!cJSON_IsBool(found))
-        return refuse(from, "'%s': want true or false", name);
+        return refuse(from->message, "'%s': want true or false", name);
     *value = cJSON_IsTrue(found);
     return true;
 }
@@ -69,7 +59,7 @@ static bool check_text(const reader *from, const char *name, const char *want) {
     const cJSON *const found = find_json(from->tree, name);
     const char *const text = cJSON_IsString(found) ? found->valuestring : "no text";
     if (strcmp(text, want) != 0)
-        return refuse(from, "'%s': is %.64s, want %s", name, text, want);
+        return refuse(from->message, "'%s': is %.64s, want %s", name, text, want);
     return true;
 }
 
@@ -79,9 +69,10 @@ static bool check_kind(const reader *from) {
     if (!check_text(from, "model_type", "doge") || !read_flag(from, "is_moe", &has_experts))
         return false;
     if (has_experts)
-        return refuse(from, "'is_moe': is true, want false: models with experts are not read");
+        return refuse(from->message,
+                      "'is_moe': is true, want false: models with experts are not read");
     if (find_json(from->tree, "sliding_window") != NULL)
-        return refuse(from, "'sliding_window': want null: models that slide are not read");
+        return refuse(from->message, "'sliding_window': want null: models that slide are not read");
     return find_json(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
 }
 
@@ -90,11 +81,13 @@ static bool read_rotary(const reader *from, config *it) {
     const cJSON *const scaling = find_json(from->tree, "rope_scaling");
     const cJSON *rules = find_json(from->tree, "rope_parameters");
     if (rules != NULL && scaling != NULL)
-        return refuse(from, "'rope_scaling': stands beside 'rope_parameters', want one of them");
+        return refuse(from->message,
+                      "'rope_scaling': stands beside 'rope_parameters', want one of them");
     if (rules == NULL)
         rules = scaling;
     if (rules != NULL && !cJSON_IsObject(rules))
-        return refuse(from, "'rope_parameters' or 'rope_scaling': is no object, want an object");
+        return refuse(from->message,
+                      "'rope_parameters' or 'rope_scaling': is no object, want an object");
     const cJSON *kind = find_json(rules, "rope_type");
     if (kind == NULL)
         kind = find_json(rules, "type");
@@ -104,10 +97,11 @@ static bool read_rotary(const reader *from, config *it) {
     while (n < 3 && strcmp(kinds[n], name) != 0)
         n++;
     if (n == 3)
-        return refuse(from, "'rope_type': is %.64s, want default, linear or dynamic", name);
+        return refuse(from->message, "'rope_type': is %.64s, want default, linear or dynamic",
+                      name);
     it->rotary_rule = (rotary_rule)n;
     if (n != 0 && find_json(rules, "factor") == NULL)
-        return refuse(from, "'factor': is missing, want it with rope_type %s", name);
+        return refuse(from->message, "'factor': is missing, want it with rope_type %s", name);
     it->rotary_base = 10000;
     it->rotary_factor = 1;
     return read_number(from, from->tree, "rope_theta", &it->rotary_base) &&
@@ -117,7 +111,7 @@ static bool read_rotary(const reader *from, config *it) {
 
 static bool add_end(const reader *from, const cJSON *end, config *it) {
     if (!cJSON_IsNumber(end) || it->end_count == MOST_ENDS)
-        return refuse(from, "'eos_token_id': want a token, or up to %d", MOST_ENDS);
+        return refuse(from->message, "'eos_token_id': want a token, or up to %d", MOST_ENDS);
     it->ends[it->end_count++] = (int64_t)end->valuedouble;
     return true;
 }
@@ -144,12 +138,12 @@ static bool read_heads(const reader *from, config *it) {
     if (!read_count(from, "head_dim", 8, 256, &it->head_dim))
         return false;
     if (it->q_heads % it->kv_heads != 0)
-        return refuse(from,
+        return refuse(from->message,
                       "'num_key_value_heads': is %" PRId64
                       ", want a divisor of num_attention_heads, %" PRId64,
                       it->kv_heads, it->q_heads);
     if (it->head_dim > 256 || it->head_dim % 8 != 0)
-        return refuse(from, "'head_dim': is %" PRId64 ", want a multiple of 8 up to 256",
+        return refuse(from->message, "'head_dim': is %" PRId64 ", want a multiple of 8 up to 256",
                       it->head_dim);
     return true;
 }
@@ -184,7 +178,7 @@ int read_config(const char *path, config *it, char *message, size_t message_size
     cJSON *const tree = read_json(path, message, message_size);
     if (tree == NULL)
         return -1;
-    const reader from = {tree, message, message_size};
+    const reader from = {tree, {message, message_size}};
     const bool is_read = read_entries(&from, it);
     cJSON_Delete(tree);
     return is_read ? 0 : -1;

@@ -2,10 +2,10 @@
 #include "generate/model.h"
 
 #include "common/arrays.h"
+#include "common/json_tree.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,18 +14,8 @@ enum { NAME_SIZE = 96, FULL_NAME_SIZE = 112, PATH_SIZE = 4096 };
 
 typedef struct reader {
     model *it;
-    char *message;
-    size_t message_size;
+    message_line message;
 } reader;
-
-__attribute__((format(printf, 2, 3))) static bool refuse(const reader *from, const char *format,
-                                                         ...) {
-    va_list values;
-    va_start(values, format);
-    vsnprintf(from->message, from->message_size, format, values);
-    va_end(values);
-    return false;
-}
 
 /* columns is 0 for a vector. */
 static const safetensors_entry *find_entry(const reader *from, const char *name, int64_t rows,
@@ -33,17 +23,18 @@ static const safetensors_entry *find_entry(const reader *from, const char *name,
     const int64_t rank = columns > 0 ? 2 : 1, shape[] = {rows, columns};
     const safetensors_entry *const entry = find_weights(&from->it->weights, name, bytes);
     if (entry == NULL) {
-        refuse(from, "tensor '%s': is missing", name);
+        refuse(from->message, "tensor '%s': is missing", name);
         return NULL;
     }
     if (entry->rank != rank) {
-        refuse(from, "tensor '%s': rank is %" PRId64 ", want %" PRId64, name, entry->rank, rank);
+        refuse(from->message, "tensor '%s': rank is %" PRId64 ", want %" PRId64, name, entry->rank,
+               rank);
         return NULL;
     }
     for (int axis = 0; axis < rank; axis++)
         if (entry->shape[axis] != shape[axis]) {
-            refuse(from, "tensor '%s': axis %d has %" PRId64 " elements, want %" PRId64, name, axis,
-                   entry->shape[axis], shape[axis]);
+            refuse(from->message, "tensor '%s': axis %d has %" PRId64 " elements, want %" PRId64,
+                   name, axis, entry->shape[axis], shape[axis]);
             return NULL;
         }
     return entry;
@@ -69,7 +60,7 @@ static bool find_dtype(const reader *from, const safetensors_entry *entry, fdma_
             *dtype = dtypes[n];
             return true;
         }
-    return refuse(from, "tensor '%s': dtype is %s, want F32, BF16 or F16", entry->name,
+    return refuse(from->message, "tensor '%s': dtype is %s, want F32, BF16 or F16", entry->name,
                   entry->dtype);
 }
 
@@ -93,7 +84,7 @@ static bool check_finite(const reader *from, const char *name, const matrix *w) 
         }
     }
     if (most >= 0x7f800000)
-        return refuse(from, "tensor '%s': has NaN or infinity, want finite numbers", name);
+        return refuse(from->message, "tensor '%s': has NaN or infinity, want finite numbers", name);
     return true;
 }
 
@@ -197,8 +188,9 @@ static bool check_form(const reader *from) {
             NULL ||
         find_weights(&from->it->weights, "model.layers.0.self_attn.q_norm.weight", &bytes) != NULL)
         return true;
-    return refuse(from, "has no 'q_norm', as Doge-320M and Doge-*-Instruct, want the form of "
-                        "DogeForCausalLM in transformers");
+    return refuse(from->message,
+                  "has no 'q_norm', as Doge-320M and Doge-*-Instruct, want the form of "
+                  "DogeForCausalLM in transformers");
 }
 
 static bool read_tensors(const reader *from) {
@@ -223,12 +215,12 @@ static bool read_tensors(const reader *from) {
 }
 
 int read_model(const char *folder, model *it, char *message, size_t message_size) {
-    const reader from = {it, message, message_size};
+    const reader from = {it, {message, message_size}};
     char path[PATH_SIZE], reason[SAFETENSORS_MESSAGE];
     *it = (model){0};
     snprintf(path, sizeof path, "%s/config.json", folder);
     if (read_config(path, &it->config, reason, sizeof reason) != 0) {
-        refuse(&from, "config.json: %s", reason);
+        refuse(from.message, "config.json: %s", reason);
         return -1;
     }
     if (open_weights(folder, &it->weights, message, message_size) != 0)

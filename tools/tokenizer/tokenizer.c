@@ -10,7 +10,6 @@
 #include "tokenizer/unicode.h"
 
 #include <cjson/cJSON.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,18 +44,8 @@ struct tokenizer {
 
 typedef struct reader {
     tokenizer *it;
-    char *message;
-    size_t message_size;
+    message_line message;
 } reader;
-
-__attribute__((format(printf, 2, 3))) static bool refuse(const reader *from, const char *format,
-                                                         ...) {
-    va_list values;
-    va_start(values, format);
-    vsnprintf(from->message, from->message_size, format, values);
-    va_end(values);
-    return false;
-}
 
 static const char *text_of(const cJSON *tree, const char *name) {
     const cJSON *const found = find_json(tree, name);
@@ -77,10 +66,10 @@ static bool add_split(const reader *from, const char *expression) {
     char reason[NAME_SIZE * 2];
     tokenizer *const it = from->it;
     if (it->split_count == MOST_SPLITS)
-        return refuse(from, "'pre_tokenizer': want at most %d splits", MOST_SPLITS);
+        return refuse(from->message, "'pre_tokenizer': want at most %d splits", MOST_SPLITS);
     it->splits[it->split_count] = compile_pattern(expression, reason, sizeof reason);
     if (it->splits[it->split_count] == NULL)
-        return refuse(from, "'pre_tokenizer': '%.200s': %s", expression, reason);
+        return refuse(from->message, "'pre_tokenizer': '%.200s': %s", expression, reason);
     it->split_count++;
     return true;
 }
@@ -89,10 +78,10 @@ static bool read_split(const reader *from, const cJSON *split) {
     const cJSON *const pattern_of = find_json(split, "pattern");
     const cJSON *const expression = find_json(pattern_of, "Regex");
     if (!cJSON_IsString(expression))
-        return refuse(from, "'pre_tokenizer': Split: want a 'pattern' with 'Regex'");
+        return refuse(from->message, "'pre_tokenizer': Split: want a 'pattern' with 'Regex'");
     const char *const behavior = text_of(split, "behavior");
     if (strcmp(behavior, "Isolated") != 0 || is_true(split, "invert"))
-        return refuse(from,
+        return refuse(from->message,
                       "'pre_tokenizer': Split: is %.32s, inverted %d, want Isolated, not inverted",
                       behavior, is_true(split, "invert"));
     return add_split(from, expression->valuestring);
@@ -101,12 +90,12 @@ static bool read_split(const reader *from, const cJSON *split) {
 static bool read_pre_tokenizer(const reader *from, const cJSON *rule) {
     tokenizer *const it = from->it;
     if (it->has_byte_level)
-        return refuse(from, "'pre_tokenizer': want ByteLevel as the last one");
+        return refuse(from->message, "'pre_tokenizer': want ByteLevel as the last one");
     if (has_type(rule, "Sequence")) {
         const cJSON *one, *const list = find_json(rule, "pretokenizers");
         cJSON_ArrayForEach(one, list) {
             if (has_type(one, "Sequence"))
-                return refuse(from, "'pre_tokenizer': want no Sequence in a Sequence");
+                return refuse(from->message, "'pre_tokenizer': want no Sequence in a Sequence");
             if (!read_pre_tokenizer(from, one))
                 return false;
         }
@@ -117,7 +106,8 @@ static bool read_pre_tokenizer(const reader *from, const cJSON *rule) {
     if (has_type(rule, "Digits"))
         return add_split(from, is_true(rule, "individual_digits") ? "\\p{N}" : "\\p{N}+");
     if (!has_type(rule, "ByteLevel"))
-        return refuse(from, "'pre_tokenizer': is %.64s, want ByteLevel, Split, Digits or Sequence",
+        return refuse(from->message,
+                      "'pre_tokenizer': is %.64s, want ByteLevel, Split, Digits or Sequence",
                       text_of(rule, "type"));
     it->has_byte_level = true;
     it->adds_space = is_true(rule, "add_prefix_space");
@@ -133,12 +123,13 @@ static bool read_normalizer(const reader *from, const cJSON *rule) {
         const cJSON *one, *const list = find_json(rule, "normalizers");
         cJSON_ArrayForEach(one, list) {
             if (has_type(one, "Sequence") || !read_normalizer(from, one))
-                return refuse(from, "'normalizer': want null, NFC, or a Sequence of NFC");
+                return refuse(from->message, "'normalizer': want null, NFC, or a Sequence of NFC");
         }
         return true;
     }
     if (!has_type(rule, "NFC"))
-        return refuse(from, "'normalizer': is %.64s, want null or NFC", text_of(rule, "type"));
+        return refuse(from->message, "'normalizer': is %.64s, want null or NFC",
+                      text_of(rule, "type"));
     from->it->composes = true;
     return true;
 }
@@ -151,10 +142,11 @@ static bool read_added(const reader *from, const cJSON *list) {
         const cJSON *const name = find_json(token, "content"), *const id = find_json(token, "id");
         if (!cJSON_IsString(name) || !cJSON_IsNumber(id) || !(id->valuedouble >= 0) ||
             id->valuedouble >= INT32_MAX)
-            return refuse(from, "'added_tokens': entry %d: want 'content' and 'id'",
+            return refuse(from->message, "'added_tokens': entry %d: want 'content' and 'id'",
                           it->added_count);
         if (is_true(token, "single_word"))
-            return refuse(from, "'added_tokens': '%.64s': 'single_word' is true, want false",
+            return refuse(from->message,
+                          "'added_tokens': '%.64s': 'single_word' is true, want false",
                           name->valuestring);
         added_token *const made = &it->added[it->added_count++];
         *made = (added_token){
@@ -181,13 +173,15 @@ static bool read_special(const reader *from, const cJSON *post, const cJSON *spe
     const cJSON *const known = find_json(find_json(post, "special_tokens"), text_of(special, "id"));
     const cJSON *id, *const ids = find_json(known, "ids");
     if (!cJSON_IsArray(ids))
-        return refuse(from, "'post_processor': '%.64s': want its 'ids' in 'special_tokens'",
+        return refuse(from->message,
+                      "'post_processor': '%.64s': want its 'ids' in 'special_tokens'",
                       text_of(special, "id"));
     cJSON_ArrayForEach(id, ids) {
         int *const count = is_after ? &it->after_count : &it->before_count;
         if (!cJSON_IsNumber(id) || !(id->valuedouble >= 0) || id->valuedouble >= INT32_MAX ||
             *count == MOST_AROUND)
-            return refuse(from, "'post_processor': want up to %d ids on each side", MOST_AROUND);
+            return refuse(from->message, "'post_processor': want up to %d ids on each side",
+                          MOST_AROUND);
         (is_after ? it->after : it->before)[(*count)++] = id->valueint;
         it->end = id->valueint >= it->end ? id->valueint + 1 : it->end;
     }
@@ -204,7 +198,7 @@ static bool read_template(const reader *from, const cJSON *post) {
         else if (!read_special(from, post, special, is_after))
             return false;
     }
-    return is_after || refuse(from, "'post_processor': 'single' has no Sequence");
+    return is_after || refuse(from->message, "'post_processor': 'single' has no Sequence");
 }
 
 static bool read_post_processor(const reader *from, const cJSON *post) {
@@ -213,14 +207,14 @@ static bool read_post_processor(const reader *from, const cJSON *post) {
     if (has_type(post, "TemplateProcessing"))
         return read_template(from, post);
     if (!has_type(post, "Sequence"))
-        return refuse(from,
+        return refuse(from->message,
                       "'post_processor': is %.64s, want null, ByteLevel, TemplateProcessing or "
                       "Sequence",
                       text_of(post, "type"));
     const cJSON *one, *const list = find_json(post, "processors");
     cJSON_ArrayForEach(one, list) {
         if (has_type(one, "Sequence"))
-            return refuse(from, "'post_processor': want no Sequence in a Sequence");
+            return refuse(from->message, "'post_processor': want no Sequence in a Sequence");
         if (!read_post_processor(from, one))
             return false;
     }
@@ -229,19 +223,20 @@ static bool read_post_processor(const reader *from, const cJSON *post) {
 
 static bool read_rules(const reader *from, const cJSON *tree) {
     tokenizer *const it = from->it;
-    it->model = read_bpe(find_json(tree, "model"), from->message, from->message_size);
+    it->model = read_bpe(find_json(tree, "model"), from->message.text, from->message.size);
     if (it->model == NULL)
         return false;
     it->end = vocabulary_end(it->model);
     const cJSON *const decoder = find_json(tree, "decoder");
     const cJSON *const pre_tokenizer = find_json(tree, "pre_tokenizer");
     if (!has_type(decoder, "ByteLevel"))
-        return refuse(from, "'decoder': is %.64s, want ByteLevel", text_of(decoder, "type"));
+        return refuse(from->message, "'decoder': is %.64s, want ByteLevel",
+                      text_of(decoder, "type"));
     if (!read_normalizer(from, find_json(tree, "normalizer")) ||
         !read_pre_tokenizer(from, pre_tokenizer))
         return false;
     if (!it->has_byte_level)
-        return refuse(from, "'pre_tokenizer': want ByteLevel as the last one");
+        return refuse(from->message, "'pre_tokenizer': want ByteLevel as the last one");
     return read_added(from, find_json(tree, "added_tokens")) &&
            read_post_processor(from, find_json(tree, "post_processor"));
 }
@@ -250,7 +245,7 @@ tokenizer *read_tokenizer(const char *path, char *message, size_t message_size) 
     cJSON *const tree = read_json(path, message, message_size);
     if (tree == NULL)
         return NULL;
-    const reader from = {allocate(sizeof(tokenizer)), message, message_size};
+    const reader from = {allocate(sizeof(tokenizer)), {message, message_size}};
     const bool is_read = read_rules(&from, tree);
     cJSON_Delete(tree);
     if (is_read)
