@@ -451,7 +451,7 @@ def check_int(name: str, value: int) -> int:
 
     Raises:
         TypeError: it is not an int.
-        ValueError: it is too large.
+        ValueError: it does not fit int64.
     """
     if type(value) is not int:
         if not _types.is_int(value):
@@ -459,9 +459,7 @@ def check_int(name: str, value: int) -> int:
         if isinstance(value, torch.SymInt):  # while a graph is traced
             return value
         value = operator.index(value)
-    if value >= 1 << 63:
-        raise ValueError(f"{name}: is {value}, want less than 2**63")
-    return value
+    return _types.check_int64(name, value)
 
 
 def check_rules(

@@ -16,7 +16,12 @@ from typing import Any, Callable, NamedTuple, Tuple
 
 import torch
 
-from ._describe import describe, is_vast, refusal  # noqa: F401 (describe is used as one of these)
+from ._describe import (  # noqa: F401 (some are used as ones of these)
+    check_int64,
+    describe,
+    is_vast,
+    refusal,
+)
 
 
 class Kind(NamedTuple):
