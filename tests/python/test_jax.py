@@ -5,6 +5,7 @@ Tests with "cuda" in their names run where JAX has a GPU: `pytest tests/python/t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -490,7 +491,7 @@ def test_messages_of_caches() -> None:
     rows, weights = (query, key, value), {"dt_proj": dt_proj, "a_coef": a_coef}
     cache = ours.KeyCache.empty(2, 2, 8, 4)
     many = [jnp.zeros((2, 65, heads, 8)) for heads in (4, 2, 2)]
-    small = [x[..., :4] for x in rows]
+    small, scores = [x[..., :4] for x in rows], jnp.zeros((2, 2, 3))
     for call, words in (
         (lambda: ours.decode(*rows, cache), "dt_proj: is None, want a jax.Array, or else a score"),
         (lambda: ours.decode(*rows, None, **weights), "cache: is None, want a KeyCache"),
@@ -507,6 +508,34 @@ def test_messages_of_caches() -> None:
             "query: axis 0 has 1 elements, want one for each sequence of the cache, 2",
         ),
         (lambda: ours.KeyCache.empty(0, 2, 8, 4), "sequences: is 0, want 1 or more"),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, dt_proj=dt_proj),
+            "dt_proj: is given, want none with score",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, a_coef=a_coef),
+            "a_coef: is given, want none with score",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, n_tokens=2**32 + 1),
+            "n_tokens: is 4294967297, want 0 to 3",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, commit=-(2**32) + 1),
+            "commit: is -4294967295, want 0 to 3",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, commit=2**64),
+            "commit: is 18446744073709551616, want less than 2**63",
+        ),
+        (
+            lambda: ours.decode(*rows, dataclasses.replace(cache, window=2**64 + 4), score=scores),
+            "cache.window: is 18446744073709551620, want less than 2**63",
+        ),
+        (
+            lambda: ours.decode(*rows, dataclasses.replace(cache, sinks=-(2**64)), score=scores),
+            "sinks: is -18446744073709551616, want -2**63 or more",
+        ),
         (
             lambda: ours.attention(*rows, selection=3),
             "selection: is 3, an int, want select()'s result",
