@@ -232,6 +232,9 @@ def check_starts(
                 "a torch.Tensor, a list of ints or None" if takes_list else "a torch.Tensor or None"
             )
             raise _types.refusal("starts", starts, kinds)
+        for number in starts:
+            most = _arguments.INT32_MAX
+            require(0 <= number <= most, f"starts: has {number}, want 0 to {most}")
         return
     if starts.dim() != 1:
         shape = "starts is [sequences + 1]"

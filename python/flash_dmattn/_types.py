@@ -89,9 +89,11 @@ def is_number(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """True for a bool or a number such as 1, which counts as a bool, as in C."""
-    if isinstance(value, (int, torch.SymBool)) or is_int(value):
+    """True for a bool or a number such as 1, which counts as a bool, as a C int does."""
+    if isinstance(value, (bool, torch.SymBool, torch.SymInt)):
         return True
+    if is_int(value):
+        return -(1 << 31) <= operator.index(value) < 1 << 31
     return hasattr(value, "ndim") and is_scalar(value)
 
 

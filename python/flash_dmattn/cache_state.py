@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     cache: KeyCache
     sequence: int
-    head_dim: int  # of calls; that of the rows is a multiple of 8
+    head_dim: int  # of calls; rows have a multiple of 8
     bias_form: str
 
 
@@ -162,9 +162,9 @@ def check_whole(state: memoryview, layers: int) -> list[tuple[int, ...]]:
     if len(state) != size:
         found = "is truncated: has" if len(state) < size else "has"
         raise ValueError(f"state: {found} {len(state)} bytes, want {size}")
-    found = zlib.crc32(state[HEADER.size :])
-    if found != checksum:
-        raise ValueError(f"state: is damaged: its checksum is {found:x}, want {checksum:x}")
+    own = zlib.crc32(state[HEADER.size :])
+    if own != checksum:
+        raise ValueError(f"state: is damaged: its checksum is {own:x}, want {checksum:x}")
     if count != layers:
         raise ValueError(f"state: has {count} layers, want {layers}")
     table = state[HEADER.size : HEADER.size + LAYER.size * layers]

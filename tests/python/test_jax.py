@@ -491,7 +491,7 @@ def test_messages_of_caches() -> None:
     rows, weights = (query, key, value), {"dt_proj": dt_proj, "a_coef": a_coef}
     cache = ours.KeyCache.empty(2, 2, 8, 4)
     many = [jnp.zeros((2, 65, heads, 8)) for heads in (4, 2, 2)]
-    small, scores = [x[..., :4] for x in rows], jnp.zeros((2, 2, 3))
+    small = [x[..., :4] for x in rows]
     for call, words in (
         (lambda: ours.decode(*rows, cache), "dt_proj: is None, want a jax.Array, or else a score"),
         (lambda: ours.decode(*rows, None, **weights), "cache: is None, want a KeyCache"),
@@ -508,6 +508,30 @@ def test_messages_of_caches() -> None:
             "query: axis 0 has 1 elements, want one for each sequence of the cache, 2",
         ),
         (lambda: ours.KeyCache.empty(0, 2, 8, 4), "sequences: is 0, want 1 or more"),
+        (
+            lambda: ours.attention(*rows, selection=3),
+            "selection: is 3, an int, want select()'s result",
+        ),
+        (
+            lambda: ours.attention(*rows, selection=ours.select(jnp.ones((2, 2, 3)), 2)),
+            "selection: its scope is causal, want global if causal is False",
+        ),
+        (
+            lambda: ours.decode(*small, ours.KeyCache.empty(2, 2, 20, 4), **weights),
+            "cache.key: axis 3 has 24 elements, want 8: head_dim, rounded up to a multiple of 8",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            call()
+        assert str(raised.value) == words
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_messages_of_decoding_by_score() -> None:
+    query, key, value, dt_proj, a_coef = make_arrays(2, 3)
+    rows, scores = (query, key, value), jnp.zeros((2, 2, 3))
+    cache = ours.KeyCache.empty(2, 2, 8, 4)
+    for call, words in (
         (
             lambda: ours.decode(*rows, cache, score=scores, dt_proj=dt_proj),
             "dt_proj: is given, want none with score",
@@ -536,20 +560,8 @@ def test_messages_of_caches() -> None:
             lambda: ours.decode(*rows, dataclasses.replace(cache, sinks=-(2**64)), score=scores),
             "sinks: is -18446744073709551616, want -2**63 or more",
         ),
-        (
-            lambda: ours.attention(*rows, selection=3),
-            "selection: is 3, an int, want select()'s result",
-        ),
-        (
-            lambda: ours.attention(*rows, selection=ours.select(jnp.ones((2, 2, 3)), 2)),
-            "selection: its scope is causal, want global if causal is False",
-        ),
-        (
-            lambda: ours.decode(*small, ours.KeyCache.empty(2, 2, 20, 4), **weights),
-            "cache.key: axis 3 has 24 elements, want 8: head_dim, rounded up to a multiple of 8",
-        ),
     ):
-        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        with pytest.raises(ValueError) as raised:
             call()
         assert str(raised.value) == words
 
