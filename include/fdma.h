@@ -710,8 +710,8 @@ FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
  *  Edge       caches are on the CPU. Of a cache on a device copy the tensors, or views of one
  *             sequence, to the host, and describe them there by an fdma_cache with the same
  *             strides; to restore, copy them back. No call on the cache may be under way. With a
- *             page_table the pages of all rows with keys must be there, each page once. bias_form is
- *             not saved: it must be the same in every call on both caches
+ *             page_table the pages of all rows with keys must be there, each page once. bias_form
+ *             is not saved: it must be the same in every call on both caches
  *  Errors     FDMA_INVALID_ARGUMENT for a sequence that the cache does not have, tensors as in
  *             fdma_cache_copy(), a state that is truncated, damaged or of another cache, too few
  *             bytes, a state within the cache, and missing or equal pages; FDMA_UNSUPPORTED for

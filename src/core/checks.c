@@ -140,7 +140,7 @@ fdma_status fdma_check_cache_positions(const fdma_cache *cache) {
     return check_int_tensor("cache.table.seen", &cache->table.seen, 1, shape);
 }
 
-/* The caller's scores, the cache's scores and the bias have one dtype. With given scores the weights
+/* The caller's scores, the cache's scores and the bias have one dtype. With given scores weights
  * would have no effect. */
 static fdma_status check_score(const fdma_problem *problem) {
     const bool given = is_present(&problem->score);
