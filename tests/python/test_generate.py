@@ -432,6 +432,9 @@ def test_broken_folders(tmp_path: Path, whole: Path) -> None:
         (path / "config.json").write_bytes(config + more)
         message = "config.json: has more behind its JSON object, want nothing there"
         assert message in refusal("generate", path, "--ids", "1")
+    twice = config.replace(b"{", b'{"vocab_size": 999, ', 1)
+    (path / "config.json").write_bytes(twice)
+    assert "'vocab_size': is there twice, want it once" in refusal("generate", path, "--ids", "1")
     (path / "config.json").write_bytes(config + b" \t\r\n")
     index.unlink()
     assert "model.safetensors: cannot be opened" in refusal("generate", path, "--ids", "1")

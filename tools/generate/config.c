@@ -159,6 +159,16 @@ static bool read_heads(const reader *from, config *it) {
     return true;
 }
 
+/* Of entries with one name transformers takes the last, and find_entry() the first. */
+static bool check_names(const reader *from) {
+    const cJSON *entry;
+    cJSON_ArrayForEach(entry, from->tree) {
+        if (find_entry(from->tree, entry->string) != entry)
+            return refuse(from->message, "'%.64s': is there twice, want it once", entry->string);
+    }
+    return true;
+}
+
 /* Sizes that config.json does not have are the defaults of transformers' DogeConfig. */
 static bool read_entries(const reader *from, config *it) {
     *it = (config){
@@ -171,7 +181,8 @@ static bool read_entries(const reader *from, config *it) {
         .trained_length = 2048,
         .norm_eps = 1e-6,
     };
-    return check_kind(from) && read_count(from, "vocab_size", 1, INT32_MAX / 2, &it->vocab_size) &&
+    return check_names(from) && check_kind(from) &&
+           read_count(from, "vocab_size", 1, INT32_MAX / 2, &it->vocab_size) &&
            read_count(from, "hidden_size", 8, MOST_SIZE, &it->hidden_size) &&
            read_count(from, "intermediate_size", 1, MOST_SIZE, &it->intermediate_size) &&
            read_count(from, "num_hidden_layers", 1, MOST_LAYERS, &it->layers) &&
