@@ -48,13 +48,13 @@ static inline bool is_unfused_attention(fdma_operation operation) {
            operation == operation_probabilities;
 }
 
-/* Decode takes weights or a score: removes the score if there are tables, else dt_bias. */
+/* Decode takes weights or a score: removes the score if there are tables, else the weights. */
 static inline void leave_one_of_pair(call *x, bool with_tables) {
     fdma_decode_args *const args = &x->args.decode;
     if (with_tables)
         args->score = (fdma_tensor){0};
-    else
-        args->dt_bias = (fdma_tensor){0};
+    else if (args->score.rank > 0)
+        args->dt_proj = args->a = args->dt_bias = (fdma_tensor){0};
 }
 
 /* Gives a cache copy valid lists of sequences, and a rotation valid positions, in memory apart from

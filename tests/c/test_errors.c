@@ -218,7 +218,12 @@ static void options_of_scores_are_checked(void) {
             INVALID("ddt_bias", "FDMA_BIAS_NONE"));
     REJECTS(score_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
     REJECTS(attention_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
-    REJECTS(decode, args->dt_bias = args->a, INVALID("dt_bias", "with score"));
+    const fdma_tensor weight = fdma_tensor_1d(right.memory, FDMA_FLOAT32, right.sizes.kv_heads);
+    fdma_tensor matrix = weight;
+    matrix.rank = 2, matrix.shape[1] = matrix.stride[0] = 32, matrix.stride[1] = 1;
+    REJECTS(decode, args->dt_bias = weight, INVALID("dt_bias: is given", "with score"));
+    REJECTS(decode, args->a = weight, INVALID("a: is given", "with score"));
+    REJECTS(decode, args->dt_proj = matrix, INVALID("dt_proj: is given", "with score"));
     REJECTS(cache_store, args->bias_form = (fdma_bias_form)7, INVALID("bias_form", "7"));
     REJECTS(cache_store, args->reserved = 3, INVALID("reserved", "3"));
     REJECTS(cache_copy, args->reserved = 4, INVALID("reserved", "4"));
