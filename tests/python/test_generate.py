@@ -176,6 +176,7 @@ def test_output_and_bench(tmp_path: Path) -> None:
     assert report["tokens"] == tokens and report["threads"] == 1
     assert all(0 < report[name] for name in ("read_ms", "token_ms", "piece_ms", "products_ms"))
     assert report["blas_ms"] is None or 0 < report["blas_ms"]
+    assert (report["blas_ms"] is None) == (report["blas_core"] is None)
 
 
 class Words(NamedTuple):

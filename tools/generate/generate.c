@@ -168,8 +168,8 @@ static void print_bench(const bench_result *bench) {
     if (isnan(bench->blas_ms))
         fprintf(stderr, "libopenblas.so.0, to compare with, is not found\n");
     else
-        fprintf(stderr, "by OpenBLAS: %.4g ms, %.2f of it\n", bench->blas_ms,
-                bench->blas_ms / bench->products_ms);
+        fprintf(stderr, "by OpenBLAS for %s: %.4g ms, %.2f of it\n", bench->blas_core,
+                bench->blas_ms, bench->blas_ms / bench->products_ms);
 }
 
 static void report(const generate_options *options, run_state *state, const text *it, times took) {
@@ -205,12 +205,15 @@ static void report(const generate_options *options, run_state *state, const text
                                             {"weights_mb", weights_mb},
                                             {"cache_mb", cache_mb}});
     printf(", \"threads\": %d", state->thread_count);
-    if (options->bench)
+    if (options->bench) {
         print_numbers(5, (const named_number[]){{"token_ms", bench.token_ms},
                                                 {"read_ms", bench.read_ms},
                                                 {"piece_ms", bench.piece_ms},
                                                 {"products_ms", bench.products_ms},
                                                 {"blas_ms", bench.blas_ms}});
+        printf(", \"blas_core\": ");
+        json_string(stdout, bench.blas_core);
+    }
     printf("}\n");
 }
 
