@@ -3,8 +3,8 @@
 
 include(CMakePackageConfigHelpers)
 
-# What is built with glibc 2.34 or later, or by zig, may be linked with an earlier glibc, whose threads
-# are in a library of their own.
+# A library that is built with glibc 2.34 or later, or by zig, may be linked with an earlier glibc,
+# whose threads are in a library of their own.
 set(fdma_thread_libs "${CMAKE_THREAD_LIBS_INIT}")
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(fdma_thread_libs -pthread)
