@@ -837,14 +837,14 @@ FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
 typedef struct fdma_prefill_args {
     size_t size;            /* sizeof(fdma_prefill_args) */
     fdma_cache cache;       /* read, and written: all tokens enter it */
-    fdma_tensor q;          /* [1, tokens, q_heads, head_dim]: one request after the other */
-    fdma_tensor k, v;       /* [1, tokens, kv_heads, head_dim] */
+    fdma_tensor q;          /* [tokens, q_heads, head_dim]: one request after the other */
+    fdma_tensor k, v;       /* [tokens, kv_heads, head_dim] */
     fdma_tensor dt_proj, a; /* as in fdma_score_args; or else `score` is given */
     fdma_tensor dt_bias;    /* optional, as in fdma_score_args; not with `score` */
-    fdma_tensor score;      /* optional [1, kv_heads, tokens] float32 */
+    fdma_tensor score;      /* optional [kv_heads, tokens] float32 */
     fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
-    fdma_tensor out;        /* output [1, tokens, q_heads, head_dim] */
-    fdma_tensor lse;        /* output, optional [1, q_heads, tokens] float32 */
+    fdma_tensor out;        /* output [tokens, q_heads, head_dim] */
+    fdma_tensor lse;        /* output, optional [q_heads, tokens] float32 */
     const int32_t *starts;  /* [requests + 1], always memory of the host: the first token of each
                                request and, last, the end of all */
     const int32_t *index;   /* optional [requests], always memory of the host: the sequence of the

@@ -187,9 +187,6 @@ static fdma_status check_decode(const fdma_problem *problem) {
 
 static fdma_status check_prefill(const fdma_problem *problem) {
     const int64_t requests = problem->prefill.count, sequences = problem->cache.sequences;
-    FDMA_REQUIRE(problem->batch == 1, FDMA_INVALID_ARGUMENT,
-                 "batch: is %lld, want 1 for requests that stand one after the other",
-                 (long long)problem->batch);
     FDMA_REQUIRE(problem->q_len == problem->new_len, FDMA_INVALID_ARGUMENT,
                  "q_len: is %lld, want the tokens of k, %lld", (long long)problem->q_len,
                  (long long)problem->new_len);

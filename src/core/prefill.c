@@ -12,8 +12,22 @@
 
 /* ---- the call ---- */
 
+/* Other operations have an axis of batch entries in front. */
+static void add_batch_axis(fdma_tensor *tensor) {
+    if (!is_present(tensor))
+        return;
+    for (int axis = tensor->rank++; axis > 0; axis--) {
+        tensor->shape[axis] = tensor->shape[axis - 1];
+        tensor->stride[axis] = tensor->stride[axis - 1];
+    }
+    tensor->shape[0] = 1;
+    tensor->stride[0] = 0;
+}
+
 void fdma_begin_prefill(call_steps *steps) {
     fdma_problem *const whole = &steps->whole;
+    fdma_tensor *const tensors[] = {&whole->q,   &whole->k,     &whole->v,
+                                    &whole->out, &whole->score, &whole->lse};
     fdma_arena arena = fdma_arena_of(whole);
     const bool is_exp = whole->bias_form == FDMA_BIAS_EXP, paged = has_pages(&whole->cache);
     const bool on_device = whole->exec.device != FDMA_CPU;
@@ -22,6 +36,9 @@ void fdma_begin_prefill(call_steps *steps) {
     // devices have no kernel for rows in pages, nor for the exp of a score, outside of decode
     requests->in_pieces = on_device && (paged || (is_exp && requests->is_scored));
     steps->lent = whole->exec.workspace_size;
+    whole->batch = 1;
+    for (size_t n = 0; n < sizeof tensors / sizeof tensors[0]; n++)
+        add_batch_axis(tensors[n]);
     if (!requests->is_scored)
         whole->score = fdma_take_key_floats(&arena, whole);
     if (!requests->in_pieces) {

@@ -184,17 +184,17 @@ static const tensor_entry decode_tensors[] = {
 };
 
 static const tensor_entry prefill_tensors[] = {
-    ARG(prefill, q, "bihd", same, input),
-    ARG(prefill, k, "bngd", same, input),
-    ARG(prefill, v, "bngd", same, input),
+    ARG(prefill, q, "ihd", same, input),
+    ARG(prefill, k, "ngd", same, input),
+    ARG(prefill, v, "ngd", same, input),
     ARG(prefill, dt_proj, "gc", weight, input),
     ARG(prefill, a, "g", weight, input),
     ARG(prefill, dt_bias, "g", weight, optional),
-    ARG(prefill, score, "bgn", wide, optional),
+    ARG(prefill, score, "gn", wide, optional),
     ARG(prefill, sink_logit, "h", wide, optional),
     CACHE(prefill, "r"),
-    ARG(prefill, out, "bihd", same, output),
-    ARG(prefill, lse, "bhi", wide, optional_output),
+    ARG(prefill, out, "ihd", same, output),
+    ARG(prefill, lse, "hi", wide, optional_output),
 };
 
 static const tensor_entry cache_store_tensors[] = {

@@ -60,15 +60,20 @@ static void make_requests(const whole_call *x, const int32_t *seen, packed_step 
         }
 }
 
+/* A tensor without the axis of the batch. */
+static fdma_tensor packed(fdma_tensor tensor) {
+    return fdma_dense_tensor(tensor.data, tensor.dtype, tensor.rank - 1, tensor.shape + 1);
+}
+
 static fdma_prefill_args args_of(const whole_call *x, const fdma_cache *cache, packed_step *s,
                                  const char *kernel) {
     fdma_prefill_args args = {.size = sizeof args,
                               .cache = *cache,
-                              .q = s->q,
-                              .k = s->k,
-                              .v = s->v,
-                              .out = s->out,
-                              .lse = s->lse,
+                              .q = packed(s->q),
+                              .k = packed(s->k),
+                              .v = packed(s->v),
+                              .out = packed(s->out),
+                              .lse = packed(s->lse),
                               .starts = s->starts,
                               .index = s->index,
                               .requests = requests,
@@ -76,7 +81,7 @@ static fdma_prefill_args args_of(const whole_call *x, const fdma_cache *cache, p
                               .bias_form = x->test->bias_form,
                               .exec = {.kernel = kernel, .threads = 2}};
     if (x->test->levels > 0)
-        args.score = s->score;
+        args.score = packed(s->score);
     else
         args.dt_proj = x->dt_proj, args.a = x->a, args.dt_bias = x->dt_bias;
     return args;
@@ -317,10 +322,186 @@ static void pages_change_nothing(void) {
         pages_are_as_none(test_dtypes[type], test_backend.run != NULL ? "cuda" : NULL);
 }
 
-static const test_entry tests[] = {
+/* Of 2 rows each page of a sequence, the second is missing: no query attends to its keys, and no key
+ * enters it. `rows`: of the cache, all filled by 12 tokens before. */
+static void keys_of_missing_pages_are_hidden(void) {
+    enum { before = 12, len = 70, rows = 8 };
+    static const stream_case test = {rows, 0, 0, 16, before + len, FDMA_BIAS_NONE, 0, 9};
+    static const int32_t first[] = {0, before}, second[] = {0, len}, sequence = 4;
+    uint64_t state = 6;
+    whole_call x = new_whole(&test, FDMA_FLOAT32);
+    const paged_cache paged = new_paged(&test, FDMA_FLOAT32, 2, &state);
+    make_scores(&x, NULL);
+    give_pages(&paged, sequence, before);
+    packed_step s = {.q = positions_of(positions_of(x.q, 0, 0, 1), 1, 0, before)};
+    s.k = positions_of(positions_of(x.k, 0, 0, 1), 1, 0, before);
+    s.v = positions_of(positions_of(x.v, 0, 0, 1), 1, 0, before);
+    s.score = new_tensor(FDMA_FLOAT32, 1, kv_heads, before, -1);
+    s.out = new_output(FDMA_FLOAT32, 1, before, q_heads, 16);
+    s.lse = new_output(FDMA_FLOAT32, 1, q_heads, before, -1);
+    for (int64_t m = 0; m < before; m++)
+        copy_token(s.score, 0, m, x.score, 0, m);
+    fdma_prefill_args args = args_of(&x, &paged.cache, &s, NULL);
+    args.starts = first, args.index = &sequence, args.requests = 1;
+    CHECK_OK(run_prefill(&args));
+    *entry_of(&paged, sequence, 1) = -1;
+    s.q = positions_of(positions_of(x.q, 0, 0, 1), 1, before, before + len);
+    s.k = positions_of(positions_of(x.k, 0, 0, 1), 1, before, before + len);
+    s.v = positions_of(positions_of(x.v, 0, 0, 1), 1, before, before + len);
+    s.score = new_tensor(FDMA_FLOAT32, 1, kv_heads, len, -1);
+    s.out = new_output(FDMA_FLOAT32, 1, len, q_heads, 16);
+    s.lse = new_output(FDMA_FLOAT32, 1, q_heads, len, -1);
+    for (int64_t m = 0; m < len; m++)
+        copy_token(s.score, 0, m, x.score, 0, before + m);
+    args = args_of(&x, &paged.cache, &s, NULL);
+    args.starts = second, args.index = &sequence, args.requests = 1;
+    CHECK_OK(run_prefill(&args));
+    for (int64_t n = 0; n < q_heads * len; n++) // the pool's other rows are NaN
+        CHECK(isfinite(((const float *)s.lse.data)[n]));
+    for (int64_t n = 0; n < kv_heads * 2; n++)
+        CHECK_INT(int_at(paged.cache.table.position, sequence, n / 2, 2 + n % 2) >= before, 0);
+    check_poison(&paged);
+    test_free_all();
+}
+
+/* ---- lists, workspaces and threads ---- */
+
+static void check_refused(const fdma_prefill_args *given, fdma_status status, const char *words) {
+    fdma_prefill_args args = *given;
+    const fdma_cache *const cache = &args.cache;
+    const fdma_tensor written[] = {args.out,           args.lse,          cache->bias,
+                                   cache->table.score, cache->table.seen, cache->table.position};
+    fdma_tensor before[TEST_COUNT(written)];
+    for (int n = 0; n < TEST_COUNT(written); n++)
+        before[n] = copy_tensor(written[n]);
+    CHECK_INT(fdma_prefill(&args), status);
+    CHECK_WORD(fdma_last_error(), words);
+    for (int n = 0; n < TEST_COUNT(written); n++)
+        CHECK(same_tensor(written[n], before[n]));
+}
+
+static void wrong_lists_are_refused(void) {
+    static const int32_t right_index[] = {4, 0, 2, 3}, twice[] = {4, -1, 2, 4};
+    static const int32_t beyond[] = {4, 0, 5, 3}, below[] = {4, -2, 2, 3};
+    static const struct {
+        int32_t starts[requests + 1];
+        const int32_t *index;
+        const char *words;
+    } wrong[] = {
+        {{1, 70, 75, 80, 90}, right_index, "starts: element 0 is 1, want 0 to 0"},
+        {{0, 70, 69, 80, 90}, right_index, "starts: element 2 is 69, want 70 to 90"},
+        {{0, 70, 75, 80, 91}, right_index, "starts: element 4 is 91, want 80 to 90"},
+        {{0, -1, 75, 80, 90}, right_index, "starts: element 1 is -1, want 0 to 90"},
+        {{0, 70, 75, 80, 90}, beyond, "index: element 2 is 5, want -1 to 4"},
+        {{0, 70, 75, 80, 90}, below, "index: element 1 is -2, want -1 to 4"},
+        {{0, 70, 75, 80, 90}, twice, "index: element 3 is 4, want a number that it has only once"},
+    };
+    whole_call x = new_whole(&prompts[0], FDMA_FLOAT32);
+    const fdma_cache cache = new_cache(&prompts[0], FDMA_FLOAT32);
+    int32_t *const seen = cache.table.seen.data;
+    packed_step s = {.starts = {0, 70, 75, 80, 90}, .len = 90};
+    static const int32_t none[streams] = {0};
+    for (int n = 0; n < requests; n++)
+        s.stream[n] = -1;
+    make_requests(&x, none, &s);
+    fdma_prefill_args args = args_of(&x, &cache, &s, NULL);
+    args.index = right_index;
+    size_t bytes = 0;
+    CHECK_OK(fdma_prefill_workspace(&args, &bytes));
+    exec_alloc(&args.exec, bytes);
+    for (int n = 0; n < TEST_COUNT(wrong); n++) {
+        fdma_prefill_args other = args;
+        other.starts = wrong[n].starts, other.index = wrong[n].index;
+        check_refused(&other, FDMA_INVALID_ARGUMENT, wrong[n].words);
+    }
+    seen[4] = INT32_MAX - 69;
+    check_refused(&args, FDMA_INVALID_ARGUMENT,
+                  "cache.table.seen: element 4 is 2147483578, want 0 to 2147483577");
+    seen[4] = 0;
+    fdma_prefill_args other = args;
+    other.starts = NULL;
+    check_refused(&other, FDMA_INVALID_ARGUMENT, "starts: is NULL, want 5 numbers");
+    other = args;
+    other.q = fdma_tensor_3d(args.q.data, FDMA_FLOAT32, 89, q_heads, x.test->head_dim);
+    other.out = fdma_tensor_3d(args.out.data, FDMA_FLOAT32, 89, q_heads, x.test->head_dim);
+    other.lse = (fdma_tensor){0};
+    check_refused(&other, FDMA_INVALID_ARGUMENT, "q_len: is 89, want the tokens of k, 90");
+    other = args;
+    other.exec.workspace_size = 700;
+    check_refused(&other, FDMA_WORKSPACE_TOO_SMALL, "exec.workspace_size: is 700 bytes, want");
+    CHECK_OK(fdma_prefill(&args));
+    test_free_all();
+}
+
+/* One workspace, of the query with no lists at all, serves all lists; the number of threads and the
+ * other requests change no bit. */
+static void lists_need_no_other_workspace(void) {
+    whole_call x = new_whole(&prompts[3], FDMA_FLOAT32);
+    for (int n = 0; n < 60; n++) {
+        uint64_t state = (uint64_t)n + 500;
+        int32_t seen[streams] = {0};
+        packed_step s = {0};
+        test_context("lists %d", n);
+        const fdma_cache cache = new_cache(&prompts[3], FDMA_FLOAT32);
+        const fdma_cache other = new_cache(&prompts[3], FDMA_FLOAT32);
+        plan_requests(&x, seen, &state, &s);
+        make_requests(&x, seen, &s);
+        fdma_prefill_args args = args_of(&x, &cache, &s, NULL), query = args;
+        size_t bytes = 0;
+        args.exec.threads = query.exec.threads = n % 5;
+        query.starts = query.index = NULL;
+        query.q.data = query.k.data = query.v.data = query.out.data = query.lse.data = NULL;
+        CHECK_OK(fdma_prefill_workspace(&query, &bytes));
+        exec_alloc(&args.exec, bytes);
+        CHECK_OK(fdma_prefill(&args));
+        const fdma_tensor out = copy_tensor(args.out);
+        args.cache = other;
+        args.exec.threads = 0;
+        CHECK_OK(fdma_prefill_workspace(&args, &bytes));
+        exec_alloc(&args.exec, bytes);
+        CHECK_OK(fdma_prefill(&args));
+        CHECK(same_tensor(args.out, out));
+        check_same_keys(&cache, &other, &x);
+    }
+    test_free_all();
+}
+
+/* The kernels of all steps, and none where there is nothing to do. */
+static void kernels_are_named(void) {
+    whole_call x = new_whole(&prompts[1], FDMA_FLOAT32);
+    const fdma_cache cache = new_cache(&prompts[1], FDMA_FLOAT32);
+    for (int n = 0; n < 3; n++) {
+        packed_step s = {.len = n * 64 + (n == 2)};
+        static const int32_t none[streams] = {0};
+        fdma_prefill_kernels names = {.size = sizeof names};
+        make_requests(&x, none, &s);
+        fdma_prefill_args args = args_of(&x, &cache, &s, NULL);
+        CHECK_OK(fdma_prefill_kernel(&args, &names));
+        CHECK(names.score != NULL);
+        CHECK((names.decode != NULL) == (n > 0));
+        CHECK((names.select != NULL) == (n > 1) && (names.forward != NULL) == (n > 1) &&
+              (names.cache_store != NULL) == (n > 1));
+    }
+    test_free_all();
+}
+
+static const test_entry device_tests[] = {
     EACH_KERNEL("cache_store", prompts_by_every_kernel),
     TEST(caches_are_as_decoded),
     TEST(pages_change_nothing),
 };
 
-int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }
+static const test_entry tests[] = {
+    EACH_KERNEL("cache_store", prompts_by_every_kernel),
+    TEST(caches_are_as_decoded),
+    TEST(pages_change_nothing),
+    TEST(keys_of_missing_pages_are_hidden),
+    TEST(wrong_lists_are_refused),
+    TEST(lists_need_no_other_workspace),
+    TEST(kernels_are_named),
+};
+
+int main(int argc, char **argv) {
+    return argc > 1 ? test_run_backend(argc, argv, device_tests, TEST_COUNT(device_tests))
+                    : test_run(tests, TEST_COUNT(tests));
+}
