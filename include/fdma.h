@@ -640,9 +640,9 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *  The caller sets the sizes, the rules and the dtype. fdma_cache_bytes() says how much memory the
  *  tensors take, and fdma_cache_init() places them in it; or the caller sets them, in memory and
  *  with strides of its own. All state is in the tensors: a copy of the struct is the same cache.
- *  fdma_attention() prefills a prompt, and fdma_cache_store() puts the keys that it keeps into
- *  their rows; fdma_decode() goes on from there. fdma_cache_copy() copies sequences and changes
- *  their order.
+ *  fdma_prefill() takes prompts of any length into it, fdma_decode() goes on from there.
+ *  fdma_cache_copy() copies sequences and changes their order. fdma_cache_store() puts the keys
+ *  that a call of fdma_attention() keeps into their rows.
  *
  *  Pages      With a page_table, k and v are pools, [pages, page_len, kv_heads, head_dim], where
  *             page_len is a power of 2: row r of sequence s is row r % page_len of the page with

@@ -791,6 +791,14 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
             continue; // the output, which has the same elements, stands for both
         tensors[count++] = (named_tensor){entry->name, tensor, is_output(entry)};
     }
+    const prefill_requests *const requests = &problem->prefill;
+    const fdma_tensor starts =
+        fdma_tensor_1d((void *)requests->starts, FDMA_INT32, requests->count + 1);
+    const fdma_tensor index = fdma_tensor_1d((void *)requests->index, FDMA_INT32, requests->count);
+    if (requests->starts != NULL)
+        tensors[count++] = (named_tensor){"starts", &starts, false};
+    if (requests->index != NULL)
+        tensors[count++] = (named_tensor){"index", &index, false};
     return depth == check_all ? fdma_check_overlaps(tensors, count, &problem->exec) : FDMA_OK;
 }
 
