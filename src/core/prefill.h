@@ -1,11 +1,11 @@
-/* fdma_prefill(): parts of a call, each of which a few steps of other operations run. */
+/* fdma_prefill(): a call as parts, and the steps of a part, which other operations run. */
 #pragma once
 
 #include "core/steps.h"
 
 /* Some requests that follow each other, with `len` tokens each; or a piece of one request. Decode
- * runs parts of up to most_new_tokens tokens; select, forward and cache_store run longer ones, which
- * have one request. */
+ * runs parts with a len of up to most_new_tokens. Others have one request: select, forward and
+ * cache_store run them. */
 typedef struct prefill_part {
     int64_t request, count;  /* the first request, and their number */
     int64_t first, end, len; /* tokens of all of them, and of each */
