@@ -1,7 +1,7 @@
-/* test_prefill.c - requests of any lengths that enter a cache in one call: out and lse equal
- * the results of one call on each whole stream and of decode token by token, and the cache has the
- * bits that decode token by token gives. With and without pages, with requests that are skipped or have no
- * tokens; wrong lists are refused, and every workspace suffices for all lists. */
+/* test_prefill.c - requests of any lengths that enter a cache in one call: out and lse equal the
+ * results of one call on each whole stream and of decode token by token, and the cache has the bits
+ * that decode token by token gives. With and without pages, with requests that are skipped or have
+ * no tokens; wrong lists are refused, and every workspace suffices for all lists. */
 #include "paged_cache.h"
 
 enum { requests = streams + 1, most_padding = 3 };
@@ -323,7 +323,7 @@ static void pages_change_nothing(void) {
 }
 
 /* 12 tokens have filled 8 rows in pages of 2 rows. Then the second page is missing: no query attends
- * to its keys, and the keys that would enter it are lost. */
+ * to its keys, and keys that would enter it are lost. */
 static void keys_of_missing_pages_are_hidden(void) {
     enum { before = 12, len = 70, rows = 8 };
     static const stream_case test = {rows, 0, 0, 16, before + len, FDMA_BIAS_NONE, 0, 9};
