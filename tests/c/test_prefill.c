@@ -322,8 +322,8 @@ static void pages_change_nothing(void) {
         pages_are_as_none(test_dtypes[type], test_backend.run != NULL ? "cuda" : NULL);
 }
 
-/* 12 tokens have filled 8 rows in pages of 2 rows. Then the second page is missing: no query attends
- * to its keys, and keys that would enter it are lost. */
+/* 12 tokens have filled 8 rows in pages of 2. Then the second page is missing: no query attends to
+ * its keys, and keys that would enter it are lost. */
 static void keys_of_missing_pages_are_hidden(void) {
     enum { before = 12, len = 70, rows = 8 };
     static const stream_case test = {rows, 0, 0, 16, before + len, FDMA_BIAS_NONE, 0, 9};
