@@ -105,6 +105,16 @@ static fdma_status run_part(const prepared_call *call) {
     return FDMA_OK;
 }
 
+/* Scores that are not given have a bias already. */
+static fdma_status fill_prompt_bias(const fdma_problem *whole) {
+    if (!whole->prefill.is_scored || is_empty(&whole->bias) || !is_present(&whole->bias))
+        return FDMA_OK;
+    if (whole->exec.device != FDMA_CPU)
+        return fdma_cuda_fill_prompt_bias(whole);
+    fdma_fill_prompt_bias(whole);
+    return FDMA_OK;
+}
+
 /* Every part has been prepared once before, so that nothing is written if one is refused. */
 static fdma_status run_prefill(prepared_call *call) {
     const fdma_problem *const whole = &call->steps.whole;
@@ -112,8 +122,7 @@ static fdma_status run_prefill(prepared_call *call) {
     FDMA_TRY(fdma_split_scores(&call->steps));
     FDMA_TRY(choose_kernels(check_all, call));
     FDMA_TRY(run_steps(call));
-    if (whole->prefill.is_scored && whole->exec.device == FDMA_CPU)
-        fdma_fill_prompt_bias(whole);
+    FDMA_TRY(fill_prompt_bias(whole));
     while (fdma_next_part(whole, &part)) {
         FDMA_TRY(prepare_part(&part, check_all, call));
         FDMA_TRY(run_part(call));

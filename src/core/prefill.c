@@ -30,11 +30,10 @@ void fdma_begin_prefill(call_steps *steps) {
                                     &whole->out, &whole->score, &whole->lse};
     fdma_arena arena = fdma_arena_of(whole);
     const bool is_exp = whole->bias_form == FDMA_BIAS_EXP, paged = has_pages(&whole->cache);
-    const bool on_device = whole->exec.device != FDMA_CPU;
     prefill_requests *const requests = &whole->prefill;
     requests->is_scored = is_present(&whole->score);
-    // devices have no kernel for rows in pages, nor for the exp of a score, outside of decode
-    requests->in_pieces = on_device && (paged || (is_exp && requests->is_scored));
+    // outside of decode, kernels of devices do not read rows in pages
+    requests->in_pieces = paged && whole->exec.device != FDMA_CPU;
     steps->lent = whole->exec.workspace_size;
     whole->batch = 1;
     for (size_t n = 0; n < sizeof tensors / sizeof tensors[0]; n++)
@@ -62,7 +61,7 @@ fdma_status fdma_split_scores(call_steps *steps) {
 
 void fdma_fill_prompt_bias(const fdma_problem *whole) {
     const fdma_tensor *const score = &whole->score, *const bias = &whole->bias;
-    for (int64_t g = 0; g < whole->kv_heads && is_present(bias); g++)
+    for (int64_t g = 0; g < whole->kv_heads; g++)
         for (int64_t m = 0; m < whole->new_len; m++)
             fdma_store(bias, offset_of(bias, 0, g, m),
                        exp(fdma_load(score, offset_of(score, 0, g, m))));
