@@ -433,35 +433,43 @@ static void wrong_lists_are_refused(void) {
     test_free_all();
 }
 
-/* One workspace, of the query with no lists at all, serves all lists; the number of threads and the
- * other requests change no bit. */
+/* A workspace by a query without data and lists. */
+static void lend_for_any_lists(fdma_prefill_args *args) {
+    fdma_prefill_args query = *args;
+    size_t bytes = 0;
+    query.starts = query.index = NULL;
+    query.q.data = query.k.data = query.v.data = query.out.data = query.lse.data = NULL;
+    CHECK_OK(fdma_prefill_workspace(&query, &bytes));
+    exec_alloc(&args->exec, bytes);
+}
+
+/* The workspace of a query serves all lists, and the number of threads changes no bit. The second
+ * call goes on where the first one has ended. */
 static void lists_need_no_other_workspace(void) {
     whole_call x = new_whole(&prompts[3], FDMA_FLOAT32);
     for (int n = 0; n < 60; n++) {
         uint64_t state = (uint64_t)n + 500;
         int32_t seen[streams] = {0};
-        packed_step s = {0};
-        test_context("lists %d", n);
         const fdma_cache cache = new_cache(&prompts[3], FDMA_FLOAT32);
         const fdma_cache other = new_cache(&prompts[3], FDMA_FLOAT32);
-        plan_requests(&x, seen, &state, &s);
-        make_requests(&x, seen, &s);
-        fdma_prefill_args args = args_of(&x, &cache, &s, NULL), query = args;
-        size_t bytes = 0;
-        args.exec.threads = query.exec.threads = n % 5;
-        query.starts = query.index = NULL;
-        query.q.data = query.k.data = query.v.data = query.out.data = query.lse.data = NULL;
-        CHECK_OK(fdma_prefill_workspace(&query, &bytes));
-        exec_alloc(&args.exec, bytes);
-        CHECK_OK(fdma_prefill(&args));
-        const fdma_tensor out = copy_tensor(args.out);
-        args.cache = other;
-        args.exec.threads = 0;
-        CHECK_OK(fdma_prefill_workspace(&args, &bytes));
-        exec_alloc(&args.exec, bytes);
-        CHECK_OK(fdma_prefill(&args));
-        CHECK(same_tensor(args.out, out));
-        check_same_keys(&cache, &other, &x);
+        for (int round = 0; round < 2; round++) {
+            packed_step s = {0};
+            test_context("lists %d, call %d", n, round);
+            plan_requests(&x, seen, &state, &s);
+            make_requests(&x, seen, &s);
+            fdma_prefill_args args = args_of(&x, &cache, &s, NULL);
+            args.exec.threads = 1 + n % 4;
+            lend_for_any_lists(&args);
+            CHECK_OK(fdma_prefill(&args));
+            const fdma_tensor out = copy_tensor(args.out);
+            args.cache = other;
+            args.exec.threads = 0;
+            lend_for_any_lists(&args);
+            CHECK_OK(fdma_prefill(&args));
+            CHECK(same_tensor(args.out, out));
+            check_same_keys(&cache, &other, &x);
+            count_requests(&s, seen);
+        }
     }
     test_free_all();
 }
