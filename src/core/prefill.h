@@ -4,7 +4,7 @@
 #include "core/steps.h"
 
 /* Some requests that follow each other, with `len` tokens each; or a piece of one request. Decode
- * runs parts with a len of up to most_new_tokens. Others have one request: select, forward and
+ * runs parts with few tokens of each request. Others have one request: select, forward and
  * cache_store run them. */
 typedef struct prefill_part {
     int64_t request, count;  /* the first request, and their number */

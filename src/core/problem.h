@@ -36,7 +36,7 @@ typedef struct prefill_requests {
     const int32_t *starts, *index; /* index may be NULL: 0, 1, ... */
     int64_t count;
     bool is_scored;   /* the caller gives the scores */
-    bool in_pieces;   /* decode runs all requests, most_new_tokens tokens at a time */
+    bool in_pieces;   /* decode runs all requests, up to 64 tokens at a time */
     fdma_tensor kept; /* [1, kv_heads, kv_len] int32: expiry without keys of missing pages */
 } prefill_requests;
 
