@@ -705,16 +705,17 @@ FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
  *
  *  Shapes     the other cache has the same kv_heads, head_dim, window, recent, sinks and dtype. The
  *             number of its sequences, its strides and its pages may be others
- *  Ownership  state is memory of the host with any alignment; bytes beyond the state are ignored
+ *  Ownership  state is memory of the host with any alignment, none of it the cache's; bytes beyond
+ *             the state are ignored
  *  Edge       caches are on the CPU. Of a cache on a device copy the tensors, or views of one
  *             sequence, to the host, and describe them there by an fdma_cache with the same
  *             strides; to restore, copy them back. No call on the cache may be under way. With a
- *             page_table the pages of all rows with keys must be there. bias_form is not saved: it
- *             must be the same in every call on both caches
+ *             page_table the pages of all rows with keys must be there, each page once. bias_form
+ *             is not saved: it must be the same in every call on both caches
  *  Errors     FDMA_INVALID_ARGUMENT for a sequence that the cache does not have, tensors as in
  *             fdma_cache_copy(), a state that is truncated, damaged or of another cache, too few
- *             bytes, and missing pages; FDMA_UNSUPPORTED for another version or a device. A restore
- *             that is refused has changed nothing */
+ *             bytes, a state within the cache, and missing or equal pages; FDMA_UNSUPPORTED for
+ *             another version or a device. A restore that is refused has changed nothing */
 FDMA_API fdma_status fdma_cache_state_bytes(const fdma_cache *cache, int64_t sequence,
                                             size_t *bytes);
 FDMA_API fdma_status fdma_cache_save(const fdma_cache *cache, int64_t sequence, void *state,
@@ -798,7 +799,7 @@ typedef struct fdma_decode_args {
     fdma_tensor q;            /* [batch, q_len, q_heads, head_dim] */
     fdma_tensor k, v;         /* [batch, new_len, kv_heads, head_dim]: the new tokens */
     fdma_tensor dt_proj, a;   /* as in fdma_score_args; or else `score` is given */
-    fdma_tensor dt_bias;      /* optional, as in fdma_score_args; not with `score` */
+    fdma_tensor dt_bias;      /* optional, as in fdma_score_args */
     fdma_tensor score;        /* optional [batch, kv_heads, new_len] float32: of the new tokens */
     fdma_tensor n_tokens;     /* optional [batch] int32: the first n are tokens, the rest is not
                                  read; absent: new_len */
@@ -830,7 +831,7 @@ typedef struct fdma_decode_args {
  *             batch with one index leave that sequence with wrong keys, and no other
  *  Errors     FDMA_INVALID_ARGUMENT also for more than 64 new tokens, an index beyond the cache,
  *             n_tokens above new_len, commit above n_tokens, a stream longer than INT32_MAX tokens,
- *             neither a score nor dt_proj, a dt_bias beside a score
+ *             neither a score nor dt_proj, a dt_proj, a or dt_bias beside a score
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
 
@@ -840,7 +841,7 @@ typedef struct fdma_prefill_args {
     fdma_tensor q;          /* [tokens, q_heads, head_dim]: one request after the other */
     fdma_tensor k, v;       /* [tokens, kv_heads, head_dim] */
     fdma_tensor dt_proj, a; /* as in fdma_score_args; or else `score` is given */
-    fdma_tensor dt_bias;    /* optional, as in fdma_score_args; not with `score` */
+    fdma_tensor dt_bias;    /* optional, as in fdma_score_args; with dt_proj */
     fdma_tensor score;      /* optional [kv_heads, tokens] float32 */
     fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
     fdma_tensor out;        /* output [tokens, q_heads, head_dim] */
@@ -873,7 +874,7 @@ typedef struct fdma_prefill_args {
  *  Errors     FDMA_INVALID_ARGUMENT also for starts that do not begin with 0, decrease or lead
  *             beyond the tokens, an index beyond the cache, a sequence that two requests have,
  *             without index more requests than sequences, a stream longer than INT32_MAX tokens,
- *             neither a score nor dt_proj, a dt_bias beside a score
+ *             neither a score nor dt_proj, a dt_proj, a or dt_bias beside a score
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_prefill(const fdma_prefill_args *args);
 

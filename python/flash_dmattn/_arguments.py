@@ -86,6 +86,7 @@ INT32_INPUTS = (
     *("starts", "kv_used", "index", "n_tokens", "commit", "copy_from", "copy_to"),
     *("cache_page_table", "positions", "row_positions"),
 )
+INT32_MAX = (1 << 31) - 1
 BOOL_INPUTS = ("key_valid", "attn_mask")
 NUMERIC_MASKS = (torch.float16, torch.bfloat16)  # that CUDA kernels read, true above 0
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
@@ -451,7 +452,7 @@ def check_int(name: str, value: int) -> int:
 
     Raises:
         TypeError: it is not an int.
-        ValueError: it is too large.
+        ValueError: it does not fit int64.
     """
     if type(value) is not int:
         if not _types.is_int(value):
@@ -459,9 +460,13 @@ def check_int(name: str, value: int) -> int:
         if isinstance(value, torch.SymInt):  # while a graph is traced
             return value
         value = operator.index(value)
-    if value >= 1 << 63:
-        raise ValueError(f"{name}: is {value}, want less than 2**63")
-    return value
+    return _types.check_int64(name, value)
+
+
+def starts_in_int32(starts: torch.Tensor) -> torch.Tensor:
+    """The numbers in int32. One that int32 does not hold stays out of the range of `starts`."""
+    fits = starts.dtype == torch.int32
+    return starts if fits else starts.clamp(-1, INT32_MAX).to(torch.int32)
 
 
 def check_rules(

@@ -119,6 +119,10 @@ def check(status: int, operation: Operation, tensors: dict[str, MaybeTensor] | N
             _library.check(status)
         except Exception as error:
             message = _arguments.translate(str(error), operation.tensors, operation.options)
+            for name, tensor in (tensors or {}).items():
+                if tensor is not None and tensor.dtype == torch.bool:  # uint8 to the C library
+                    found = f"{_arguments.SHOWN.get(name, name)}: dtype is "
+                    message = message.replace(f"{found}uint8,", f"{found}bool,")
             if tensors is not None and message.startswith(("q_len: ", "q_heads: ")):
                 message = _arguments.describe_order(tensors, is_certain=False) or message
             raise type(error)(message) from None

@@ -25,5 +25,18 @@ def describe(value: Any) -> str:
     return f"{value!r}, {kind}" if is_short or isinstance(value, (int, float, str)) else kind
 
 
+def check_int64(name: str, number: int) -> int:
+    """Check that ctypes and PyTorch can convert an int: ctypes takes it modulo 2**64.
+
+    Raises:
+        ValueError: it does not fit int64.
+    """
+    if not -(1 << 63) <= number < 1 << 63:
+        found = "an int beyond float64" if is_vast(number) else number
+        wanted = "less than 2**63" if number > 0 else "-2**63 or more"
+        raise ValueError(f"{name}: is {found}, want {wanted}")
+    return number
+
+
 def refusal(name: str, value: Any, wanted: str) -> TypeError:
     return TypeError(f"{name}: is {describe(value)}, want {wanted}")

@@ -221,12 +221,20 @@ def check_takes_cache(module: DynamicMaskAttention) -> None:
     require(selects and module.gap is None and module.options is None, wanted)
 
 
-def check_starts(starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor) -> None:
+def check_starts(
+    starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor, takes_list: bool = True
+) -> None:
     if starts is None:
         return
     if not isinstance(starts, torch.Tensor):
-        if not _types.is_list_of_ints(starts):
-            raise _types.refusal("starts", starts, "a torch.Tensor, a list of ints or None")
+        if not (takes_list and _types.is_list_of_ints(starts)):
+            kinds = (
+                "a torch.Tensor, a list of ints or None" if takes_list else "a torch.Tensor or None"
+            )
+            raise _types.refusal("starts", starts, kinds)
+        for number in starts:
+            most = _arguments.INT32_MAX
+            require(0 <= number <= most, f"starts: has {number}, want 0 to {most}")
         return
     if starts.dim() != 1:
         shape = "starts is [sequences + 1]"
@@ -236,7 +244,6 @@ def check_starts(starts: torch.Tensor | Sequence[int] | None, x: torch.Tensor) -
 
 
 def check_options_of_call(
-    x: torch.Tensor,
     positions: torch.Tensor | None,
     cache: DynamicMaskCache | LayerCaches | None,
     starts: torch.Tensor | Sequence[int] | None,
@@ -247,7 +254,6 @@ def check_options_of_call(
 ) -> None:
     """Check types, and refuse arguments that only a call with, or without, a cache may have."""
     _types.check_flag("draft", draft)
-    check_starts(starts, x)
     if positions is not None:
         _types.check_tensor("positions", positions)
     if cache is None:

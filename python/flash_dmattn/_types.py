@@ -16,7 +16,12 @@ from typing import Any, Callable, NamedTuple, Tuple
 
 import torch
 
-from ._describe import describe, is_vast, refusal  # noqa: F401 (describe is used as one of these)
+from ._describe import (  # noqa: F401 (some are used as ones of these)
+    check_int64,
+    describe,
+    is_vast,
+    refusal,
+)
 
 
 class Kind(NamedTuple):
@@ -84,9 +89,11 @@ def is_number(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """True for a bool or a number such as 1, which counts as a bool, as in C."""
-    if isinstance(value, (int, torch.SymBool)) or is_int(value):
+    """True for a bool or a number such as 1, which counts as a bool, as a C int does."""
+    if isinstance(value, (bool, torch.SymBool, torch.SymInt)):
         return True
+    if is_int(value):
+        return -(1 << 31) <= operator.index(value) < 1 << 31
     return hasattr(value, "ndim") and is_scalar(value)
 
 

@@ -463,8 +463,9 @@ class DynamicMaskCache:
             ValueError: there is no such sequence, or there are drafts.
         """
         self._check_settled(b)
-        self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
-        self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
+        with cache_state.writing_to(self.keys):
+            self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
+            self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
         for layer in range(self.layers):
             self._dropped[layer] = tuple({*self._dropped[layer], b})
             self._empty[layer] |= len(self._dropped[layer]) == self.batch
@@ -477,7 +478,7 @@ class DynamicMaskCache:
             TypeError: b is not an int.
             ValueError: there is no such sequence, or there are drafts.
         """
-        return b"".join(self.keys.save(sequence) for sequence in self._numbers(b))
+        return cache_state.save_all(self._places(b))
 
     def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
         """Make sequence b what another one was when it was saved, in a cache of as many layers and
@@ -486,11 +487,10 @@ class DynamicMaskCache:
         Raises:
             TypeError: b is not an int, or state is not bytes.
             ValueError: there is no such sequence, or there are drafts; a state that is truncated or
-                damaged, or of a cache of other layers, sizes, rules or dtype.
+                damaged, or of a cache of other layers, sizes, rules, dtype or bias_form.
             NotImplementedError: a state of another version.
         """
-        numbers = self._numbers(b)
-        cache_state.restore_all([(self.keys, numbers)], state)
+        cache_state.restore_all(self._places(b), state)
         self._restored(b)
 
     def _restored(self, b: int) -> None:
@@ -499,10 +499,12 @@ class DynamicMaskCache:
         self._dropped = [tuple({*own} - {b}) for own in self._dropped]
         self._lengths = [None] * self.layers
 
-    def _numbers(self, b: int) -> list[int]:
-        """The numbers of sequence b in `keys`, one for each layer."""
+    def _places(self, b: int) -> list[cache_state.Place]:
+        """Where sequence b is, in each layer."""
         self._check_settled(b)
-        return [layer * self.batch + b for layer in range(self.layers)]
+        kind = (self._head_dim, self.bias_form)
+        numbers = range(b, self.layers * self.batch, self.batch)
+        return [cache_state.Place(self.keys, number, *kind) for number in numbers]
 
     def _check_settled(self, b: int) -> None:
         if not 0 <= _arguments.check_int("b", b) < self.batch:
@@ -511,8 +513,9 @@ class DynamicMaskCache:
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""
-        self.keys.position.fill_(-1)
-        self.keys.seen.zero_()
+        with cache_state.writing_to(self.keys):
+            self.keys.position.fill_(-1)
+            self.keys.seen.zero_()
         self._drafts = [None] * self.layers
         self._lengths = [0] * self.layers
         self._empty, self._dropped = [True] * self.layers, [()] * self.layers

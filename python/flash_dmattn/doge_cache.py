@@ -364,7 +364,7 @@ class KeptKeysCache(Cache):
                 generation has left tokens in that crop() may remove.
             NotImplementedError: a model with layers whose cache is one of transformers.
         """
-        return b"".join(kept.save(b) for kept in self._kept())
+        return cache_state.save_all([kept._places(b)[0] for kept in self._kept()])
 
     def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
         """Make sequence b what another one was when it was saved, in a cache of the same model. A
@@ -380,7 +380,7 @@ class KeptKeysCache(Cache):
             NotImplementedError: as in save(); a state of another version.
         """
         kept = self._kept()
-        cache_state.restore_all([(one.keys, one._numbers(b)) for one in kept], state)
+        cache_state.restore_all([one._places(b)[0] for one in kept], state)
         for one in kept:
             one._restored(b)
 

@@ -128,12 +128,16 @@ class LayerCaches:
     def save(self, b: int) -> bytes:
         """As DynamicMaskCache.save()."""
         self._check_drafts("b")
-        return b"".join(cache.save(b) for cache in self.caches)
+        return cache_state.save_all(self._places(b))
+
+    def _places(self, b: int) -> list[cache_state.Place]:
+        """Where sequence b is, in each layer."""
+        return [cache._places(b)[at] for cache, at in self._by_layer]
 
     def restore(self, b: int, state: bytes | bytearray | memoryview) -> None:
         """As DynamicMaskCache.restore()."""
         self._check_drafts("b")
-        cache_state.restore_all([(cache.keys, cache._numbers(b)) for cache in self.caches], state)
+        cache_state.restore_all(self._places(b), state)
         for cache in self.caches:
             cache._restored(b)
 

@@ -211,7 +211,8 @@ def lifetime_loss(
 
     Source: docs/quality.md; arXiv:2512.03324, TRIM-KV, which multiplies logits by beta^t.
     """
-    _types.check_call(lifetime_loss, locals())
+    if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
+        _types.check_call(lifetime_loss, locals())
     tensors = {"query": query, "key": key, "value": value}
     numbers = {"keys": keys, "queries": queries}
     check_loss(tensors, log_lifetime, predict, numbers, progress, capacity_weight)

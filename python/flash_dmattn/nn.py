@@ -390,7 +390,8 @@ class DynamicMaskAttention(nn.Module):
         check_input("x", x, self.q_proj)
         check_memory_of_call(self.memory_hidden, x, memory, cache, starts)
         check_input("memory", memory, self.k_proj)
-        check_options_of_call(x, positions, cache, starts, index, n_tokens, draft, lengths)
+        check_starts(starts, x, takes_list=self.ranks is not None)
+        check_options_of_call(positions, cache, starts, index, n_tokens, draft, lengths)
         cache, layer = check_cache(self, x, cache, layer, index)
         query, key, value = self._project(x, x if memory is None else memory)
         call = None
@@ -421,7 +422,9 @@ class DynamicMaskAttention(nn.Module):
             weights: list[torch.Tensor] = []
             if gate is None:
                 *weights, scored["dt_bias"] = self._score_weights()
-            out = cache.attend(
+            out = _arguments.call_renamed(
+                {"key": "x"},
+                cache.attend,
                 layer,
                 query,
                 key,
@@ -475,7 +478,8 @@ class DynamicMaskAttention(nn.Module):
         wanted = "score_target_loss: want a causal layer with a window, without process_group and "
         wanted += "lifetime_units"
         require(self.causal and self._has_weights and self.ranks is None, wanted)
-        _types.check_call(DynamicMaskAttention.score_target_loss, locals())
+        if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
+            _types.check_call(DynamicMaskAttention.score_target_loss, locals())
         check_hidden("x", "len", x, self.hidden)
         check_input("x", x, self.q_proj)
         check_starts(starts, x)
@@ -538,7 +542,8 @@ class DynamicMaskAttention(nn.Module):
                 process_group.
         """
         gate = self._gate("lifetime_loss")
-        _types.check_call(DynamicMaskAttention.lifetime_loss, locals())
+        if not torch.compiler.is_compiling():
+            _types.check_call(DynamicMaskAttention.lifetime_loss, locals())
         check_hidden("x", "len", x, self.hidden)
         check_input("x", x, self.q_proj)
         require(x.shape[0] == 1, f"x: batch is {x.shape[0]}, want 1")

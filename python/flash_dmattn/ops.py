@@ -140,11 +140,14 @@ class Operator:
 
         Raises:
             TypeError: an argument has another type than in the schema.
+            ValueError: an int does not fit int64.
             NotImplementedError: a tensor is sparse or nested.
         """
         for (name, kind), value in zip(self.kinds, arguments):
             if name in _arguments.CHOICES:
                 _arguments.choose(name, value)
+            elif kind.types == (int,):
+                _arguments.check_int(self.shown(name), value)
             elif type(value) not in kind.types and not kind.fits(value):
                 raise _types.refusal(self.shown(name), value, kind.wanted)
             is_tensor = isinstance(value, torch.Tensor)

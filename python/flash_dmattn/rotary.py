@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from . import _arguments, _repeat, _types, ops
+from . import _arguments, _library, _repeat, _types, ops
 from ._arguments import MaybeTensor, finish, pad_head_dim, refuse_tangents
 
 __all__ = ["rotary_table", "rotate"]
@@ -78,6 +78,7 @@ def rotary_table(
     """
     if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
         _types.check_call(rotary_table, locals())
+        check_device(device)
     if not 2 <= dim <= DIM_MAX or dim % 2 != 0:
         raise ValueError(f"dim: is {dim}, want an even number, 2 to {DIM_MAX}")
     if not 0 < factor < math.inf:
@@ -98,10 +99,18 @@ def rotary_table(
     return ops.ROTARY_TABLE(positions, inv_freq, dim, base, factor, wide, None)
 
 
+def check_device(device: torch.device | str | None) -> None:
+    kind = "cpu" if device is None else torch.device(device).type
+    if kind not in (*_arguments.DEVICES, "meta"):
+        raise NotImplementedError(f"device: is {device}, want cpu, cuda or meta")
+    if kind == "cuda" and not _library.has_cuda():
+        raise NotImplementedError(f"device: is {device}, {_arguments.NO_CUDA}")
+
+
 def count_from(first: int, length: int, device: torch.device | str | None) -> torch.Tensor:
     """The positions [length] int32 from `first` on."""
-    if length < 0:
-        raise ValueError(f"length: is {length}, want 0 or more")
+    if not 0 <= _arguments.check_int("length", length) <= POSITIONS_MAX:
+        raise ValueError(f"length: is {length}, want 0 to {POSITIONS_MAX}")
     if not 0 <= first <= POSITIONS_MAX - length:
         most = POSITIONS_MAX - length
         raise ValueError(f"first: is {first}, want 0 to {most}, with {length} rows")

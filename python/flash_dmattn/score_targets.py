@@ -93,7 +93,8 @@ def score_target_loss(
 
     Source: docs/quality.md, where models were trained with it.
     """
-    _types.check_call(score_target_loss, locals())
+    if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
+        _types.check_call(score_target_loss, locals())
     tensors = {"query": query, "key": key, "value": value, "dt_proj": dt_proj}
     if key_valid is not None:
         tensors["key_valid"] = key_valid

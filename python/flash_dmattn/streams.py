@@ -118,14 +118,19 @@ def rules_of(cache: KeyCache) -> tuple[int, int, int]:
 
 
 def counts(name: str, count: int | MaybeTensor, like: torch.Tensor) -> MaybeTensor:
-    """`count` as int32 [batch], on the device of `like` [batch, ...].
+    """`count` as int32 [batch], on the device of `like` [batch, len, heads, head_dim].
 
     Raises:
         TypeError: it is neither a tensor nor an int.
+        ValueError: it is out of its range, 0 to the length of `like`.
     """
     if count is None or isinstance(count, torch.Tensor):
         return count
     number = _arguments.check_int(name, count)
+    if like.dim() != 4:
+        return None  # the call refuses it
+    if not torch.compiler.is_compiling() and not 0 <= number <= like.shape[1]:
+        raise ValueError(f"{name}: is {number}, want 0 to {like.shape[1]}")
     return torch.full((like.shape[0],), number, dtype=torch.int32, device=like.device)
 
 
@@ -222,8 +227,9 @@ def decode(
 
     Raises:
         TypeError: a query or cache of another type, or an n_tokens or commit that is no int.
-        ValueError: shapes, devices or options that are inconsistent; more than 64 new tokens; on
-            the CPU also an index, n_tokens or commit out of its range.
+        ValueError: shapes, devices or options that are inconsistent; weights beside a score; more
+            than 64 new tokens; an n_tokens or commit out of its range as an int, and on the CPU
+            also an index, n_tokens or commit.
         NotImplementedError: a dtype, head_dim, device or backend that no kernel supports.
 
     Example:
@@ -312,7 +318,8 @@ def prefill(
         rows = (key, value, kept[0], where, *kept[1:])
         ops.CACHE_STORE(*rows, *tensors_of(cache), *rules_of(cache), tokens.options[0], None)
         if seen is not None:
-            cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
+            with cache_state.writing_to(cache):
+                cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
     return out
 
 

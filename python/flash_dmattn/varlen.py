@@ -61,7 +61,7 @@ def _starts_of(cu_seqlens_q: Any, cu_seqlens_k: Any) -> torch.Tensor:
             "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
             "themselves"
         )
-    return cu_seqlens_q.int() if cu_seqlens_q.dtype == torch.int64 else cu_seqlens_q
+    return _arguments.starts_in_int32(cu_seqlens_q)
 
 
 def _pairs_of_total(

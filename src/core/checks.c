@@ -140,7 +140,7 @@ fdma_status fdma_check_cache_positions(const fdma_cache *cache) {
     return check_int_tensor("cache.table.seen", &cache->table.seen, 1, shape);
 }
 
-/* The caller's scores, the cache's scores and the bias have one dtype. With given scores dt_bias
+/* The caller's scores, the cache's scores and the bias have one dtype. With given scores weights
  * would have no effect. */
 static fdma_status check_score(const fdma_problem *problem) {
     const bool given = is_present(&problem->score);
@@ -151,8 +151,14 @@ static fdma_status check_score(const fdma_problem *problem) {
     FDMA_REQUIRE(!given || problem->score.dtype == dtype, FDMA_INVALID_ARGUMENT,
                  "score: dtype is %s, want that of cache.table.score, %s",
                  fdma_dtype_name(problem->score.dtype), fdma_dtype_name(dtype));
-    FDMA_REQUIRE(!given || !is_present(&problem->dt_bias), FDMA_INVALID_ARGUMENT,
-                 "dt_bias: is given, want none with score");
+    const struct {
+        const char *name;
+        const fdma_tensor *tensor;
+    } weights[] = {
+        {"dt_proj", &problem->dt_proj}, {"a", &problem->a}, {"dt_bias", &problem->dt_bias}};
+    for (size_t n = 0; n < sizeof weights / sizeof weights[0]; n++)
+        FDMA_REQUIRE(!given || !is_present(weights[n].tensor), FDMA_INVALID_ARGUMENT,
+                     "%s: is given, want none with score", weights[n].name);
     return FDMA_OK;
 }
 

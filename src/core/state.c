@@ -3,6 +3,7 @@
  * A header, and then for each kv head position, score, bias, k and v of its first `rows` rows, each
  * of them as long as a multiple of 8 bytes. Rows without a key hold zeros and position -1. */
 #include "core/cache.h"
+#include "core/checks.h"
 #include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"
@@ -85,6 +86,48 @@ static fdma_status check_page(const fdma_cache *cache, cache_row at) {
     return FDMA_OK;
 }
 
+static int64_t page_at(const fdma_cache *cache, int64_t sequence, int64_t column) {
+    return indices_of_row(cache, sequence, column * cache->k.shape[1]).first;
+}
+
+/* Checks that the first rows of a sequence have pages of their own. */
+static fdma_status check_pages(const fdma_cache *cache, int64_t sequence, int64_t rows) {
+    const int64_t page_len = cache->k.shape[1];
+    for (int64_t column = 1; has_pages(cache) && column * page_len < rows; column++)
+        for (int64_t before = 0; before < column; before++) {
+            const int64_t page = page_at(cache, sequence, column);
+            FDMA_REQUIRE(page < 0 || page != page_at(cache, sequence, before),
+                         FDMA_INVALID_ARGUMENT,
+                         "cache.page_table: rows %lld and %lld of sequence %lld have one page, "
+                         "%lld, want a page for each",
+                         (long long)(before * page_len), (long long)(column * page_len),
+                         (long long)sequence, (long long)page);
+        }
+    return FDMA_OK;
+}
+
+/* Checks that a state is in memory of its own. */
+static fdma_status check_apart(const fdma_cache *cache, const void *state, size_t bytes) {
+    const fdma_tensor memory = fdma_tensor_1d((void *)(uintptr_t)state, FDMA_UINT8, (int64_t)bytes);
+    const named_tensor tensors[] = {
+        {"cache.k", &cache->k, true},
+        {"cache.v", &cache->v, true},
+        {"cache.bias", &cache->bias, true},
+        {"cache.table.score", &cache->table.score, true},
+        {"cache.table.position", &cache->table.position, true},
+        {"cache.table.seen", &cache->table.seen, true},
+        {"cache.page_table", &cache->page_table, true},
+        {"state", &memory, false},
+    };
+    const size_t count = sizeof tensors / sizeof tensors[0];
+    for (size_t n = 0; n + 1 < count; n++) {
+        const named_tensor pair[] = {tensors[n], tensors[count - 1]};
+        if (is_present(pair[0].tensor))
+            FDMA_TRY(fdma_check_overlaps(pair, 2, &(fdma_exec){0}));
+    }
+    return FDMA_OK;
+}
+
 static int32_t seen_of(const fdma_cache *cache, int64_t sequence) {
     return ((const int32_t *)cache->table.seen.data)[sequence];
 }
@@ -105,7 +148,7 @@ static fdma_status count_rows(const fdma_cache *cache, int64_t sequence, int64_t
             FDMA_TRY(check_page(cache, at));
             *rows = max(*rows, row + 1);
         }
-    return FDMA_OK;
+    return check_pages(cache, sequence, *rows);
 }
 
 /* ---- moving a row between a cache and a state ---- */
@@ -184,6 +227,7 @@ fdma_status fdma_cache_save(const fdma_cache *cache, int64_t sequence, void *sta
     FDMA_REQUIRE(state != NULL, FDMA_INVALID_ARGUMENT, "state: is NULL, want %zu bytes", want);
     FDMA_REQUIRE(bytes >= want, FDMA_INVALID_ARGUMENT, "bytes: is %zu, want %zu or more", bytes,
                  want);
+    FDMA_TRY(check_apart(cache, state, want));
     uint8_t *const to = state;
     state_header header = {.version = state_version,
                            .dtype = (int32_t)cache->dtype,
@@ -286,7 +330,7 @@ static fdma_status check_rows(const fdma_cache *cache, int64_t sequence, const u
                 FDMA_TRY(check_page(cache, at));
         }
     }
-    return FDMA_OK;
+    return check_pages(cache, sequence, header->rows);
 }
 
 fdma_status fdma_cache_restore(const fdma_cache *cache, int64_t sequence, const void *state,
@@ -296,6 +340,7 @@ fdma_status fdma_cache_restore(const fdma_cache *cache, int64_t sequence, const 
     FDMA_TRY(check_bytes(state, bytes, &header));
     FDMA_TRY(check_header(cache, &header));
     FDMA_TRY(check_rows(cache, sequence, state, &header));
+    FDMA_TRY(check_apart(cache, state, header.bytes));
     for (int64_t g = 0; g < cache->kv_heads; g++) {
         const state_head head = head_of(cache, state, header.rows, g);
         for (int64_t row = 0; row < rows_of_cache(cache); row++) {

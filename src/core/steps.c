@@ -139,7 +139,7 @@ static fdma_status split_decode(call_steps *steps) {
     steps->problems = steps->split;
     steps->count = 0;
     FDMA_TRY(fdma_add_step(steps, whole, operation_score));
-    whole->dt_bias = (fdma_tensor){0}; // already in the score
+    whole->dt_proj = whole->a = whole->dt_bias = (fdma_tensor){0}; // already in the score
     return fdma_add_step(steps, whole, operation_decode);
 }
 

@@ -54,10 +54,14 @@ static inline bool is_unfused_attention(fdma_operation operation) {
            operation == operation_probabilities;
 }
 
-/* Decode and prefill take weights or a score: removes the score if there are tables, else
- * dt_bias. */
+/* Decode and prefill take weights or a score: removes the score if there are tables, else the
+ * weights. */
 static inline void leave_one_of_pair(call *x, bool with_tables) {
-    *call_tensor_named(x, with_tables ? "score" : "dt_bias") = (fdma_tensor){0};
+    if (with_tables)
+        *call_tensor_named(x, "score") = (fdma_tensor){0};
+    else if (call_tensor_named(x, "score")->rank > 0)
+        *call_tensor_named(x, "dt_proj") = *call_tensor_named(x, "a") =
+            *call_tensor_named(x, "dt_bias") = (fdma_tensor){0};
 }
 
 /* Gives a cache copy valid lists of sequences, and a rotation valid positions, in memory apart from

@@ -159,6 +159,57 @@ static void missing_pages_are_refused(void) {
     test_free_all();
 }
 
+static void pages_given_twice_are_refused(void) {
+    static const char words[] = "want a page for each";
+    uint64_t random = 5;
+    const fdma_cache cache = decoded_cache(&cases[1], 20);
+    const saved_state state = save(&cache, 0);
+    const paged_cache paged = new_paged(&cases[1], FDMA_FLOAT32, 2, &random);
+    give_pages(&paged, 1, 20);
+    CHECK_OK(fdma_cache_restore(&paged.cache, 1, state.data, state.bytes));
+    *entry_of(&paged, 1, 2) = *entry_of(&paged, 1, 0);
+    const saved_state copy = save(&cache, 1);
+    check_refused(fdma_cache_save(&paged.cache, 1, state.data, state.bytes), FDMA_INVALID_ARGUMENT,
+                  words);
+    check_refused(fdma_cache_restore(&paged.cache, 1, copy.data, copy.bytes), FDMA_INVALID_ARGUMENT,
+                  "cache.page_table: rows 0 and 4 of sequence 1 have one page");
+    *entry_of(&paged, 1, 0) = *entry_of(&paged, 1, 2) = -1;
+    check_refused(fdma_cache_restore(&paged.cache, 1, copy.data, copy.bytes), FDMA_INVALID_ARGUMENT,
+                  "the page of row 0 of sequence 1 is missing");
+    test_free_all();
+}
+
+/* A state that lies in one of the cache's tensors. */
+static void states_within_the_cache_are_refused(void) {
+    uint64_t random = 5;
+    const fdma_cache cache = decoded_cache(&cases[2], 20);
+    const paged_cache paged = new_paged(&cases[2], FDMA_FLOAT32, 4, &random);
+    const saved_state state = save(&cache, 0);
+    void *const last = address(cache.v, 4, rows_of(&cache) - 1, kv_heads - 1);
+    const struct {
+        void *at;
+        const char *words;
+    } places[] = {
+        {cache.k.data, "cache.k: shares elements with state"},
+        {last, "cache.v: shares elements with state"},
+        {cache.bias.data, "cache.bias: shares elements with state"},
+        {cache.table.position.data, "cache.table.position: shares elements with state"},
+        {(unsigned char *)cache.table.seen.data - state.bytes + 1, "shares elements with state"},
+    };
+    for (int n = 0; n < TEST_COUNT(places); n++) {
+        check_refused(fdma_cache_save(&cache, 0, places[n].at, state.bytes), FDMA_INVALID_ARGUMENT,
+                      places[n].words);
+        check_same_state(&cache, 0, &cache, 1);
+    }
+    give_pages(&paged, 1, 20);
+    check_refused(fdma_cache_save(&paged.cache, 0, paged.cache.page_table.data, state.bytes),
+                  FDMA_INVALID_ARGUMENT, "cache.page_table: shares elements with state");
+    memcpy(cache.k.data, state.data, state.bytes);
+    check_refused(fdma_cache_restore(&cache, 4, cache.k.data, state.bytes), FDMA_INVALID_ARGUMENT,
+                  "cache.k: shares elements with state");
+    test_free_all();
+}
+
 /* A cache that differs in one field refuses the state in words, and keeps its own sequence. */
 static void other_caches_refuse_a_state(void) {
     static const stream_case taken = {7, 2, 1, 16, 30, FDMA_BIAS_EXP, 0, 0};
@@ -285,9 +336,10 @@ static void forged_states_are_refused(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(forged_states_are_refused),   TEST(streams_go_on_elsewhere),
-    TEST(a_state_replaces_a_sequence), TEST(wrong_arguments_are_refused),
-    TEST(missing_pages_are_refused),   TEST(other_caches_refuse_a_state),
+    TEST(forged_states_are_refused),           TEST(streams_go_on_elsewhere),
+    TEST(a_state_replaces_a_sequence),         TEST(wrong_arguments_are_refused),
+    TEST(missing_pages_are_refused),           TEST(pages_given_twice_are_refused),
+    TEST(states_within_the_cache_are_refused), TEST(other_caches_refuse_a_state),
     TEST(damaged_states_are_refused),
 };
 

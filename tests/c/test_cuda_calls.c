@@ -284,7 +284,10 @@ static void graphs_replay_prefills(void) {
             .sequences = 3, .kv_heads = 2, .head_dim = 64, .window = rows, .dtype = FDMA_BFLOAT16};
         args->starts = starts, args->index = index, args->requests = 3;
         call_make(&here, &n, FDMA_BFLOAT16, true);
-        *call_tensor_named(&here, scored ? "dt_bias" : "score") = (fdma_tensor){0};
+        if (scored)
+            args->dt_proj = args->a = args->dt_bias = (fdma_tensor){0};
+        else
+            args->score = (fdma_tensor){0};
         call_alloc(&here, &state);
         device_copy_call(&there, &here);
         CHECK_OK(device_give_workspace(&there));

@@ -218,8 +218,14 @@ static void options_of_scores_are_checked(void) {
             INVALID("ddt_bias", "FDMA_BIAS_NONE"));
     REJECTS(score_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
     REJECTS(attention_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
-    REJECTS(decode, args->dt_bias = args->a, INVALID("dt_bias", "with score"));
-    REJECTS(prefill, args->dt_bias = args->a, INVALID("dt_bias", "with score"));
+    const fdma_tensor weight = fdma_tensor_1d(right.memory, FDMA_FLOAT32, right.sizes.kv_heads);
+    fdma_tensor matrix = weight;
+    matrix.rank = 2, matrix.shape[1] = matrix.stride[0] = 32, matrix.stride[1] = 1;
+    REJECTS(decode, args->dt_bias = weight, INVALID("dt_bias: is given", "with score"));
+    REJECTS(decode, args->a = weight, INVALID("a: is given", "with score"));
+    REJECTS(decode, args->dt_proj = matrix, INVALID("dt_proj: is given", "with score"));
+    REJECTS(prefill, args->dt_bias = weight, INVALID("dt_bias: is given", "with score"));
+    REJECTS(prefill, args->dt_proj = matrix, INVALID("dt_proj: is given", "with score"));
     REJECTS(prefill, args->bias_form = (fdma_bias_form)6, INVALID("bias_form", "6"));
     REJECTS(prefill, args->reserved = 6, INVALID("reserved", "6"));
     REJECTS(prefill, args->scale = -0.5, INVALID("scale", "-0.5"));

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flash_dmattn import DynamicMaskAttention, DynamicMaskCache, KeyCache, LayerCaches, decode
+from flash_dmattn import (
+    DynamicMaskAttention,
+    DynamicMaskCache,
+    KeyCache,
+    LayerCaches,
+    cache_state,
+    decode,
+)
 from programs import output_of, python
 
 HEADS, HEAD_DIM, WINDOW, RECENT = 2, 16, 6, 3
@@ -91,6 +99,28 @@ def test_wrong_arguments() -> None:
         cache.save(1)
 
 
+@pytest.mark.parametrize("name", KeyCache._fields)
+def test_wrong_fields_are_named(name: str) -> None:
+    values: list[Any] = ["a", 1.5, torch.zeros(1, 1, 1, 1, 1), None, 2**64 + 1, -(2**64), 10**5000]
+    for value in values:
+        if name == "page_table" and value is None:
+            continue
+        cache = new_cache(1)._replace(**{name: value})
+        with pytest.raises((TypeError, ValueError), match=f"^cache.{name}: (is|rank is) ") as found:
+            cache.save(0)
+        with pytest.raises(found.type) as again:
+            cache.restore(0, b"")
+        assert str(again.value) == str(found.value)
+
+
+def test_fields_that_contradict_each_other() -> None:
+    cache = new_cache(2)
+    with pytest.raises(ValueError, match="cache.seen: axis 0 has 1 elements?, cache.key has 2"):
+        cache._replace(seen=cache.seen[:1]).save(0)
+    with pytest.raises(ValueError, match="cache.score: is on meta, want cpu, where cache.key is"):
+        cache._replace(score=cache.score.to("meta")).save(0)
+
+
 def test_pages_and_views() -> None:
     """A sequence with pages, and one whose rows stand far from each other."""
     cache, spaced = new_cache(2), new_cache(8)
@@ -151,20 +181,75 @@ def test_a_state_of_other_layers_changes_nothing() -> None:
     pass_tokens(layers, cache, torch.randn(2, 20, 32))
     state, before = cache.save(0), cache.save(1)
     first = cache.caches[0].save(0)
+    of_order = LayerCaches(make_layers((5, 5, 9)), 2)
+    a_layer, a_row = 24 + 16, 32 + 3 * 16  # of the state of all layers, and the first one's
+    size = len(cache.caches[0].keys.save(0))
+    one, third = state[a_row : a_row + size], state[-size:]
+    assert len(one) == len(third) and one != third
     wrong = {
+        b"": "state: has 0 bytes, want a state of all layers, of at least 32",
+        cache.caches[0].keys.save(0): "state: does not begin as a state of all layers, want bytes",
         first: "state: has 2 layers, want 3",
-        state + b"more": "state: has 4 bytes more than 3 layers, want a state of as many",
-        state[:-8]: "state: is truncated",
-        first[: len(first) // 2]
-        + state[len(first) :]: "state: its window is 9, want the cache's, 5",
+        of_order.save(0): "state: its window is 5, want the cache's, 9",
+        state + b"more": f"state: has {len(state) + 4} bytes, want {len(state)}",
+        state[:-8]: f"state: is truncated: has {len(state) - 8} bytes, want {len(state)}",
+        state[:a_row] + third + state[a_row + size : -size] + one: "state: is damaged: its check",
+        state[:a_row] + third + state[a_row + size :]: "state: is damaged: its checksum is",
+        state[:a_layer] + b"\0" + state[a_layer + 1 :]: "state: is damaged: its checksum is",
     }
     for given, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             cache.restore(1, given)
         assert cache.save(1) == before
+    with pytest.raises(NotImplementedError, match="state: its version is 3, supported: 1"):
+        cache.restore(1, state[:8] + b"\3" + state[9:])
     with pytest.raises(ValueError, match="b: is 2, want 0 to 1"):
         cache.save(2)
     with torch.no_grad():
         layers[0](torch.randn(2, 1, 32), cache=cache.caches[0], layer=0, draft=True)
     with pytest.raises(ValueError, match="b: there are drafts"):
         cache.caches[0].save(0)
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    """Rows are as wide for each head_dim from 9 to 16."""
+    sizes: dict[str, Any] = {"layers": 2, "batch": 1, "kv_heads": 2, "window": 4}
+    state = DynamicMaskCache(head_dim=16, **sizes).save(0)
+    for head_dim in (14, 15):
+        with pytest.raises(ValueError, match=f"its head_dim is 16, want the cache's, {head_dim}"):
+            DynamicMaskCache(head_dim=head_dim, **sizes).restore(0, state)
+    for form in ("linear", "none"):
+        with pytest.raises(ValueError, match=f"its bias_form is 'exp', want the cache's, '{form}'"):
+            DynamicMaskCache(head_dim=16, bias_form=form, **sizes).restore(0, state)
+
+
+def test_each_layer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, read, restore = DynamicMaskCache(9, 1, 2, 8, 4), [], cache_state.restore
+    state = cache.save(0)
+
+    def count(cache: KeyCache, sequence: int, state: bytes) -> None:
+        read.append(len(state))
+        restore(cache, sequence, state)
+
+    monkeypatch.setattr(cache_state, "restore", count)
+    cache.restore(0, state)
+    assert len(read) == 9 and sum(read) < len(state)
+
+
+def test_caches_of_inference_mode() -> None:
+    """Every call that writes to one may be made outside of it."""
+    layers = make_layers((5, 5))
+    with torch.inference_mode():
+        cache = LayerCaches(layers, 2).caches[0]
+    plain = LayerCaches(layers, 2).caches[0]
+    prompt, count = torch.randn(2, 70, 32), torch.tensor([70, 66], dtype=torch.int32)
+    with torch.no_grad():
+        for one in (cache, plain):
+            for number, layer in enumerate(layers):
+                layer(prompt, cache=one, layer=number, n_tokens=count)
+    assert cache.save(1) == plain.save(1)
+    cache.restore(0, plain.save(1))
+    assert cache.save(0) == plain.save(1)
+    cache.drop(0)
+    cache.reset()
+    assert (cache.keys.seen == 0).all() and (cache.keys.position == -1).all()

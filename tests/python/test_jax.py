@@ -5,6 +5,7 @@ Tests with "cuda" in their names run where JAX has a GPU: `pytest tests/python/t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -521,6 +522,46 @@ def test_messages_of_caches() -> None:
         ),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            call()
+        assert str(raised.value) == words
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_messages_of_decoding_by_score() -> None:
+    query, key, value, dt_proj, a_coef = make_arrays(2, 3)
+    rows, scores = (query, key, value), jnp.zeros((2, 2, 3))
+    cache = ours.KeyCache.empty(2, 2, 8, 4)
+    for call, words in (
+        (
+            lambda: ours.decode(*rows, cache, score=scores, dt_proj=dt_proj),
+            "dt_proj: is given, want none with score",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, a_coef=a_coef),
+            "a_coef: is given, want none with score",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, n_tokens=2**32 + 1),
+            "n_tokens: is 4294967297, want 0 to 3",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, commit=-(2**32) + 1),
+            "commit: is -4294967295, want 0 to 3",
+        ),
+        (
+            lambda: ours.decode(*rows, cache, score=scores, commit=2**64),
+            "commit: is 18446744073709551616, want less than 2**63",
+        ),
+        (
+            lambda: ours.decode(*rows, dataclasses.replace(cache, window=2**64 + 4), score=scores),
+            "cache.window: is 18446744073709551620, want less than 2**63",
+        ),
+        (
+            lambda: ours.decode(*rows, dataclasses.replace(cache, sinks=-(2**64)), score=scores),
+            "sinks: is -18446744073709551616, want -2**63 or more",
+        ),
+    ):
+        with pytest.raises(ValueError) as raised:
             call()
         assert str(raised.value) == words
 

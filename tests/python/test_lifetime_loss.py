@@ -285,3 +285,18 @@ def test_a_gate_learns_which_keys_last(device: str) -> None:
         lifetime = layer.lifetime_gate(x)[0, 0].exp()
         assert lifetime[place] > length > 4 * lifetime.median()
         assert before < 0.5 and recall() == 1.0
+
+
+def test_a_compiled_loss_breaks_at_numbers_alone() -> None:
+    """The arguments are traced. The first break is where the host reads which tokens are valid."""
+    *rows, following = states()
+
+    def predict(out: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return out.flatten(2) @ following
+
+    def loss() -> torch.Tensor:
+        return lifetime_loss(*rows, predict, keys=KEYS, progress=0.5)
+
+    with pytest.raises(Exception, match="data-dependent") as raised:
+        torch.compile(loss, fullgraph=True, backend="eager")()
+    assert "cell variable" not in str(raised.value)

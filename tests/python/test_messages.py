@@ -229,6 +229,17 @@ def test_cuda_by_name_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+def test_tables_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "has_cuda", lambda: False)
+    for device in ("cuda", "cuda:0", torch.device("cuda")):
+        with pytest.raises(NotImplementedError) as raised:
+            rotary_table(5, 8, device=device)
+        assert str(raised.value) == (
+            f"device: is {device}, but this build of flash_dmattn has no CUDA kernels; "
+            "install it anew where nvcc is found: FDMA_CUDA=ON pip install ."
+        )
+
+
 def test_a_device_without_kernels() -> None:
     """The meta device has only shapes."""
     shapes = CORRECT[flash_dmattn.flash_dma_attention]

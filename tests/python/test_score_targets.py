@@ -315,3 +315,16 @@ def test_packed_sequences_of_a_batch_are_refused() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="query: batch is 0, want 1 or more"):
         score_target_loss(*(one[:0] for one in states(4, 2)), weight(2), recent=5)
+
+
+def test_a_compiled_loss() -> None:
+    """One graph has all of it."""
+    rows, dt_proj = states(4, 2), weight(2).requires_grad_()
+    layer = DynamicMaskAttention(32, 4, 2, 7, recent=3, rope_base=None)
+    x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(1))
+    for loss in (
+        lambda: score_target_loss(*rows, dt_proj, recent=5),
+        lambda: layer.score_target_loss(x),
+    ):
+        compiled = torch.compile(loss, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(), loss())

@@ -265,6 +265,8 @@ REFUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "normalizer": (("normalizer",), {"type": "Lowercase"}, "'normalizer': is Lowercase, want"),
     "pieces": (("pre_tokenizer",), {"type": "Metaspace"}, "is Metaspace, want ByteLevel, Split"),
     "no pieces": (("pre_tokenizer",), None, "'pre_tokenizer': is no text, want ByteLevel"),
+    "truncation": (("truncation",), {"max_length": 3}, "'truncation': want null: texts are not"),
+    "padding": (("padding",), {"strategy": "BatchLongest"}, "'padding': want null: texts are not"),
     "last": (("pre_tokenizer", "pretokenizers", 1), {"type": "Digits"}, "ByteLevel as the last"),
     "behavior": (("pre_tokenizer", "pretokenizers", 0, "behavior"), "Removed", "is Removed, "),
     "string": (("pre_tokenizer", "pretokenizers", 0, "pattern"), {"String": " "}, "with 'Regex'"),

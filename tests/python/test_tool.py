@@ -339,6 +339,11 @@ def test_unwritable_outputs(example: Path, tmp_path: Path) -> None:
     assert "No space left" in refusal(*common, "/dev/full", code=1)
     assert "No such file" in refusal(*common, tmp_path / "nowhere" / "out", code=1)
     assert "cannot be written" in refusal(*common, tmp_path, code=1)
+    assert "--out is '', want the name of a file" in refusal(*common, "")
+    assert "FILE.safetensors is '', want a name" in refusal("attend", "", "--window", "4")
+    assert "--json is '', want the name of a file" in refusal("bench", "--json", "")
+    later = ("--decode", "3")  # is refused after attention, as it needs --causal
+    assert "No such file" in refusal(*common, tmp_path / "nowhere" / "out", *later, code=1)
 
 
 def test_unwritable_standard_output() -> None:

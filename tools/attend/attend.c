@@ -72,7 +72,7 @@ static const option option_table[] = {
     {"--threads", "N", "CPU threads, at most (default: OMP_NUM_THREADS, or one per core)", NULL,
      offsetof(attend_options, threads), OPTION_COUNT, false},
     {"--out", "FILE", "write out and lse of the attention over the kept keys, as safetensors", NULL,
-     offsetof(attend_options, out), OPTION_TEXT, false},
+     offsetof(attend_options, out), OPTION_FILE, false},
     {"--json", NULL, "print one JSON object instead of the report", NULL,
      offsetof(attend_options, json), OPTION_FLAG, false},
 };
@@ -104,18 +104,16 @@ static int refuse(const char *path) {
     return EXIT_FAILED;
 }
 
-static int write_results(const char *path, const attend_results *results, int layout) {
+static int write_results(const char *path, output_file *output, const attend_results *results,
+                         int layout) {
     static const char *const names[] = {"out", "lse"};
     const bool swapped = layout == LAYOUT_BHLD;
     const fdma_tensor out = swapped ? swap_axes(&results->out) : results->out;
     const fdma_tensor tensors[] = {out, results->lse};
-    output_file output;
-    bool failed = open_output(path, &output) != 0;
-    if (!failed && safetensors_write(output.stream, 2, names, tensors) != 0) {
-        abandon_output(&output);
-        failed = true;
-    }
-    failed = failed || commit_output(&output) != 0;
+    bool failed = safetensors_write(output->stream, 2, names, tensors) != 0;
+    if (failed)
+        abandon_output(output);
+    failed = failed || commit_output(output) != 0;
     const int code = failed ? refuse(path) : EXIT_DONE;
     if (swapped)
         free(out.data);
@@ -124,9 +122,12 @@ static int write_results(const char *path, const attend_results *results, int la
 
 static int attend(const attend_options *options, attend_inputs *inputs, attend_results *results) {
     attend_summary summary = {0};
+    output_file output = {0};
     const bool shared = options->out != NULL && is_standard_output(options->out);
     FILE *const stream = shared ? stderr : stdout; // of the report
     int code = read_inputs(options, inputs);
+    if (code == EXIT_DONE && options->out != NULL && open_output(options->out, &output) != 0)
+        code = refuse(options->out);
     if (code == EXIT_DONE)
         code = run_attention(options, inputs, results);
     if (code == EXIT_DONE)
@@ -134,7 +135,7 @@ static int attend(const attend_options *options, attend_inputs *inputs, attend_r
     if (code == EXIT_DONE && options->decode > 0)
         code = decode_tokens(options, inputs, results, &summary.decoded);
     if (code == EXIT_DONE && options->out != NULL)
-        code = write_results(options->out, results, options->layout);
+        code = write_results(options->out, &output, results, options->layout);
     if (code != EXIT_DONE)
         return code;
     summary.mass = measure_mass(results);

@@ -36,7 +36,7 @@ static const option option_table[] = {
     {"--json", "FILE",
      "also write the figures to FILE, one JSON object per line, as they come:\n"
      "FILE is valid at any time, also if the program is stopped",
-     NULL, offsetof(bench_options, json), OPTION_TEXT, false},
+     NULL, offsetof(bench_options, json), OPTION_FILE, false},
     {"--threads", "N", "CPU threads (default 1)", NULL, offsetof(bench_options, threads),
      OPTION_COUNT, false},
     {"--device", "D", "cpu (default), cuda, or a number; devices have cases of their own",

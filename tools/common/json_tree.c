@@ -59,9 +59,13 @@ cJSON *read_json(const char *path, char *message, size_t message_size) {
     char *const bytes = read_file(path, &count, message, message_size);
     if (bytes == NULL)
         return NULL;
-    cJSON *tree = cJSON_ParseWithLength(bytes, count);
-    if (!cJSON_IsObject(tree)) {
-        snprintf(message, message_size, "is no JSON object");
+    const char *end = bytes;
+    cJSON *tree = cJSON_ParseWithLengthOpts(bytes, count, &end, false);
+    const bool is_whole = strspn(end, " \t\r\n") == (size_t)(bytes + count - end);
+    if (!cJSON_IsObject(tree) || !is_whole) {
+        snprintf(message, message_size,
+                 cJSON_IsObject(tree) ? "has more behind its JSON object, want nothing there"
+                                      : "is no JSON object");
         cJSON_Delete(tree);
         tree = NULL;
     }

@@ -44,7 +44,9 @@ static int store_value(const command_line *command, const option *known, const c
     char *end = NULL;
     const char *want = NULL;
     errno = 0;
-    if (known->kind == OPTION_TEXT) {
+    if (known->kind == OPTION_FILE && text[0] == '\0') {
+        want = "the name of a file";
+    } else if (known->kind == OPTION_TEXT || known->kind == OPTION_FILE) {
         memcpy(field, &text, sizeof text);
     } else if (known->kind == OPTION_CHOICE) {
         const int found = find_choice(command, known->name, known->choices, text);
@@ -193,6 +195,10 @@ int read_options(const command_line *command, int argc, char **argv, void *value
             if (command->operand_choices != NULL &&
                 find_choice(command, command->operand, command->operand_choices, argv[at]) < 0)
                 return EXIT_USAGE;
+            if (command->operand_required && argv[at][0] == '\0') {
+                print_error("%s: %s is '', want a name", command->name, command->operand);
+                return EXIT_USAGE;
+            }
             memcpy((char *)values + command->operand_offset, &argv[at], sizeof argv[at]);
             operand_given = true;
         } else {

@@ -13,6 +13,7 @@ typedef enum option_kind {
     OPTION_NUMBER,   /* double, finite and >= 0 */
     OPTION_FACTOR,   /* double, finite and > 0 */
     OPTION_TEXT,     /* const char *, borrowed from argv */
+    OPTION_FILE,     /* the same; not empty */
     OPTION_CHOICE,   /* int: the index of the word in choices */
 } option_kind;
 

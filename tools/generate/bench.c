@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 21, PIECE_ROUNDS = 7, READ_LANES = 32, LAYER_MATRICES = 7 };
+enum { ROUNDS = 21, PIECE_ROUNDS = 7, READ_LANES = 32, STREAMS = 4, LAYER_MATRICES = 7 };
 
 static void matrices_of(const layer *one, const matrix *matrices[LAYER_MATRICES]) {
     const matrix *const all[LAYER_MATRICES] = {&one->q_proj,   &one->k_proj,    &one->v_proj,
@@ -26,15 +26,19 @@ static atomic_uint_fast64_t kept; // so that the compiler cannot leave out the r
 
 typedef uint64_t read_lanes __attribute__((vector_size(32), aligned(1), may_alias));
 
-/* Part `index` of `count` of a matrix. */
+/* Part `index` of `count` of a matrix, in STREAMS places at a time: a core then has more bytes under
+ * way than with one. */
 static void read_part(const matrix *w, int index, int count) {
     const char *const from = w->data;
     const int64_t bytes = w->rows * w->columns * (w->is_bfloat16 ? 2 : 4);
     const int64_t begin = bytes * index / count, end = bytes * (index + 1) / count;
-    read_lanes sums[4] = {{0}};
-    for (int64_t at = begin; at + 4 * READ_LANES <= end; at += 4 * READ_LANES)
-        for (int n = 0; n < 4; n++)
-            sums[n] ^= *(const read_lanes *)(from + at + n * READ_LANES);
+    const int64_t stride = (end - begin) / STREAMS;
+    read_lanes sums[STREAMS] = {{0}};
+    for (int64_t at = 0; at + 2 * READ_LANES <= stride; at += 2 * READ_LANES)
+        for (int n = 0; n < STREAMS; n++) {
+            const char *const place = from + begin + n * stride + at;
+            sums[n] ^= *(const read_lanes *)place ^ *(const read_lanes *)(place + READ_LANES);
+        }
     const read_lanes all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
     atomic_fetch_xor(&kept, all[0] ^ all[1] ^ all[2] ^ all[3]);
 }
@@ -80,16 +84,19 @@ typedef struct products {
     float *x, *w, *y;     /* of any size that a matrix of a layer has */
 } products;
 
-static cblas_sgemm find_blas(int threads) {
+static cblas_sgemm find_blas(int threads, const char **name) {
     void *const library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
     if (library == NULL)
         return NULL;
     cblas_sgemm multiply_by;
     void (*set_threads)(int);
+    char *(*core_name)(void);
     *(void **)&multiply_by = dlsym(library, "cblas_sgemm"); // POSIX's way to a function
     *(void **)&set_threads = dlsym(library, "openblas_set_num_threads");
+    *(void **)&core_name = dlsym(library, "openblas_get_corename");
     if (set_threads != NULL)
         set_threads(threads);
+    *name = core_name != NULL ? core_name() : "OpenBLAS";
     return multiply_by;
 }
 
@@ -135,7 +142,8 @@ static void time_piece(run_state *state, bench_result *result) {
         ids[n] = (int32_t)(n % state->of->config.vocab_size);
     const products own = new_products(state->of);
     products blas = own;
-    blas.multiply = find_blas(state->thread_count);
+    result->blas_core = NULL;
+    blas.multiply = find_blas(state->thread_count, &result->blas_core);
     for (int round = 0; round < PIECE_ROUNDS; round++) {
         const double start = now_ms();
         run_tokens(state, ids, PIECE);

@@ -16,10 +16,15 @@ typedef struct reader {
     message_line message;
 } reader;
 
+/* The entry, which may be null; NULL if it is absent. */
+static const cJSON *find_entry(const cJSON *tree, const char *name) {
+    return cJSON_GetObjectItemCaseSensitive(tree, name);
+}
+
 /* An absent entry leaves *value as it is. */
 static bool read_count(const reader *from, const char *name, int64_t least, int64_t most,
                        int64_t *value) {
-    const cJSON *const found = find_json(from->tree, name);
+    const cJSON *const found = find_entry(from->tree, name);
     if (found != NULL) {
         const double number = found->valuedouble;
         if (!cJSON_IsNumber(found) || !(number >= (double)least && number <= (double)most) ||
@@ -35,8 +40,7 @@ static bool read_count(const reader *from, const char *name, int64_t least, int6
     return true;
 }
 
-static bool read_number(const reader *from, const cJSON *tree, const char *name, double *value) {
-    const cJSON *const found = find_json(tree, name);
+static bool read_number(const reader *from, const cJSON *found, const char *name, double *value) {
     if (found == NULL)
         return true;
     if (!cJSON_IsNumber(found) || !(found->valuedouble > 0) || !isfinite(found->valuedouble))
@@ -46,7 +50,7 @@ static bool read_number(const reader *from, const cJSON *tree, const char *name,
 }
 
 static bool read_flag(const reader *from, const char *name, bool *value) {
-    const cJSON *const found = find_json(from->tree, name);
+    const cJSON *const found = find_entry(from->tree, name);
     if (found == NULL)
         return true;
     if (!cJSON_IsBool(found))
@@ -73,7 +77,7 @@ static bool check_kind(const reader *from) {
                       "'is_moe': is true, want false: models with experts are not read");
     if (find_json(from->tree, "sliding_window") != NULL)
         return refuse(from->message, "'sliding_window': want null: models that slide are not read");
-    return find_json(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
+    return find_entry(from->tree, "hidden_act") == NULL || check_text(from, "hidden_act", "silu");
 }
 
 /* transformers 5 has one object, and earlier versions rope_theta and rope_scaling. */
@@ -88,11 +92,13 @@ static bool read_rotary(const reader *from, config *it) {
     if (rules != NULL && !cJSON_IsObject(rules))
         return refuse(from->message,
                       "'rope_parameters' or 'rope_scaling': is no object, want an object");
-    const cJSON *kind = find_json(rules, "rope_type");
+    const cJSON *kind = find_entry(rules, "rope_type");
     if (kind == NULL)
-        kind = find_json(rules, "type");
+        kind = find_entry(rules, "type");
     static const char *const kinds[] = {"default", "linear", "dynamic"}; // rotary_rule
-    const char *const name = cJSON_IsString(kind) ? kind->valuestring : kinds[0];
+    const char *const name = kind == NULL           ? kinds[0]
+                             : cJSON_IsString(kind) ? kind->valuestring
+                                                    : "no text";
     int n = 0;
     while (n < 3 && strcmp(kinds[n], name) != 0)
         n++;
@@ -104,15 +110,19 @@ static bool read_rotary(const reader *from, config *it) {
         return refuse(from->message, "'factor': is missing, want it with rope_type %s", name);
     it->rotary_base = 10000;
     it->rotary_factor = 1;
-    return read_number(from, from->tree, "rope_theta", &it->rotary_base) &&
-           read_number(from, rules, "rope_theta", &it->rotary_base) &&
-           read_number(from, rules, "factor", &it->rotary_factor);
+    return read_number(from, find_json(from->tree, "rope_theta"), "rope_theta", &it->rotary_base) &&
+           read_number(from, find_entry(rules, "rope_theta"), "rope_theta", &it->rotary_base) &&
+           read_number(from, find_json(rules, "factor"), "factor", &it->rotary_factor);
 }
 
 static bool add_end(const reader *from, const cJSON *end, config *it) {
     if (!cJSON_IsNumber(end) || it->end_count == MOST_ENDS)
         return refuse(from->message, "'eos_token_id': want a token, or up to %d", MOST_ENDS);
-    it->ends[it->end_count++] = (int64_t)end->valuedouble;
+    const double id = end->valuedouble;
+    if (!(id >= 0 && id < (double)it->vocab_size) || id != floor(id))
+        return refuse(from->message, "'eos_token_id': is %.17g, want a token, 0 to %" PRId64, id,
+                      it->vocab_size - 1);
+    it->ends[it->end_count++] = (int64_t)id;
     return true;
 }
 
@@ -131,8 +141,9 @@ static bool read_ends(const reader *from, config *it) {
 static bool read_heads(const reader *from, config *it) {
     if (!read_count(from, "num_attention_heads", 1, MOST_SIZE, &it->q_heads))
         return false;
-    it->kv_heads = it->q_heads;
-    if (!read_count(from, "num_key_value_heads", 1, it->q_heads, &it->kv_heads))
+    it->kv_heads = it->q_heads; // also for null
+    if (find_json(from->tree, "num_key_value_heads") != NULL &&
+        !read_count(from, "num_key_value_heads", 1, it->q_heads, &it->kv_heads))
         return false;
     it->head_dim = it->hidden_size / it->q_heads;
     if (!read_count(from, "head_dim", 8, 256, &it->head_dim))
@@ -148,6 +159,16 @@ static bool read_heads(const reader *from, config *it) {
     return true;
 }
 
+/* Of entries with one name transformers takes the last, and find_entry() the first. */
+static bool check_names(const reader *from) {
+    const cJSON *entry;
+    cJSON_ArrayForEach(entry, from->tree) {
+        if (find_entry(from->tree, entry->string) != entry)
+            return refuse(from->message, "'%.64s': is there twice, want it once", entry->string);
+    }
+    return true;
+}
+
 /* Sizes that config.json does not have are the defaults of transformers' DogeConfig. */
 static bool read_entries(const reader *from, config *it) {
     *it = (config){
@@ -160,14 +181,16 @@ static bool read_entries(const reader *from, config *it) {
         .trained_length = 2048,
         .norm_eps = 1e-6,
     };
-    return check_kind(from) && read_count(from, "vocab_size", 1, INT32_MAX / 2, &it->vocab_size) &&
+    return check_names(from) && check_kind(from) &&
+           read_count(from, "vocab_size", 1, INT32_MAX / 2, &it->vocab_size) &&
            read_count(from, "hidden_size", 8, MOST_SIZE, &it->hidden_size) &&
            read_count(from, "intermediate_size", 1, MOST_SIZE, &it->intermediate_size) &&
            read_count(from, "num_hidden_layers", 1, MOST_LAYERS, &it->layers) &&
            read_heads(from, it) &&
            read_count(from, "keep_window_size", 1, INT32_MAX / 2, &it->window) &&
            read_count(from, "max_position_embeddings", 1, INT32_MAX, &it->trained_length) &&
-           read_number(from, from->tree, "rms_norm_eps", &it->norm_eps) &&
+           read_number(from, find_entry(from->tree, "rms_norm_eps"), "rms_norm_eps",
+                       &it->norm_eps) &&
            read_flag(from, "attention_bias", &it->attention_bias) &&
            read_flag(from, "mlp_bias", &it->mlp_bias) &&
            read_flag(from, "tie_word_embeddings", &it->is_tied) && read_rotary(from, it) &&

@@ -34,7 +34,7 @@ static const option option_table[] = {
     {"--prompt", "TEXT", "the text to go on with", NULL, offsetof(generate_options, prompt),
      OPTION_TEXT, false},
     {"--prompt-file", "FILE", "a file with the text to go on with", NULL,
-     offsetof(generate_options, prompt_file), OPTION_TEXT, false},
+     offsetof(generate_options, prompt_file), OPTION_FILE, false},
     {"--ids", "IDS", "the tokens to go on with, as numbers with commas: 1,20,300", NULL,
      offsetof(generate_options, ids), OPTION_TEXT, false},
     {"--max-tokens", "N", "how many tokens to write at most (default 100)", NULL,
@@ -52,7 +52,7 @@ static const option option_table[] = {
     {"--threads", "N", "CPU threads, at most (default: one per core)", NULL,
      offsetof(generate_options, threads), OPTION_POSITIVE, false},
     {"--logits", "FILE", "write the logits of each token written, as safetensors", NULL,
-     offsetof(generate_options, logits), OPTION_TEXT, false},
+     offsetof(generate_options, logits), OPTION_FILE, false},
     {"--bench", NULL,
      "time a token beside a plain read of the weights, and products of a\n"
      "prompt beside OpenBLAS",
@@ -136,21 +136,16 @@ static times write_tokens(const generate_options *options, run_state *state, tex
     return (times){middle - start, end - middle};
 }
 
-static int save_logits(const char *path, const run_state *state, const text *it, float *logits) {
+static int save_logits(const char *path, output_file *output, const run_state *state,
+                       const text *it, float *logits) {
     const fdma_tensor tensor = fdma_tensor_2d(logits, FDMA_FLOAT32, it->tokens.count - it->prompt,
                                               state->of->config.vocab_size);
     const char *const name = "logits";
-    output_file output;
-    if (open_output(path, &output) != 0) {
-        print_error("fdma generate: --logits: %s: %s", path, strerror(errno));
-        return EXIT_USAGE;
-    }
-    if (safetensors_write(output.stream, 1, &name, &tensor) != 0 || commit_output(&output) != 0) {
-        print_error("fdma generate: %s cannot be written: %s", path, strerror(errno));
-        abandon_output(&output);
-        return EXIT_FAILED;
-    }
-    return EXIT_DONE;
+    if (safetensors_write(output->stream, 1, &name, &tensor) == 0 && commit_output(output) == 0)
+        return EXIT_DONE;
+    print_error("fdma generate: %s cannot be written: %s", path, strerror(errno));
+    abandon_output(output);
+    return EXIT_FAILED;
 }
 
 typedef struct named_number {
@@ -173,8 +168,8 @@ static void print_bench(const bench_result *bench) {
     if (isnan(bench->blas_ms))
         fprintf(stderr, "libopenblas.so.0, to compare with, is not found\n");
     else
-        fprintf(stderr, "by OpenBLAS: %.4g ms, %.2f of it\n", bench->blas_ms,
-                bench->blas_ms / bench->products_ms);
+        fprintf(stderr, "by OpenBLAS for %s: %.4g ms, %.2f of it\n", bench->blas_core,
+                bench->blas_ms, bench->blas_ms / bench->products_ms);
 }
 
 static void report(const generate_options *options, run_state *state, const text *it, times took) {
@@ -210,22 +205,31 @@ static void report(const generate_options *options, run_state *state, const text
                                             {"weights_mb", weights_mb},
                                             {"cache_mb", cache_mb}});
     printf(", \"threads\": %d", state->thread_count);
-    if (options->bench)
+    if (options->bench) {
         print_numbers(5, (const named_number[]){{"token_ms", bench.token_ms},
                                                 {"read_ms", bench.read_ms},
                                                 {"piece_ms", bench.piece_ms},
                                                 {"products_ms", bench.products_ms},
                                                 {"blas_ms", bench.blas_ms}});
+        printf(", \"blas_core\": ");
+        json_string(stdout, bench.blas_core);
+    }
     printf("}\n");
 }
 
 static int generate(const generate_options *options, const model *of, text *it) {
+    output_file output = {0};
+    if (options->logits != NULL && open_output(options->logits, &output) != 0) {
+        print_error("fdma generate: --logits: %s: %s", options->logits, strerror(errno));
+        return EXIT_USAGE;
+    }
     run_state state = new_state(of, (int)options->threads);
     const size_t logit_bytes =
         (size_t)options->tokens * (size_t)of->config.vocab_size * sizeof(float);
     float *const logits = options->logits != NULL ? allocate(logit_bytes) : NULL;
     const times took = write_tokens(options, &state, it, logits);
-    const int code = logits != NULL ? save_logits(options->logits, &state, it, logits) : EXIT_DONE;
+    const int code =
+        logits != NULL ? save_logits(options->logits, &output, &state, it, logits) : EXIT_DONE;
     if (code == EXIT_DONE)
         report(options, &state, it, took);
     free(logits);

@@ -227,6 +227,10 @@ static bool read_rules(const reader *from, const cJSON *tree) {
     if (it->model == NULL)
         return false;
     it->end = vocabulary_end(it->model);
+    if (find_json(tree, "truncation") != NULL)
+        return refuse(from->message, "'truncation': want null: texts are not cut");
+    if (find_json(tree, "padding") != NULL)
+        return refuse(from->message, "'padding': want null: texts are not padded");
     const cJSON *const decoder = find_json(tree, "decoder");
     const cJSON *const pre_tokenizer = find_json(tree, "pre_tokenizer");
     if (!has_type(decoder, "ByteLevel"))

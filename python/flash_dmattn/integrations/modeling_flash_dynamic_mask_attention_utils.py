@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._arguments import starts_in_int32
 from ..functional import attention
 from ..utils.mask import create_mask
 
@@ -32,7 +33,7 @@ def _starts_of(
     """`starts` of attention(): cu_seq_lens_q, or the places where position_ids [1, length] are 0;
     None if there is only one such place."""
     if cu_seq_lens_q is not None:
-        return cu_seq_lens_q.to(torch.int32)
+        return starts_in_int32(cu_seq_lens_q)
     if position_ids is None or position_ids.numel() != length:
         return None
     begins = (position_ids.flatten() == 0).nonzero()[:, 0]

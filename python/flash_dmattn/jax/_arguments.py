@@ -55,7 +55,7 @@ def check_int(name: str, value: Any) -> int:
 
     Raises:
         TypeError: it is none, or is an array of a traced program, whose numbers are not known.
-        ValueError: it is too large.
+        ValueError: it does not fit int64.
     """
     try:
         if isinstance(value, (bool, np.bool_, jax.core.Tracer)):
@@ -63,9 +63,7 @@ def check_int(name: str, value: Any) -> int:
         number = operator.index(value)
     except (TypeError, ValueError):  # ValueError: an array of several elements
         raise refusal(name, value, "an int") from None
-    if number >= 1 << 63:
-        raise ValueError(f"{name}: is {number}, want less than 2**63")
-    return number
+    return _describe.check_int64(name, number)
 
 
 def check_number(name: str, value: Any, wanted: str = "a number") -> float:

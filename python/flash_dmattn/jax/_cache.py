@@ -191,11 +191,14 @@ def rules_of(cache: KeyCache) -> Options:
     return tuple((name, getattr(cache, name)) for name in ("window", "recent", "sinks"))
 
 
-def counts(name: str, count: Any, batch: int) -> Array | None:
-    """A number of tokens for each stream, from one for all or an array."""
+def counts(name: str, count: Any, tokens: Array) -> Array | None:
+    """A number of `tokens` for each stream, from an array or from one number for all."""
     if count is None or isinstance(count, (jax.Array, np.ndarray)):
         return None if count is None else check_array(name, count)
-    return jnp.full((batch,), check_int(name, count), jnp.int32)
+    batch, most = tokens.shape[:2]
+    if not 0 <= check_int(name, count) <= most:
+        raise ValueError(f"{name}: is {count}, want 0 to {most}")
+    return jnp.full((batch,), count, jnp.int32)
 
 
 def decode(
@@ -253,8 +256,9 @@ def decode(
         [batch, q_heads, q_len] float32, and the cache.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as attention(). When a program runs on the CPU,
-            jax.errors.JaxRuntimeError for an index, n_tokens or commit out of its range.
+        TypeError, ValueError, NotImplementedError: as attention(); a ValueError also for weights
+            beside a score, and for an n_tokens or commit out of its range as an int. When a program
+            runs on the CPU, jax.errors.JaxRuntimeError for one in an array, or for an index.
 
     Example:
         >>> from jax import random, numpy as jnp
@@ -283,7 +287,6 @@ def decode(
     x = check_arrays(named, tuple(named)[3:])
     arrays = check_cache(cache, x["key"])
     rows, padded = pad({name: x[name] for name in ("query", "key", "value")}, x["dt_proj"])
-    batch = query.shape[0]
     options: Options = (
         *rules_of(cache),
         ("bias_form", choose("bias_form", bias_form, _library.BIAS_FORMS)),
@@ -293,8 +296,8 @@ def decode(
     )
     given = {"q": rows["query"], "k": rows["key"], "v": rows["value"], "dt_proj": padded}
     given.update(a=x["a_coef"], dt_bias=x["dt_bias"], score=x["score"], index=x["index"])
-    given.update(n_tokens=counts("n_tokens", n_tokens, batch))
-    given.update(commit=counts("commit", commit, batch), sink_logit=x["sink_logit"], **arrays)
+    given.update(n_tokens=counts("n_tokens", n_tokens, x["key"]))
+    given.update(commit=counts("commit", commit, x["key"]), sink_logit=x["sink_logit"], **arrays)
     check_flag("return_lse", return_lse)
     found = jit_decode(options, check_backend(backend), given)
     out, after = finish(found["out"], query.shape[-1]), cache_after(found, cache)
