@@ -18,7 +18,7 @@
  *                      fdma_forward()  q, k, v and a selection -> out, lse; without one: dense
  *                    fdma_mask_lists(), fdma_probabilities()
  *   Decoding         fdma_cache, fdma_cache_store(), fdma_cache_copy(), fdma_decode(),
- *                    fdma_cache_save(), fdma_cache_restore()
+ *                    fdma_prefill(), fdma_cache_save(), fdma_cache_restore()
  *   Gradients        fdma_attention_backward() and, of the steps, fdma_backward() and others
  *   Partial results  fdma_merge(), which joins attention over two disjoint sets of keys
  *   Rotary embedding fdma_rotary_table(), fdma_rotate(), fdma_rotate_backward(): of q and k, with
@@ -640,9 +640,9 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *  The caller sets the sizes, the rules and the dtype. fdma_cache_bytes() says how much memory the
  *  tensors take, and fdma_cache_init() places them in it; or the caller sets them, in memory and
  *  with strides of its own. All state is in the tensors: a copy of the struct is the same cache.
- *  fdma_attention() prefills a prompt, and fdma_cache_store() puts the keys that it keeps into
- *  their rows; fdma_decode() goes on from there. fdma_cache_copy() copies sequences and changes
- *  their order.
+ *  fdma_prefill() takes prompts of any length into it, fdma_decode() goes on from there.
+ *  fdma_cache_copy() copies sequences and changes their order. fdma_cache_store() puts the keys
+ *  that a call of fdma_attention() keeps into their rows.
  *
  *  Pages      With a page_table, k and v are pools, [pages, page_len, kv_heads, head_dim], where
  *             page_len is a power of 2: row r of sequence s is row r % page_len of the page with
@@ -834,6 +834,49 @@ typedef struct fdma_decode_args {
  *             neither a score nor dt_proj, a dt_proj, a or dt_bias beside a score
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
+
+typedef struct fdma_prefill_args {
+    size_t size;            /* sizeof(fdma_prefill_args) */
+    fdma_cache cache;       /* read, and written: all tokens enter it */
+    fdma_tensor q;          /* [tokens, q_heads, head_dim]: one request after the other */
+    fdma_tensor k, v;       /* [tokens, kv_heads, head_dim] */
+    fdma_tensor dt_proj, a; /* as in fdma_score_args; or else `score` is given */
+    fdma_tensor dt_bias;    /* optional, as in fdma_score_args; with dt_proj */
+    fdma_tensor score;      /* optional [kv_heads, tokens] float32 */
+    fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
+    fdma_tensor out;        /* output [tokens, q_heads, head_dim] */
+    fdma_tensor lse;        /* output, optional [q_heads, tokens] float32 */
+    const int32_t *starts;  /* [requests + 1], always memory of the host: the first token of each
+                               request and, last, the end of all */
+    const int32_t *index;   /* optional [requests], always memory of the host: the sequence of the
+                               cache for each; -1: skip it; NULL: 0, 1, ... */
+    int64_t requests;
+    double scale, softcap;    /* as in fdma_forward_args */
+    fdma_bias_form bias_form; /* the same in every call on a cache */
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_prefill_args;
+
+/*! fdma_prefill() - attention of the next tokens of many requests, any number of each, over a cache
+ *  and each other, which then enter the cache.
+ *  Use it in an engine whose steps mix prompts, pieces of long prompts and single tokens. A request
+ *  begins where its sequence of the cache is empty, and goes on otherwise. Out and cache are what
+ *  fdma_decode() token by token gives, out up to rounding.
+ *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys, and
+ *             fdma_cache_store(), for each request
+ *  Workspace  as fdma_attention() on all tokens with the rows of one sequence as carried keys, or
+ *             as fdma_decode(); it serves any starts of as many requests
+ *  Edge       a request may have no tokens; rows of out and lse of a skipped request, and from the
+ *             last start on, are not written. Requests of few tokens, up to 8 on the CPU and 64 on
+ *             a device, run as in fdma_decode(): in one batch if they follow each other, have
+ *             equally many tokens and, on a device, consecutive sequences. With pages a device
+ *             takes longer ones 64 tokens at a time, too. A CUDA graph keeps starts and index
+ *  Errors     FDMA_INVALID_ARGUMENT also for starts that do not begin with 0, decrease or lead
+ *             beyond the tokens, an index beyond the cache, a sequence that two requests have,
+ *             without index more requests than sequences, a stream longer than INT32_MAX tokens,
+ *             neither a score nor dt_proj, a dt_proj, a or dt_bias beside a score
+ *  Source     docs/algorithm.md, streams */
+FDMA_API fdma_status fdma_prefill(const fdma_prefill_args *args);
 
 /* Gradients */
 
@@ -1170,6 +1213,7 @@ FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, s
 FDMA_API fdma_status fdma_cache_store_workspace(const fdma_cache_store_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_cache_copy_workspace(const fdma_cache_copy_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_prefill_workspace(const fdma_prefill_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
                                                    size_t *bytes);
@@ -1240,10 +1284,22 @@ typedef struct fdma_attention_backward_kernels {
     const char *score_backward; /* NULL: there is no bias */
 } fdma_attention_backward_kernels;
 
-/*! fdma_attention_kernel(), fdma_attention_backward_kernel() - which kernels would run the steps of
- *  a fused call; as fdma_score_kernel(). */
+typedef struct fdma_prefill_kernels {
+    size_t size;        /* sizeof(fdma_prefill_kernels), set by the caller */
+    const char *score;  /* NULL: it is given */
+    const char *decode; /* requests of few tokens; NULL: there are no tokens */
+    const char *select; /* longer ones, and below; NULL: there are none */
+    const char *forward;
+    const char *cache_store;
+} fdma_prefill_kernels;
+
+/*! fdma_attention_kernel(), fdma_prefill_kernel(), fdma_attention_backward_kernel() - which kernels
+ *  would run the steps of a fused call, for the most tokens that a request can have; as
+ *  fdma_score_kernel(). */
 FDMA_API fdma_status fdma_attention_kernel(const fdma_attention_args *args,
                                            fdma_attention_kernels *names);
+FDMA_API fdma_status fdma_prefill_kernel(const fdma_prefill_args *args,
+                                         fdma_prefill_kernels *names);
 FDMA_API fdma_status fdma_attention_backward_kernel(const fdma_attention_backward_args *args,
                                                     fdma_attention_backward_kernels *names);
 

@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "core/error.h"
 #include "core/operations.h"
+#include "core/prefill.h"
 #include "core/steps.h"
 #include "cpu/cpu.h"
 #include "cpu/parallel.h"
@@ -19,38 +20,73 @@ static const kernel_backend *const backends[] = {&fdma_cuda_backend, &fdma_cpu_b
                                                  &fdma_reference_backend, NULL};
 
 typedef struct prepared_call {
-    call_steps steps;
+    call_steps steps; /* of fdma_prefill(): of one of its parts */
     adapted_kernel kernels[most_steps];
-    size_t workspace; /* bytes that the call needs */
+    const char *names[operation_attention]; /* of the first kernel chosen for each operation */
+    size_t workspace;                       /* bytes that the call needs */
 } prepared_call;
+
+static const kernel_backend *backend_of(const fdma_problem *problem) {
+    return problem->exec.device != FDMA_CPU ? &fdma_cuda_backend : &fdma_cpu_backend;
+}
 
 static fdma_status check_on_device(const fdma_problem *problem, check_depth depth) {
     FDMA_TRY(fdma_check_cuda(problem, depth));
     return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
 }
 
-static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
-                           prepared_call *call) {
-    fdma_problem *const whole = &call->steps.whole;
-    size_t most = 0; // largest workspace of a step
-    FDMA_TRY(fdma_check_call(operation, args, depth, whole));
-    const bool on_device = whole->exec.device != FDMA_CPU;
-    const kernel_backend *const backend = on_device ? &fdma_cuda_backend : &fdma_cpu_backend;
-    if (on_device)
-        FDMA_TRY(check_on_device(whole, depth));
-    FDMA_TRY(fdma_split_call(backend, &call->steps));
+/* Chooses a kernel for each step, and raises the workspace of the call to what they need. */
+static fdma_status choose_kernels(check_depth depth, prepared_call *call) {
     for (int i = 0; i < call->steps.count; i++) {
         const fdma_problem *const step = &call->steps.problems[i];
         adapted_kernel *const chosen = &call->kernels[i];
-        chosen->adapters = backend->adapters;
+        chosen->adapters = backend_of(step)->adapters;
         FDMA_TRY(fdma_choose_kernel(backends, step, &chosen->kernel));
         if (step->operation == operation_select)
             fdma_link_select(chosen->kernel, &call->steps);
-        const size_t bytes = fdma_adapted_workspace(chosen, step, depth);
-        most = bytes > most ? bytes : most;
+        if (call->names[step->operation] == NULL)
+            call->names[step->operation] = chosen->kernel->name;
+        const size_t bytes = call->steps.scratch + fdma_adapted_workspace(chosen, step, depth);
+        call->workspace = bytes > call->workspace ? bytes : call->workspace;
     }
-    call->workspace = call->steps.scratch + most;
     return FDMA_OK;
+}
+
+/* The steps of a part of fdma_prefill(). With check_shapes their workspace also serves shorter
+ * parts. */
+static fdma_status prepare_part(const prefill_part *part, check_depth depth, prepared_call *call) {
+    FDMA_TRY(fdma_split_part(part, &call->steps));
+    for (int i = 0; i < call->steps.count; i++)
+        call->steps.problems[i].any_len = depth == check_shapes;
+    return choose_kernels(depth, call);
+}
+
+static fdma_status prepare_prefill(check_depth depth, prepared_call *call) {
+    const fdma_problem *const whole = &call->steps.whole;
+    prefill_part part = {0};
+    fdma_begin_prefill(&call->steps);
+    call->workspace = call->steps.scratch;
+    FDMA_TRY(fdma_split_scores(&call->steps));
+    FDMA_TRY(choose_kernels(depth, call));
+    for (int n = 0;
+         depth == check_all ? fdma_next_part(whole, &part) : fdma_largest_part(whole, n, &part);
+         n++)
+        FDMA_TRY(prepare_part(&part, depth, call));
+    return FDMA_OK;
+}
+
+static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
+                           prepared_call *call) {
+    fdma_problem *const whole = &call->steps.whole;
+    memset(call->names, 0, sizeof call->names);
+    call->workspace = 0;
+    FDMA_TRY(fdma_check_call(operation, args, depth, whole));
+    if (whole->exec.device != FDMA_CPU)
+        FDMA_TRY(check_on_device(whole, depth));
+    if (operation == operation_prefill)
+        return prepare_prefill(depth, call);
+    FDMA_TRY(fdma_split_call(backend_of(whole), &call->steps));
+    return choose_kernels(depth, call);
 }
 
 static fdma_status run_steps(const prepared_call *call) {
@@ -60,15 +96,53 @@ static fdma_status run_steps(const prepared_call *call) {
     return FDMA_OK;
 }
 
-static fdma_status run_prepared(const prepared_call *call) {
+static fdma_status run_part(const prepared_call *call) {
+    for (int i = 0; i < call->steps.count; i++) {
+        if (call->steps.problems[i].operation == operation_forward)
+            fdma_hide_missing_pages(&call->steps);
+        FDMA_TRY(fdma_run_adapted(&call->kernels[i], &call->steps.problems[i]));
+    }
+    return FDMA_OK;
+}
+
+/* Scores that are not given have a bias already. */
+static fdma_status fill_prompt_bias(const fdma_problem *whole) {
+    if (!whole->prefill.is_scored || is_empty(&whole->bias) || !is_present(&whole->bias))
+        return FDMA_OK;
+    if (whole->exec.device != FDMA_CPU)
+        return fdma_cuda_fill_prompt_bias(whole);
+    fdma_fill_prompt_bias(whole);
+    return FDMA_OK;
+}
+
+/* Every part has been prepared once before, so that nothing is written if one is refused. */
+static fdma_status run_prefill(prepared_call *call) {
+    const fdma_problem *const whole = &call->steps.whole;
+    prefill_part part = {0};
+    FDMA_TRY(fdma_split_scores(&call->steps));
+    FDMA_TRY(choose_kernels(check_all, call));
+    FDMA_TRY(run_steps(call));
+    FDMA_TRY(fill_prompt_bias(whole));
+    while (fdma_next_part(whole, &part)) {
+        FDMA_TRY(prepare_part(&part, check_all, call));
+        FDMA_TRY(run_part(call));
+    }
+    return FDMA_OK;
+}
+
+static fdma_status run_all(prepared_call *call) {
+    return call->steps.whole.operation == operation_prefill ? run_prefill(call) : run_steps(call);
+}
+
+static fdma_status run_prepared(prepared_call *call) {
     const fdma_exec *const exec = &call->steps.whole.exec;
     int before;
     if (exec->device == FDMA_CPU)
-        return run_steps(call);
+        return run_all(call);
     const int cancellation = fdma_defer_cancellation(); // the driver may hold locks and wait
     fdma_status status = fdma_enter_cuda(exec, &before);
     if (status == FDMA_OK) {
-        status = run_steps(call);
+        status = run_all(call);
         fdma_leave_cuda(exec, before);
     }
     fdma_allow_cancellation(cancellation);
@@ -121,7 +195,8 @@ static fdma_status run(fdma_operation operation, const void *args) {
     prepared_call call;
     FDMA_TRY(prepare_run(operation, args, &call));
     FDMA_TRY(run_prepared(&call));
-    note_selection(&call.steps.problems[call.steps.count - 1]);
+    if (operation != operation_prefill) // whose selections are its own
+        note_selection(&call.steps.problems[call.steps.count - 1]);
     return FDMA_OK;
 }
 
@@ -138,8 +213,7 @@ static fdma_status ask_workspace(fdma_operation operation, const void *args, siz
 static fdma_status ask_kernels(fdma_operation operation, const void *args, const char **names) {
     prepared_call call;
     FDMA_TRY(prepare(operation, args, check_shapes, &call));
-    for (int i = 0; i < call.steps.count; i++)
-        names[call.steps.problems[i].operation] = call.kernels[i].kernel->name;
+    memcpy(names, call.names, sizeof call.names);
     return FDMA_OK;
 }
 
@@ -375,6 +449,12 @@ fdma_status fdma_decode_kernel(const fdma_decode_args *args, const char **name) 
     return ask_kernel(operation_decode, args, name);
 }
 
+fdma_status fdma_prefill(const fdma_prefill_args *args) { return run(operation_prefill, args); }
+
+fdma_status fdma_prefill_workspace(const fdma_prefill_args *args, size_t *bytes) {
+    return ask_workspace(operation_prefill, args, bytes);
+}
+
 fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {
     return run(operation_attention_backward, args);
 }
@@ -401,6 +481,18 @@ fdma_status fdma_attention_kernel(const fdma_attention_args *args, fdma_attentio
     names->score = found[operation_score];
     names->select = found[operation_select];
     names->forward = found[operation_forward];
+    return FDMA_OK;
+}
+
+fdma_status fdma_prefill_kernel(const fdma_prefill_args *args, fdma_prefill_kernels *names) {
+    const char *found[operation_attention] = {NULL};
+    FDMA_TRY(check_filled("fdma_prefill_kernels", names, sizeof *names));
+    FDMA_TRY(ask_kernels(operation_prefill, args, found));
+    names->score = found[operation_score];
+    names->decode = found[operation_decode];
+    names->select = found[operation_select];
+    names->forward = found[operation_forward];
+    names->cache_store = found[operation_cache_store];
     return FDMA_OK;
 }
 

@@ -102,7 +102,7 @@ tests="test_cuda test_cuda_lists test_cuda_select test_cuda_top test_cuda_short 
     test_cuda_score_backward"
 # of any backend; see tests/c/backend.h
 backend_tests="test_cases test_forward test_backward_shapes test_sequences test_cache
-    test_cache_batch test_cache_long test_cache_store test_streams test_stream_attention test_sink_logit
+    test_cache_batch test_cache_long test_cache_store test_prefill test_streams test_stream_attention test_sink_logit
     test_probabilities test_rotate test_dropout test_masks test_mask_gradients"
 begin=$(seconds)
 arch=$(capability)

@@ -32,10 +32,8 @@ static rotation new_rotation(int64_t dim, int64_t room) {
     };
 }
 
-/* Returns the rows of a kv head in the largest cache: windows differ between layers. */
-static int64_t make_caches(run_state *state, int64_t context) {
+static void make_caches(run_state *state, int64_t context) {
     const model *const of = state->of;
-    int64_t most = 0;
     state->cache = allocate((size_t)of->layers * sizeof *state->cache);
     state->cache_memory = allocate((size_t)of->layers * sizeof *state->cache_memory);
     for (int64_t n = 0; n < of->layers; n++) {
@@ -54,10 +52,7 @@ static int64_t make_caches(run_state *state, int64_t context) {
         state->cache_memory[n] = allocate(bytes);
         state->cache_bytes += bytes;
         demand(fdma_cache_init(&state->cache[n], state->cache_memory[n]));
-        if (state->cache[n].k.shape[1] > most)
-            most = state->cache[n].k.shape[1];
     }
-    return most;
 }
 
 static int default_threads(void) {
@@ -88,13 +83,8 @@ run_state new_state(const model *of, int64_t capacity, int64_t context, int thre
         .nope = new_rotation(of->nope_rotary_dim, room),
         .logits = allocate_floats((context > 0 ? 1 : room) * BYTE_VALUES),
     };
-    if (context > 0) {
-        const int64_t rows = make_caches(&made, context);
-        const size_t keys = (size_t)(rows + capacity);
-        made.score = allocate_floats(of->kv_heads * capacity);
-        made.expiry = allocate((size_t)of->kv_heads * keys * sizeof *made.expiry);
-        made.slot = allocate((size_t)of->kv_heads * keys * sizeof *made.slot);
-    }
+    if (context > 0)
+        make_caches(&made, context);
     return made;
 }
 
@@ -110,10 +100,9 @@ static void free_rotation(const rotation *one) {
 }
 
 void free_state(run_state *state) {
-    void *const all[] = {state->x,      state->normed,   state->change,   state->q,
-                         state->k,      state->v,        state->attended, state->inner,
-                         state->logits, state->score,    state->expiry,   state->slot,
-                         state->cache,  state->workspace};
+    void *const all[] = {state->x,      state->normed, state->change,   state->q,
+                         state->k,      state->v,      state->attended, state->inner,
+                         state->logits, state->cache,  state->workspace};
     free_rotation(&state->rotary);
     free_rotation(&state->nope);
     for (int64_t n = 0; state->cache != NULL && n < state->of->layers; n++)
@@ -219,18 +208,11 @@ static fdma_exec lend(run_state *state, size_t bytes, int32_t threads) {
         .workspace = state->workspace, .workspace_size = state->workspace_size, .threads = threads};
 }
 
-static void attend(run_state *state, fdma_attention_args *args) {
-    size_t bytes;
-    args->exec.threads = state->threads;
-    demand(fdma_attention_workspace(args, &bytes));
-    args->exec = lend(state, bytes, state->threads);
-    demand(fdma_attention(args));
-}
-
-static fdma_attention_args attention_of(const run_state *state, int64_t n, int64_t len) {
+/* The rows are a whole text. */
+static void attend_text(run_state *state, int64_t n, int64_t len) {
     const model *const of = state->of;
-    return (fdma_attention_args){
-        .size = sizeof(fdma_attention_args),
+    fdma_attention_args args = {
+        .size = sizeof args,
         .q = heads_of(state, state->q, len, of->q_heads),
         .k = heads_of(state, state->k, len, of->kv_heads),
         .v = heads_of(state, state->v, len, of->kv_heads),
@@ -243,66 +225,40 @@ static fdma_attention_args attention_of(const run_state *state, int64_t n, int64
         .bias_form = of->bias_form,
         .causal = 1,
     };
-}
-
-static void attend_text(run_state *state, int64_t n, int64_t len) {
-    fdma_attention_args args = attention_of(state, n, len);
-    attend(state, &args);
-}
-
-/* The rows are a piece of the prompt, and the keys of the cache are carried keys. */
-static void attend_piece(run_state *state, int64_t n, int64_t len) {
-    const fdma_cache *const cache = &state->cache[n];
-    const int64_t kv_heads = cache->kv_heads, kv_len = cache->k.shape[1] + len;
-    fdma_selection selection = {
-        .size = sizeof selection,
-        .expiry = fdma_tensor_3d(state->expiry, FDMA_INT32, 1, kv_heads, kv_len),
-        .slot = fdma_tensor_3d(state->slot, FDMA_INT32, 1, kv_heads, kv_len),
-    };
-    fdma_attention_args args = attention_of(state, n, len);
-    args.window = cache->window;
-    args.selection = &selection;
-    args.score = fdma_tensor_3d(state->score, FDMA_FLOAT32, 1, kv_heads, len);
-    args.table_in = cache->table;
-    args.k_carried = cache->k, args.v_carried = cache->v;
-    if (args.bias_form != FDMA_BIAS_NONE)
-        args.bias_carried = cache->bias;
-    attend(state, &args);
-
-    fdma_cache_store_args store = {
-        .size = sizeof store,
-        .cache = *cache,
-        .k = args.k,
-        .v = args.v,
-        .score = args.score,
-        .selection = &selection,
-        .bias_form = args.bias_form,
-    };
     size_t bytes;
-    demand(fdma_cache_store_workspace(&store, &bytes));
-    store.exec = lend(state, bytes, 1);
-    demand(fdma_cache_store(&store));
+    args.exec.threads = state->threads;
+    demand(fdma_attention_workspace(&args, &bytes));
+    args.exec = lend(state, bytes, state->threads);
+    demand(fdma_attention(&args));
 }
 
-/* The row is the next byte. Its attention takes less time than waking a second thread. */
-static void attend_byte(run_state *state, int64_t n, int64_t len) {
+static fdma_tensor rows_of(const run_state *state, float *data, int64_t len, int64_t heads) {
+    return fdma_tensor_3d(data, FDMA_FLOAT32, len, heads, state->of->head_dim);
+}
+
+/* The rows are the next bytes. Attention of one takes less time than waking a second thread. */
+static void attend_bytes(run_state *state, int64_t n, int64_t len) {
     const model *const of = state->of;
-    fdma_decode_args args = {
+    const int32_t starts[] = {0, (int32_t)len};
+    fdma_prefill_args args = {
         .size = sizeof args,
         .cache = state->cache[n],
-        .q = heads_of(state, state->q, len, of->q_heads),
-        .k = heads_of(state, state->k, len, of->kv_heads),
-        .v = heads_of(state, state->v, len, of->kv_heads),
+        .q = rows_of(state, state->q, len, of->q_heads),
+        .k = rows_of(state, state->k, len, of->kv_heads),
+        .v = rows_of(state, state->v, len, of->kv_heads),
         .dt_proj = dt_proj_of(of, &of->layer[n]),
         .a = fdma_tensor_1d(of->layer[n].a, FDMA_FLOAT32, of->kv_heads),
-        .out = heads_of(state, state->attended, len, of->q_heads),
+        .out = rows_of(state, state->attended, len, of->q_heads),
+        .starts = starts,
+        .requests = 1,
         .bias_form = of->bias_form,
     };
-    args.exec.threads = 1;
+    const int threads = len == 1 ? 1 : state->threads;
     size_t bytes;
-    demand(fdma_decode_workspace(&args, &bytes));
-    args.exec = lend(state, bytes, 1);
-    demand(fdma_decode(&args));
+    args.exec.threads = threads;
+    demand(fdma_prefill_workspace(&args, &bytes));
+    args.exec = lend(state, bytes, threads);
+    demand(fdma_prefill(&args));
 }
 
 /* ---- the model ---- */
@@ -365,11 +321,11 @@ void run_text(run_state *state, const uint8_t *text, int64_t len) {
 
 void run_next(run_state *state, const uint8_t *text, int64_t len) {
     for (int64_t done = 0; done < len;) {
-        passage by = {len - done, state->seen, state->threads, attend_piece, multiply_rows};
+        passage by = {len - done, state->seen, state->threads, attend_bytes, multiply_rows};
         if (by.len > state->capacity)
             by.len = state->capacity;
         if (by.len == 1)
-            by.threads = state->byte_threads, by.attend = attend_byte;
+            by.threads = state->byte_threads;
         run_layers(state, text + done, &by);
         state->seen += by.len;
         done += by.len;

@@ -20,14 +20,12 @@ typedef struct run_state {
     float *x, *normed, *change, *q, *k, *v, *attended, *inner;
     rotation rotary, nope; /* angles of most heads, and of NoPE heads */
     float *logits;         /* [positions that logits are computed for, BYTE_VALUES] */
-    float *score; /* [kv_heads, capacity]; this and the two below: of a piece of a prompt */
-    int32_t *expiry, *slot; /* [kv_heads, rows of the largest cache + capacity] */
-    fdma_cache *cache;      /* [layers], of one sequence; NULL: for whole texts only */
-    void **cache_memory;    /* [layers] */
-    size_t cache_bytes;     /* bytes of all layers */
-    int64_t seen;           /* bytes that have entered the caches */
-    int threads;            /* for several positions */
-    int byte_threads;       /* for one */
+    fdma_cache *cache;     /* [layers], of one sequence; NULL: for whole texts only */
+    void **cache_memory;   /* [layers] */
+    size_t cache_bytes;    /* bytes of all layers */
+    int64_t seen;          /* bytes that have entered the caches */
+    int threads;           /* for several positions */
+    int byte_threads;      /* for one */
     void *workspace;
     size_t workspace_size;
 } run_state;

@@ -108,7 +108,7 @@ head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *proble
     return taken;
 }
 
-static key_pages pages_of(const fdma_cache *cache, int64_t sequence) {
+key_pages fdma_pages_of_sequence(const fdma_cache *cache, int64_t sequence) {
     key_pages pages = {.page = cache->page_table.data};
     if (!has_pages(cache) || pages.page == NULL)
         return (key_pages){.page = NULL};
@@ -180,7 +180,7 @@ void fdma_decode_forward(const decode_head *head, const head_selection *selectio
     cut_tokens(head, &one->v);
     one->k_carried = carried_rows_of(head, &cache->k);
     one->v_carried = carried_rows_of(head, &cache->v);
-    one->carried_pages = pages_of(cache, head->sequence);
+    one->carried_pages = fdma_pages_of_sequence(cache, head->sequence);
     one->expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, one->kv_len);
     one->selected = one->causal = true;
     if (problem->bias_form == FDMA_BIAS_NONE)

@@ -77,6 +77,9 @@ typedef struct head_selection {
 
 head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *problem);
 
+/* The pages of a sequence, if the cache has any. */
+key_pages fdma_pages_of_sequence(const fdma_cache *cache, int64_t sequence);
+
 /* Hides the keys whose pages are missing from all queries. */
 void fdma_hide_missing_rows(const decode_head *head, const head_selection *selection);
 

@@ -191,6 +191,19 @@ static fdma_status check_decode(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+static fdma_status check_prefill(const fdma_problem *problem) {
+    const int64_t requests = problem->prefill.count, sequences = problem->cache.sequences;
+    FDMA_REQUIRE(problem->q_len == problem->new_len, FDMA_INVALID_ARGUMENT,
+                 "q_len: is %lld, want the tokens of k, %lld", (long long)problem->q_len,
+                 (long long)problem->new_len);
+    FDMA_REQUIRE(requests >= 0 && requests <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "requests: is %lld, want 0 to %d", (long long)requests, INT32_MAX);
+    FDMA_REQUIRE(problem->prefill.index != NULL || requests <= sequences, FDMA_INVALID_ARGUMENT,
+                 "requests: is %lld, want at most the sequences of the cache, %lld, without index",
+                 (long long)requests, (long long)sequences);
+    return FDMA_OK;
+}
+
 static fdma_status check_store(const fdma_problem *problem) {
     const int64_t starts = problem->starts.shape[0], most = problem->cache.sequences + 1;
     if (!is_present(&problem->starts))
@@ -247,6 +260,8 @@ static fdma_status check_cache_sizes(const fdma_problem *problem) {
     FDMA_TRY(has_pages(cache) ? check_pages(problem) : check_rows(cache));
     if (problem->operation == operation_decode)
         FDMA_TRY(check_decode(problem));
+    if (problem->operation == operation_prefill)
+        FDMA_TRY(check_prefill(problem));
     FDMA_REQUIRE(copies || is_present(&problem->index) || problem->batch <= cache->sequences,
                  FDMA_INVALID_ARGUMENT,
                  "batch: is %lld, want at most the sequences of the cache, %lld, without index",
@@ -299,13 +314,13 @@ static fdma_status check_store_lists(const fdma_problem *problem) {
 
 /* Checks that no sequence occurs twice. Goes over ranges of 32768 sequences with one bit each,
  * because a call allocates nothing. */
-static fdma_status check_distinct(const char *name, const fdma_tensor *list, int64_t sequences) {
+static fdma_status check_distinct(const char *name, const int32_t *numbers, int64_t count,
+                                  int64_t sequences) {
     enum { range_len = 1 << 15 };
-    const int32_t *const numbers = list->data;
     uint8_t found[range_len / 8];
     for (int64_t first = 0; first < sequences; first += range_len) {
         memset(found, 0, sizeof found);
-        for (int64_t n = 0; n < list->shape[0]; n++) {
+        for (int64_t n = 0; n < count; n++) {
             const int64_t at = numbers[n] - first;
             if (at < 0 || at >= range_len)
                 continue;
@@ -324,7 +339,29 @@ static fdma_status check_copy_lists(const fdma_problem *problem) {
         FDMA_TRY(check_number("from", n, ((const int32_t *)problem->from.data)[n], -1, last));
         FDMA_TRY(check_number("to", n, ((const int32_t *)problem->to.data)[n], 0, last));
     }
-    return check_distinct("to", &problem->to, problem->cache.sequences);
+    return check_distinct("to", problem->to.data, problem->batch, problem->cache.sequences);
+}
+
+/* Checks the lists of requests, which the host reads also for a device, and on the CPU `seen` of
+ * their sequences. */
+static fdma_status check_requests(const fdma_problem *problem) {
+    const prefill_requests *const requests = &problem->prefill;
+    const fdma_cache *const cache = &problem->cache;
+    FDMA_REQUIRE(requests->starts != NULL, FDMA_INVALID_ARGUMENT,
+                 "starts: is NULL, want %lld numbers in memory of the host",
+                 (long long)requests->count + 1);
+    FDMA_TRY(check_number("starts", 0, requests->starts[0], 0, 0));
+    for (int64_t n = 0; n < requests->count; n++) {
+        const int64_t first = requests->starts[n], end = requests->starts[n + 1];
+        const int64_t sequence = requests->index != NULL ? requests->index[n] : n;
+        FDMA_TRY(check_number("starts", n + 1, end, first, problem->new_len));
+        FDMA_TRY(check_number("index", n, sequence, -1, cache->sequences - 1));
+        if (sequence >= 0 && cache->device == FDMA_CPU)
+            FDMA_TRY(check_cache_seen(cache, sequence, end - first));
+    }
+    return requests->index == NULL
+               ? FDMA_OK
+               : check_distinct("index", requests->index, requests->count, cache->sequences);
 }
 
 /* Checks the values in the call's int32 lists, and `seen` of the sequences that they name. */
@@ -348,7 +385,7 @@ static bool may_be_absent(const fdma_problem *problem, const tensor_entry *entry
            (entry->in_selection && !problem->selected) ||
            (is_learned && problem->operation == operation_attention_backward &&
             problem->bias_form == FDMA_BIAS_NONE) ||
-           (is_learned && problem->operation == operation_decode && is_present(&problem->score));
+           (is_learned && attends_to_cache(problem->operation) && is_present(&problem->score));
 }
 
 static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
@@ -760,19 +797,27 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
             continue; // the output, which has the same elements, stands for both
         tensors[count++] = (named_tensor){entry->name, tensor, is_output(entry)};
     }
+    const prefill_requests *const requests = &problem->prefill;
+    const fdma_tensor starts =
+        fdma_tensor_1d((void *)requests->starts, FDMA_INT32, requests->count + 1);
+    const fdma_tensor index = fdma_tensor_1d((void *)requests->index, FDMA_INT32, requests->count);
+    if (requests->starts != NULL)
+        tensors[count++] = (named_tensor){"starts", &starts, false};
+    if (requests->index != NULL)
+        tensors[count++] = (named_tensor){"index", &index, false};
     return depth == check_all ? fdma_check_overlaps(tensors, count, &problem->exec) : FDMA_OK;
 }
 
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     const tensor_table table = fdma_tensors[problem->operation];
-    const bool decodes = problem->operation == operation_decode;
+    const bool scores = attends_to_cache(problem->operation);
     const bool cached = has_cache(problem->operation);
     unsigned settled = cached ? bit_of('p') : 0; // one bit per letter; `p` comes from the cache
     if (cached)
         FDMA_TRY(fdma_check_cache(&problem->cache));
     if (problem->operation == operation_cache_store)
         FDMA_TRY(check_cache_rules(problem));
-    FDMA_REQUIRE(!decodes || is_present(&problem->score) || is_present(&problem->dt_proj),
+    FDMA_REQUIRE(!scores || is_present(&problem->score) || is_present(&problem->dt_proj),
                  FDMA_INVALID_ARGUMENT,
                  "dt_proj: is absent, want a tensor of rank 2, or else a score");
     for (size_t t = 0; t < table.count; t++)
@@ -787,7 +832,9 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     FDMA_TRY(check_memory(problem, depth));
-    if (depth == check_all && cached && problem->exec.device == FDMA_CPU)
+    if (depth == check_all && problem->operation == operation_prefill)
+        FDMA_TRY(check_requests(problem));
+    else if (depth == check_all && cached && problem->exec.device == FDMA_CPU)
         FDMA_TRY(check_cache_lists(problem));
     if (depth == check_all && is_present(&problem->table_in.seen) &&
         problem->exec.device == FDMA_CPU)

@@ -168,15 +168,27 @@ static fdma_status take_nothing(const any_args *args, fdma_problem *problem) {
     return FDMA_OK;
 }
 
-static fdma_status take_decode(const any_args *args, fdma_problem *problem) {
-    const fdma_decode_args *const call = &args->decode;
-    const fdma_cache *const cache = &call->cache;
-    FDMA_TRY(take_bias_form(call->bias_form, problem));
+static fdma_status take_cache(const fdma_cache *cache, fdma_bias_form form, double scale,
+                              double softcap, fdma_problem *problem) {
+    FDMA_TRY(take_bias_form(form, problem));
     problem->cache = *cache;
-    problem->batch_invariant = call->batch_invariant != 0;
     FDMA_TRY(
         take_rules(cache->window, cache->recent, cache->sinks, FDMA_SCOPE_CAUSAL, true, problem));
-    return take_logit_options(call->scale, call->softcap, true, problem);
+    return take_logit_options(scale, softcap, true, problem);
+}
+
+static fdma_status take_decode(const any_args *args, fdma_problem *problem) {
+    const fdma_decode_args *const call = &args->decode;
+    problem->batch_invariant = call->batch_invariant != 0;
+    return take_cache(&call->cache, call->bias_form, call->scale, call->softcap, problem);
+}
+
+static fdma_status take_prefill(const any_args *args, fdma_problem *problem) {
+    const fdma_prefill_args *const call = &args->prefill;
+    problem->prefill.starts = call->starts;
+    problem->prefill.index = call->index;
+    problem->prefill.count = call->requests;
+    return take_cache(&call->cache, call->bias_form, call->scale, call->softcap, problem);
 }
 
 static fdma_status take_cache_store(const any_args *args, fdma_problem *problem) {
@@ -342,6 +354,7 @@ static const operation_entry operations[] = {
     OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
     OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
               take_attention_backward),
+    OPERATION(prefill, OF(prefill, reserved), 0, false, take_prefill),
 };
 /* clang-format on */
 

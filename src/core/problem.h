@@ -23,12 +23,22 @@ typedef enum fdma_operation {
     operation_rotate_backward,
     operation_attention, /* fused: made of others, without kernels of its own */
     operation_attention_backward,
+    operation_prefill,
 } fdma_operation;
 
 /* A partial result: attention over some of the keys, and its gradients. */
 typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
+
+/* The requests of fdma_prefill(). Lists are in memory of the host. */
+typedef struct prefill_requests {
+    const int32_t *starts, *index; /* index may be NULL: 0, 1, ... */
+    int64_t count;
+    bool is_scored;   /* the caller gives the scores */
+    bool in_pieces;   /* decode runs all requests, up to 64 tokens at a time */
+    fdma_tensor kept; /* [1, kv_heads, kv_len] int32: expiry without keys of missing pages */
+} prefill_requests;
 
 /* Options of a rotary embedding and of its table. */
 typedef struct rotary_options {
@@ -93,6 +103,7 @@ typedef struct fdma_problem {
     int64_t pages, page_len; /* with a page table: sizes of the pools of k and v */
     key_pages carried_pages; /* k_carried and v_carried are then pools. Rows whose page is missing
                                 are kept by no query */
+    prefill_requests prefill;
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     double gap;     /* of the selection; 0: off. Slots of a given one with a gap may be empty */
@@ -143,8 +154,13 @@ static inline bool is_fused(fdma_operation operation) {
     return operation == operation_attention || operation == operation_attention_backward;
 }
 
+/* True if an operation attends to the keys of a cache: it may be given scores. */
+static inline bool attends_to_cache(fdma_operation operation) {
+    return operation == operation_decode || operation == operation_prefill;
+}
+
 static inline bool has_cache(fdma_operation operation) {
-    return operation == operation_decode || operation == operation_cache_store ||
+    return attends_to_cache(operation) || operation == operation_cache_store ||
            operation == operation_cache_copy;
 }
 
@@ -161,7 +177,7 @@ static inline bool rotates_k(const fdma_problem *problem) {
 /* True if an operation computes attention, or its gradients, from q and k. */
 static inline bool is_attending(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
-           operation == operation_decode || operation == operation_probabilities ||
+           operation == operation_probabilities || attends_to_cache(operation) ||
            is_fused(operation);
 }
 

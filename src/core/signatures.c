@@ -183,6 +183,20 @@ static const tensor_entry decode_tensors[] = {
     ARG(decode, lse, "bhi", wide, optional_output),
 };
 
+static const tensor_entry prefill_tensors[] = {
+    ARG(prefill, q, "ihd", same, input),
+    ARG(prefill, k, "ngd", same, input),
+    ARG(prefill, v, "ngd", same, input),
+    ARG(prefill, dt_proj, "gc", weight, input),
+    ARG(prefill, a, "g", weight, input),
+    ARG(prefill, dt_bias, "g", weight, optional),
+    ARG(prefill, score, "gn", wide, optional),
+    ARG(prefill, sink_logit, "h", wide, optional),
+    CACHE(prefill, "r"),
+    ARG(prefill, out, "ihd", same, output),
+    ARG(prefill, lse, "hi", wide, optional_output),
+};
+
 static const tensor_entry cache_store_tensors[] = {
     ARG(cache_store, k, "bngd", same, input),
     ARG(cache_store, v, "bngd", same, input),
@@ -314,4 +328,5 @@ const tensor_table fdma_tensors[] = {
     TABLE(score_backward), TABLE(merge),           TABLE(merge_backward), TABLE(decode),
     TABLE(cache_store),    TABLE(cache_copy),      TABLE(probabilities),  TABLE(rotary_table),
     TABLE(rotate),         TABLE(rotate_backward), TABLE(attention),      TABLE(attention_backward),
+    TABLE(prefill),
 };

@@ -23,6 +23,7 @@ typedef union any_args {
     fdma_rotate_backward_args rotate_backward;
     fdma_attention_args attention;
     fdma_attention_backward_args attention_backward;
+    fdma_prefill_args prefill;
 } any_args;
 
 typedef enum tensor_dtypes {

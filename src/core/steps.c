@@ -18,15 +18,12 @@ static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole,
     return fdma_tensor_3d(data, dtype, whole->batch, whole->kv_heads, len);
 }
 
-/* One float per new key and kv head, float64 in float64 calls, otherwise float32. None for carried
- * keys. */
-static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_problem *whole) {
+fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_problem *whole) {
     const bool wide = whole->dtype == FDMA_FLOAT64;
     return take_key_tensor(arena, whole, whole->new_len, wide ? FDMA_FLOAT64 : FDMA_FLOAT32);
 }
 
-/* One int32 per key, carried keys included. */
-static fdma_tensor take_key_ints(fdma_arena *arena, const fdma_problem *whole) {
+fdma_tensor fdma_take_key_ints(fdma_arena *arena, const fdma_problem *whole) {
     return take_key_tensor(arena, whole, whole->kv_len, FDMA_INT32);
 }
 
@@ -49,17 +46,17 @@ static void add_scratch(const kernel_backend *backend, fdma_arena *arena, fdma_p
     const bool forward = whole->operation == operation_attention;
     const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
     if (forward && !is_present(&whole->score))
-        whole->score = take_key_floats(arena, whole);
+        whole->score = fdma_take_key_floats(arena, whole);
     if (has_bias && !is_present(&whole->bias))
-        whole->bias = take_key_floats(arena, whole);
+        whole->bias = fdma_take_key_floats(arena, whole);
     if (!forward && has_bias)
-        whole->dbias = take_key_floats(arena, whole);
+        whole->dbias = fdma_take_key_floats(arena, whole);
     if (whole->fused.last_positions > 0 && backend->writes_last_keys)
         add_last_keys(arena, whole);
     if (forward && !is_present(&whole->expiry))
-        whole->expiry = take_key_ints(arena, whole);
+        whole->expiry = fdma_take_key_ints(arena, whole);
     if (forward && !is_present(&whole->slot))
-        whole->slot = take_key_ints(arena, whole);
+        whole->slot = fdma_take_key_ints(arena, whole);
 }
 
 /* Number of last positions at which a call reads its selection; 0: all. A call needs the whole
@@ -73,10 +70,7 @@ static int64_t last_positions_of(const fdma_problem *whole) {
     return is_scratch && is_causal && is_few && is_whole && whole->kv_len > 0 ? whole->q_len : 0;
 }
 
-/* Adds a step with all options of the whole call, and with the call's tensors that `operation`
- * has. */
-static fdma_status add_step(call_steps *steps, fdma_operation operation) {
-    const fdma_problem *const whole = &steps->whole;
+fdma_status fdma_add_step(call_steps *steps, const fdma_problem *whole, fdma_operation operation) {
     fdma_problem *const step = &steps->split[steps->count++];
     const tensor_table table = fdma_tensors[operation];
     *step = (fdma_problem){
@@ -123,30 +117,30 @@ static fdma_status split_fused(const kernel_backend *backend, call_steps *steps)
     steps->problems = steps->split;
     steps->count = 0;
     if (whole->operation == operation_attention) {
-        FDMA_TRY(add_step(steps, operation_score));
-        FDMA_TRY(add_step(steps, operation_select));
-        FDMA_TRY(add_step(steps, operation_forward));
+        FDMA_TRY(fdma_add_step(steps, whole, operation_score));
+        FDMA_TRY(fdma_add_step(steps, whole, operation_select));
+        FDMA_TRY(fdma_add_step(steps, whole, operation_forward));
         steps->problems[1].fused.forward = &steps->problems[2];
         return FDMA_OK;
     }
     if (needs_score)
-        FDMA_TRY(add_step(steps, operation_score));
-    FDMA_TRY(add_step(steps, operation_backward));
-    return has_bias ? add_step(steps, operation_score_backward) : FDMA_OK;
+        FDMA_TRY(fdma_add_step(steps, whole, operation_score));
+    FDMA_TRY(fdma_add_step(steps, whole, operation_backward));
+    return has_bias ? fdma_add_step(steps, whole, operation_score_backward) : FDMA_OK;
 }
 
 /* The steps of fdma_decode() without a given score, for kernels that do not compute it. */
 static fdma_status split_decode(call_steps *steps) {
     fdma_problem *const whole = &steps->whole;
     fdma_arena arena = fdma_arena_of(whole);
-    whole->score = take_key_floats(&arena, whole);
+    whole->score = fdma_take_key_floats(&arena, whole);
     fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
     steps->problems = steps->split;
     steps->count = 0;
-    FDMA_TRY(add_step(steps, operation_score));
+    FDMA_TRY(fdma_add_step(steps, whole, operation_score));
     whole->dt_proj = whole->a = whole->dt_bias = (fdma_tensor){0}; // already in the score
-    return add_step(steps, operation_decode);
+    return fdma_add_step(steps, whole, operation_decode);
 }
 
 fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps) {

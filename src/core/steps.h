@@ -18,6 +18,16 @@ typedef struct call_steps {
  * workspace, and each step may use the rest of it. `backend` serves exec.device. */
 fdma_status fdma_split_call(const kernel_backend *backend, call_steps *steps);
 
+/* Adds a step with all options of `whole`, and with its tensors that `operation` has. */
+fdma_status fdma_add_step(call_steps *steps, const fdma_problem *whole, fdma_operation operation);
+
+/* One float per new key and kv head, float64 in float64 calls, otherwise float32. None for carried
+ * keys. */
+fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_problem *whole);
+
+/* One int32 per key, carried keys included. */
+fdma_tensor fdma_take_key_ints(fdma_arena *arena, const fdma_problem *whole);
+
 /* Tells the steps which kernel of select was chosen, because forward reads what that kernel
  * writes. */
 void fdma_link_select(const fdma_kernel *select, call_steps *steps);

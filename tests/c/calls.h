@@ -6,7 +6,7 @@
 
 #include "core/signatures.h"
 
-enum { operation_count = operation_attention_backward + 1, kernel_limit = 32 };
+enum { operation_count = operation_prefill + 1, kernel_limit = 32 };
 
 static inline bool is_device_kernel(const char *name) {
     return strncmp(name, "cuda", 4) == 0 && (name[4] == '/' || name[4] == '\0');
@@ -73,6 +73,7 @@ DEFINE_SINGLE_OPERATION(rotate)
 DEFINE_SINGLE_OPERATION(rotate_backward)
 DEFINE_FUSED_OPERATION(attention, forward)
 DEFINE_FUSED_OPERATION(attention_backward, backward)
+DEFINE_FUSED_OPERATION(prefill, decode)
 
 #define OPERATION(name, selection)                                                                 \
     [operation_##name] = {#name,                                                                   \
@@ -101,6 +102,7 @@ static const operation_info operations[operation_count] = {
     OPERATION(rotate_backward, 0),
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
+    OPERATION(prefill, 0),
 };
 
 static inline fdma_exec *exec_of(fdma_operation operation, void *args) {
@@ -388,6 +390,8 @@ static inline void set_call_device(fdma_operation operation, void *args, int32_t
         ((fdma_cache_store_args *)args)->cache.device = device;
     if (operation == operation_cache_copy)
         ((fdma_cache_copy_args *)args)->cache.device = device;
+    if (operation == operation_prefill)
+        ((fdma_prefill_args *)args)->cache.device = device;
 }
 
 /* True if a kernel takes the call. A CPU kernel must take every call. */

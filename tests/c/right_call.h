@@ -28,12 +28,18 @@ static inline fdma_dtype call_dtype(fdma_operation operation) {
 #define RIGHT_CACHE                                                                                \
     {.sequences = 3, .kv_heads = 2, .head_dim = 16, .window = 4, .dtype = FDMA_FLOAT16}
 
+/* Of a prefill: the tokens of two requests. */
+static const int32_t right_starts[] = {0, 3, 10};
+
 /* The fields that are neither tensors nor 0. */
 static const call call_options[operation_count] = {
     [operation_select].args.select = {.window = 4},
     [operation_forward].args.forward = {.causal = 1},
     [operation_backward].args.backward = {.causal = 1},
     [operation_decode].args.decode = {.cache = RIGHT_CACHE},
+    [operation_prefill].args.prefill = {.cache = RIGHT_CACHE,
+                                        .starts = right_starts,
+                                        .requests = 2},
     [operation_cache_store].args.cache_store = {.cache = RIGHT_CACHE},
     [operation_cache_copy].args.cache_copy = {.cache = RIGHT_CACHE},
     [operation_probabilities].args.probabilities = {.causal = 1},
@@ -48,13 +54,14 @@ static inline bool is_unfused_attention(fdma_operation operation) {
            operation == operation_probabilities;
 }
 
-/* Decode takes weights or a score: removes the score if there are tables, else the weights. */
+/* Decode and prefill take weights or a score: removes the score if there are tables, else the
+ * weights. */
 static inline void leave_one_of_pair(call *x, bool with_tables) {
-    fdma_decode_args *const args = &x->args.decode;
     if (with_tables)
-        args->score = (fdma_tensor){0};
-    else if (args->score.rank > 0)
-        args->dt_proj = args->a = args->dt_bias = (fdma_tensor){0};
+        *call_tensor_named(x, "score") = (fdma_tensor){0};
+    else if (call_tensor_named(x, "score")->rank > 0)
+        *call_tensor_named(x, "dt_proj") = *call_tensor_named(x, "a") =
+            *call_tensor_named(x, "dt_bias") = (fdma_tensor){0};
 }
 
 /* Gives a cache copy valid lists of sequences, and a rotation valid positions, in memory apart from
@@ -84,6 +91,8 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     *x = call_options[operation];
     x->operation = operation;
     right.sizes = right_sizes;
+    if (operation == operation_prefill) // each token has a query
+        right.sizes.q_len = right.sizes.kv_len;
     if (has_cache(operation))
         carried = 4, right.sizes.sequences = 3; // the rows of its cache and of a page
     right.sizes.kv_len += carried;
@@ -91,7 +100,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     right.sizes.pages = pages;
     right.sizes.with_pairs = carried == 0;
     call_make(x, &right.sizes, call_dtype(operation), with_optional);
-    if (operation == operation_decode)
+    if (attends_to_cache(operation))
         leave_one_of_pair(x, with_tables);
     if (carried > 0 && is_unfused_attention(operation))
         *call_tensor_named(x, "key_valid") = (fdma_tensor){0};

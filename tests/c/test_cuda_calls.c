@@ -265,6 +265,36 @@ static void graphs_replay_selections(void) {
     }
 }
 
+/* Two requests are of lengths that decode takes. The graph keeps the lists. */
+static void graphs_replay_prefills(void) {
+    enum { rows = 40, tokens = 150 };
+    static const call_sizes n = {.q_len = tokens,
+                                 .kv_len = rows + tokens,
+                                 .carried = rows,
+                                 .sequences = 3,
+                                 .q_heads = 8,
+                                 .kv_heads = 2,
+                                 .head_dim = 64};
+    int32_t starts[] = {0, 90, 91, tokens}, index[] = {2, 0, 1};
+    for (int scored = 0; scored < 2; scored++) {
+        uint64_t state = 35;
+        call there, here = {.operation = operation_prefill};
+        fdma_prefill_args *const args = &here.args.prefill;
+        args->cache = (fdma_cache){
+            .sequences = 3, .kv_heads = 2, .head_dim = 64, .window = rows, .dtype = FDMA_BFLOAT16};
+        args->starts = starts, args->index = index, args->requests = 3;
+        call_make(&here, &n, FDMA_BFLOAT16, true);
+        if (scored)
+            args->dt_proj = args->a = args->dt_bias = (fdma_tensor){0};
+        else
+            args->score = (fdma_tensor){0};
+        call_alloc(&here, &state);
+        device_copy_call(&there, &here);
+        CHECK_OK(device_give_workspace(&there));
+        check_replays(&there, "q");
+    }
+}
+
 /* ---- the fused call is its steps ---- */
 
 static void check_steps(fdma_dtype dtype) {
@@ -403,6 +433,7 @@ static const test_entry tests[] = {
     TEST(the_cpu_works_on),
     TEST(graphs_replay_whole_calls),
     TEST(graphs_replay_selections),
+    TEST(graphs_replay_prefills),
     TEST(the_fused_call_is_its_steps),
     EACH_KERNEL("forward", corrupt_selections_stay_inside),
     TEST(rows_far_apart),

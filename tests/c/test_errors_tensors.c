@@ -74,6 +74,8 @@ static const char *const documented[operation_count] = {
             "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
                     " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b"
                     " >dsink_logit?:h:f" CARRIED(">", "d"),
+    [operation_prefill] = " q:ihd:s k:ngd:s v:ngd:s dt_proj:gc:w a:g:w dt_bias?:g:w score?:gn:f"
+                          " sink_logit?:h:f" CACHE("r") " >out:ihd:s >lse?:hi:f",
 };
 
 /* Without this check the cases below would follow a mistake in the list. */
@@ -169,10 +171,10 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
     }
 }
 
-/* Decode needs no weights if it is given the score. */
+/* Decode and prefill need no weights if they are given the score. */
 static bool may_be_absent(const tensor_entry *entry) {
     const bool scored =
-        right.call.operation == operation_decode && right.call.args.decode.score.rank > 0;
+        attends_to_cache(right.call.operation) && call_tensor_named(&right.call, "score")->rank > 0;
     return is_optional(entry) || (scored && entry->dtypes == dtypes_weight);
 }
 
@@ -393,6 +395,8 @@ static void reserved_words_are_checked(void) {
     check_table_words(x, &x->args.attention.table_out, "table_out.reserved");
     x = right_call(operation_decode, true);
     check_cache_words(x, &x->args.decode.cache);
+    x = right_call(operation_prefill, true);
+    check_cache_words(x, &x->args.prefill.cache);
     x = right_call(operation_cache_store, true);
     check_cache_words(x, &x->args.cache_store.cache);
     x = right_call(operation_cache_copy, true);

@@ -178,8 +178,31 @@ static fdma_cache served_cache(int64_t kv_heads) {
     return cache;
 }
 
-/* Stores a prompt, copies it, and decodes some tokens of the first sequence. Returns the results of
- * these, and the cache. */
+static fdma_tensor without_batch(fdma_tensor tensor) {
+    return fdma_dense_tensor(tensor.data, tensor.dtype, tensor.rank - 1, tensor.shape + 1);
+}
+
+/* The next tokens of the second sequence: the cache shows what they did. */
+static void prefill_second(const fdma_cache *cache, const fdma_parallel *parallel,
+                           uint64_t *state) {
+    const int64_t heads = cache->kv_heads;
+    static const int32_t starts[] = {0, 150}, index[] = {1};
+    fdma_prefill_args args = {.size = sizeof args,
+                              .cache = *cache,
+                              .q = without_batch(random_rows(150, 2 * heads, state)),
+                              .k = without_batch(random_rows(150, heads, state)),
+                              .v = without_batch(random_rows(150, heads, state)),
+                              .score = without_batch(random_score(heads, 150, state)),
+                              .out =
+                                  without_batch(new_tensor(FDMA_FLOAT32, 1, 150, 2 * heads, 128)),
+                              .starts = starts,
+                              .index = index,
+                              .requests = 1};
+    run_with(operation_prefill, &args, parallel);
+}
+
+/* Stores a prompt, copies it, goes on with the copy, and decodes some tokens of the first sequence.
+ * Returns the results of these, and the cache. */
 static fdma_tensor serve(fdma_cache *cache, const fdma_parallel *parallel) {
     const int64_t heads = cache->kv_heads;
     uint64_t state = 8;
@@ -205,6 +228,7 @@ static fdma_tensor serve(fdma_cache *cache, const fdma_parallel *parallel) {
                                  .from = index,
                                  .to = fdma_tensor_1d(second, FDMA_INT32, 1)};
     run_with(operation_cache_copy, &copy, parallel);
+    prefill_second(cache, parallel, &state);
     for (int64_t n = 0; n < steps; n++) {
         fdma_decode_args decode = {.size = sizeof decode,
                                    .cache = *cache,

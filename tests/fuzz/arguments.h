@@ -54,6 +54,7 @@ typedef struct call {
         fdma_forward_args forward;
         fdma_attention_args attention;
         fdma_decode_args decode;
+        fdma_prefill_args prefill;
         fdma_cache_store_args cache_store;
         fdma_cache_copy_args cache_copy;
         fdma_probabilities_args probabilities;

@@ -71,6 +71,64 @@ static void make_decode(call *to) {
     to->work = elements(&args->q) * (60 + (double)args->k.shape[1]) + elements(&args->cache.k);
 }
 
+/* A list in memory of its own, as the call takes it without a tensor. */
+static int32_t *make_host_list(call *to, int64_t count) {
+    block *const mine = &to->blocks[to->count++];
+    *mine = (block){.bytes = calloc((size_t)count, sizeof(int32_t)),
+                    .size = (size_t)count * sizeof(int32_t)};
+    MUST(mine->bytes != NULL);
+    return (int32_t *)(void *)mine->bytes;
+}
+
+/* Lists of some requests, which mostly have consecutive tokens and sequences. */
+static void make_requests(call *to, fdma_prefill_args *args) {
+    const int64_t requests = take_up_to(&to->in, 5), sequences = args->cache.sequences;
+    int32_t *const starts = make_host_list(to, requests + 1);
+    int32_t *const index = take_up_to(&to->in, 1) ? make_host_list(to, requests + 1) : NULL;
+    const bool is_usual = to->kv_len > 0 && to->kv_len < 200;
+    const int64_t most = is_usual ? 2 * to->kv_len / (requests + 1) : 0;
+    for (int64_t n = 0; n < requests; n++) {
+        starts[n + 1] = starts[n] + (most > 0 ? (int32_t)take_up_to(&to->in, most) : 0);
+        if (index != NULL)
+            index[n] =
+                (int32_t)(seldom(&to->in) ? take(&to->in) - 128 : (n + requests) % sequences);
+    }
+    if (seldom(&to->in))
+        starts[take_up_to(&to->in, requests)] = (int32_t)strange_number(&to->in);
+    args->requests = seldom(&to->in) ? -1 : requests;
+    args->starts = seldom(&to->in) ? NULL : starts;
+    args->index = index;
+}
+
+static void make_prefill(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
+    const int64_t q_shape[] = {to->kv_len, to->q_heads, to->head_dim};
+    const int64_t k_shape[] = {to->kv_len, to->kv_heads, to->head_dim};
+    const int64_t score_shape[] = {to->kv_heads, to->kv_len};
+    const int64_t lse_shape[] = {to->q_heads, to->kv_len};
+    fdma_prefill_args *const args = &to->args.prefill;
+    *args = (fdma_prefill_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
+    args->reserved = make_reserved(&to->in);
+    args->cache = make_cache(to);
+    args->q = make(to, false, to->dtype, 3, q_shape);
+    args->k = make(to, false, to->dtype, 3, k_shape);
+    args->v = make(to, false, to->dtype, 3, k_shape);
+    args->score = make_optional(to, false, FDMA_FLOAT32, 2, score_shape);
+    if (args->score.rank == 0) {
+        args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+        args->a = make(to, false, to->dtype, 1, proj_shape);
+        args->dt_bias = maybe_dt_bias(to);
+    }
+    args->out = make(to, true, to->dtype, 3, q_shape);
+    args->lse = make_optional(to, true, FDMA_FLOAT32, 2, lse_shape);
+    make_requests(to, args);
+    to->packed = true; // the call may need less workspace than the worst lists
+    to->work = elements(&args->q) * (60 + (double)args->k.shape[0]) + elements(&args->cache.k);
+}
+
 /* Indices of sequences, mostly consecutive from a random one. */
 static void fill_in_order(call *to, const fdma_tensor *tensor, int64_t sequences) {
     uint8_t *at = tensor->data;

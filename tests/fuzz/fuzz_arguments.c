@@ -411,6 +411,7 @@ DEFINE_CALL(select)
 DEFINE_CALL(forward)
 DEFINE_CALL(attention)
 DEFINE_CALL(decode)
+DEFINE_CALL(prefill)
 DEFINE_CALL(cache_store)
 DEFINE_CALL(cache_copy)
 DEFINE_CALL(backward)
@@ -439,6 +440,7 @@ static const struct operation {
     OPERATION(merge),
     OPERATION(merge_backward),
     OPERATION(decode),
+    OPERATION(prefill),
     OPERATION(cache_store),
     OPERATION(cache_copy),
     OPERATION(probabilities),

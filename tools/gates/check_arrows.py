@@ -103,7 +103,7 @@ ALLOWED = {
     "cuda select": CUDA_KERNEL,
     "cuda mma": CUDA_KERNEL,
     "cuda adapt": CUDA_KERNEL,
-    "cuda decode": (*CUDA_KERNEL, "cuda mma", "cuda score"),
+    "cuda decode": (*CUDA_KERNEL, "cuda row", "cuda mma", "cuda score"),
     "cuda forward sm80": (*CUDA_KERNEL, "cuda mma"),
     "cuda forward sm90": CUDA_KERNEL,
     "cuda backward sm80": (*CUDA_KERNEL, "cuda mma"),

@@ -26,8 +26,8 @@ static atomic_uint_fast64_t kept; // so that the compiler cannot leave out the r
 
 typedef uint64_t read_lanes __attribute__((vector_size(32), aligned(1), may_alias));
 
-/* Part `index` of `count` of a matrix, in STREAMS places at a time: a core then has more bytes under
- * way than with one. */
+/* Part `index` of `count` of a matrix, in STREAMS places at a time: a core then has more bytes
+ * under way than with one. */
 static void read_part(const matrix *w, int index, int count) {
     const char *const from = w->data;
     const int64_t bytes = w->rows * w->columns * (w->is_bfloat16 ? 2 : 4);

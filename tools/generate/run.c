@@ -42,7 +42,6 @@ run_state new_state(const model *of, int threads) {
     const int64_t width = sizes->hidden_size, inner = sizes->intermediate_size;
     const int64_t q_width = sizes->q_heads * sizes->head_dim;
     const int64_t kv_width = sizes->kv_heads * sizes->head_dim;
-    const size_t keys = (size_t)(sizes->kv_heads * (sizes->window + PIECE));
     run_state made = {
         .of = of,
         .threads = new_crew(threads),
@@ -58,9 +57,6 @@ run_state new_state(const model *of, int threads) {
         .rotary = allocate_floats(PIECE * sizes->head_dim),
         .logits = allocate_floats(sizes->vocab_size),
         .inverse = allocate((size_t)sizes->head_dim / 2 * sizeof(double)),
-        .score = allocate_floats(sizes->kv_heads * PIECE),
-        .expiry = allocate(keys * sizeof(int32_t)),
-        .slot = allocate(keys * sizeof(int32_t)),
     };
     made.thread_count = crew_size(made.threads);
     made.parallel = (fdma_parallel){sizeof made.parallel, run_tasks, made.threads};
@@ -71,8 +67,7 @@ run_state new_state(const model *of, int threads) {
 void free_state(run_state *state) {
     void *const all[] = {state->x,      state->normed, state->change,   state->q,
                          state->k,      state->v,      state->gate,     state->up,
-                         state->rotary, state->logits, state->attended, state->score,
-                         state->expiry, state->slot,   state->inverse};
+                         state->rotary, state->logits, state->attended, state->inverse};
     for (int64_t n = 0; n < state->of->config.layers; n++)
         free(state->cache_memory[n]);
     free(state->cache_memory);
@@ -201,74 +196,33 @@ static fdma_tensor by_head(const run_state *state, float *data) {
     return data == NULL ? absent : fdma_tensor_1d(data, FDMA_FLOAT32, state->of->config.kv_heads);
 }
 
-static void store_keys(run_state *state, const fdma_attention_args *from, int64_t n) {
-    fdma_cache_store_args store = {
-        .size = sizeof store,
-        .cache = state->cache[n],
-        .k = from->k,
-        .v = from->v,
-        .score = from->score,
-        .selection = from->selection,
-    };
-    size_t bytes;
-    demand(fdma_cache_store_workspace(&store, &bytes));
-    store.exec = lend(state, bytes, 1);
-    demand(fdma_cache_store(&store));
+/* Queries, keys or values without the axis of a batch. */
+static fdma_tensor tokens_of(fdma_tensor heads) {
+    return fdma_dense_tensor(heads.data, heads.dtype, 3, heads.shape + 1);
 }
 
-/* The keys of the cache are carried keys. */
-static void attend_piece(run_state *state, int64_t n, fdma_tensor q, fdma_tensor k, fdma_tensor v) {
-    const fdma_cache *const cache = &state->cache[n];
-    const int64_t len = q.shape[1], kv_heads = cache->kv_heads;
-    const int64_t kv_len = cache->k.shape[1] + len;
-    fdma_selection selection = {
-        .size = sizeof selection,
-        .expiry = fdma_tensor_3d(state->expiry, FDMA_INT32, 1, kv_heads, kv_len),
-        .slot = fdma_tensor_3d(state->slot, FDMA_INT32, 1, kv_heads, kv_len),
-    };
-    fdma_attention_args args = {
+/* Attention of one token takes less time than waking a second thread. */
+static void attend(run_state *state, int64_t n, fdma_tensor q, fdma_tensor k, fdma_tensor v) {
+    const int64_t len = q.shape[1];
+    const int32_t starts[] = {0, (int32_t)len}, threads = len == 1 ? 1 : state->thread_count;
+    fdma_prefill_args args = {
         .size = sizeof args,
-        .q = q,
-        .k = k,
-        .v = v,
+        .cache = state->cache[n],
+        .q = tokens_of(q),
+        .k = tokens_of(k),
+        .v = tokens_of(v),
         .dt_proj = dt_proj_of(state, n),
         .a = by_head(state, state->of->layer[n].a),
         .dt_bias = by_head(state, state->of->layer[n].dt_bias),
-        .out = heads_of(state, state->attended, len, state->of->config.q_heads),
-        .score = fdma_tensor_3d(state->score, FDMA_FLOAT32, 1, kv_heads, len),
-        .selection = &selection,
-        .table_in = cache->table,
-        .k_carried = cache->k,
-        .v_carried = cache->v,
-        .bias_carried = cache->bias,
-        .window = cache->window,
-        .causal = 1,
+        .out = tokens_of(heads_of(state, state->attended, len, state->of->config.q_heads)),
+        .starts = starts,
+        .requests = 1,
     };
+    args.exec.threads = threads;
     size_t bytes;
-    args.exec.threads = state->thread_count;
-    demand(fdma_attention_workspace(&args, &bytes));
-    args.exec = lend(state, bytes, state->thread_count);
-    demand(fdma_attention(&args));
-    store_keys(state, &args, n);
-}
-
-static void attend_token(run_state *state, int64_t n, fdma_tensor q, fdma_tensor k, fdma_tensor v) {
-    fdma_decode_args args = {
-        .size = sizeof args,
-        .cache = state->cache[n],
-        .q = q,
-        .k = k,
-        .v = v,
-        .dt_proj = dt_proj_of(state, n),
-        .a = by_head(state, state->of->layer[n].a),
-        .dt_bias = by_head(state, state->of->layer[n].dt_bias),
-        .out = heads_of(state, state->attended, 1, state->of->config.q_heads),
-    };
-    args.exec.threads = 1; // attention takes less time than waking a second thread
-    size_t bytes;
-    demand(fdma_decode_workspace(&args, &bytes));
-    args.exec = lend(state, bytes, 1);
-    demand(fdma_decode(&args));
+    demand(fdma_prefill_workspace(&args, &bytes));
+    args.exec = lend(state, bytes, threads);
+    demand(fdma_prefill(&args));
 }
 
 /* ---- the model ---- */
@@ -289,7 +243,7 @@ static void run_layer(run_state *state, int64_t n, int64_t len) {
     multiply(threads, 3, (const matrix *[]){&one->q_proj, &one->k_proj, &one->v_proj},
              state->normed, len, (float *[]){state->q, state->k, state->v});
     rotate(state, one, q, k);
-    (len == 1 ? attend_token : attend_piece)(state, n, q, k, v);
+    attend(state, n, q, k, v);
     multiply_one(state, &one->o_proj, state->attended, len, state->change);
     add(state, one->attention_residual, len);
 

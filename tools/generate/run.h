@@ -14,8 +14,6 @@ typedef struct run_state {
     float *x, *normed, *change, *q, *k, *v, *attended, *gate, *up; /* [PIECE, ...] */
     float *rotary, *logits; /* [PIECE, head_dim], [vocab_size] */
     double *inverse;        /* [head_dim / 2]: radians for each position */
-    float *score;           /* [kv_heads, PIECE] */
-    int32_t *expiry, *slot; /* [kv_heads, window + PIECE] */
     fdma_cache *cache;      /* [layers] */
     void **cache_memory;    /* [layers] */
     size_t cache_bytes;     /* of all layers */

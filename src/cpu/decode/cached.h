@@ -184,12 +184,15 @@ static fdma_problem largest_head(const fdma_problem *problem, int32_t threads) {
     return one;
 }
 
+/* With any_len each of all threads has a task: no fewer tokens or streams need more. */
 static size_t plan_cached(const fdma_problem *problem, cached_context *context) {
     const int64_t tasks = problem->batch * problem->kv_heads;
     const int64_t row_bytes = problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
     const int32_t threads =
-        threads_to_read(problem, INT64_MAX, 2 * tasks * problem->kv_len * row_bytes);
-    const bool in_turn = tasks < threads;
+        problem->any_len
+            ? fdma_thread_count(problem->exec.threads, INT32_MAX)
+            : threads_to_read(problem, INT64_MAX, 2 * tasks * problem->kv_len * row_bytes);
+    const bool in_turn = tasks < threads && !problem->any_len;
     fdma_arena arena = fdma_arena_of(problem), own = {0};
     fdma_take_selection(&own, problem);
     take_live_rows(&own, problem);

@@ -1,8 +1,9 @@
 /* fdma_cache_store() and fdma_cache_copy() on any device from compute capability 8.0. The first
  * kernel of fdma_cache_store() empties rows and counts tokens. The second one writes the kept keys
- * to their rows. */
+ * to their rows. Also the bias of prompts whose scores are given. */
 extern "C" {
 #include "core/cache.h"
+#include "cuda/cuda.h"
 }
 
 #include "cuda/decode/cache.cuh"
@@ -242,6 +243,26 @@ static const char *refuses_store(const fdma_problem *problem) {
     if (problem->kv_len > INT32_MAX - 256)
         return "more than 2^31 - 257 keys";
     return fdma_refuses_before_sm80(problem);
+}
+
+/* ---- the bias of prompts ---- */
+
+/* A thread has a token of a kv head. */
+static __global__ void __launch_bounds__(store_threads)
+    fill_bias(const number_view<float> score, const number_view<float> bias, const int32_t tokens,
+              const int32_t kv_heads) {
+    const int64_t g = head_of_block(), m = (int64_t)blockIdx.x * store_threads + threadIdx.x;
+    if (g < kv_heads && m < tokens)
+        bias.at(0, (int32_t)g)[m] = bias_of(FDMA_BIAS_EXP, score.at(0, (int32_t)g)[m]);
+}
+
+extern "C" fdma_status fdma_cuda_fill_prompt_bias(const fdma_problem *whole) {
+    const number_view<float> score = numbers_of<float>(&whole->score);
+    const number_view<float> bias = numbers_of<float>(&whole->bias);
+    const int32_t tokens = (int32_t)whole->new_len, kv_heads = (int32_t)whole->kv_heads;
+    const launch_shape shape = {grid_of(divide_up(max(tokens, 1), store_threads), kv_heads),
+                                dim3(store_threads)};
+    return launch("prefill", fill_bias, shape, whole, score, bias, tokens, kv_heads);
 }
 
 /* ---- fdma_cache_copy() ---- */
